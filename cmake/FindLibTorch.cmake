@@ -1,0 +1,54 @@
+# Finds LibTorch without torch's own CMake package, which asks for a CUDA toolkit when the build has CUDA.
+#   ISOGRAD_TORCH   folder holding include/ and lib/ (a `torch` Python package or an unpacked libtorch)
+# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Only 2.13 is accepted: the code
+# uses headers below torch/csrc, which carry no promise across versions.
+set(ISOGRAD_TORCH "$ENV{ISOGRAD_TORCH}" CACHE PATH "LibTorch: folder that holds include/ and lib/")
+if(NOT ISOGRAD_TORCH)
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  if(Python3_FOUND)
+    execute_process(COMMAND ${Python3_EXECUTABLE} -c
+      "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+      OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    set(ISOGRAD_TORCH "${_found}" CACHE PATH "LibTorch: folder that holds include/ and lib/" FORCE)
+  endif()
+endif()
+
+find_path(LibTorch_INCLUDE_DIR ATen/core/Tensor.h PATHS "${ISOGRAD_TORCH}/include" NO_DEFAULT_PATH NO_CACHE)
+find_library(LibTorch_CPU torch_cpu PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
+find_library(LibTorch_C10 c10 PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
+
+if(LibTorch_INCLUDE_DIR)
+  foreach(_header torch/headeronly/version.h torch/version.h torch/csrc/api/include/torch/version.h)
+    if(EXISTS "${LibTorch_INCLUDE_DIR}/${_header}" AND NOT LibTorch_VERSION)
+      file(STRINGS "${LibTorch_INCLUDE_DIR}/${_header}" _lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+      string(REGEX MATCHALL "[0-9]+" _numbers "${_lines}")
+      string(REPLACE ";" "." LibTorch_VERSION "${_numbers}")
+    endif()
+  endforeach()
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(LibTorch
+  REQUIRED_VARS LibTorch_CPU LibTorch_C10 LibTorch_INCLUDE_DIR
+  VERSION_VAR LibTorch_VERSION
+  REASON_FAILURE_MESSAGE "looked in '${ISOGRAD_TORCH}'. Set ISOGRAD_TORCH to a folder with include/ and lib/, \
+or run `pip install torch==2.13.0`, or let ./dev set it up.")
+
+if(LibTorch_FOUND AND NOT LibTorch_VERSION MATCHES "^2\\.13(\\.|$)")
+  message(FATAL_ERROR "LibTorch ${LibTorch_VERSION} found in ${ISOGRAD_TORCH}; expected 2.13.*. "
+    "Other versions are refused until they are tested: install torch==2.13.0 or point ISOGRAD_TORCH at one.")
+endif()
+
+if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
+  add_library(isograd_torch::torch INTERFACE IMPORTED)
+  target_include_directories(isograd_torch::torch SYSTEM INTERFACE
+    "${LibTorch_INCLUDE_DIR}" "${LibTorch_INCLUDE_DIR}/torch/csrc/api/include")
+  target_link_libraries(isograd_torch::torch INTERFACE "${LibTorch_CPU}" "${LibTorch_C10}")
+  target_compile_definitions(isograd_torch::torch INTERFACE USE_DISTRIBUTED USE_C10D)
+  # A CUDA build registers its kernels from a library nobody calls by name: keep it linked.
+  find_library(LibTorch_CUDA torch_cuda PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
+  if(LibTorch_CUDA)
+    target_link_libraries(isograd_torch::torch INTERFACE
+      "-Wl,--push-state,--no-as-needed" "${LibTorch_CUDA}" "-Wl,--pop-state")
+  endif()
+endif()

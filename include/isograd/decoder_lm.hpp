@@ -1,0 +1,92 @@
+// The reference language model: Llama to the letter, with its near relatives Qwen2, Qwen3 and Mistral.
+// No parallel code; attention never crosses a fragment of the batch.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/batch.hpp"
+
+namespace isograd {
+
+// Rotary embedding scaling as in Hugging Face's `rope_scaling` / `rope_parameters`.
+struct RopeScaling {
+  std::string kind = "default";  // default | linear | dynamic | llama3 | yarn
+  double factor = 1;
+  double low_frequency_factor = 1;   // llama3
+  double high_frequency_factor = 4;  // llama3
+  std::int64_t original_max_positions = 0;
+  double beta_fast = 32, beta_slow = 1;    // yarn
+  std::optional<double> attention_factor;  // yarn
+};
+
+struct DecoderConfig {
+  std::string family = "llama";  // llama | qwen2 | qwen3 | mistral
+  std::int64_t vocabulary = 258;
+  std::int64_t hidden = 256;
+  std::int64_t layers = 4;
+  std::int64_t heads = 4;
+  std::int64_t key_value_heads = 4;
+  std::int64_t head_dim = 64;
+  std::int64_t feed_forward = 704;
+  std::int64_t max_positions = 2048;
+  double rope_theta = 10000;
+  RopeScaling rope_scaling;
+  double norm_epsilon = 1e-5;
+  bool tied_output = false;
+  bool attention_bias = false;  // q, k, v (qwen2) and, for llama's attention_bias, o
+  bool output_bias = false;     // o_proj
+  bool mlp_bias = false;
+  bool query_key_norm = false;  // qwen3
+  double initializer_range = 0.02;
+  std::int64_t bos = -1, eos = -1;
+};
+// Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim, ...).
+void check(const DecoderConfig& config);
+
+// Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
+class DecoderLM : public torch::nn::Module {
+ public:
+  // Weights are normal(0, initializer_range), norms one, biases zero, keyed by (seed, parameter name):
+  // independent of ranks and of construction order.
+  DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed);
+  ~DecoderLM() override;
+  const DecoderConfig& config() const;
+  at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
+  at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]
+  // Parameters in registration order; tied output appears once, under the embedding's name.
+  std::vector<std::pair<std::string, at::Tensor>> named();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Hugging Face directory: config.json and model.safetensors (or sharded index). A key of config.json that
+// changes the mathematics and is not supported is a ConfigError; so are truncated files, wrong shapes,
+// missing and unexpected tensors.
+DecoderConfig read_hf_config(const std::filesystem::path& directory);
+void write_hf(const std::filesystem::path& directory, DecoderLM& model);
+std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
+
+struct SampleOptions {
+  std::int64_t max_tokens = 200;
+  double temperature = 0.8;  // 0: greedy
+  std::int64_t top_k = 0;    // 0: off
+  double top_p = 1.0;
+  std::uint64_t seed = 0;
+};
+// Tokens after `prompt` (which must not be empty), until eos or max_tokens; `on_token` sees each as it is
+// drawn. Keys and values are cached.
+std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
+                                    const SampleOptions& options,
+                                    const std::function<void(std::uint32_t)>& on_token = {});
+
+}  // namespace isograd

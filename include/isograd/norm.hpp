@@ -1,0 +1,23 @@
+// The exact global norm: every element counted once, by its owner (source of the rule: docs/losses.md §7).
+#pragma once
+
+#include <vector>
+
+#include "isograd/group.hpp"
+#include "isograd/parameters.hpp"
+
+namespace isograd {
+
+struct GlobalNorm {
+  double norm = 0;      // ‖G‖₂ in fp64
+  double loss_sum = 0;  // Σ over ranks of the value given
+  bool finite = true;   // norm and loss of every rank; the same answer on all ranks
+};
+
+// Local fp64 sum of squares over owned elements, then one all-reduce, which carries the logged loss along.
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group);
+
+// min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank.
+double clip_coefficient(double norm, double max_norm);
+
+}  // namespace isograd

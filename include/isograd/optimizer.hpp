@@ -1,0 +1,59 @@
+// Optimizers over flat buckets. They know nothing of ranks; scaling by the clip coefficient is part of their
+// pass.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isograd/parameters.hpp"
+
+namespace isograd {
+
+// State tensors of one parameter, e.g. {"exp_avg", t}, {"exp_avg_sq", t}: what a checkpoint holds per
+// parameter.
+using OptimizerState = std::map<std::string, at::Tensor>;
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  // One fused pass per bucket: parameters ← update(parameters, gradient_scale · gradients).
+  virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
+  virtual void set_learning_rate(double learning_rate) = 0;
+  virtual double learning_rate() const = 0;
+  // Number of updates made so far (AdamW's t).
+  virtual std::int64_t updates() const = 0;
+  // Views into the state by parameter name; empty tensors' worth of state (SGD without momentum) gives an
+  // empty map.
+  virtual std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) = 0;
+  virtual void set_updates(std::int64_t updates) = 0;
+};
+
+struct AdamWOptions {
+  double learning_rate = 3e-4;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double epsilon = 1e-8;
+  double weight_decay = 0.1;  // decoupled (Loshchilov & Hutter 2019); only where Slot::decays
+};
+std::unique_ptr<Optimizer> adamw(const AdamWOptions& options);
+
+struct SgdOptions {
+  double learning_rate = 0.1;
+  double momentum = 0;
+  double weight_decay = 0;
+};
+std::unique_ptr<Optimizer> sgd(const SgdOptions& options);
+
+// Linear warm-up from 0 over `warmup` steps, then constant or cosine down to `floor` × peak at `total` steps.
+struct Schedule {
+  enum class Kind { kConstant, kCosine } kind = Kind::kCosine;
+  double peak = 3e-4;
+  std::int64_t warmup = 0;
+  std::int64_t total = 1;
+  double floor = 0.1;
+  double at(std::int64_t step) const;  // step counts from 0
+};
+
+}  // namespace isograd

@@ -1,0 +1,112 @@
+// Text into batches: tokenizers, token shards on disk, packing, and a loader whose order is independent of
+// ranks.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "isograd/batch.hpp"
+
+namespace isograd {
+
+class Tokenizer {
+ public:
+  virtual ~Tokenizer() = default;
+  virtual std::string name() const = 0;  // "bytes", "sentencepiece:<xxh of the model>", recorded in shards
+  virtual std::int64_t vocabulary() const = 0;
+  virtual std::int64_t bos() const = 0;  // -1: none
+  virtual std::int64_t eos() const = 0;  // -1: none
+  // One document, with bos in front and eos behind where they exist.
+  virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
+  // Ids of special tokens give nothing; invalid byte sequences are replaced by U+FFFD.
+  virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
+};
+
+// 256 bytes, then bos = 256, eos = 257: vocabulary 258.
+std::unique_ptr<Tokenizer> byte_tokenizer();
+// A SentencePiece model file. ConfigError when it cannot be read.
+std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
+
+// Files to documents. Each pattern is a file, a directory (all regular files below it) or a glob; *.jsonl
+// files give one document per line (field "text"), any other file is one document. Sorted by path, so the
+// order does not depend on the file system. ConfigError: nothing matched, empty corpus, not UTF-8 (names file
+// and byte offset).
+struct CorpusOptions {
+  std::vector<std::string> patterns;
+};
+
+// Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
+// offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files.
+std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
+                                               const std::filesystem::path& directory);
+
+// Memory-mapped tokens with document boundaries. Opens isograd shards, llm.c .bin shards (magic 20240520:
+// uint16, 20240801: uint32) and nanoGPT .bin (headerless uint16); for the latter two `end_of_text` delimits
+// documents.
+class TokenStore {
+ public:
+  static std::shared_ptr<TokenStore> open(const std::vector<std::filesystem::path>& files,
+                                          std::optional<std::uint32_t> end_of_text = std::nullopt);
+  virtual ~TokenStore() = default;
+  virtual std::int64_t num_documents() const = 0;
+  virtual std::int64_t num_tokens() const = 0;
+  virtual std::int64_t document_length(std::int64_t document) const = 0;
+  // Copies tokens [begin, begin + out.size()) of the document.
+  virtual void read(std::int64_t document, std::int64_t begin, std::span<std::int64_t> out) const = 0;
+  virtual std::uint32_t max_token() const = 0;
+  virtual std::string tokenizer_name() const = 0;  // "" for foreign shards
+};
+
+// Which documents train and which validate: by (seed, document), the same for every layout.
+struct Split {
+  std::vector<std::int64_t> train;
+  std::vector<std::int64_t> validation;
+};
+Split split_documents(const TokenStore& store, double validation_fraction, std::uint64_t seed);
+
+struct LoaderOptions {
+  std::int64_t pack_length = 512;   // tokens of a pack
+  std::int64_t packs_per_step = 8;  // the global batch, over all ranks and micro-batches
+  std::int64_t packs_per_micro_batch = 4;
+  std::uint64_t seed = 0;
+  bool shuffle = true;  // false: documents in order (validation)
+  int rank = 0;
+  int size = 1;
+  bool read_ahead = true;  // prepare the next step on a thread
+};
+
+// Where a loader stands: enough to resume bit for bit.
+struct LoaderPosition {
+  std::int64_t epoch = 0;
+  std::int64_t step = 0;  // within the epoch
+};
+
+// Documents are shuffled by (seed, epoch), laid end to end and cut every pack_length tokens: a pack is a list
+// of fragments. Step k of an epoch is packs [k·P, (k+1)·P); rank r takes a contiguous part of them (sizes
+// differ by at most one), cut into micro-batches. The last step of an epoch is short; nothing is dropped or
+// repeated. Sample id = document index in the store. Targets are shifted before any cut: the last token of a
+// fragment predicts the first of the sample's next fragment; the last token of a document has kIgnoreIndex.
+class TextLoader {
+ public:
+  TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64_t> documents, LoaderOptions options);
+  ~TextLoader();
+  std::int64_t steps_per_epoch() const;
+  // This rank's micro-batches of the next step; crosses into the next epoch by itself. May be empty on a
+  // rank.
+  MicroBatches next();
+  // The whole step on one rank, regardless of options.rank/size (for the oracle): one micro-batch per pack.
+  MicroBatches whole_step(LoaderPosition position) const;
+  LoaderPosition position() const;  // of the step that next() returns
+  void seek(LoaderPosition position);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd

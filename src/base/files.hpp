@@ -1,0 +1,59 @@
+// Files that are whole or absent: written beside, fsynced, renamed; and checksums.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+namespace isograd {
+
+// Writes to a hidden sibling of `path`; commit() fsyncs it, renames it over `path` and fsyncs the folder.
+// Destroyed without commit() it leaves nothing. Errors (full disk, no permission) are ConfigErrors that name
+// the path, the bytes wanted and the bytes free.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+  void write(const void* data, std::size_t bytes);
+  void write(std::string_view text) { write(text.data(), text.size()); }
+  void write_at(std::uint64_t offset, const void* data, std::size_t bytes);
+  std::uint64_t position() const { return position_; }
+  void commit();
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path partial_;
+  int file_ = -1;
+  std::uint64_t position_ = 0;
+};
+
+void write_file(const std::filesystem::path& path, std::string_view text);  // atomically
+std::string read_file(const std::filesystem::path& path);                   // whole; ConfigError when it cannot
+
+void fsync_directory(const std::filesystem::path& directory);
+
+// XXH3-64 as 16 hex digits.
+std::string checksum(const void* data, std::size_t bytes);
+std::string checksum_file(const std::filesystem::path& path);
+
+// A read-only mapping of a whole file. Empty files map to nothing.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  const std::uint8_t* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  const std::uint8_t* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace isograd

@@ -1,0 +1,83 @@
+// Everything a run can be told, as plain data. One table (config_table.cpp) parses, checks and documents each key.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "isograd/decoder_lm.hpp"
+#include "isograd/optimizer.hpp"
+
+namespace isograd {
+
+struct RunConfig {
+  std::filesystem::path source;  // the TOML file, for messages; empty when none
+
+  struct {
+    std::string directory = "runs/default";  // report, metrics, checkpoints
+    std::int64_t seed = 0;
+  } run;
+  struct {
+    std::vector<std::string> text;    // files, directories, globs; empty together with `shards`: the headers of LibTorch
+    std::vector<std::string> shards;  // packed already; isograd, llm.c or nanoGPT
+    std::string tokenizer = "bytes";  // "bytes" or a SentencePiece model file
+    std::int64_t end_of_text = -1;    // token that delimits documents in foreign shards
+    std::string cache = ".cache/isograd";
+    std::int64_t pack_length = 512;
+    double validation_fraction = 0.02;
+  } data;
+  struct {
+    std::int64_t packs_per_step = 8;  // the global batch
+    std::int64_t packs_per_micro_batch = 4;
+  } batch;
+  struct {
+    std::string load;  // Hugging Face directory to start from; its config.json then describes the model
+    DecoderConfig shape;
+  } model;
+  struct {
+    std::int64_t steps = 200;
+    std::string dtype = "float32";  // float64 | float32 | bfloat16
+    double max_norm = 1.0;
+    std::int64_t evaluate_every = 50;  // 0: only at the end
+    std::int64_t evaluate_packs = 16;  // at most, of the validation documents
+    std::string on_non_finite = "stop";  // stop | skip
+  } train;
+  struct {
+    std::string kind = "adamw";  // adamw | sgd
+    AdamWOptions adamw;          // learning_rate is schedule.peak
+    double momentum = 0;         // sgd
+  } optimizer;
+  Schedule schedule;  // kind, peak, warmup, floor; total is train.steps
+  struct {
+    std::string strategy = "bucketed";  // bucketed | naive
+    std::int64_t bucket_bytes = 25 << 20;
+    bool overlap = true;
+    double timeout_seconds = 300;
+    std::string backend = "shm";
+  } parallel;
+  struct {
+    std::int64_t every = 100;  // 0: only at the end
+    std::int64_t keep = 2;
+    std::string resume;  // checkpoint directory, "latest" or empty
+  } checkpoint;
+  struct {
+    bool at_end = true;  // prove the gradient of this very run against one process
+  } verify;
+  struct {
+    std::string prompt;
+    std::int64_t tokens = 200;
+    double temperature = 0.8;
+  } sample;
+};
+
+// Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides` are "section.key=value".
+RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides);
+// Checks that need the number of ranks (more ranks than packs in the batch, ...).
+void check(const RunConfig& config, int ranks);
+// docs/configuration.md, from the same table.
+std::string configuration_markdown();
+// The configuration as TOML, every key written out: goes into the run's directory, the report and checkpoints.
+std::string to_toml(const RunConfig& config);
+
+}  // namespace isograd
