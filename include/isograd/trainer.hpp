@@ -1,0 +1,105 @@
+// Trainer: a whole run from a configuration: data, model, layout, optimizer, the loop around the step,
+// validation, checkpoints, what people see. No rule of the law lives here; those are in Step.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/decoder_lm.hpp"
+#include "isograd/step.hpp"
+#include "isograd/text_data.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+
+struct RunConfig;  // src/train/config.hpp
+
+// One step as seen from outside. The same on all ranks, except `seconds`.
+struct StepEvent {
+  std::int64_t step = 0;   // steps made, this one included
+  std::int64_t total = 0;  // steps of the whole run
+  StepReport report;
+  double learning_rate = 0;
+  double seconds = 0;            // wall clock of this step on this rank, reading data included
+  double tokens_per_second = 0;  // of all ranks together
+};
+
+// Σ of the validation targets' losses over their number, over all ranks, without gradient.
+struct Evaluation {
+  std::int64_t step = 0;
+  double loss = 0;  // nats per token
+  std::int64_t targets = 0;
+};
+
+// A table for the report, e.g. verify's parity table. Cells are text; the report escapes them.
+struct ReportTable {
+  std::string title;
+  std::string summary;  // one line above the table, also printed at the end of the run
+  std::vector<std::string> columns;
+  std::vector<std::vector<std::string>> rows;
+  bool passed = true;  // false: the run ends with exit status 1
+};
+
+// What a caller may look at when the loop has ended; valid during on_finish only.
+struct FinishedRun {
+  const RunConfig& config;
+  World& world;
+  DecoderLM& model;
+  std::shared_ptr<TokenStore> tokens;
+  const Split& split;
+};
+
+// All optional. Called on every rank, in this order; a throw ends the run on all ranks.
+struct TrainerHooks {
+  // Wraps the forward pass that a step differentiates (a loss of one's own, a fault to be tested).
+  std::function<ForwardLossTerms(ForwardLossTerms)> wrap_forward;
+  std::function<void(const StepEvent&)> on_step;
+  std::function<void(const Evaluation&)> on_evaluation;
+  std::function<void(const std::filesystem::path&)> on_checkpoint;
+  // After the last step of a run that was neither stopped nor diverged. May use collectives. Rank 0's tables
+  // go into the report.
+  std::function<std::vector<ReportTable>(FinishedRun&)> on_finish;
+};
+
+struct Outcome {
+  enum class End {
+    kFinished,  // all steps made
+    kStopped,   // SIGINT or SIGTERM: saved after the same step on all ranks; an orderly end
+    kDiverged,  // a loss or gradient that is not finite, with train.on_non_finite = "stop": not saved
+  } end = End::kFinished;
+  std::int64_t steps = 0;                 // made, those before a resume included
+  std::int64_t skipped = 0;               // refused because not finite (train.on_non_finite = "skip")
+  std::int64_t empty = 0;                 // had no valid target since the start or resume
+  double loss = 0;                        // of the last step
+  std::optional<double> validation_loss;  // absent without validation documents
+  double unigram_entropy = 0;        // nats per token of the training documents: what counting alone reaches
+  double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
+  std::string sample;                // generated text, prompt included; rank 0 only
+  std::filesystem::path checkpoint;  // the last one complete; empty: none
+  std::filesystem::path report;      // rank 0 only
+  std::vector<ReportTable> tables;   // of on_finish; rank 0 only
+
+  // 0: finished or stopped in order. 1: diverged, or a table did not pass.
+  int exit_status() const;
+};
+
+// Every rank constructs one with its World and calls run() once. Errors are thrown on every rank (where the
+// group still works). SIGINT and SIGTERM are caught during run(): the first asks for an orderly stop, a
+// second one a second or more later ends the process at once.
+class Trainer {
+ public:
+  Trainer(const RunConfig& config, World& world, TrainerHooks hooks = {});
+  ~Trainer();
+  Outcome run();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd
