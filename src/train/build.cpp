@@ -1,0 +1,181 @@
+#include "train/build.hpp"
+
+#include <dlfcn.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "train/rank_zero.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+// include/ beside the lib/ folder of the shared object that this process took c10 from.
+fs::path libtorch_headers() {
+  Dl_info info{};
+  fs::path library;
+  if (dladdr(reinterpret_cast<const void*>(&c10::toString), &info) != 0 && info.dli_fname)
+    library = fs::weakly_canonical(info.dli_fname);
+  const fs::path headers = library.parent_path().parent_path() / "include";
+  if (!fs::exists(headers / "c10"))
+    throw ConfigError({.where = "data.text (empty: the default corpus)",
+                       .found = "no LibTorch headers beside " + library.string(),
+                       .expected = headers.string(),
+                       .action = "Name text of your own in data.text"});
+  return headers;
+}
+
+}  // namespace
+
+// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
+std::vector<std::string> default_corpus() {
+  const fs::path headers = libtorch_headers();
+  return {(headers / "ATen/core/*.h").string(), (headers / "c10/**/*.h").string(),
+          (headers / "torch/csrc/api/include/torch/**/*.h").string()};
+}
+
+at::ScalarType scalar_type(const std::string& dtype) {
+  if (dtype == "float64") return at::kDouble;
+  if (dtype == "float32") return at::kFloat;
+  if (dtype == "bfloat16") return at::kBFloat16;
+  throw ConfigError({.where = "train.dtype",
+                     .found = dtype,
+                     .expected = "float64, float32 or bfloat16",
+                     .action = "Choose one of them"});
+}
+
+DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
+  const bool loaded = !config.model.load.empty();
+  DecoderConfig shape = loaded ? read_hf_config(config.model.load) : config.model.shape;
+  if (corpus.tokenizer) {
+    if (shape.bos < 0) shape.bos = corpus.tokenizer->bos();
+    if (shape.eos < 0) shape.eos = corpus.tokenizer->eos();
+  }
+  const std::int64_t needed =
+      std::max<std::int64_t>(static_cast<std::int64_t>(corpus.tokens->max_token()) + 1,
+                             corpus.tokenizer ? corpus.tokenizer->vocabulary() : 0);
+  const std::string where = loaded ? config.model.load + " (model.load)" : "model.vocabulary";
+  if (needed > shape.vocabulary)
+    throw ConfigError(
+        {.where = where,
+         .found = fmt::format("a vocabulary of {}", shape.vocabulary),
+         .expected = fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
+         .action = loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
+                          : fmt::format("Set model.vocabulary = {}", needed)});
+  if (config.data.pack_length > shape.max_positions)
+    throw ConfigError({.where = "data.pack_length",
+                       .found = std::to_string(config.data.pack_length),
+                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
+                       .action = "Shorten the packs or raise model.max_positions"});
+  check(shape);
+  return shape;
+}
+
+std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype) {
+  const DecoderConfig shape = model_shape(config, corpus);
+  if (!config.model.load.empty()) return read_hf(config.model.load, dtype);
+  return std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config.run.seed));
+}
+
+ForwardLossTerms forward_loss(DecoderLM& model) {
+  return [&model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+  };
+}
+
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group) {
+  const DataParallelOptions options{.bucket_bytes = config.parallel.bucket_bytes,
+                                    .overlap = config.parallel.overlap};
+  auto parameters = trainable_parameters(model.named());
+  if (config.parallel.strategy == "bucketed")
+    return bucketed(std::move(parameters), std::move(group), options);
+  if (config.parallel.strategy == "naive") return naive(std::move(parameters), std::move(group), options);
+  throw ConfigError({.where = "parallel.strategy",
+                     .found = config.parallel.strategy,
+                     .expected = "bucketed or naive",
+                     .action = "Choose one of them"});
+}
+
+Schedule make_schedule(const RunConfig& config) {
+  Schedule schedule = config.schedule;
+  schedule.total = config.train.steps;
+  return schedule;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
+  if (config.optimizer.kind == "adamw") {
+    AdamWOptions options = config.optimizer.adamw;
+    options.learning_rate = config.schedule.peak;
+    return adamw(options);
+  }
+  if (config.optimizer.kind == "sgd")
+    return sgd({.learning_rate = config.schedule.peak,
+                .momentum = config.optimizer.momentum,
+                .weight_decay = config.optimizer.adamw.weight_decay});
+  throw ConfigError({.where = "optimizer.kind",
+                     .found = config.optimizer.kind,
+                     .expected = "adamw or sgd",
+                     .action = "Choose one of them"});
+}
+
+std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size) {
+  return std::make_unique<TextLoader>(
+      corpus.tokens, corpus.split.train,
+      LoaderOptions{.pack_length = config.data.pack_length,
+                    .packs_per_step = config.batch.packs_per_step,
+                    .packs_per_micro_batch = config.batch.packs_per_micro_batch,
+                    .seed = static_cast<std::uint64_t>(config.run.seed),
+                    .rank = rank,
+                    .size = size});
+}
+
+std::unique_ptr<TextLoader> make_validation_loader(const RunConfig& config, const Corpus& corpus, int rank,
+                                                   int size) {
+  if (corpus.split.validation.empty()) return nullptr;
+  return std::make_unique<TextLoader>(
+      corpus.tokens, corpus.split.validation,
+      LoaderOptions{.pack_length = config.data.pack_length,
+                    .packs_per_step = config.train.evaluate_packs,
+                    .packs_per_micro_batch = config.batch.packs_per_micro_batch,
+                    .seed = static_cast<std::uint64_t>(config.run.seed),
+                    .shuffle = false,
+                    .rank = rank,
+                    .size = size,
+                    .read_ahead = false});
+}
+
+double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
+  const auto& documents = corpus.split.train;
+  std::int64_t total = 0;
+  for (auto document : documents) total += corpus.tokens->document_length(document);
+  const std::int64_t every = total / std::max<std::int64_t>(limit, 1) + 1;
+  at::Tensor counts = at::zeros({static_cast<std::int64_t>(corpus.tokens->max_token()) + 1}, at::kLong);
+  auto* count = counts.data_ptr<std::int64_t>();
+  std::vector<std::int64_t> piece;
+  for (std::size_t i = 0; i < documents.size(); ++i) {
+    const auto index = static_cast<std::int64_t>(i);
+    if (index % every != 0 || index / every % group.size() != group.rank()) continue;
+    const std::int64_t length = corpus.tokens->document_length(documents[i]);
+    // From 1: the first token of a document is nobody's target.
+    for (std::int64_t begin = 1; begin < length; begin += static_cast<std::int64_t>(piece.size())) {
+      piece.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, length - begin)));
+      corpus.tokens->read(documents[i], begin, piece);
+      for (auto token : piece) ++count[token];
+    }
+  }
+  group.all_reduce(counts);
+  const std::int64_t targets = counts.sum().item<std::int64_t>();
+  double entropy = 0;
+  for (std::int64_t token = 0; token < counts.numel(); ++token) {
+    if (count[token] == 0) continue;
+    const double p = static_cast<double>(count[token]) / static_cast<double>(targets);
+    entropy -= p * std::log(p);
+  }
+  return entropy;
+}
+
+}  // namespace isograd

@@ -1,0 +1,63 @@
+// What a configuration describes, built: corpus, model, layout, optimizer, loaders. Used by the trainer, by
+// verify and by anything that wants the same run without training it.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/text_data.hpp"
+#include "train/config.hpp"
+
+namespace isograd {
+
+struct Corpus {
+  std::shared_ptr<TokenStore> tokens;
+  std::shared_ptr<Tokenizer>
+      tokenizer;  // null: shards whose tokenizer is not ours (llm.c, nanoGPT, Hugging Face)
+  std::filesystem::path tokenizer_file;  // of a SentencePiece model; empty otherwise
+  Split split;
+  std::vector<std::string> sources;  // patterns or shards it came from
+};
+
+// The headers of the LibTorch this process runs on, as patterns for pack_corpus; nothing is downloaded.
+std::vector<std::string> default_corpus();
+
+// Collective. Text is packed into data.cache by rank 0 unless that was done before for the same files; shards
+// are opened as they are. ConfigError on every rank when rank 0 finds the corpus unusable.
+Corpus open_corpus(const RunConfig& config, Group& group);
+
+at::ScalarType scalar_type(const std::string& dtype);  // of train.dtype
+
+// The model's shape: of model.load's config.json where given, else of the configuration, with the corpus's
+// bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs are longer than
+// the model's positions.
+DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus);
+
+// Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
+std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype);
+
+// -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy".
+ForwardLossTerms forward_loss(DecoderLM& model);
+
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group);
+std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
+Schedule make_schedule(const RunConfig& config);
+std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size);
+
+// One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs, in document order.
+// Null when no document is held out.
+std::unique_ptr<TextLoader> make_validation_loader(const RunConfig& config, const Corpus& corpus, int rank,
+                                                   int size);
+
+// -Σ p log p over the training documents' targets, nats per token: the loss of a model that knows only how
+// often each token occurs. Collective: ranks count a part each. Corpora above `limit` tokens are counted in
+// every k-th document.
+double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 1 << 28);
+
+}  // namespace isograd

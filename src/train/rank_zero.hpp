@@ -1,0 +1,18 @@
+// Work that one rank does for all (files), whose failure must become everybody's failure.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "isograd/group.hpp"
+
+namespace isograd {
+
+// Collective. Rank 0 runs `work`; the others wait for at most the group's timeout. When it throws, every rank
+// throws the same error: a ConfigError stays one, anything else becomes a PeerError on the other ranks.
+void on_rank_zero(Group& group, const std::function<void()>& work);
+
+// Collective: a text of rank 0 on every rank.
+std::string broadcast_text(Group& group, const std::string& text);
+
+}  // namespace isograd
