@@ -1,0 +1,255 @@
+#include "train/checkpoint_files.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/files.hpp"
+#include "isograd/checkpoint.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kListing = "checksums.json";
+constexpr const char* kPartial = ".partial";    // being written
+constexpr const char* kReplaced = ".replaced";  // whole; another of the same step is taking its place
+constexpr const char* kDeleting = ".deleting";
+
+fs::path hidden(const fs::path& directory, const char* suffix) {
+  return directory.parent_path() / ("." + directory.filename().string() + suffix);
+}
+
+bool is_complete(const fs::path& directory) {
+  return fs::is_regular_file(directory / kListing);
+}
+
+// .step-00000100.replaced -> step-00000100, for one suffix.
+std::optional<fs::path> visible(const fs::path& path, std::string_view suffix) {
+  const std::string name = path.filename().string();
+  if (name.size() <= suffix.size() + 1 || name[0] != '.' || !name.ends_with(suffix)) return std::nullopt;
+  fs::path result = path.parent_path() / name.substr(1, name.size() - 1 - suffix.size());
+  if (!checkpoint_step(result)) return std::nullopt;
+  return result;
+}
+
+// Errors of the file system are errors of the input here: a full disk, a folder without permission.
+template <class Work>
+auto files(const std::string& where, Work work) {
+  try {
+    return work();
+  } catch (const fs::filesystem_error& error) {
+    throw ConfigError({.where = where,
+                       .found = error.what(),
+                       .expected = "a folder that can be read and written",
+                       .action = "Check its permissions and the space on its disk"});
+  }
+}
+
+void fsync_file(const fs::path& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const bool synced = file >= 0 && ::fsync(file) == 0;
+  const int problem = errno;
+  if (file >= 0) ::close(file);
+  if (!synced)
+    throw ConfigError({.where = path.string(),
+                       .found = std::string("fsync: ") + std::strerror(problem),
+                       .expected = "a file on its disk",
+                       .action = "Free space on the disk or choose another run.directory"});
+}
+
+void write_checksums(const fs::path& directory) {
+  nlohmann::json listed = nlohmann::json::object();
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    listed[name] = {{"bytes", entry.file_size()}, {"xxh3", checksum_file(entry.path())}};
+  }
+  const std::string text = listed.dump();
+  write_file(
+      directory / kListing,
+      nlohmann::json{{"format", 1}, {"files", listed}, {"xxh3_of_files", checksum(text.data(), text.size())}}
+              .dump(1) +
+          "\n");
+}
+
+// What a save that was killed left behind.
+void clear_leftovers(const fs::path& root) {
+  std::vector<fs::path> entries;
+  for (const auto& entry : fs::directory_iterator(root)) entries.push_back(entry.path());
+  for (const auto& path : entries) {
+    if (visible(path, kPartial) || visible(path, kDeleting)) fs::remove_all(path);
+    if (auto original = visible(path, kReplaced)) {
+      if (fs::exists(*original)) {
+        fs::remove_all(path);
+      } else {
+        fs::rename(path, *original);
+      }
+    }
+  }
+}
+
+[[noreturn]] void throw_damaged(const fs::path& directory, const std::string& file, const std::string& found,
+                                const std::string& expected) {
+  std::string action = "Restore this file";
+  const auto step = checkpoint_step(directory);
+  for (const auto& other : list_checkpoints(directory.parent_path()))
+    if (step && *checkpoint_step(other) < *step)
+      action = "Restore this file or resume from " + other.string();
+  throw ConfigError(
+      {.where = (directory / file).string(), .found = found, .expected = expected, .action = action});
+}
+
+}  // namespace
+
+std::optional<std::int64_t> checkpoint_step(const fs::path& directory) {
+  std::string name = directory.filename().string();
+  if (auto original = visible(directory, kReplaced)) name = original->filename().string();
+  constexpr std::string_view kPrefix = "step-";
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  const std::string digits = name.substr(kPrefix.size());
+  if (digits.size() < 8 || digits.size() > 18 || digits.find_first_not_of("0123456789") != std::string::npos)
+    return std::nullopt;
+  return std::stoll(digits);
+}
+
+fs::path checkpoint_path(const fs::path& root, std::int64_t step) {
+  return root / fmt::format("step-{:08}", step);
+}
+
+std::vector<fs::path> list_checkpoints(const fs::path& root) {
+  return files(root.string(), [&] {
+    std::vector<fs::path> found;
+    if (!fs::is_directory(root)) return found;
+    for (const auto& entry : fs::directory_iterator(root)) {
+      const auto original = visible(entry.path(), kReplaced);
+      if (original && fs::exists(*original)) continue;
+      if (checkpoint_step(entry.path()) && is_complete(entry.path())) found.push_back(entry.path());
+    }
+    std::sort(found.begin(), found.end(),
+              [](const auto& a, const auto& b) { return *checkpoint_step(a) < *checkpoint_step(b); });
+    return found;
+  });
+}
+
+fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
+  if (which == "latest") {
+    auto found = list_checkpoints(root);
+    if (found.empty())
+      throw ConfigError({.where = "checkpoint.resume = \"latest\"",
+                         .found = "no complete checkpoint in " + root.string(),
+                         .expected = "at least one folder step-NNNNNNNN",
+                         .action = "Check run.directory, or leave checkpoint.resume out to start anew"});
+    return found.back();
+  }
+  const fs::path directory = which;
+  if (!is_complete(directory))
+    throw ConfigError({.where = "checkpoint " + which,
+                       .found = fs::is_directory(directory) ? std::string("a folder without ") + kListing
+                                                            : std::string("no such folder"),
+                       .expected = "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\"",
+                       .action = "Check the path"});
+  return directory;
+}
+
+void publish_directory(const fs::path& directory, const std::function<void(const fs::path&)>& write,
+                       const Moment& moment) {
+  const auto at = [&](std::string_view name) {
+    if (moment) moment(name);
+  };
+  const fs::path root = directory.parent_path(), partial = hidden(directory, kPartial);
+  const fs::path replaced = hidden(directory, kReplaced);
+  files(directory.string(), [&] {
+    fs::create_directories(root);
+    clear_leftovers(root);
+    fs::create_directory(partial);
+    try {
+      at("empty folder");
+      write(partial);
+      at("files written");
+      write_checksums(partial);
+      at("checksums written");
+      for (const auto& entry : fs::directory_iterator(partial)) fsync_file(entry.path());
+      fsync_directory(partial);
+    } catch (...) {
+      std::error_code ignored;
+      fs::remove_all(partial,
+                     ignored);  // a full disk gets its space back; the first error is the one to tell
+      throw;
+    }
+    at("synced");
+    const bool again = fs::exists(directory);
+    if (again) fs::rename(directory, replaced);
+    at("moved aside");
+    fs::rename(partial, directory);
+    fsync_directory(root);
+    at("renamed");
+    if (again) fs::remove_all(replaced);
+    at("published");
+  });
+}
+
+void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t keep, const Moment& moment) {
+  files(root.string(), [&] {
+    std::vector<fs::path> past, gone;
+    for (const auto& path : list_checkpoints(root))
+      (*checkpoint_step(path) > step ? gone : past).push_back(path);
+    const auto surplus = static_cast<std::int64_t>(past.size()) - std::max<std::int64_t>(keep, 1);
+    for (std::int64_t i = 0; i < surplus; ++i) gone.push_back(past[static_cast<std::size_t>(i)]);
+    for (const auto& path : gone) {
+      // Under its own name a folder is whole or absent, in deletion too.
+      const fs::path doomed = hidden(path, kDeleting);
+      fs::rename(path, doomed);
+      if (moment) moment("deleting");
+      fs::remove_all(doomed);
+    }
+  });
+}
+
+void verify_checksums(const fs::path& directory) {
+  const auto listing =
+      nlohmann::json::parse(read_file(directory / kListing), nullptr, /*allow_exceptions=*/false);
+  const auto damaged_listing = [&] {
+    throw_damaged(directory, kListing, "a listing that does not match its own checksum",
+                  "format 1, unchanged");
+  };
+  if (!listing.is_object() || listing.value("format", nlohmann::json()) != 1 || !listing.contains("files") ||
+      !listing["files"].is_object())
+    damaged_listing();
+  const auto& listed = listing["files"];
+  const std::string text = listed.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  if (listing.value("xxh3_of_files", nlohmann::json()) != checksum(text.data(), text.size()))
+    damaged_listing();
+
+  for (const auto& [name, facts] : listed.items()) {
+    const fs::path file = directory / name;
+    if (name.find('/') != std::string::npos || !facts.is_object() || !facts.contains("bytes") ||
+        !facts.contains("xxh3"))
+      damaged_listing();
+    if (!fs::is_regular_file(file)) throw_damaged(directory, name, "no such file", "the file that was saved");
+    if (fs::file_size(file) != facts["bytes"])
+      throw_damaged(directory, name, fmt::format("{} bytes", fs::file_size(file)),
+                    facts["bytes"].dump() + " bytes");
+    if (const std::string found = checksum_file(file); found != facts["xxh3"])
+      throw_damaged(directory, name, "checksum " + found, "checksum " + facts["xxh3"].dump());
+  }
+  // A file that slipped in could be read in place of a listed one (a sharded index beside model.safetensors).
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    const std::string kind = entry.path().extension().string();
+    if (name != kListing && !listed.contains(name) && (kind == ".json" || kind == ".safetensors"))
+      throw ConfigError({.where = entry.path().string(),
+                         .found = "a file that was not saved with the checkpoint",
+                         .expected = "only the files of checksums.json",
+                         .action = "Move it elsewhere"});
+  }
+}
+
+}  // namespace isograd

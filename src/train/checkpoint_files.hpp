@@ -1,0 +1,34 @@
+// Directories of checkpoints: published whole or not at all, checksummed, listed, pruned. Knows no tensors.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string_view>
+
+namespace isograd {
+
+// Called at named points of a save; tests kill the process there.
+using Moment = std::function<void(std::string_view)>;
+
+// Step of a directory named step-00000100; nothing for any other name.
+std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directory);
+
+// `write` fills a hidden sibling of `directory`; then checksums.json is added, every file and the folder are
+// fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside first,
+// stays listed until the new one stands, and is deleted then. What killed saves left behind is cleared up at
+// the start.
+void publish_directory(const std::filesystem::path& directory,
+                       const std::function<void(const std::filesystem::path&)>& write,
+                       const Moment& moment = {});
+
+// Deletes checkpoints of a step above `step`, and all but the newest `keep` of the others.
+void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std::int64_t keep,
+                       const Moment& moment = {});
+
+// Compares every file with checksums.json. ConfigError names the first bad one and what to resume from
+// instead.
+void verify_checksums(const std::filesystem::path& directory);
+
+}  // namespace isograd

@@ -1,0 +1,83 @@
+#include "train/checkpoint_state.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr int kFormat = 1;
+
+// Visits every field with its key, for writing and reading alike. Counts are checked to be 0 or more.
+template <class State, class Visit>
+void fields(State& state, Visit visit) {
+  visit("step", state.step);
+  visit("updates", state.updates);
+  visit("skipped", state.skipped);
+  visit("epoch", state.position.epoch);
+  visit("step_of_epoch", state.position.step);
+  visit("seed", state.seed);
+  visit("pack_length", state.pack_length);
+  visit("packs_per_step", state.packs_per_step);
+  visit("validation_fraction", state.validation_fraction);
+  visit("documents", state.documents);
+  visit("tokens", state.tokens);
+  visit("optimizer", state.optimizer);
+  visit("dtype", state.dtype);
+  visit("tokenizer", state.tokenizer);
+  visit("config", state.config);
+}
+
+struct Reader {
+  const nlohmann::json& json;
+  const std::string& file;
+
+  [[noreturn]] void bad(const char* key, const std::string& found, const std::string& expected) const {
+    throw ConfigError({.where = file + ": " + key,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Restore the file or resume from another checkpoint"});
+  }
+  const nlohmann::json& at(const char* key) const {
+    if (!json.contains(key)) bad(key, "no such key", "a value");
+    return json[key];
+  }
+  void operator()(const char* key, std::int64_t& value) const {
+    const auto& item = at(key);
+    const bool any_sign = std::string_view(key) == "seed";
+    if (!item.is_number_integer() || (!any_sign && item.get<std::int64_t>() < 0))
+      bad(key, item.dump(), any_sign ? "an integer" : "an integer, 0 or more");
+    value = item.get<std::int64_t>();
+  }
+  void operator()(const char* key, double& value) const {
+    if (!at(key).is_number()) bad(key, at(key).dump(), "a number");
+    value = at(key).get<double>();
+  }
+  void operator()(const char* key, std::string& value) const {
+    if (!at(key).is_string()) bad(key, at(key).dump(), "a text");
+    value = at(key).get<std::string>();
+  }
+};
+
+}  // namespace
+
+std::string to_json(const TrainingState& state) {
+  nlohmann::ordered_json json{{"format", kFormat}};
+  fields(state, [&](const char* key, const auto& value) { json[key] = value; });
+  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+TrainingState parse_state(const std::string& text, const std::string& file) {
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Reader reader{json, file};
+  if (!json.is_object()) reader.bad("the whole file", "no JSON object", "the state of a run");
+  if (reader.at("format") != kFormat)
+    reader.bad("format", json["format"].dump(),
+               std::to_string(kFormat) + ", the only one this version reads");
+  TrainingState state;
+  fields(state, reader);
+  return state;
+}
+
+}  // namespace isograd
