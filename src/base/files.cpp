@@ -1,0 +1,145 @@
+#include "files.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void fail(const std::string& operation, const std::filesystem::path& path, int code,
+                       std::uint64_t wanted = 0) {
+  std::string found = std::strerror(code), action = "Check that the path exists and that you may use it";
+  if (code == ENOSPC || code == EFBIG || code == EDQUOT) {
+    struct statvfs disk {};
+    if (statvfs(path.parent_path().empty() ? "." : path.parent_path().c_str(), &disk) == 0)
+      found += " (" + std::to_string(disk.f_bavail * disk.f_frsize) + " bytes free, " +
+               std::to_string(wanted) + " more to write)";
+    action = "Free space, raise the limit or choose another directory";
+  }
+  throw ConfigError(
+      {.where = operation + " " + path.string(), .found = found, .expected = "success", .action = action});
+}
+
+void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offset,
+               const std::filesystem::path& path) {
+  const char* from = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t done = pwrite(file, from, bytes, static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) fail("write", path, done == 0 ? ENOSPC : errno, bytes);
+    from += done, bytes -= static_cast<std::size_t>(done), offset += static_cast<std::uint64_t>(done);
+  }
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
+  static std::atomic<unsigned> serial{0};
+  partial_ = path_.parent_path() / ("." + path_.filename().string() + ".partial-" + std::to_string(getpid()) +
+                                    "-" + std::to_string(serial++));
+  file_ = open(partial_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0644);
+  if (file_ < 0) fail("create", path_, errno);
+}
+
+AtomicFile::~AtomicFile() {
+  if (file_ < 0) return;
+  close(file_);
+  unlink(partial_.c_str());
+}
+
+void AtomicFile::write(const void* data, std::size_t bytes) {
+  write_all(file_, data, bytes, position_, path_);
+  position_ += bytes;
+}
+
+void AtomicFile::write_at(std::uint64_t offset, const void* data, std::size_t bytes) {
+  write_all(file_, data, bytes, offset, path_);
+  position_ = std::max(position_, offset + bytes);
+}
+
+void AtomicFile::commit() {
+  if (fsync(file_) != 0) fail("fsync", path_, errno);
+  if (close(std::exchange(file_, -1)) != 0) {
+    const int code = errno;
+    unlink(partial_.c_str());
+    fail("close", path_, code);
+  }
+  if (rename(partial_.c_str(), path_.c_str()) != 0) {
+    const int code = errno;
+    unlink(partial_.c_str());
+    fail("rename", path_, code);
+  }
+  fsync_directory(path_.parent_path());
+}
+
+void write_file(const std::filesystem::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  MappedFile file(path);
+  return {reinterpret_cast<const char*>(file.data()), file.size()};
+}
+
+void fsync_directory(const std::filesystem::path& directory) {
+  const std::string name = directory.empty() ? "." : directory.string();
+  const int file = open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (file < 0) fail("open", name, errno);
+  const int result = fsync(file), code = errno;
+  close(file);
+  if (result != 0 && code != EINVAL) fail("fsync", name, code);  // some file systems have no directory fsync
+}
+
+std::string checksum(const void* data, std::size_t bytes) {
+  static const char* digits = "0123456789abcdef";
+  std::uint64_t hash = XXH3_64bits(data, bytes);
+  std::string text(16, '0');
+  for (int i = 15; i >= 0; --i, hash >>= 4) text[i] = digits[hash & 15];
+  return text;
+}
+
+std::string checksum_file(const std::filesystem::path& path) {
+  MappedFile file(path);
+  return checksum(file.data(), file.size());
+}
+
+MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) fail("open", path, errno);
+  struct stat status {};
+  if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
+    close(file);
+    throw ConfigError({.where = "open " + path.string(),
+                       .found = "something that is not a regular file",
+                       .expected = "a regular file",
+                       .action = "Check the path"});
+  }
+  size_ = static_cast<std::size_t>(status.st_size);
+  if (size_ > 0) {
+    void* mapped = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0);
+    const int code = errno;
+    close(file);
+    if (mapped == MAP_FAILED) fail("map", path, code);
+    data_ = static_cast<const std::uint8_t*>(mapped);
+  } else {
+    close(file);
+  }
+}
+
+MappedFile::~MappedFile() {
+  if (data_) munmap(const_cast<std::uint8_t*>(data_), size_);
+}
+
+}  // namespace isograd
