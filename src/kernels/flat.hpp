@@ -1,0 +1,50 @@
+// Fused passes over flat buffers: what an optimizer step does to memory, each element touched once.
+// Torch-free, single-threaded; a caller with several threads hands out ranges. Buffers may have any
+// alignment.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/bfloat16.hpp"
+
+namespace isograd::kernels {
+
+// Σ x² in fp64. A fixed order of summation: the same bits on every processor.
+double squared_norm(const float* values, std::int64_t count);
+double squared_norm(const double* values, std::int64_t count);
+
+// One AdamW update (Loshchilov & Hutter 2019, in the form of torch.optim.AdamW):
+//   g ← gradient_scale · g;  p ← keep · p;  m ← m + (1 − β₁)(g − m);  v ← β₂ v + (1 − β₂) g²
+//   p ← p − step_size · m / (√v · inverse_root_correction + ε)
+struct AdamW {
+  double gradient_scale = 1;  // clip coefficient
+  double keep = 1;            // 1 − learning rate · weight decay
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double step_size = 0;                // learning rate / (1 − β₁ᵗ)
+  double inverse_root_correction = 1;  // 1 / √(1 − β₂ᵗ)
+  double epsilon = 1e-8;
+};
+void adamw(const AdamW& scalars, const float* gradients, float* parameters, float* first, float* second,
+           std::int64_t count);
+void adamw(const AdamW& scalars, const double* gradients, double* parameters, double* first, double* second,
+           std::int64_t count);
+// `parameters` are fp32 masters; their roundings go to `rounded` in the same pass.
+void adamw(const AdamW& scalars, const float* gradients, float* parameters, float* first, float* second,
+           Bfloat16* rounded, std::int64_t count);
+
+// One SGD update in the form of torch.optim.SGD without dampening:
+//   g ← gradient_scale · g + weight_decay · p;  b ← momentum · b + g;  p ← p − learning_rate · b
+struct Sgd {
+  double gradient_scale = 1;
+  double learning_rate = 0;
+  double momentum = 0;
+  double weight_decay = 0;
+};
+// `velocity` is null exactly when momentum is 0; `rounded` may be null.
+void sgd(const Sgd& scalars, const float* gradients, float* parameters, float* velocity, Bfloat16* rounded,
+         std::int64_t count);
+void sgd(const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
+         std::int64_t count);
+
+}  // namespace isograd::kernels

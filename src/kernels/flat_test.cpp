@@ -1,0 +1,157 @@
+#include "kernels/flat.hpp"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "kernels/naive.hpp"
+
+namespace isograd::kernels {
+namespace {
+
+// Lengths around the width of a vector, and buffers that start off its alignment.
+const std::int64_t kCounts[] = {0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4099};
+
+template <typename T>
+std::vector<T> random_values(std::int64_t count, unsigned seed, double scale = 1) {
+  std::mt19937_64 bits(seed);
+  std::normal_distribution<double> normal(0, scale);
+  std::vector<T> values(count);
+  for (T& value : values) value = static_cast<T>(normal(bits));
+  return values;
+}
+
+template <typename T>
+class Flat : public testing::Test {};
+using Types = testing::Types<float, double>;
+TYPED_TEST_SUITE(Flat, Types);
+
+TYPED_TEST(Flat, SquaredNormIsExactToDoubleRounding) {
+  for (std::int64_t count : kCounts) {
+    auto values = random_values<TypeParam>(count + 1, 1 + count);
+    const double expected = naive::squared_norm(values.data() + 1, count);
+    // At most count roundings of 2^-53 on a sum of positive terms.
+    EXPECT_NEAR(squared_norm(values.data() + 1, count), expected, expected * count * 0x1p-53) << count;
+  }
+}
+
+TYPED_TEST(Flat, SquaredNormCountsEveryElementOnce) {
+  for (std::int64_t count : kCounts)
+    for (std::int64_t i = 0; i<count; i += count> 100 ? 97 : 1) {
+      std::vector<TypeParam> values(count);
+      values[i] = 3;
+      EXPECT_EQ(squared_norm(values.data(), count), 9) << i << " of " << count;
+    }
+}
+
+TEST(SquaredNorm, DoesNotOverflowOrLoseSmallTerms) {
+  std::vector<float> large(100, 3e38f);
+  EXPECT_NEAR(squared_norm(large.data(), 100) / 9e78, 1, 1e-6);
+  std::vector<float> many(1 << 21, 1e-3f);  // fp32 would stop growing at 2^24 · 1e-6 and be off before
+  EXPECT_NEAR(squared_norm(many.data(), 1 << 21), (1 << 21) * double(1e-3f) * double(1e-3f), 1e-9);
+  many[77] = NAN;
+  EXPECT_TRUE(std::isnan(squared_norm(many.data(), 1 << 21)));
+}
+
+template <typename T>
+void run_adamw(const AdamW& s, const std::vector<T>& g, std::vector<T>& p, std::vector<T>& m,
+               std::vector<T>& v, Bfloat16* rounded) {
+  const std::int64_t count = static_cast<std::int64_t>(g.size()) - 1;
+  if constexpr (std::is_same_v<T, float>) {
+    if (rounded) return adamw(s, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, rounded, count);
+  }
+  adamw(s, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, count);
+}
+
+TYPED_TEST(Flat, AdamWHasTheBitsOfItsTwin) {
+  using T = TypeParam;
+  const AdamW scalars{.gradient_scale = 0.37,
+                      .keep = 0.9993,
+                      .beta1 = 0.9,
+                      .beta2 = 0.95,
+                      .step_size = 3e-3,
+                      .inverse_root_correction = 1.7,
+                      .epsilon = 1e-8};
+  for (std::int64_t count : kCounts)
+    for (bool rounding : {false, true}) {
+      if (rounding && std::is_same_v<T, double>) continue;
+      auto g = random_values<T>(count + 1, 2), p = random_values<T>(count + 1, 3),
+           m = random_values<T>(count + 1, 4), v = random_values<T>(count + 1, 5);
+      for (T& x : v) x = x * x;
+      auto p2 = p, m2 = m, v2 = v;
+      std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
+      run_adamw<T>(scalars, g, p, m, v, rounding ? bf.data() : nullptr);
+      naive::adamw<T>(scalars, g.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1,
+                      rounding ? bf2.data() : nullptr, count);
+      EXPECT_EQ(p, p2) << count;
+      EXPECT_EQ(m, m2) << count;
+      EXPECT_EQ(v, v2) << count;
+      for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(bf[i].bits, bf2[i].bits) << i;
+    }
+}
+
+TYPED_TEST(Flat, SgdHasTheBitsOfItsTwin) {
+  using T = TypeParam;
+  for (std::int64_t count : kCounts)
+    for (double momentum : {0.0, 0.9})
+      for (bool rounding : {false, true}) {
+        if (rounding && std::is_same_v<T, double>) continue;
+        const Sgd scalars{
+            .gradient_scale = 0.7, .learning_rate = 0.03, .momentum = momentum, .weight_decay = 0.01};
+        auto g = random_values<T>(count + 1, 6), p = random_values<T>(count + 1, 7),
+             b = random_values<T>(count + 1, 8);
+        auto p2 = p, b2 = b;
+        std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
+        T* velocity = momentum ? b.data() + 1 : nullptr;
+        if constexpr (std::is_same_v<T, float>)
+          sgd(scalars, g.data() + 1, p.data() + 1, velocity, rounding ? bf.data() : nullptr, count);
+        else
+          sgd(scalars, g.data() + 1, p.data() + 1, velocity, count);
+        naive::sgd<T>(scalars, g.data() + 1, p2.data() + 1, momentum ? b2.data() + 1 : nullptr,
+                      rounding ? bf2.data() : nullptr, count);
+        EXPECT_EQ(p, p2) << count;
+        EXPECT_EQ(b, b2) << count;
+        for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(bf[i].bits, bf2[i].bits) << i;
+      }
+}
+
+TEST(Flat, PaddingOfZerosStaysZero) {
+  std::vector<float> g(64), p(64), m(64), v(64);
+  adamw({.keep = 0.99, .step_size = 0.1}, g.data(), p.data(), m.data(), v.data(), 64);
+  for (float x : p) EXPECT_EQ(x, 0);
+}
+
+// Reference: the two neighbours in bf16, and the nearer of them (even on a tie), found in double.
+TEST(Bfloat16Rounding, IsToNearestEven) {
+  std::mt19937 bits(9);
+  for (int i = 0; i < 200000; ++i) {
+    std::uint32_t pattern = bits();
+    if (i % 4 == 0) pattern = (pattern & 0xffff0000u) | 0x8000u;  // ties
+    if (i % 4 == 1) pattern = (pattern & 0xffff0000u) | (i % 8 == 1 ? 0x7fffu : 0x8001u);
+    const float value = std::bit_cast<float>(pattern);
+    const Bfloat16 result = to_bfloat16(value);
+    if (std::isnan(value)) {
+      EXPECT_TRUE(std::isnan(to_float(result)));
+      continue;
+    }
+    if (!std::isfinite(value)) {
+      EXPECT_EQ(to_float(result), value);
+      continue;
+    }
+    const auto low_bits = static_cast<std::uint16_t>(pattern >> 16);
+    const double low = to_float({low_bits});
+    double high = to_float({static_cast<std::uint16_t>(low_bits + 1)});
+    if (std::isinf(high)) high = std::copysign(0x1p128, high);  // where the next number would be
+    const double to_low = std::fabs(value - low), to_high = std::fabs(high - value);
+    const std::uint16_t expected =
+        to_low < to_high || (to_low == to_high && low_bits % 2 == 0) ? low_bits : low_bits + 1;
+    ASSERT_EQ(result.bits, expected) << value;
+  }
+}
+
+}  // namespace
+}  // namespace isograd::kernels

@@ -1,0 +1,175 @@
+#include "kernels/softmax.hpp"
+
+#include <bit>
+#include <limits>
+
+#include "kernels/versions.hpp"
+
+namespace isograd::kernels {
+namespace {
+
+constexpr int kLanes = 32;
+constexpr std::int64_t kTile = 1024;  // elements summed in the computing type before they go to fp64
+
+template <typename T>
+struct Computing {
+  using type = T;
+};
+template <>
+struct Computing<Bfloat16> {
+  using type = float;
+};
+
+ISOGRAD_ALWAYS_INLINE float load(float x) {
+  return x;
+}
+ISOGRAD_ALWAYS_INLINE double load(double x) {
+  return x;
+}
+ISOGRAD_ALWAYS_INLINE float load(Bfloat16 x) {
+  return to_float(x);
+}
+ISOGRAD_ALWAYS_INLINE void store(float x, float* to) {
+  *to = x;
+}
+ISOGRAD_ALWAYS_INLINE void store(double x, double* to) {
+  *to = x;
+}
+ISOGRAD_ALWAYS_INLINE void store(float x, Bfloat16* to) {
+  *to = to_bfloat16(x);
+}
+
+// Constants of e^x = 2^n · e^r with n = round(x / ln 2), |r| ≤ ln 2 / 2; ln 2 in two parts whose first has
+// trailing zeros, so that n · kLn2High is exact (Cody & Waite 1980). The Taylor polynomial's next term is
+// below a quarter of a unit in the last place.
+template <typename T>
+struct Exp;
+template <>
+struct Exp<float> {
+  using Bits = std::uint32_t;
+  static constexpr int kMantissa = 23;
+  static constexpr Bits kBias = 127;
+  static constexpr float kMagic = 0x1.8p23f;  // adding it rounds to an integer, left in the low bits
+  static constexpr float kLowest = -87.33f;   // below: subnormal
+  static constexpr float kInverseLn2 = 0x1.715476p+0f, kLn2High = 0x1.62ep-1f, kLn2Low = 0x1.0bfbe8p-15f;
+  static constexpr float kTaylor[] = {1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
+};
+template <>
+struct Exp<double> {
+  using Bits = std::uint64_t;
+  static constexpr int kMantissa = 52;
+  static constexpr Bits kBias = 1023;
+  static constexpr double kMagic = 0x1.8p52;
+  static constexpr double kLowest = -708.39;
+  static constexpr double kInverseLn2 = 0x1.71547652b82fep+0, kLn2High = 0x1.62e42fee00000p-1,
+                          kLn2Low = 0x1.a39ef35793c76p-33;
+  static constexpr double kTaylor[] = {
+      1. / 6227020800, 1. / 479001600, 1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040,
+      1. / 720,        1. / 120,       1. / 24,       1. / 6,       0.5,         1.,         1.};
+};
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE T exponential(T x) {
+  using E = Exp<T>;
+  const T shifted = x * E::kInverseLn2 + E::kMagic;
+  const T n = shifted - E::kMagic;
+  const T r = (x - n * E::kLn2High) - n * E::kLn2Low;
+  T value = E::kTaylor[0];
+#pragma GCC unroll 16
+  for (unsigned k = 1; k < sizeof(E::kTaylor) / sizeof(T); ++k) value = value * r + E::kTaylor[k];
+  const auto power = (std::bit_cast<typename E::Bits>(shifted) + E::kBias) << E::kMantissa;
+  value *= std::bit_cast<T>(power);
+  return x < E::kLowest ? T(0) : value;  // a NaN stays one
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE RowSum row_sum(const T* row, std::int64_t vocabulary) {
+  using C = typename Computing<T>::type;
+  const std::int64_t whole = vocabulary - vocabulary % kLanes;
+  C lanes[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = -std::numeric_limits<C>::infinity();
+  for (std::int64_t j = 0; j < whole; j += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const C x = load(row[j + lane]);
+      lanes[lane] = x > lanes[lane] ? x : lanes[lane];
+    }
+  for (std::int64_t j = whole; j < vocabulary; ++j) {
+    const C x = load(row[j]);
+    lanes[j - whole] = x > lanes[j - whole] ? x : lanes[j - whole];
+  }
+  C maximum = lanes[0];
+  for (int lane = 1; lane < kLanes; ++lane) maximum = lanes[lane] > maximum ? lanes[lane] : maximum;
+
+  double sum = 0;
+  for (std::int64_t tile = 0; tile < vocabulary; tile += kTile) {
+    const std::int64_t end = tile + kTile < vocabulary ? tile + kTile : vocabulary;
+    const std::int64_t tile_whole = end - (end - tile) % kLanes;
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = 0;
+    for (std::int64_t j = tile; j < tile_whole; j += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += exponential(load(row[j + lane]) - maximum);
+    for (std::int64_t j = tile_whole; j < end; ++j)
+      lanes[j - tile_whole] += exponential(load(row[j]) - maximum);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    sum += lanes[0];
+  }
+  return {static_cast<double>(maximum), sum};
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE void row_sums_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
+                                         const bool* mask, RowSum* sums) {
+  for (std::int64_t t = 0; t < rows; ++t)
+    if (mask[t]) sums[t] = row_sum(logits + t * vocabulary, vocabulary);
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE void gradient_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
+                                         const bool* mask, const std::int64_t* targets, const RowSum* sums,
+                                         double scale, T* gradient) {
+  using C = typename Computing<T>::type;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    const T* row = logits + t * vocabulary;
+    T* out = gradient + t * vocabulary;
+    if (!mask[t]) {
+      for (std::int64_t j = 0; j < vocabulary; ++j) out[j] = T{};
+      continue;
+    }
+    const C maximum = static_cast<C>(sums[t].maximum), factor = static_cast<C>(scale / sums[t].sum);
+    const C at_target = factor * exponential(load(row[targets[t]]) - maximum) - static_cast<C>(scale);
+#pragma GCC ivdep  // out is row itself or does not overlap it
+    for (std::int64_t j = 0; j < vocabulary; ++j)
+      store(factor * exponential(load(row[j]) - maximum), out + j);
+    store(at_target, out + targets[t]);
+  }
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* results) {
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) results[i] = exponential(values[i]);
+}
+
+}  // namespace
+
+#define ISOGRAD_FOR_TYPE(T)                                                                          \
+  ISOGRAD_VERSIONS(                                                                                  \
+      void, row_sums,                                                                                \
+      (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask, RowSum* sums), \
+      (logits, rows, vocabulary, mask, sums), row_sums_body(logits, rows, vocabulary, mask, sums))   \
+  ISOGRAD_VERSIONS(void, cross_entropy_gradient,                                                     \
+                   (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
+                    const std::int64_t* targets, const RowSum* sums, double scale, T* gradient),     \
+                   (logits, rows, vocabulary, mask, targets, sums, scale, gradient),                 \
+                   gradient_body(logits, rows, vocabulary, mask, targets, sums, scale, gradient))
+ISOGRAD_FOR_TYPE(float)
+ISOGRAD_FOR_TYPE(double)
+ISOGRAD_FOR_TYPE(Bfloat16)
+#undef ISOGRAD_FOR_TYPE
+
+ISOGRAD_VERSIONS(void, exp_nonpositive, (const float* values, std::int64_t count, float* results),
+                 (values, count, results), exp_body(values, count, results))
+ISOGRAD_VERSIONS(void, exp_nonpositive, (const double* values, std::int64_t count, double* results),
+                 (values, count, results), exp_body(values, count, results))
+
+}  // namespace isograd::kernels

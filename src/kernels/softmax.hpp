@@ -1,0 +1,42 @@
+// Rows of logits: log-normaliser and gradient of the cross entropy, without storing a probability.
+// Torch-free, single-threaded. bf16 is computed in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/bfloat16.hpp"
+
+namespace isograd::kernels {
+
+// Σ_j exp(x_j) of one row is sum · exp(maximum), with 1 ≤ sum ≤ vocabulary. NaN in a row makes both or the
+// sum NaN.
+struct RowSum {
+  double maximum = 0;
+  double sum = 0;
+};
+
+// For each row of logits [rows, vocabulary] whose mask is non-zero; the others are left alone.
+void row_sums(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+              RowSum* sums);
+void row_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+              RowSum* sums);
+void row_sums(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+              RowSum* sums);
+
+// gradient[t, j] = scale · (softmax(x_t)_j − [j = targets[t]]); 0 in rows whose mask is zero.
+// `gradient` may be `logits` itself. `targets` of masked-out rows are not read.
+void cross_entropy_gradient(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                            const std::int64_t* targets, const RowSum* sums, double scale, float* gradient);
+void cross_entropy_gradient(const double* logits, std::int64_t rows, std::int64_t vocabulary,
+                            const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
+                            double* gradient);
+void cross_entropy_gradient(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary,
+                            const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
+                            Bfloat16* gradient);
+
+// e^x for x ≤ 0 (or NaN) as the rows use it: within 2 units in the last place, 0 where the result would be
+// subnormal.
+void exp_nonpositive(const float* values, std::int64_t count, float* results);
+void exp_nonpositive(const double* values, std::int64_t count, double* results);
+
+}  // namespace isograd::kernels
