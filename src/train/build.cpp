@@ -34,8 +34,8 @@ fs::path libtorch_headers() {
 // Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
 std::vector<std::string> default_corpus() {
   const fs::path headers = libtorch_headers();
-  return {(headers / "ATen/core/*.h").string(), (headers / "c10/**/*.h").string(),
-          (headers / "torch/csrc/api/include/torch/**/*.h").string()};
+  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
+          (headers / "torch/csrc/api/include/torch").string()};
 }
 
 at::ScalarType scalar_type(const std::string& dtype) {

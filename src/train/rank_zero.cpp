@@ -4,8 +4,6 @@
 
 #include <cstring>
 
-#include "isograd/error.hpp"
-
 namespace isograd {
 namespace {
 
@@ -51,14 +49,15 @@ void on_rank_zero(Group& group, const std::function<void()>& work) {
   const std::string outcome =
       broadcast_text(group, failure ? message.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
                                     : std::string());
-  if (failure) std::rethrow_exception(failure);
   if (outcome.empty()) return;
+  group.barrier();  // nobody leaves, and takes its memory along, before everybody has read the error
   message = nlohmann::json::parse(outcome);
   ErrorText text{.where = message["where"],
                  .found = message["found"],
                  .expected = message["expected"],
                  .action = message["action"]};
-  if (message["config"]) throw ConfigError(text);
+  if (message["config"]) throw AgreedConfigError(text);
+  if (failure) std::rethrow_exception(failure);
   text.where = "rank 0: " + text.where;
   throw PeerError(text);
 }

@@ -4,12 +4,19 @@
 #include <functional>
 #include <string>
 
+#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 
 namespace isograd {
 
+// A ConfigError that every rank throws alike, so that nobody needs to be told by poison.
+class AgreedConfigError : public ConfigError {
+  using ConfigError::ConfigError;
+};
+
 // Collective. Rank 0 runs `work`; the others wait for at most the group's timeout. When it throws, every rank
-// throws the same error: a ConfigError stays one, anything else becomes a PeerError on the other ranks.
+// throws the same error: a ConfigError becomes an
+// AgreedConfigError, anything else becomes a PeerError on the other ranks.
 void on_rank_zero(Group& group, const std::function<void()>& work);
 
 // Collective: a text of rank 0 on every rank.

@@ -1,0 +1,42 @@
+// What people see of a run, on rank 0: progress, metrics, TensorBoard events, the report and the summary.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "isograd/trainer.hpp"
+#include "train/build.hpp"
+
+namespace isograd {
+
+// Facts that do not change during a run.
+struct RunFacts {
+  int ranks = 1;
+  std::int64_t parameters = 0;
+  std::int64_t train_documents = 0;
+  std::int64_t validation_documents = 0;
+  std::int64_t tokens = 0;
+  std::int64_t steps_per_epoch = 0;
+  double unigram_entropy = 0;
+  std::int64_t first_step = 0;  // after a resume; metrics of later steps are dropped
+};
+
+class Presenter {
+ public:
+  Presenter(const RunConfig& config, const RunFacts& facts);
+  ~Presenter();
+  void notice(const std::string& text);
+  void step(const StepEvent& event);
+  void evaluation(const Evaluation& evaluation);
+  void saved(const std::filesystem::path& checkpoint);
+  // Writes the report, prints the summary; returns the report's path.
+  std::filesystem::path finish(const Outcome& outcome);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd

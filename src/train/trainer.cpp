@@ -1,0 +1,235 @@
+#include "isograd/trainer.hpp"
+
+#include <chrono>
+
+#include "isograd/checkpoint.hpp"
+#include "isograd/error.hpp"
+#include "train/build.hpp"
+#include "train/evaluate.hpp"
+#include "train/presenter.hpp"
+#include "train/rank_zero.hpp"
+#include "train/resume.hpp"
+#include "train/stop.hpp"
+
+namespace isograd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
+  return step == total || (every > 0 && step % every == 0);
+}
+
+}  // namespace
+
+int Outcome::exit_status() const {
+  const bool passed =
+      std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
+  return end == End::kDiverged || !passed ? 1 : 0;
+}
+
+struct Trainer::Impl {
+  RunConfig config;
+  World& world;
+  TrainerHooks hooks;
+
+  Corpus corpus{};
+  TrainingState state{};
+  std::shared_ptr<DecoderLM> model{};
+  std::unique_ptr<DataParallel> layout{};
+  std::unique_ptr<Optimizer> optimizer{};
+  std::unique_ptr<TextLoader> loader{}, validation{};
+  ForwardLossTerms forward{};
+  TokenMean mean{};
+  std::unique_ptr<Presenter> presenter{};  // rank 0 only
+  Outcome outcome{};
+  std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
+  double step_seconds = 0;
+
+  void prepare() {
+    Group& group = world.group;
+    check(config, world.size);
+    corpus = open_corpus(config, group);
+    const at::ScalarType dtype = scalar_type(config.train.dtype);
+    optimizer = make_optimizer(config);
+    loader = make_loader(config, corpus, world.rank, world.size);
+    validation = make_validation_loader(config, corpus, world.rank, world.size);
+    if (config.checkpoint.resume.empty()) {
+      state = fresh_state(config, corpus);
+      model = make_model(config, corpus, dtype);
+      layout = make_layout(config, *model, group);
+    } else {
+      Resumed resumed = resume_run(config, corpus, group);
+      model = read_hf(resumed.directory, dtype);
+      layout = make_layout(config, *model, group);
+      restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
+      state = resumed.state;
+      state.config = to_toml(config);
+      loader->seek(state.position);
+      outcome.checkpoint = resumed.directory;
+      saved_step = state.step;
+    }
+    forward = forward_loss(*model);
+    if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
+    outcome.steps = state.step;
+    outcome.skipped = state.skipped;
+    outcome.unigram_entropy = unigram_entropy(corpus, group);
+    on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts()); });
+    if (presenter && !validation)
+      presenter->notice("no document is held out, so there is no validation loss (data.validation_fraction)");
+  }
+
+  RunFacts facts() const {
+    RunFacts facts{.ranks = world.size,
+                   .train_documents = static_cast<std::int64_t>(corpus.split.train.size()),
+                   .validation_documents = static_cast<std::int64_t>(corpus.split.validation.size()),
+                   .tokens = corpus.tokens->num_tokens(),
+                   .steps_per_epoch = loader->steps_per_epoch(),
+                   .unigram_entropy = outcome.unigram_entropy,
+                   .first_step = state.step};
+    for (const auto& [name, tensor] : model->named()) facts.parameters += tensor.numel();
+    return facts;
+  }
+
+  // Every step until the last, a stop or a divergence. What happens after a step depends only on its report
+  // and the configuration, which are the same on all ranks: so do the collectives that follow.
+  void loop() {
+    const std::int64_t total = config.train.steps;
+    const Schedule schedule = make_schedule(config);
+    Step step(forward, *layout, mean, *optimizer, {.max_norm = config.train.max_norm});
+    while (state.step < total) {
+      const auto start = Clock::now();
+      optimizer->set_learning_rate(schedule.at(state.step));
+      const StepReport report = step(loader->next(), StopSignals::requested());
+      const double seconds = seconds_since(start);
+      const bool diverged = !report.finite && config.train.on_non_finite == "stop";
+      if (!diverged) count(report);
+      show(report, seconds, total, diverged);
+      if (diverged) {
+        outcome.end = Outcome::End::kDiverged;
+        return;
+      }
+      if (report.census.stop_requested) {
+        outcome.end = Outcome::End::kStopped;
+        save();
+        return;
+      }
+      if (due(config.train.evaluate_every, state.step, total)) measure();
+      if (due(config.checkpoint.every, state.step, total)) save();
+    }
+    if (evaluated_step != state.step) measure();  // a resume of a run that had made all its steps
+  }
+
+  void count(const StepReport& report) {
+    ++state.step;
+    state.position = loader->position();
+    state.updates = optimizer->updates();
+    if (!report.finite) ++state.skipped;
+    if (report.finite && !report.updated) ++outcome.empty;
+    outcome.steps = state.step;
+    outcome.skipped = state.skipped;
+  }
+
+  void show(const StepReport& report, double seconds, std::int64_t total, bool diverged) {
+    tokens_seen += report.census.tokens;
+    step_seconds += seconds;
+    outcome.loss = report.loss;
+    outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
+    const StepEvent event{.step = state.step + (diverged ? 1 : 0),
+                          .total = total,
+                          .report = report,
+                          .learning_rate = optimizer->learning_rate(),
+                          .seconds = seconds,
+                          .tokens_per_second = static_cast<double>(report.census.tokens) / seconds};
+    if (presenter) presenter->step(event);
+    if (hooks.on_step) hooks.on_step(event);
+  }
+
+  void measure() {
+    evaluated_step = state.step;
+    const auto evaluation = evaluate(validation.get(), forward, mean, world.group, state.step);
+    if (!evaluation) return;
+    outcome.validation_loss = evaluation->loss;
+    if (presenter) presenter->evaluation(*evaluation);
+    if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
+  }
+
+  void save() {
+    if (saved_step == state.step) return;
+    outcome.checkpoint = save_checkpoint({.root = checkpoint_root(config),
+                                          .keep = config.checkpoint.keep,
+                                          .tokenizer_file = corpus.tokenizer_file},
+                                         state, *model, *layout, *optimizer);
+    saved_step = state.step;
+    if (presenter) presenter->saved(outcome.checkpoint);
+    if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
+  }
+
+  void finish() {
+    const bool finished = outcome.end == Outcome::End::kFinished;
+    std::vector<ReportTable> tables;
+    if (finished && hooks.on_finish) {
+      FinishedRun run{config, world, *model, corpus.tokens, corpus.split};
+      tables = hooks.on_finish(run);
+    }
+    // The verdict of a table is rank 0's, and every rank ends with it.
+    at::Tensor passed = at::ones({1}, at::kLong);
+    if (!std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; }))
+      passed.zero_();
+    world.group.broadcast(passed, 0);
+    if (world.rank == 0) {
+      outcome.tables = std::move(tables);
+    } else if (passed.item<std::int64_t>() == 0) {
+      outcome.tables = {{.title = "see rank 0", .summary = {}, .columns = {}, .rows = {}, .passed = false}};
+    }
+    on_rank_zero(world.group, [&] {
+      if (finished && corpus.tokenizer && config.sample.tokens > 0)
+        outcome.sample = sample_text(*model, *corpus.tokenizer, config.sample.prompt,
+                                     {.max_tokens = config.sample.tokens,
+                                      .temperature = config.sample.temperature,
+                                      .seed = static_cast<std::uint64_t>(config.run.seed)});
+      if (outcome.end == Outcome::End::kStopped)
+        presenter->notice("stopped after step " + std::to_string(state.step) +
+                          "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
+      if (outcome.end == Outcome::End::kDiverged) presenter->notice(divergence());
+      outcome.report = presenter->finish(outcome);
+    });
+  }
+
+  std::string divergence() const {
+    const std::string back =
+        outcome.checkpoint.empty()
+            ? std::string("no checkpoint had been saved yet")
+            : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
+    return fmt::format(
+        "step {}: the loss or the gradient is not finite on some rank; nothing was updated, on any rank. "
+        "Lower "
+        "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; {}",
+        state.step + 1, back);
+  }
+};
+
+Trainer::Trainer(const RunConfig& config, World& world, TrainerHooks hooks)
+    : impl_(new Impl{.config = config, .world = world, .hooks = std::move(hooks)}) {}
+Trainer::~Trainer() = default;
+
+Outcome Trainer::run() {
+  StopSignals signals;
+  try {
+    impl_->prepare();
+    impl_->loop();
+    impl_->finish();
+  } catch (const AgreedConfigError&) {
+    throw;
+  } catch (const std::exception& error) {
+    impl_->world.group.poison(error.what());
+    throw;
+  }
+  return impl_->outcome;
+}
+
+}  // namespace isograd
