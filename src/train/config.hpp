@@ -1,4 +1,5 @@
-// Everything a run can be told, as plain data. One table (config_table.cpp) parses, checks and documents each key.
+// Everything a run can be told, as plain data. One table (config_table.cpp) parses, checks and documents each
+// key.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,12 @@ struct RunConfig {
 
   struct {
     std::string directory = "runs/default";  // report, metrics, checkpoints
+    std::string json_log;                    // metrics as JSON lines; empty: metrics.jsonl in `directory`
     std::int64_t seed = 0;
   } run;
   struct {
-    std::vector<std::string> text;    // files, directories, globs; empty together with `shards`: the headers of LibTorch
+    std::vector<std::string>
+        text;  // files, directories, globs; empty together with `shards`: the headers of LibTorch
     std::vector<std::string> shards;  // packed already; isograd, llm.c or nanoGPT
     std::string tokenizer = "bytes";  // "bytes" or a SentencePiece model file
     std::int64_t end_of_text = -1;    // token that delimits documents in foreign shards
@@ -39,8 +42,8 @@ struct RunConfig {
     std::int64_t steps = 200;
     std::string dtype = "float32";  // float64 | float32 | bfloat16
     double max_norm = 1.0;
-    std::int64_t evaluate_every = 50;  // 0: only at the end
-    std::int64_t evaluate_packs = 16;  // at most, of the validation documents
+    std::int64_t evaluate_every = 50;    // 0: only at the end
+    std::int64_t evaluate_packs = 16;    // at most, of the validation documents
     std::string on_non_finite = "stop";  // stop | skip
   } train;
   struct {
@@ -71,13 +74,15 @@ struct RunConfig {
   } sample;
 };
 
-// Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides` are "section.key=value".
+// Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides`
+// are "section.key=value".
 RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides);
 // Checks that need the number of ranks (more ranks than packs in the batch, ...).
 void check(const RunConfig& config, int ranks);
 // docs/configuration.md, from the same table.
 std::string configuration_markdown();
-// The configuration as TOML, every key written out: goes into the run's directory, the report and checkpoints.
+// The configuration as TOML, every key written out: goes into the run's directory, the report and
+// checkpoints.
 std::string to_toml(const RunConfig& config);
 
 }  // namespace isograd

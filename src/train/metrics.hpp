@@ -1,0 +1,84 @@
+// The figures of a run for machines: JSON lines and TensorBoard event files. Rank 0 only.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "isograd/trainer.hpp"
+
+namespace isograd {
+
+// One line of the JSON log. A step has all but the last two; an evaluation has `step` and the last two. What
+// is not finite is written as null and read back as NaN.
+struct MetricRow {
+  std::int64_t step = 0;
+  std::optional<double> loss;              // nats per token
+  std::optional<double> norm;              // of the whole gradient, before clipping
+  std::optional<double> clip_coefficient;  // what the gradient was multiplied by
+  std::optional<double> learning_rate;
+  std::optional<std::int64_t> tokens;   // of this step, over all ranks
+  std::optional<std::int64_t> targets;  // those of them that carried loss
+  std::optional<double> tokens_per_second;
+  std::optional<double> seconds;  // of this step on rank 0, reading data included
+  std::optional<bool> updated;
+  std::optional<double> validation_loss;
+  std::optional<std::int64_t> validation_targets;
+};
+
+std::string to_json_line(const MetricRow& row);  // ends in a line break
+
+// Rows of a log; a last line cut off by a kill is left out. ConfigError on anything else that is no such row.
+std::vector<MetricRow> read_metrics(const std::filesystem::path& file);
+
+// TensorBoard's file of events: length and masked CRC32C around protocol buffers (tensorflow/core/util/
+// event.proto). A reader sees every event as soon as flush() has returned.
+class EventFile {
+ public:
+  // A new file events.out.tfevents.<time>.isograd in `directory`. What earlier files of the folder hold from
+  // `first_step` on belongs to a future that was not taken, and readers are told to drop it.
+  EventFile(const std::filesystem::path& directory, std::int64_t first_step);
+  ~EventFile();
+  EventFile(const EventFile&) = delete;
+  EventFile& operator=(const EventFile&) = delete;
+  void scalar(std::string_view tag, std::int64_t step, double value);
+  void flush();
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  void record(std::string_view event);
+  std::filesystem::path path_;
+  std::FILE* file_ = nullptr;
+};
+
+// CRC-32 of Castagnoli (RFC 3720, appendix B.4).
+std::uint32_t crc32c(std::string_view bytes);
+
+struct MetricsOptions {
+  std::filesystem::path json_log;          // its folder is created
+  std::filesystem::path events_directory;  // of TensorBoard; created
+  std::int64_t first_step = 0;  // steps made before this run started; rows of later steps are dropped
+};
+
+class Metrics {
+ public:
+  explicit Metrics(const MetricsOptions& options);
+  ~Metrics();
+  void step(const StepEvent& event);
+  void evaluation(const Evaluation& evaluation);
+  // All rows, those kept from before a resume included: what the report draws.
+  const std::vector<MetricRow>& rows() const { return rows_; }
+
+ private:
+  void append(MetricRow row);
+  MetricsOptions options_;
+  std::vector<MetricRow> rows_;
+  std::FILE* log_ = nullptr;
+  EventFile events_;
+};
+
+}  // namespace isograd

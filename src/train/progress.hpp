@@ -1,0 +1,56 @@
+// What a person at the keyboard sees while a run goes on: one line that renews itself on a terminal, plain
+// lines elsewhere (files, CI). Only rank 0 has one.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <string>
+
+#include "isograd/trainer.hpp"
+
+namespace isograd {
+
+struct ProgressOptions {
+  std::FILE* out = stderr;
+  std::optional<bool> terminal;  // not given: whether `out` is one
+  std::optional<int> columns;    // not given: asked of the terminal at each line
+  double redraw_seconds = 0.1;   // a terminal's line is drawn at most this often
+  double plain_seconds = 5;  // a plain line is written at most this often, and for the first and last step
+};
+
+class Progress {
+ public:
+  explicit Progress(ProgressOptions options = {});
+  ~Progress();  // leaves the cursor on a fresh line
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void step(const StepEvent& event);
+  void evaluation(const Evaluation& evaluation);
+  void line(const std::string& text);  // stays above the moving line
+  void finish();                       // the last state of the moving line stays; further lines follow it
+
+ private:
+  void clear();
+  void draw();
+
+  ProgressOptions options_;
+  bool terminal_ = false;
+  bool drawn_ = false;
+  std::optional<StepEvent> last_;
+  std::optional<double> validation_loss_;
+  double smooth_seconds_ = 0;  // of a step, exponentially averaged
+  std::int64_t averaged_ = 0;
+  double drawn_at_ = 0;
+};
+
+// "step 40/200  loss 2.3456  norm 0.81  12.3k tokens/s  1m 05s left"; with a bar of `columns` in all where
+// there is room for one. No control characters.
+std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
+                          int columns, bool bar);
+
+std::string human_count(double count);      // 12.3k, 4.56M
+std::string human_seconds(double seconds);  // 0.4s, 12s, 3m 05s, 2h 07m, 3d 04h
+
+}  // namespace isograd

@@ -1,0 +1,62 @@
+// A run's report: one HTML file that stands alone. Charts are SVG drawn here; no script, no external
+// resource; all text is escaped.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/trainer.hpp"
+#include "train/metrics.hpp"
+
+namespace isograd {
+
+struct Point {
+  double x = 0, y = 0;
+};
+
+struct Series {
+  std::string name;
+  std::vector<Point>
+      points;  // ascending x; a y that is not finite leaves a gap and is counted below the chart
+};
+
+struct Chart {
+  std::string title;
+  std::string x_label;                                // e.g. "step"
+  std::string y_label;                                // with its unit, e.g. "nats per token"
+  std::vector<Series> series;                         // at most 6; drawn in this order
+  bool from_zero = false;                             // the y axis starts at zero
+  std::vector<std::pair<std::string, double>> marks;  // horizontal lines, e.g. {"unigram entropy", 3.4}
+};
+
+class Report {
+ public:
+  explicit Report(std::string title, std::string subtitle = {});
+
+  // Sections appear in the order of the calls.
+  void verdict(bool good, std::string text);         // a coloured line below the title
+  void fact(std::string label, std::string value);   // a tile of the summary
+  void chart(Chart chart);                           // neighbouring charts share a row
+  void table(ReportTable table);                     // numeric columns are right-aligned
+  void text(std::string title, std::string body);    // preformatted: a sample, a configuration
+  void folded(std::string title, std::string body);  // the same, closed until clicked
+
+  std::string html() const;
+  void write(const std::filesystem::path& file) const;  // atomically
+
+ private:
+  std::string title_, subtitle_;
+  std::string verdicts_, facts_, body_;
+  bool in_charts_ = false;
+};
+
+// Loss with validation loss, norm, throughput and learning rate. `unigram_entropy` is marked in the first
+// unless 0.
+std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double unigram_entropy);
+
+std::string svg(const Chart& chart);
+std::string escape_html(std::string_view text);  // invalid UTF-8 becomes U+FFFD
+
+}  // namespace isograd
