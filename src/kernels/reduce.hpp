@@ -1,0 +1,28 @@
+// Element-wise sum, maximum and minimum of W buffers in one fused pass: each element is read once from every
+// input and the result is written to every output. No torch: the communication room calls it on raw memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace isograd::kernels {
+
+enum class Number : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kUInt8 };
+enum class Combine : std::uint8_t { kSum, kMax, kMin };
+
+std::size_t bytes_of(Number number);
+
+// outputs[k][i] = inputs[0][i] ∘ inputs[1][i] ∘ ... ∘ inputs[count - 1][i] for begin <= i < end and every k,
+// combined in exactly that order: the bits do not depend on how a caller cuts the range. The 16-bit floats
+// are combined in fp32 and rounded once, to nearest even. Integers wrap. A NaN in any input gives NaN.
+// An output may be the same buffer as an input (at the same index); buffers must not overlap otherwise.
+// count >= 1, outputs_count >= 0.
+void reduce_slices(Number number, Combine combine, const void* const* inputs, int count, std::int64_t begin,
+                   std::int64_t end, void* const* outputs, int outputs_count);
+
+// The typed sum. T: double, float, std::int64_t, std::int32_t, std::uint8_t.
+template <typename T>
+void sum_slices(const T* const* inputs, int count, std::int64_t begin, std::int64_t end, T* const* outputs,
+                int outputs_count);
+
+}  // namespace isograd::kernels
