@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "isograd/decoder_lm.hpp"
@@ -75,14 +76,18 @@ struct RunConfig {
 };
 
 // Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides`
-// are "section.key=value".
-RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides);
-// Checks that need the number of ranks (more ranks than packs in the batch, ...).
+// are "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only
+// entry. An empty `file` gives the defaults.
+RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides = {});
+// The same from a text; `file` is for messages.
+RunConfig parse_config(std::string_view text, const std::string& file,
+                       const std::vector<std::string>& overrides = {});
+// Checks that need the number of ranks (more ranks than packs in the batch).
 void check(const RunConfig& config, int ranks);
 // docs/configuration.md, from the same table.
 std::string configuration_markdown();
-// The configuration as TOML, every key written out: goes into the run's directory, the report and
-// checkpoints.
+// The configuration as TOML, every key written out, so that parse_config gives it back: goes into the run's
+// directory, the report and checkpoints.
 std::string to_toml(const RunConfig& config);
 
 }  // namespace isograd

@@ -1,0 +1,328 @@
+#include "train/config_table.hpp"
+
+#include <fmt/format.h>
+
+#include <type_traits>
+
+namespace isograd {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kManySteps = 1e15;    // far below where 64-bit counts could overflow
+constexpr double kManyTokens = 1e9;    // of a pack or a batch
+constexpr double kWide = 1 << 24;      // of a tensor's dim
+constexpr double kManyRows = 1 << 30;  // of the embedding
+
+const std::vector<std::string> kScheduleKinds = {"constant", "cosine"};
+
+ConfigValue to_value(bool value) {
+  return value;
+}
+ConfigValue to_value(std::int64_t value) {
+  return value;
+}
+ConfigValue to_value(double value) {
+  return value;
+}
+ConfigValue to_value(const std::string& value) {
+  return value;
+}
+ConfigValue to_value(const std::vector<std::string>& value) {
+  return value;
+}
+ConfigValue to_value(Schedule::Kind kind) {
+  return kScheduleKinds[kind == Schedule::Kind::kConstant ? 0 : 1];
+}
+ConfigValue to_value(const std::optional<double>& value) {
+  return value.value_or(0);
+}
+
+template <typename Field>
+void from_value(Field& field, const ConfigValue& value) {
+  field = std::get<Field>(value);
+}
+void from_value(Schedule::Kind& field, const ConfigValue& value) {
+  field = std::get<std::string>(value) == "constant" ? Schedule::Kind::kConstant : Schedule::Kind::kCosine;
+}
+void from_value(std::optional<double>& field, const ConfigValue& value) {
+  const double number = std::get<double>(value);
+  field = number == 0 ? std::nullopt : std::optional(number);
+}
+
+template <auto kField>
+ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string description) {
+  return {.name = std::move(name),
+          .unit = std::move(unit),
+          .allowed = std::move(allowed),
+          .description = std::move(description),
+          .get = [](const RunConfig& config) { return to_value(kField(config)); },
+          .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
+}
+
+// A key named as its field is written below; `path` is where RunConfig keeps it.
+#define KEY(name, path, ...)        \
+  make_key < [](auto& c) -> auto& { \
+    return c.path;                  \
+  }                                 \
+  > (name, __VA_ARGS__)
+
+Allowed any() {
+  return {};
+}
+Allowed at_least(double least, double most = kInfinity) {
+  return {.least = least, .most = most};
+}
+Allowed above(double least) {
+  return {.least = least, .above_least = true};
+}
+Allowed fraction() {
+  return {.least = 0, .most = 1, .below_most = true};
+}
+Allowed one_of(std::vector<std::string> choices) {
+  return {.choices = std::move(choices)};
+}
+Allowed not_empty() {
+  return {.not_empty = true};
+}
+
+std::vector<ConfigKey> make_keys() {
+  return {
+      KEY("run.directory", run.directory, "", not_empty(),
+          "Folder of this run: report, metrics, TensorBoard events and checkpoints. Relative paths start at "
+          "the "
+          "working directory."),
+      KEY("run.json_log", run.json_log, "", any(),
+          "File for the metrics as JSON lines. Empty: `metrics.jsonl` in `run.directory`."),
+      KEY("run.seed", run.seed, "", at_least(0),
+          "Initial weights, the order of the data, the choice of validation documents and generated text "
+          "follow "
+          "from it, whatever the number of ranks."),
+
+      KEY("data.text", data.text, "", any(),
+          "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, from the "
+          "field "
+          "`text`. Empty together with `data.shards`: the C++ headers of the LibTorch in use."),
+      KEY("data.shards", data.shards, "", any(),
+          "Files packed already: by `isograd data pack`, or `.bin` shards of llm.c and nanoGPT as they are."),
+      KEY("data.tokenizer", data.tokenizer, "", not_empty(),
+          "`bytes` (256 bytes and two marks: a vocabulary of 258) or a SentencePiece model file. Shards "
+          "packed "
+          "with another tokenizer are refused."),
+      KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
+          "Token that delimits documents in shards of llm.c and nanoGPT. −1: none is given."),
+      KEY("data.cache", data.cache, "", not_empty(),
+          "Folder that keeps `data.text` as shards, so that the next run starts at once."),
+      KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
+          "Length of a pack. Documents are laid end to end and cut at this length; attention and positions "
+          "never "
+          "cross from one document into the next."),
+      KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
+          "Part of the documents that is held out for the validation loss. 0: none."),
+
+      KEY("batch.packs_per_step", batch.packs_per_step, "packs", at_least(1, kManyTokens),
+          "The global batch: packs of one step, over all ranks and micro-batches."),
+      KEY("batch.packs_per_micro_batch", batch.packs_per_micro_batch, "packs", at_least(1, kManyTokens),
+          "Packs that one forward and backward sees on one rank. A speed and memory option: the gradient "
+          "does not "
+          "depend on it."),
+
+      KEY("model.load", model.load, "", any(),
+          "Hugging Face directory to start from (`config.json`, `model.safetensors` or its sharded index); a "
+          "checkpoint is one too. Its `config.json` then describes the model, and the other keys of this "
+          "section "
+          "are refused. Empty: fresh weights by `run.seed`."),
+      KEY("model.family", model.shape.family, "", one_of({"llama", "qwen2", "qwen3", "mistral"}),
+          "Whose `config.json` the model is written with."),
+      KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
+          "Rows of the embedding; at least what the tokenizer and the corpus use."),
+      KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide), "Width of the residual stream."),
+      KEY("model.layers", model.shape.layers, "", at_least(1, 100000), "Transformer blocks."),
+      KEY("model.heads", model.shape.heads, "", at_least(1, kWide), "Query heads of a block."),
+      KEY("model.key_value_heads", model.shape.key_value_heads, "", at_least(1, kWide),
+          "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
+      KEY("model.head_dim", model.shape.head_dim, "", at_least(2, kWide), "Width of a head; even."),
+      KEY("model.feed_forward", model.shape.feed_forward, "", at_least(1, kWide), "Width inside SwiGLU."),
+      KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
+          "Positions the model knows; at least `data.pack_length`."),
+      KEY("model.rope_theta", model.shape.rope_theta, "", above(0), "Base of the rotary embedding."),
+      KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0), "Inside the root of RMSNorm."),
+      KEY("model.tied_output", model.shape.tied_output, "", any(),
+          "Whether the output layer is the embedding itself."),
+      KEY("model.attention_bias", model.shape.attention_bias, "", any(),
+          "Bias of the query, key and value projections (Qwen2)."),
+      KEY("model.output_bias", model.shape.output_bias, "", any(), "Bias of attention's output projection."),
+      KEY("model.mlp_bias", model.shape.mlp_bias, "", any(), "Bias of SwiGLU's projections."),
+      KEY("model.query_key_norm", model.shape.query_key_norm, "", any(),
+          "RMSNorm of queries and keys, by head (Qwen3)."),
+      KEY("model.initializer_range", model.shape.initializer_range, "", at_least(0),
+          "Standard deviation of fresh weights."),
+      KEY("model.bos", model.shape.bos, "token", at_least(-1, kManyRows),
+          "Begins a document. −1: the tokenizer's, where it has one."),
+      KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
+          "Ends a document. −1: the tokenizer's, where it has one."),
+
+      KEY("model.rope_scaling.kind", model.shape.rope_scaling.kind, "",
+          one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
+          "Variant of the rotary embedding for long contexts. `default`: no scaling, and the keys below are "
+          "refused."),
+      KEY("model.rope_scaling.factor", model.shape.rope_scaling.factor, "", at_least(1),
+          "How many times longer the context becomes."),
+      KEY("model.rope_scaling.low_frequency_factor", model.shape.rope_scaling.low_frequency_factor, "",
+          above(0), "Of `llama3`."),
+      KEY("model.rope_scaling.high_frequency_factor", model.shape.rope_scaling.high_frequency_factor, "",
+          above(0), "Of `llama3`; above the low one."),
+      KEY("model.rope_scaling.original_max_positions", model.shape.rope_scaling.original_max_positions,
+          "tokens", at_least(0, kManyTokens), "Positions before scaling (`llama3`, `yarn`)."),
+      KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, "", above(0), "Of `yarn`."),
+      KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, "", above(0), "Of `yarn`."),
+      KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
+          "Of `yarn`. 0: follows from the factor."),
+
+      KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
+      KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
+          "Number type of parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters."),
+      KEY("train.max_norm", train.max_norm, "", at_least(0),
+          "The gradient is scaled down to this norm where it is larger. 0: no clipping."),
+      KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
+          "How often the validation loss is measured. 0: only at the end."),
+      KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),
+          "How many packs of the validation documents are measured, at most."),
+      KEY("train.on_non_finite", train.on_non_finite, "", one_of({"stop", "skip"}),
+          "When a loss or gradient is not finite, nothing is updated on any rank; then the run stops (exit "
+          "status "
+          "1) or skips that step."),
+
+      KEY("optimizer.kind", optimizer.kind, "", one_of({"adamw", "sgd"}),
+          "AdamW (Loshchilov and Hutter 2019) or stochastic gradient descent."),
+      KEY("optimizer.beta1", optimizer.adamw.beta1, "", fraction(), "Decay of AdamW's first moment."),
+      KEY("optimizer.beta2", optimizer.adamw.beta2, "", fraction(), "Decay of AdamW's second moment."),
+      KEY("optimizer.epsilon", optimizer.adamw.epsilon, "", above(0), "Of AdamW's denominator."),
+      KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, "", at_least(0),
+          "Of matrices; norms and biases do not decay. Decoupled with AdamW."),
+      KEY("optimizer.momentum", optimizer.momentum, "", fraction(), "Of `sgd`."),
+
+      KEY("schedule.kind", schedule.kind, "", one_of(kScheduleKinds),
+          "Learning rate after the warm-up: constant, or down a cosine to `schedule.floor` at the last "
+          "step."),
+      KEY("schedule.peak", schedule.peak, "", above(0), "The highest learning rate."),
+      KEY("schedule.warmup", schedule.warmup, "steps", at_least(0, kManySteps),
+          "Steps over which the learning rate rises linearly from 0 to its peak."),
+      KEY("schedule.floor", schedule.floor, "", at_least(0, 1),
+          "Where the cosine ends, as a fraction of the peak."),
+
+      KEY("parallel.strategy", parallel.strategy, "", one_of({"bucketed", "naive"}),
+          "How gradients are summed over ranks: in buckets while backward runs, or one by one after it (for "
+          "comparison)."),
+      KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12),
+          "Gradients that are communicated together. A speed option."),
+      KEY("parallel.overlap", parallel.overlap, "", any(),
+          "Whether buckets are reduced inside backward. A speed option."),
+      KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
+          {.least = 0, .most = 1e6, .above_least = true},
+          "The longest wait for another rank, after which it counts as lost (exit status 3)."),
+      KEY("parallel.backend", parallel.backend, "", one_of({"shm"}),
+          "What carries data between ranks: `shm`, the shared memory of one host."),
+
+      KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps),
+          "How often a checkpoint is saved. 0: only at the end."),
+      KEY("checkpoint.keep", checkpoint.keep, "", at_least(1, 1e9),
+          "How many of the newest checkpoints stay."),
+      KEY("checkpoint.resume", checkpoint.resume, "", any(),
+          "Checkpoint to continue from, bit for bit: its folder, or `latest` in `run.directory`. Empty: a "
+          "new "
+          "run."),
+
+      KEY("verify.at_end", verify.at_end, "", any(),
+          "Whether a finished run proves that its gradient is the one that a single process has on the whole "
+          "batch; it then ends with the parity line and, where parity is broken, exit status 1."),
+
+      KEY("sample.prompt", sample.prompt, "", any(),
+          "What the text generated at the end begins with. Empty: a new document."),
+      KEY("sample.tokens", sample.tokens, "tokens", at_least(0, kManyTokens),
+          "How many are generated. 0: none."),
+      KEY("sample.temperature", sample.temperature, "", at_least(0),
+          "Divides the logits before drawing. 0: always the likeliest token."),
+  };
+}
+#undef KEY
+
+}  // namespace
+
+const std::vector<ConfigKey>& config_keys() {
+  static const std::vector<ConfigKey> keys = make_keys();
+  return keys;
+}
+
+const std::vector<ConfigSection>& config_sections() {
+  static const std::vector<ConfigSection> sections = {
+      {"run", "The run as a whole."},
+      {"data", "What the model learns from."},
+      {"batch", "What one step sees."},
+      {"model", "The decoder language model; names in brackets are the families that need the key."},
+      {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
+      {"train", "The loop around the step."},
+      {"optimizer", "How a gradient becomes an update. The learning rate is `schedule`'s."},
+      {"schedule", "The learning rate over the steps."},
+      {"parallel", "How ranks work together. No key of this section changes the gradient."},
+      {"checkpoint", "Saving and continuing."},
+      {"verify", "The proof at the end."},
+      {"sample", "Text generated at the end."},
+  };
+  return sections;
+}
+
+std::string type_name(const ConfigValue& value) {
+  static const char* const names[] = {"true or false", "integer", "number", "text", "list of texts"};
+  return names[value.index()];
+}
+
+std::string allowed_text(const ConfigKey& key) {
+  const Allowed& allowed = key.allowed;
+  std::string text = type_name(key.get(RunConfig{}));
+  if (!allowed.choices.empty()) {
+    std::string choices;
+    for (const auto& choice : allowed.choices) choices += (choices.empty() ? "" : ", ") + toml_text(choice);
+    return allowed.choices.size() == 1 ? choices : "one of " + choices;
+  }
+  if (allowed.not_empty) text += ", not empty";
+  const bool below = allowed.most != kInfinity;
+  const std::string unit = key.unit.empty() ? "" : " (" + key.unit + ")";
+  if (allowed.least != -kInfinity)
+    text += fmt::format(", {} {}",
+                        allowed.above_least ? "above"
+                        : below             ? "from"
+                                            : "at least",
+                        allowed.least);
+  if (below)
+    text += fmt::format("{} {:.15g}",
+                        allowed.below_most    ? " to below"
+                        : allowed.above_least ? " and at most"
+                                              : " to",
+                        allowed.most);
+  return text + unit;
+}
+
+std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& value) {
+  const Allowed& allowed = key.allowed;
+  if (auto text = std::get_if<std::string>(&value)) {
+    if (allowed.not_empty && text->empty()) return "an empty text";
+    const auto& choices = allowed.choices;
+    if (!choices.empty() && std::find(choices.begin(), choices.end(), *text) == choices.end())
+      return toml_text(value);
+    return std::nullopt;
+  }
+  double number = 0;
+  if (auto integer = std::get_if<std::int64_t>(&value)) {
+    number = static_cast<double>(*integer);
+  } else if (auto real = std::get_if<double>(&value)) {
+    if (!std::isfinite(*real)) return toml_text(value);
+    number = *real;
+  } else {
+    return std::nullopt;
+  }
+  const bool low = allowed.above_least ? number <= allowed.least : number < allowed.least;
+  const bool high = allowed.below_most ? number >= allowed.most : number > allowed.most;
+  return low || high ? std::optional(toml_text(value)) : std::nullopt;
+}
+
+}  // namespace isograd

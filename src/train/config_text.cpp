@@ -1,0 +1,164 @@
+// What the table of keys says in words: values as TOML, the nearest key, contradictions, the documentation.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "isograd/error.hpp"
+#include "train/config_table.hpp"
+
+namespace isograd {
+namespace {
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      result += '\\';
+      result += c;
+    } else if (c == '\n') {
+      result += "\\n";
+    } else if (c == '\t') {
+      result += "\\t";
+    } else if (byte < 0x20 || byte == 0x7f) {
+      result += fmt::format("\\u{:04X}", byte);
+    } else {
+      result += c;
+    }
+  }
+  return result + '"';
+}
+
+// Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> before, above(b.size() + 1), row(b.size() + 1);
+  std::iota(above.begin(), above.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] != b[j - 1])});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        row[j] = std::min(row[j], before[j - 2] + 1);
+    }
+    before = above;
+    std::swap(above, row);
+  }
+  return above[b.size()];
+}
+
+std::string_view last_name(std::string_view name) {
+  return name.substr(name.rfind('.') + 1);
+}
+
+// A key that was given a value but has no effect beside another one.
+struct Unused {
+  std::string prefix;                 // of the keys
+  bool (*because)(const RunConfig&);  // when they have no effect
+  const char* reason;
+  std::vector<std::string> exceptions = {};
+};
+
+const std::vector<Unused>& unused_rules() {
+  static const std::vector<Unused> rules = {
+      {"data.end_of_text", [](const RunConfig& c) { return c.data.shards.empty(); },
+       "data.shards is empty, and text has its own marks"},
+      {"model.",
+       [](const RunConfig& c) { return !c.model.load.empty(); },
+       "model.load is given, and its config.json describes the model",
+       {"model.load"}},
+      {"model.rope_scaling.",
+       [](const RunConfig& c) { return c.model.shape.rope_scaling.kind == "default"; },
+       "model.rope_scaling.kind is \"default\": no scaling",
+       {"model.rope_scaling.kind"}},
+      {"optimizer.momentum", [](const RunConfig& c) { return c.optimizer.kind != "sgd"; },
+       "optimizer.kind is not \"sgd\""},
+      {"optimizer.beta", [](const RunConfig& c) { return c.optimizer.kind != "adamw"; },
+       "optimizer.kind is not \"adamw\""},
+      {"optimizer.epsilon", [](const RunConfig& c) { return c.optimizer.kind != "adamw"; },
+       "optimizer.kind is not \"adamw\""},
+  };
+  return rules;
+}
+
+}  // namespace
+
+std::string toml_text(const ConfigValue& value) {
+  if (auto flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (auto integer = std::get_if<std::int64_t>(&value)) return std::to_string(*integer);
+  if (auto text = std::get_if<std::string>(&value)) return quoted(*text);
+  if (auto texts = std::get_if<std::vector<std::string>>(&value)) {
+    std::string list;
+    for (const auto& text : *texts) list += (list.empty() ? "" : ", ") + quoted(text);
+    return "[" + list + "]";
+  }
+  const double number = std::get<double>(value);
+  const std::string text = fmt::format("{}", number);  // the shortest that reads back to the same bits
+  const bool integral = std::isfinite(number) && text.find_first_of(".e") == std::string::npos;
+  return integral ? text + ".0" : text;
+}
+
+std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates) {
+  std::optional<std::string> best;
+  std::size_t least = std::max<std::size_t>(2, text.size() / 3) + 1;
+  for (const auto& candidate : candidates) {
+    const std::size_t distance =
+        last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos
+            ? std::min<std::size_t>(1, edit_distance(candidate, text))  // the right key in the wrong section
+            : edit_distance(candidate, text);
+    if (distance < least) {
+      least = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+void check_together(const RunConfig& config, const std::string& where) {
+  if (!config.data.text.empty() && !config.data.shards.empty())
+    throw ConfigError({.where = where,
+                       .found = "both data.text and data.shards",
+                       .expected = "one of them",
+                       .action =
+                           "Pack the text with `isograd data pack` and add the shards it writes, or leave "
+                           "one of the two empty"});
+  const RunConfig defaults;
+  for (const auto& key : config_keys()) {
+    const ConfigValue value = key.get(config), usual = key.get(defaults);
+    if (value == usual) continue;
+    for (const auto& rule : unused_rules()) {
+      const auto& spared = rule.exceptions;
+      if (key.name.rfind(rule.prefix, 0) != 0 || !rule.because(config)) continue;
+      if (std::find(spared.begin(), spared.end(), key.name) != spared.end()) continue;
+      throw ConfigError(
+          {.where = where,
+           .found = fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
+           .expected = "only keys that have one",
+           .action = fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual))});
+    }
+  }
+}
+
+std::string configuration_markdown() {
+  std::string text =
+      "# Configuration\n\n"
+      "A run is described by a TOML file; every key has a default, so the file holds only what differs. "
+      "`--set section.key=value` on the command line goes before the file. Unknown keys, wrong types and "
+      "impossible values are errors that name file, line, what is allowed and the nearest key.\n\n"
+      "This page is generated from the table that parses the file: "
+      "`isograd config --markdown > docs/configuration.md`. "
+      "`isograd config CONFIG.toml` prints a file with every key written out.\n";
+  for (const auto& section : config_sections()) {
+    text += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n",
+                        section.name, section.description);
+    for (const auto& key : config_keys()) {
+      const auto dot = key.name.rfind('.');
+      if (key.name.substr(0, dot) != section.name) continue;
+      text += fmt::format("| `{}` | `{}` | {} | {} |\n", key.name.substr(dot + 1),
+                          toml_text(key.get(RunConfig{})), allowed_text(key), key.description);
+    }
+  }
+  return text;
+}
+
+}  // namespace isograd
