@@ -46,7 +46,8 @@ struct SgdOptions {
 };
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options);
 
-// Linear warm-up from 0 over `warmup` steps, then constant or cosine down to `floor` × peak at `total` steps.
+// Linear warm-up: (step + 1) / (warmup + 1) of the peak in the first `warmup` steps, the peak at step
+// `warmup`; then constant, or cosine down to `floor` × peak at step `total`.
 struct Schedule {
   enum class Kind { kConstant, kCosine } kind = Kind::kCosine;
   double peak = 3e-4;

@@ -1,0 +1,132 @@
+// Which parameters are trained, how they are packed into buckets, and who owns which element.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+#include "isograd/error.hpp"
+#include "isograd/parameters.hpp"
+#include "layout/flat.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void refuse(const std::string& name, std::string found, std::string expected,
+                         std::string action) {
+  throw ConfigError({.where = fmt::format("parameter '{}'", name),
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+void check_one(const std::string& name, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || !tensor.device().is_cpu())
+    refuse(name, fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
+           "a dense tensor on the CPU", "Make the parameter dense and move the model to the CPU");
+  if (!tensor.is_leaf())
+    refuse(name, "a tensor computed from others", "a leaf of the autograd graph",
+           "Register the leaf that it is computed from");
+  const auto type = tensor.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16)
+    refuse(name, c10::toString(type), "float64, float32 or bfloat16", "Convert the model before this call");
+}
+
+// First and last byte a strided tensor can touch; they say whether two parameters share memory.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
+  std::int64_t last = 0;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+void check_disjoint(const std::vector<NamedParameter>& parameters) {
+  std::map<std::uintptr_t, std::pair<std::uintptr_t, const std::string*>> by_begin;
+  for (const auto& parameter : parameters)
+    if (parameter.tensor.numel() > 0) {
+      const auto [begin, end] = extent(parameter.tensor);
+      const auto next = by_begin.lower_bound(begin);
+      const std::string* other = nullptr;
+      if (next != by_begin.end() && next->first < end) other = next->second.second;
+      if (next != by_begin.begin() && std::prev(next)->second.first > begin)
+        other = std::prev(next)->second.second;
+      if (other)
+        refuse(parameter.name, fmt::format("memory shared with '{}', a different tensor", *other),
+               "memory of its own, or the very same tensor for tied weights",
+               "Tie weights by registering one tensor under both names");
+      by_begin[begin] = {end, &parameter.name};
+    }
+}
+
+std::int64_t padded(std::int64_t numel, std::int64_t alignment) {
+  return (numel + alignment - 1) / alignment * alignment;
+}
+
+}  // namespace
+
+std::vector<NamedParameter> trainable_parameters(
+    const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  std::vector<NamedParameter> parameters;
+  std::unordered_map<const c10::TensorImpl*, std::string> seen;
+  std::map<std::string, const c10::TensorImpl*> names;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;              // absent or frozen
+    if (!seen.emplace(tensor.unsafeGetTensorImpl(), name).second) continue;  // tied: the first name stays
+    check_one(name, tensor);
+    if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
+      refuse(name, "two different tensors of this name", "a name for each parameter", "Rename one of them");
+    parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+  }
+  check_disjoint(parameters);
+  return parameters;
+}
+
+Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment) {
+  ISOGRAD_INVARIANT(numel >= 0 && size > 0 && rank >= 0 && rank < size && alignment > 0,
+                    fmt::format("numel {}, rank {} of {}, alignment {}", numel, rank, size, alignment));
+  const std::int64_t blocks = padded(numel, alignment) / alignment;
+  const auto boundary = [&](std::int64_t part) {
+    const std::int64_t whole = blocks / size, rest = blocks % size;  // not a mean: parts of whole blocks
+    return std::min(numel, (whole * part + std::min(part, rest)) * alignment);
+  };
+  return {boundary(rank), boundary(rank + 1)};
+}
+
+std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters,
+                                     std::int64_t bucket_bytes) {
+  if (bucket_bytes <= 0)
+    throw ConfigError({.where = "bucket_bytes",
+                       .found = std::to_string(bucket_bytes),
+                       .expected = "1 or more",
+                       .action = "Raise it; the default is 25 MiB"});
+  std::vector<std::pair<std::size_t, BucketPlan>> closed;             // with the place of its last parameter
+  std::map<at::ScalarType, std::pair<std::size_t, BucketPlan>> open;  // one per dtype
+  for (std::size_t place = 0; place < parameters.size(); ++place) {
+    const std::size_t index = parameters.size() - 1 - place;
+    const auto& [name, tensor, decays] = parameters[index];
+    const auto type = tensor.scalar_type();
+    const std::int64_t bytes = c10::elementSize(gradient_type(type));
+    auto& [last, plan] = open[type];
+    if (!plan.slots.empty() && (plan.numel + padded(tensor.numel(), kSlotAlignment)) * bytes > bucket_bytes) {
+      closed.emplace_back(last, std::move(plan));
+      plan = {};
+    }
+    plan.dtype = type;
+    plan.slots.push_back({.name = name,
+                          .offset = plan.numel,
+                          .numel = tensor.numel(),
+                          .shape = tensor.sizes().vec(),
+                          .decays = decays,
+                          .index = index});
+    plan.numel += padded(tensor.numel(), kSlotAlignment);
+    last = place;
+  }
+  for (auto& [type, bucket] : open) closed.push_back(std::move(bucket));
+  // A bucket is complete when its last gradient arrives: launch in that order.
+  std::sort(closed.begin(), closed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<BucketPlan> plans;
+  for (auto& [place, plan] : closed) plans.push_back(std::move(plan));
+  return plans;
+}
+
+}  // namespace isograd

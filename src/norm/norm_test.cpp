@@ -1,0 +1,77 @@
+#include "isograd/norm.hpp"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace isograd {
+namespace {
+
+std::vector<Bucket> random_buckets(at::ScalarType type, int rank, int size) {
+  at::manual_seed(5);
+  std::vector<Bucket> buckets;
+  for (std::int64_t numel : {1, 200000, 37}) {
+    Bucket bucket;
+    bucket.gradients = at::randn({numel}, type);
+    bucket.owned = owned_slice(numel, rank, size);
+    buckets.push_back(std::move(bucket));
+  }
+  return buckets;
+}
+
+TEST(GlobalNorm, IsThatOfAllBuckets) {
+  for (auto type : {at::kFloat, at::kDouble}) {
+    auto buckets = random_buckets(type, 0, 1);
+    double squares = 0;
+    for (auto& bucket : buckets) squares += bucket.gradients.to(at::kDouble).square().sum().item<double>();
+    Group alone = Group::solo();
+    const GlobalNorm result = global_norm(buckets, 2.5, alone);
+    EXPECT_NEAR(result.norm, std::sqrt(squares), std::sqrt(squares) * 2e5 * 0x1p-53);
+    EXPECT_EQ(result.loss_sum, 2.5);
+    EXPECT_TRUE(result.finite);
+  }
+}
+
+// The owners' parts add up to the whole: each element has one owner (B18a counts some twice, B18b misses
+// some).
+TEST(GlobalNorm, OwnedPartsAddUpToTheWhole) {
+  for (int size : {2, 3, 4, 5, 8}) {
+    Group alone = Group::solo();
+    auto whole = random_buckets(at::kDouble, 0, 1);
+    const double expected = std::pow(global_norm(whole, 0, alone).norm, 2);
+    double sum = 0, largest = 0;
+    for (int rank = 0; rank < size; ++rank) {
+      auto part = random_buckets(at::kDouble, rank, size);
+      const double square = std::pow(global_norm(part, 0, alone).norm, 2);
+      sum += square;
+      largest = std::max(largest, square);
+    }
+    EXPECT_NEAR(sum, expected, expected * 1e-12);
+    EXPECT_LT(largest, 0.9 * expected);
+  }
+}
+
+TEST(GlobalNorm, ReportsWhatIsNotFinite) {
+  Group alone = Group::solo();
+  for (double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+    auto buckets = random_buckets(at::kFloat, 0, 1);
+    EXPECT_FALSE(global_norm(buckets, bad, alone).finite);
+    buckets[1].gradients[150000] = bad;
+    EXPECT_FALSE(global_norm(buckets, 0, alone).finite);
+  }
+  auto buckets = random_buckets(at::kFloat, 0, 1);
+  buckets[1].gradients.fill_(3e38f);  // large, yet finite: fp64 squares do not overflow
+  EXPECT_TRUE(global_norm(buckets, 0, alone).finite);
+}
+
+TEST(ClipCoefficient, FollowsItsFormula) {
+  EXPECT_EQ(clip_coefficient(0.5, 1), 1);
+  EXPECT_EQ(clip_coefficient(0, 1), 1);
+  EXPECT_EQ(clip_coefficient(4, 1), 1 / (4 + 1e-6));
+  EXPECT_EQ(clip_coefficient(4, 0), 1);
+  EXPECT_EQ(clip_coefficient(4, -1), 1);
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,101 @@
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "isograd/optimizer.hpp"
+#include "kernels/flat.hpp"
+#include "layout/flat.hpp"
+#include "optim/runs.hpp"
+
+namespace isograd {
+namespace {
+
+void check(const AdamWOptions& options) {
+  const auto refuse = [](const char* key, double found, const char* expected) {
+    throw ConfigError({.where = fmt::format("AdamW {}", key),
+                       .found = fmt::format("{}", found),
+                       .expected = expected,
+                       .action = "Change it"});
+  };
+  if (!(options.beta1 >= 0 && options.beta1 < 1)) refuse("beta1", options.beta1, "0 <= beta1 < 1");
+  if (!(options.beta2 >= 0 && options.beta2 < 1)) refuse("beta2", options.beta2, "0 <= beta2 < 1");
+  if (!(options.epsilon > 0)) refuse("epsilon", options.epsilon, "more than 0");
+  if (!(options.weight_decay >= 0)) refuse("weight_decay", options.weight_decay, "0 or more");
+  if (!(options.learning_rate >= 0)) refuse("learning_rate", options.learning_rate, "0 or more");
+}
+
+class AdamW final : public Optimizer {
+ public:
+  explicit AdamW(const AdamWOptions& options) : options_(options) { check(options); }
+
+  void update(std::vector<Bucket>& buckets, double gradient_scale) override {
+    ensure_state(first_, buckets);
+    ensure_state(second_, buckets);
+    ++updates_;
+    const double t = static_cast<double>(updates_);
+    const kernels::AdamW plain{
+        .gradient_scale = gradient_scale,
+        .keep = 1,
+        .beta1 = options_.beta1,
+        .beta2 = options_.beta2,
+        .step_size = options_.learning_rate / (1 - std::pow(options_.beta1, t)),
+        .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
+        .epsilon = options_.epsilon,
+    };
+    kernels::AdamW decaying = plain;
+    decaying.keep = 1 - options_.learning_rate * options_.weight_decay;
+    for (std::size_t i = 0; i < buckets.size(); ++i)
+      for_each_run(buckets[i].plan, [&](const Run& run) {
+        update_run(buckets[i], first_[i], second_[i], run.decays ? decaying : plain, run.range);
+      });
+  }
+
+  void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
+  double learning_rate() const override { return options_.learning_rate; }
+  std::int64_t updates() const override { return updates_; }
+  void set_updates(std::int64_t updates) override { updates_ = updates; }
+
+  std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) override {
+    ensure_state(first_, buckets);
+    ensure_state(second_, buckets);
+    std::map<std::string, OptimizerState> state;
+    for (std::size_t i = 0; i < buckets.size(); ++i)
+      for (const Slot& slot : buckets[i].plan.slots)
+        state[slot.name] = {{"exp_avg", slot_view(first_[i], slot)},
+                            {"exp_avg_sq", slot_view(second_[i], slot)}};
+    return state;
+  }
+
+ private:
+  static void update_run(Bucket& bucket, at::Tensor& first, at::Tensor& second, const kernels::AdamW& scalars,
+                         Range range) {
+    const auto at = range.begin;
+    if (bucket.master.scalar_type() == at::kDouble)
+      return kernels::adamw(scalars, bucket.gradients.const_data_ptr<double>() + at,
+                            bucket.master.mutable_data_ptr<double>() + at,
+                            first.mutable_data_ptr<double>() + at, second.mutable_data_ptr<double>() + at,
+                            range.size());
+    const float* gradients = bucket.gradients.const_data_ptr<float>() + at;
+    float* master = bucket.master.mutable_data_ptr<float>() + at;
+    float* m = first.mutable_data_ptr<float>() + at;
+    float* v = second.mutable_data_ptr<float>() + at;
+    if (bucket.plan.dtype != at::kBFloat16)
+      return kernels::adamw(scalars, gradients, master, m, v, range.size());
+    auto* rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;
+    kernels::adamw(scalars, gradients, master, m, v, rounded, range.size());
+  }
+
+  AdamWOptions options_;
+  std::vector<at::Tensor> first_, second_;  // per bucket: [numel], the moments m and v
+  std::int64_t updates_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> adamw(const AdamWOptions& options) {
+  return std::make_unique<AdamW>(options);
+}
+
+}  // namespace isograd

@@ -1,0 +1,222 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "isograd/optimizer.hpp"
+#include "layout/flat.hpp"
+#include "optim/runs.hpp"
+
+namespace isograd {
+namespace {
+
+// A model of odd sizes in several buckets, with gradients drawn anew for each step.
+struct Workbench {
+  std::vector<NamedParameter> parameters;
+  std::vector<Bucket> buckets;
+
+  explicit Workbench(at::ScalarType type, std::int64_t bucket_bytes = 600) {
+    at::manual_seed(4);
+    std::vector<std::pair<std::string, at::Tensor>> named;
+    for (auto shape : std::vector<std::vector<std::int64_t>>{{7, 5}, {5}, {1}, {33, 4}, {129}, {300, 300}})
+      named.emplace_back("p" + std::to_string(named.size()),
+                         at::randn(shape, at::kDouble).to(type).requires_grad_(true));
+    parameters = trainable_parameters(named);
+    for (auto& plan : plan_buckets(parameters, bucket_bytes)) {
+      auto gradients = at::zeros({plan.numel}, gradient_type(type));
+      buckets.push_back(make_bucket(plan, parameters, gradients, 0, 1));
+    }
+  }
+
+  void draw_gradients(int step) {
+    at::manual_seed(100 + step);
+    for (auto& bucket : buckets)
+      for (const Slot& slot : bucket.plan.slots)
+        slot_view(bucket.gradients, slot)
+            .copy_(at::randn(slot.shape, at::kDouble) * std::pow(10.0, step % 3 - 2));
+  }
+
+  template <typename F>
+  void each_slot(F&& call) {
+    for (std::size_t b = 0; b < buckets.size(); ++b)
+      for (const Slot& slot : buckets[b].plan.slots) call(b, slot);
+  }
+
+  double padding() {  // what lies outside all slots must be zero
+    double sum = 0;
+    for (auto& bucket : buckets) {
+      at::Tensor rest = bucket.master.clone();
+      for (const Slot& slot : bucket.plan.slots) slot_view(rest, slot).zero_();
+      sum += rest.abs().sum().item<double>();
+    }
+    return sum;
+  }
+};
+
+// Runs ours and LibTorch's beside each other; returns the largest difference relative to the largest value.
+template <typename Theirs, typename Options>
+double compare(at::ScalarType type, Optimizer& ours, Options decaying, Options plain, double gradient_scale) {
+  Workbench setup(type, gradient_scale == 1 ? 600 : 1 << 20);  // many buckets, and many slots in one
+  std::vector<at::Tensor> with_decay, without;
+  std::vector<at::Tensor> copies(setup.parameters.size());
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    copies[i] = setup.parameters[i].tensor.detach().clone().requires_grad_(true);
+    (setup.parameters[i].decays ? with_decay : without).push_back(copies[i]);
+  }
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(with_decay, std::make_unique<Options>(decaying));
+  groups.emplace_back(without, std::make_unique<Options>(plain));
+  Theirs theirs(groups, plain);  // LibTorch fills fields that hold their default from these
+  double worst = 0;
+  for (int step = 0; step < 12; ++step) {
+    setup.draw_gradients(step);
+    setup.each_slot([&](std::size_t b, const Slot& slot) {
+      copies[slot.index].mutable_grad() = slot_view(setup.buckets[b].gradients, slot) * gradient_scale;
+    });
+    ours.update(setup.buckets, gradient_scale);
+    theirs.step();
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      const auto difference = (setup.parameters[i].tensor - copies[i]).detach().abs().max().item<double>();
+      worst = std::max(worst, difference / copies[i].detach().abs().max().item<double>());
+    }
+  }
+  EXPECT_EQ(ours.updates(), 12);
+  EXPECT_EQ(setup.padding(), 0);
+  return worst;
+}
+
+// 12 steps of a handful of roundings each, on values near 1.
+double bound(at::ScalarType type) {
+  return 12 * 8 * (type == at::kDouble ? 0x1p-53 : 0x1p-24);
+}
+
+TEST(AdamW, EqualsLibTorch) {
+  for (auto type : {at::kDouble, at::kFloat})
+    for (double scale : {1.0, 0.125}) {
+      const AdamWOptions options{
+          .learning_rate = 0.01, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-6, .weight_decay = 0.2};
+      auto theirs = [&](double decay) {
+        return torch::optim::AdamWOptions(0.01).betas({0.9, 0.95}).eps(1e-6).weight_decay(decay);
+      };
+      auto ours = adamw(options);
+      EXPECT_LT(compare<torch::optim::AdamW>(type, *ours, theirs(0.2), theirs(0), scale), bound(type));
+      // The comparison can fail: one option changed.
+      auto wrong =
+          adamw({.learning_rate = 0.01, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-6, .weight_decay = 0.1});
+      EXPECT_GT(compare<torch::optim::AdamW>(type, *wrong, theirs(0.2), theirs(0), scale), bound(type));
+    }
+}
+
+TEST(Sgd, EqualsLibTorch) {
+  for (auto type : {at::kDouble, at::kFloat})
+    for (auto [momentum, scale] : {std::pair(0.0, 1.0), {0.9, 1.0}, {0.9, 0.5}}) {
+      auto theirs = [momentum_ = momentum](double decay) {
+        return torch::optim::SGDOptions(0.05).momentum(momentum_).weight_decay(decay);
+      };
+      auto ours = sgd({.learning_rate = 0.05, .momentum = momentum, .weight_decay = 0.3});
+      EXPECT_LT(compare<torch::optim::SGD>(type, *ours, theirs(0.3), theirs(0), scale), bound(type));
+      auto wrong = sgd({.learning_rate = 0.05, .momentum = 0.5, .weight_decay = 0.3});
+      EXPECT_GT(compare<torch::optim::SGD>(type, *wrong, theirs(0.3), theirs(0), scale), bound(type));
+    }
+}
+
+TEST(AdamW, KeepsFp32MastersOfBf16Parameters) {
+  Workbench rough(at::kBFloat16), fine(at::kFloat);
+  fine.each_slot([&](std::size_t b, const Slot& slot) {  // the same start
+    slot_view(fine.buckets[b].master, slot).copy_(rough.parameters[slot.index].tensor.detach());
+  });
+  auto a = adamw({.learning_rate = 1e-3}), b = adamw({.learning_rate = 1e-3});
+  for (int step = 0; step < 5; ++step) {
+    rough.draw_gradients(step);
+    fine.draw_gradients(step);
+    a->update(rough.buckets, 0.5);
+    b->update(fine.buckets, 0.5);
+  }
+  for (std::size_t i = 0; i < fine.buckets.size(); ++i) {
+    EXPECT_TRUE(at::equal(rough.buckets[i].master, fine.buckets[i].master));
+    EXPECT_TRUE(at::equal(rough.buckets[i].parameters, fine.buckets[i].master.to(at::kBFloat16)));
+  }
+}
+
+TEST(Optimizer, StateSurvivesACopyBitForBit) {
+  for (auto make : {+[] { return adamw({.learning_rate = 0.02}); },
+                    +[] { return sgd({.learning_rate = 0.02, .momentum = 0.9}); }}) {
+    Workbench straight(at::kFloat), resumed(at::kFloat, 1 << 20);  // resumed has other buckets
+    ASSERT_NE(straight.buckets.size(), resumed.buckets.size());
+    auto whole = make(), second = make();
+    for (int step = 0; step < 3; ++step) {
+      straight.draw_gradients(step);
+      whole->update(straight.buckets, 1);
+    }
+    auto saved = whole->state(straight.buckets), loaded = second->state(resumed.buckets);
+    ASSERT_EQ(saved.size(), straight.parameters.size());
+    for (auto& [name, state] : loaded)
+      for (auto& [key, tensor] : state) tensor.copy_(saved.at(name).at(key));
+    second->set_updates(whole->updates());
+    for (std::size_t i = 0; i < straight.parameters.size(); ++i)
+      resumed.parameters[i].tensor.data().copy_(straight.parameters[i].tensor.data());
+    for (int step = 3; step < 6; ++step) {
+      straight.draw_gradients(step);
+      resumed.each_slot([&](std::size_t b, const Slot& slot) {
+        straight.each_slot([&](std::size_t b2, const Slot& other) {
+          if (other.name == slot.name)
+            slot_view(resumed.buckets[b].gradients, slot)
+                .copy_(slot_view(straight.buckets[b2].gradients, other));
+        });
+      });
+      whole->update(straight.buckets, 1);
+      second->update(resumed.buckets, 1);
+    }
+    for (std::size_t i = 0; i < straight.parameters.size(); ++i)
+      EXPECT_TRUE(at::equal(straight.parameters[i].tensor, resumed.parameters[i].tensor)) << i;
+  }
+  Workbench setup(at::kFloat);
+  EXPECT_TRUE(sgd({})->state(setup.buckets).empty());
+}
+
+TEST(Optimizer, RefusesImpossibleOptions) {
+  EXPECT_THROW(adamw({.beta1 = 1}), ConfigError);
+  EXPECT_THROW(adamw({.beta2 = -0.1}), ConfigError);
+  EXPECT_THROW(adamw({.epsilon = 0}), ConfigError);
+  EXPECT_THROW(adamw({.weight_decay = NAN}), ConfigError);
+  EXPECT_THROW(sgd({.momentum = 1}), ConfigError);
+  EXPECT_THROW(sgd({.learning_rate = -1}), ConfigError);
+}
+
+TEST(Runs, CoverTheBucketOnceWithTheRightDecay) {
+  for (std::int64_t bytes : {1, 600, 1 << 20}) {
+    Workbench setup(at::kFloat, bytes);
+    for (auto& bucket : setup.buckets) {
+      at::Tensor seen = at::zeros({bucket.plan.numel}), decays = at::zeros({bucket.plan.numel});
+      for (const auto& run : runs_of(bucket.plan)) {
+        seen.narrow(0, run.range.begin, run.range.size()) += 1;
+        decays.narrow(0, run.range.begin, run.range.size()) += run.decays ? 1 : 0;
+      }
+      EXPECT_TRUE(at::equal(seen, at::ones_like(seen)));
+      for (const Slot& slot : bucket.plan.slots)
+        EXPECT_EQ(slot_view(decays, slot).sum().item<double>(), slot.decays ? slot.numel : 0);
+    }
+  }
+}
+
+TEST(Schedule, WarmsUpAndDecays) {
+  const Schedule cosine{.kind = Schedule::Kind::kCosine, .peak = 2, .warmup = 4, .total = 14, .floor = 0.1};
+  EXPECT_DOUBLE_EQ(cosine.at(0), 2.0 / 5);
+  EXPECT_DOUBLE_EQ(cosine.at(3), 8.0 / 5);
+  EXPECT_DOUBLE_EQ(cosine.at(4), 2);
+  EXPECT_DOUBLE_EQ(cosine.at(9), 2 * (0.1 + 0.9 * 0.5));  // half way down
+  EXPECT_DOUBLE_EQ(cosine.at(14), 0.2);
+  EXPECT_DOUBLE_EQ(cosine.at(1000), 0.2);
+  const Schedule constant{
+      .kind = Schedule::Kind::kConstant, .peak = 3, .warmup = 2, .total = 10, .floor = 0.1};
+  EXPECT_DOUBLE_EQ(constant.at(0), 1);
+  EXPECT_DOUBLE_EQ(constant.at(9), 3);
+  const Schedule all_warmup{.peak = 1, .warmup = 5, .total = 5};
+  EXPECT_DOUBLE_EQ(all_warmup.at(5), 1);
+}
+
+}  // namespace
+}  // namespace isograd

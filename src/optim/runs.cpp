@@ -1,0 +1,45 @@
+#include "optim/runs.hpp"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/zeros_like.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+constexpr std::int64_t kRunElements = 1 << 16;
+}
+
+std::vector<Run> runs_of(const BucketPlan& plan) {
+  std::vector<Run> runs;
+  for (std::size_t i = 0; i < plan.slots.size();) {
+    const bool decays = plan.slots[i].decays;
+    std::int64_t begin = plan.slots[i].offset;
+    while (i < plan.slots.size() && plan.slots[i].decays == decays) ++i;
+    const std::int64_t end = i < plan.slots.size() ? plan.slots[i].offset : plan.numel;
+    for (; begin < end; begin += kRunElements)
+      runs.push_back({{begin, std::min(end, begin + kRunElements)}, decays});
+  }
+  return runs;
+}
+
+void for_each_run(const BucketPlan& plan, const std::function<void(const Run&)>& pass) {
+  const auto runs = runs_of(plan);
+  at::parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) pass(runs[i]);
+  });
+}
+
+void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets) {
+  if (state.empty())
+    for (const Bucket& bucket : buckets) state.push_back(at::zeros_like(bucket.master));
+  ISOGRAD_INVARIANT(state.size() == buckets.size(),
+                    fmt::format("state of {} buckets, {} buckets", state.size(), buckets.size()));
+  for (std::size_t i = 0; i < buckets.size(); ++i)
+    ISOGRAD_INVARIANT(
+        state[i].numel() == buckets[i].plan.numel,
+        fmt::format("state of {} elements for bucket {} of {}", state[i].numel(), i, buckets[i].plan.numel));
+}
+
+}  // namespace isograd

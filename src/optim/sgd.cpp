@@ -1,0 +1,79 @@
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+#include "isograd/optimizer.hpp"
+#include "kernels/flat.hpp"
+#include "layout/flat.hpp"
+#include "optim/runs.hpp"
+
+namespace isograd {
+namespace {
+
+class Sgd final : public Optimizer {
+ public:
+  explicit Sgd(const SgdOptions& options) : options_(options) {
+    if (!(options.momentum >= 0 && options.momentum < 1) || !(options.weight_decay >= 0) ||
+        !(options.learning_rate >= 0))
+      throw ConfigError({.where = "SGD",
+                         .found = fmt::format("learning_rate {}, momentum {}, weight_decay {}",
+                                              options.learning_rate, options.momentum, options.weight_decay),
+                         .expected = "learning_rate >= 0, 0 <= momentum < 1, weight_decay >= 0",
+                         .action = "Change the one outside its range"});
+  }
+
+  void update(std::vector<Bucket>& buckets, double gradient_scale) override {
+    if (options_.momentum > 0) ensure_state(velocity_, buckets);
+    ++updates_;
+    for (std::size_t i = 0; i < buckets.size(); ++i)
+      for_each_run(buckets[i].plan, [&](const Run& run) {
+        const kernels::Sgd scalars{.gradient_scale = gradient_scale,
+                                   .learning_rate = options_.learning_rate,
+                                   .momentum = options_.momentum,
+                                   .weight_decay = run.decays ? options_.weight_decay : 0};
+        update_run(buckets[i], options_.momentum > 0 ? &velocity_[i] : nullptr, scalars, run.range);
+      });
+  }
+
+  void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
+  double learning_rate() const override { return options_.learning_rate; }
+  std::int64_t updates() const override { return updates_; }
+  void set_updates(std::int64_t updates) override { updates_ = updates; }
+
+  std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) override {
+    std::map<std::string, OptimizerState> state;
+    if (!(options_.momentum > 0)) return state;
+    ensure_state(velocity_, buckets);
+    for (std::size_t i = 0; i < buckets.size(); ++i)
+      for (const Slot& slot : buckets[i].plan.slots)
+        state[slot.name] = {{"momentum_buffer", slot_view(velocity_[i], slot)}};
+    return state;
+  }
+
+ private:
+  static void update_run(Bucket& bucket, at::Tensor* velocity, const kernels::Sgd& scalars, Range range) {
+    const auto at = range.begin;
+    if (bucket.master.scalar_type() == at::kDouble)
+      return kernels::sgd(scalars, bucket.gradients.const_data_ptr<double>() + at,
+                          bucket.master.mutable_data_ptr<double>() + at,
+                          velocity ? velocity->mutable_data_ptr<double>() + at : nullptr, range.size());
+    kernels::Bfloat16* rounded = nullptr;
+    if (bucket.plan.dtype == at::kBFloat16)
+      rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;
+    kernels::sgd(scalars, bucket.gradients.const_data_ptr<float>() + at,
+                 bucket.master.mutable_data_ptr<float>() + at,
+                 velocity ? velocity->mutable_data_ptr<float>() + at : nullptr, rounded, range.size());
+  }
+
+  SgdOptions options_;
+  std::vector<at::Tensor> velocity_;  // per bucket: [numel]; none without momentum
+  std::int64_t updates_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> sgd(const SgdOptions& options) {
+  return std::make_unique<Sgd>(options);
+}
+
+}  // namespace isograd
