@@ -1,5 +1,6 @@
 #include "train/build.hpp"
 
+#include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -7,6 +8,7 @@
 #include <numeric>
 
 #include "base/files.hpp"
+#include "data/corpus.hpp"
 #include "isograd/error.hpp"
 #include "train/rank_zero.hpp"
 
@@ -18,7 +20,7 @@ namespace {
 fs::path libtorch_headers() {
   Dl_info info{};
   fs::path library;
-  if (dladdr(reinterpret_cast<const void*>(&c10::toString), &info) != 0 && info.dli_fname)
+  if (dladdr(reinterpret_cast<const void*>(&c10::GetCPUAllocator), &info) != 0 && info.dli_fname)
     library = fs::weakly_canonical(info.dli_fname);
   const fs::path headers = library.parent_path().parent_path() / "include";
   if (!fs::exists(headers / "c10"))
@@ -36,6 +38,78 @@ std::vector<std::string> default_corpus() {
   const fs::path headers = libtorch_headers();
   return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
           (headers / "torch/csrc/api/include/torch").string()};
+}
+
+namespace {
+
+std::unique_ptr<Tokenizer> configured_tokenizer(const RunConfig& config) {
+  if (config.data.tokenizer == "bytes") return byte_tokenizer();
+  return sentencepiece_tokenizer(config.data.tokenizer);
+}
+
+// The tokenizer that ready-made shards name; null where it is not one of ours.
+std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
+  if (name == "bytes") return byte_tokenizer();
+  if (!name.starts_with("sentencepiece:")) return nullptr;
+  std::unique_ptr<Tokenizer> tokenizer;
+  if (config.data.tokenizer != "bytes") tokenizer = sentencepiece_tokenizer(config.data.tokenizer);
+  if (!tokenizer || tokenizer->name() != name)
+    throw ConfigError({.where = "data.tokenizer",
+                       .found = config.data.tokenizer + (tokenizer ? " (" + tokenizer->name() + ")" : ""),
+                       .expected = name + ", which these shards were packed with",
+                       .action = "Name that SentencePiece model file in data.tokenizer"});
+  return tokenizer;
+}
+
+// One folder per corpus and tokenizer, so that two configurations do not pack over each other.
+fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& patterns,
+                      const Tokenizer& tokenizer) {
+  std::string key = tokenizer.name();
+  for (const auto& pattern : patterns) key += '\n' + pattern;
+  return fs::path(config.data.cache) / checksum(key.data(), key.size());
+}
+
+std::vector<fs::path> lines_to_paths(const std::string& text) {
+  std::vector<fs::path> paths;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = text.find('\n', begin);
+    paths.emplace_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return paths;
+}
+
+}  // namespace
+
+Corpus open_corpus(const RunConfig& config, Group& group) {
+  Corpus corpus;
+  const bool packed = !config.data.shards.empty();
+  corpus.sources = packed                     ? config.data.shards
+                   : config.data.text.empty() ? default_corpus()
+                                              : config.data.text;
+  std::string files;
+  on_rank_zero(group, [&] {
+    std::vector<fs::path> shards;
+    if (packed) {
+      for (const auto& file : resolve(corpus.sources)) shards.push_back(file.path);
+    } else {
+      const auto tokenizer = configured_tokenizer(config);
+      shards = pack_corpus({.patterns = corpus.sources}, *tokenizer,
+                           cache_folder(config, corpus.sources, *tokenizer));
+    }
+    for (const auto& shard : shards) files += shard.string() + '\n';
+  });
+  const auto end_of_text =
+      config.data.end_of_text < 0
+          ? std::nullopt
+          : std::optional<std::uint32_t>(static_cast<std::uint32_t>(config.data.end_of_text));
+  corpus.tokens = TokenStore::open(lines_to_paths(broadcast_text(group, files)), end_of_text);
+  corpus.tokenizer =
+      packed ? tokenizer_of_shards(config, corpus.tokens->tokenizer_name()) : configured_tokenizer(config);
+  if (corpus.tokenizer && corpus.tokenizer->name() != "bytes") corpus.tokenizer_file = config.data.tokenizer;
+  corpus.split = split_documents(*corpus.tokens, config.data.validation_fraction,
+                                 static_cast<std::uint64_t>(config.run.seed));
+  return corpus;
 }
 
 at::ScalarType scalar_type(const std::string& dtype) {

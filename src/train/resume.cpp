@@ -49,7 +49,8 @@ void check_same_shape(const DecoderConfig& now, const DecoderConfig& then, const
 }  // namespace
 
 TrainingState fresh_state(const RunConfig& config, const Corpus& corpus) {
-  return {.seed = config.run.seed,
+  return {.position = {},
+          .seed = config.run.seed,
           .pack_length = config.data.pack_length,
           .packs_per_step = config.batch.packs_per_step,
           .validation_fraction = config.data.validation_fraction,

@@ -1,0 +1,180 @@
+#include "train/presenter.hpp"
+
+#include <cmath>
+#include <cstdio>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "train/metrics.hpp"
+#include "train/progress.hpp"
+#include "train/report.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+std::string nats(double value) {
+  return fmt::format("{:.4f}", value);
+}
+
+std::string below(double loss, double entropy) {
+  const double percent = 100 * (1 - loss / entropy);
+  return fmt::format("{:.1f} % {}", std::abs(percent), percent >= 0 ? "below" : "above");
+}
+
+std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
+  switch (outcome.end) {
+    case Outcome::End::kFinished:
+      return fmt::format("all {} steps made", outcome.steps);
+    case Outcome::End::kStopped:
+      return fmt::format("stopped on request after step {} of {}", outcome.steps, total);
+    case Outcome::End::kDiverged:
+      return fmt::format("stopped in step {} of {}: not finite; nothing was updated", outcome.steps + 1,
+                         total);
+  }
+  return "";
+}
+
+void make_folder(const fs::path& directory) {
+  std::error_code problem;
+  fs::create_directories(directory, problem);
+  if (problem)
+    throw ConfigError({.where = "run.directory",
+                       .found = directory.string() + ": " + problem.message(),
+                       .expected = "a folder that can be created",
+                       .action = "Choose another run.directory or check its permissions"});
+}
+
+}  // namespace
+
+struct Presenter::Impl {
+  RunConfig config;
+  RunFacts facts;
+  fs::path directory;
+  Progress progress{};
+  std::unique_ptr<Metrics> metrics{};
+  std::vector<std::string> notices{};
+
+  std::string layout() const {
+    return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s",
+                       config.parallel.strategy == "bucketed" && config.parallel.overlap
+                           ? "bucketed gradients, summed during backward"
+                           : config.parallel.strategy + " gradients");
+  }
+
+  void print_summary(const Outcome& outcome) const {
+    std::string text = "\n";
+    const auto row = [&](const char* label, const std::string& value) {
+      text += fmt::format("{:<18}{}\n", label, value);
+    };
+    row("run", how_it_ended(outcome, config.train.steps));
+    row("loss", nats(outcome.loss) + " nats per token");
+    if (outcome.validation_loss)
+      row("validation loss",
+          fmt::format("{} nats per token, {} the unigram entropy", nats(*outcome.validation_loss),
+                      below(*outcome.validation_loss, facts.unigram_entropy)));
+    row("unigram entropy", nats(facts.unigram_entropy) + " nats per token of the training text");
+    row("speed", human_count(outcome.tokens_per_second) + " tokens/s on " + layout());
+    if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
+    if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
+    for (const auto& table : outcome.tables) row("parity", table.summary);
+    if (!outcome.checkpoint.empty()) row("checkpoint", outcome.checkpoint.string());
+    row("report", outcome.report.string());
+    if (!outcome.sample.empty()) text += "sample\n" + outcome.sample + "\n";
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+  }
+
+  void write_report(const Outcome& outcome) const {
+    Report report("isograd: " + directory.filename().string(), how_it_ended(outcome, config.train.steps));
+    report.verdict(outcome.end != Outcome::End::kDiverged, how_it_ended(outcome, config.train.steps));
+    for (const auto& table : outcome.tables) report.verdict(table.passed, table.summary);
+    report.fact("loss", nats(outcome.loss));
+    if (outcome.validation_loss) {
+      report.fact("validation loss", nats(*outcome.validation_loss));
+      report.fact("against unigram entropy", below(*outcome.validation_loss, facts.unigram_entropy));
+    }
+    report.fact("unigram entropy", nats(facts.unigram_entropy));
+    report.fact("tokens/s", human_count(outcome.tokens_per_second));
+    report.fact("steps", std::to_string(outcome.steps));
+    report.fact("ranks", std::to_string(facts.ranks));
+    report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
+    report.fact("training tokens", human_count(static_cast<double>(facts.tokens)));
+    for (auto& chart : training_charts(metrics->rows(), facts.unigram_entropy))
+      report.chart(std::move(chart));
+    for (const auto& table : outcome.tables) report.table(table);
+    report.table(
+        {.title = "Layout and data",
+         .summary = "",
+         .columns = {"what", "value"},
+         .rows = {{"layout", layout()},
+                  {"backend", config.parallel.backend},
+                  {"type of parameters", config.train.dtype},
+                  {"global batch", fmt::format("{} packs of {} tokens", config.batch.packs_per_step,
+                                               config.data.pack_length)},
+                  {"micro-batch", fmt::format("{} packs", config.batch.packs_per_micro_batch)},
+                  {"training documents", std::to_string(facts.train_documents)},
+                  {"validation documents", std::to_string(facts.validation_documents)},
+                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
+                  {"skipped steps", std::to_string(outcome.skipped)},
+                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}});
+    if (!outcome.sample.empty()) report.text("Sample", outcome.sample);
+    std::string all;
+    for (const auto& notice : notices) all += notice + "\n";
+    if (!all.empty()) report.text("Notices", all);
+    report.folded("Configuration", to_toml(config));
+    report.write(outcome.report);
+  }
+};
+
+Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
+    : impl_(new Impl{.config = config, .facts = facts, .directory = config.run.directory}) {
+  make_folder(impl_->directory);
+  write_file(impl_->directory / "config.toml", to_toml(config));
+  impl_->metrics =
+      std::make_unique<Metrics>(MetricsOptions{.json_log = impl_->directory / "metrics.jsonl",
+                                               .events_directory = impl_->directory / "tensorboard",
+                                               .first_step = facts.first_step});
+  impl_->progress.line(fmt::format("{} parameters on {}; {} tokens in {} documents, {} of them held out",
+                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(),
+                                   human_count(static_cast<double>(facts.tokens)),
+                                   facts.train_documents + facts.validation_documents,
+                                   facts.validation_documents));
+  if (facts.first_step > 0) impl_->progress.line(fmt::format("continuing after step {}", facts.first_step));
+}
+Presenter::~Presenter() = default;
+
+void Presenter::notice(const std::string& text) {
+  impl_->notices.push_back(text);
+  impl_->progress.line(text);
+}
+
+void Presenter::step(const StepEvent& event) {
+  impl_->metrics->step(event);
+  if (!event.report.finite)
+    notice(fmt::format("step {}: the loss or the gradient is not finite on some rank; nothing was updated",
+                       event.step));
+  if (event.report.finite && !event.report.updated)
+    notice(fmt::format("step {}: no valid target in the whole batch; nothing was updated", event.step));
+  impl_->progress.step(event);
+}
+
+void Presenter::evaluation(const Evaluation& evaluation) {
+  impl_->metrics->evaluation(evaluation);
+  impl_->progress.evaluation(evaluation);
+}
+
+void Presenter::saved(const fs::path& checkpoint) {
+  impl_->progress.line("saved " + checkpoint.string());
+}
+
+fs::path Presenter::finish(const Outcome& outcome) {
+  impl_->progress.finish();
+  Outcome shown = outcome;
+  shown.report = impl_->directory / "report.html";
+  impl_->write_report(shown);
+  impl_->print_summary(shown);
+  return shown.report;
+}
+
+}  // namespace isograd

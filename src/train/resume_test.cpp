@@ -1,0 +1,186 @@
+// n steps == save at k, reload, n - k steps, bit for bit; and what must not be continued.
+#include "train/resume.hpp"
+
+#include <gmock/gmock.h>
+
+#include <cmath>
+#include <fstream>
+
+#include "train/trainer_testing.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+using testing_runs::config_error_of;
+
+class Resume : public testing_runs::TinyRuns {};
+
+class BitwiseResume : public Resume, public testing::WithParamInterface<std::tuple<int, const char*>> {};
+
+TEST_P(BitwiseResume, SavedAndReloadedEqualsUninterrupted) {
+  const auto [ranks, dtype] = GetParam();
+  const Run straight = run(tiny("straight", dtype), ranks);
+
+  RunConfig saving = tiny("saving", dtype);
+  saving.checkpoint.every = 3;
+  saving.checkpoint.keep = 10;
+  const Run saved = run(saving, ranks);
+
+  RunConfig resumed_config = tiny("resumed", dtype);
+  const fs::path middle = fs::path(saving.run.directory) / "checkpoints/step-00000003";
+  resumed_config.checkpoint.resume = middle.string();
+  const Run resumed = run(resumed_config, ranks);
+
+  const fs::path end = straight.outcomes[0].checkpoint;
+  ASSERT_EQ(end.filename(), "step-00000007");
+  for (const char* name : {"model.safetensors", "optimizer.safetensors"}) {
+    EXPECT_TRUE(file(saved.outcomes[0].checkpoint, name) == file(end, name))
+        << name << ": saving changed the run";
+    EXPECT_TRUE(file(resumed.outcomes[0].checkpoint, name) == file(end, name))
+        << name << ": resuming changed the run";
+    EXPECT_FALSE(file(middle, name) == file(end, name)) << name << " did not move: the test shows nothing";
+  }
+  ASSERT_EQ(resumed.steps.size(), 4u);
+  for (std::size_t i = 0; i < resumed.steps.size(); ++i) {
+    const StepEvent &a = straight.steps[3 + i], &b = resumed.steps[i];
+    EXPECT_EQ(a.step, b.step);
+    EXPECT_EQ(a.report.loss, b.report.loss) << "step " << a.step;
+    EXPECT_EQ(a.report.norm, b.report.norm) << "step " << a.step;
+    EXPECT_EQ(a.learning_rate, b.learning_rate);
+    EXPECT_EQ(a.report.census.targets, b.report.census.targets);
+  }
+  ASSERT_EQ(straight.evaluations.size(), 4u);  // after 2, 4, 6 and 7
+  ASSERT_EQ(resumed.evaluations.size(), 3u);
+  for (std::size_t i = 0; i < 3; ++i)
+    EXPECT_EQ(straight.evaluations[1 + i].loss, resumed.evaluations[i].loss);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, BitwiseResume,
+                         testing::Combine(testing::Values(1, 2, 3), testing::Values("float32", "bfloat16")),
+                         [](const auto& info) {
+                           return std::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param);
+                         });
+
+// Layouts differ in rounding only; AdamW's trajectory is comparable in fp64 (each element's step depends on
+// the sign of tiny gradients below that). u = 1.1e-16, some 1e3 operations deep, times AdamW's amplification
+// of small gradients over 4 steps: 1e-9 leaves two orders of room and is far below one step's change of the
+// loss (1e-3).
+TEST_F(Resume, AtAnotherNumberOfRanks) {
+  RunConfig saving = tiny("saving", "float64");
+  saving.checkpoint.every = 3;
+  saving.checkpoint.keep = 10;
+  const Run straight = run(saving, 2);
+  for (int ranks : {1, 3}) {
+    RunConfig config = tiny("resumed-" + std::to_string(ranks), "float64");
+    config.checkpoint.resume = (fs::path(saving.run.directory) / "checkpoints/step-00000003").string();
+    const Run resumed = run(config, ranks);
+    ASSERT_EQ(resumed.steps.size(), 4u);
+    for (std::size_t i = 0; i < 4; ++i) {
+      const StepReport &a = straight.steps[3 + i].report, &b = resumed.steps[i].report;
+      EXPECT_EQ(a.census.targets, b.census.targets) << "the order of data depends on ranks";
+      EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(a.loss))
+          << ranks << " ranks, step " << straight.steps[3 + i].step;
+      EXPECT_NEAR(a.norm, b.norm, 1e-9 * std::abs(a.norm));
+    }
+    EXPECT_NEAR(*straight.outcomes[0].validation_loss, *resumed.outcomes[0].validation_loss, 1e-9);
+    EXPECT_GT(std::abs(straight.steps[3].report.loss - straight.steps[4].report.loss), 1e-5);
+  }
+}
+
+TEST_F(Resume, LatestContinuesInTheSameFolderAndOldOnesGo) {
+  RunConfig config = tiny("run");
+  config.checkpoint.every = 2;
+  config.train.steps = 5;
+  run(config, 1);
+  EXPECT_EQ(list_checkpoints(checkpoint_root(config)).size(), 2u);  // 4 and 5
+  config.train.steps = 8;
+  config.checkpoint.resume = "latest";
+  const Run more = run(config, 2);
+  EXPECT_EQ(more.steps.front().step, 6);
+  EXPECT_EQ(more.outcomes[1].steps, 8);
+  const auto kept = list_checkpoints(checkpoint_root(config));
+  ASSERT_EQ(kept.size(), 2u);
+  EXPECT_EQ(kept[0].filename(), "step-00000006");
+  EXPECT_EQ(kept[1].filename(), "step-00000008");
+  // All its steps made already: nothing to train, still an answer.
+  const Run none = run(config, 1);
+  EXPECT_TRUE(none.steps.empty());
+  EXPECT_EQ(none.outcomes[0].validation_loss, more.outcomes[0].validation_loss);
+}
+
+TEST_F(Resume, AnotherRunIsRefusedByKey) {
+  const RunConfig saving = tiny("run");
+  run(saving, 1);
+  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
+    RunConfig config = saving;
+    config.checkpoint.resume = "latest";
+    change(config);
+    return config_error_of([&] { run(config, 2); });
+  };
+  EXPECT_EQ(refused([](RunConfig&) {}), "no error");
+  EXPECT_THAT(refused([](RunConfig& c) { c.run.seed = 4; }), HasSubstr("run.seed: found 4; expected 3"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.data.pack_length = 32; }), HasSubstr("data.pack_length"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.batch.packs_per_step = 4; }), HasSubstr("batch.packs_per_step"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.data.validation_fraction = 0.5; }),
+              HasSubstr("data.validation_fraction"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.train.dtype = "bfloat16"; }), HasSubstr("train.dtype"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.optimizer.kind = "sgd"; }), HasSubstr("optimizer.kind"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.feed_forward = 32; }),
+              HasSubstr("model.feed_forward"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.tied_output = true; }),
+              HasSubstr("model.tied_output"));
+  write_file(root_ / "text/999.txt", "one document more");
+  EXPECT_THAT(refused([](RunConfig&) {}), HasSubstr("25 documents"));
+}
+
+TEST_F(Resume, DamageIsNamedOnEveryRank) {
+  const RunConfig saving = tiny("run");
+  const fs::path checkpoint = run(saving, 1).outcomes[0].checkpoint;
+  RunConfig config = saving;
+  config.checkpoint.resume = "latest";
+  for (const char* name : {"model.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
+    const std::string whole = file(checkpoint, name);
+    std::string flipped = whole;
+    flipped[whole.size() / 2] = static_cast<char>(flipped[whole.size() / 2] ^ 1);
+    for (const std::string& bad : {flipped, whole.substr(0, whole.size() - 7)}) {
+      std::ofstream(checkpoint / name, std::ios::binary) << bad;
+      std::mutex guard;
+      std::vector<std::string> messages;
+      run_ranks(2, [&](World& world) {
+        const std::string message = config_error_of([&] { Trainer(config, world).run(); });
+        std::lock_guard<std::mutex> lock(guard);
+        messages.push_back(message);
+      });
+      ASSERT_EQ(messages.size(), 2u);
+      EXPECT_THAT(messages[0], HasSubstr(name));
+      EXPECT_EQ(messages[0], messages[1]);
+    }
+    std::ofstream(checkpoint / name, std::ios::binary) << whole;
+  }
+  EXPECT_EQ(config_error_of([&] { run(config, 1); }), "no error");
+}
+
+TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
+  const RunConfig saving = tiny("run");
+  const fs::path checkpoint = run(saving, 1).outcomes[0].checkpoint;
+  const TrainingState state = open_checkpoint(checkpoint);
+  EXPECT_EQ(state.step, 7);
+  EXPECT_EQ(state.updates, 7);
+  EXPECT_EQ(checkpoint_tokenizer(checkpoint, state)->name(), "bytes");
+  auto other = saving;
+  other.train.dtype = "bfloat16";
+  auto model = read_hf(checkpoint, at::kBFloat16);
+  auto layout = make_layout(other, *model, Group::solo());
+  auto optimizer = make_optimizer(other);
+  EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *optimizer); }),
+              HasSubstr("master: found no such tensor"));
+  other.optimizer.kind = "sgd";
+  auto plain = make_optimizer(other);
+  EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *plain); }),
+              HasSubstr("a tensor that this run has no place for"));
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,281 @@
+// Runs end to end on ranks as threads: what stops them, what they refuse, what they leave behind.
+#include "isograd/trainer.hpp"
+
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <cmath>
+#include <csignal>
+#include <fstream>
+#include <limits>
+#include <random>
+
+#include "isograd/checkpoint.hpp"
+#include "train/build.hpp"
+#include "train/checkpoint_files.hpp"
+#include "train/evaluate.hpp"
+#include "train/resume.hpp"
+#include "train/trainer_testing.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AnyOf;
+using testing::HasSubstr;
+using testing_runs::config_error_of;
+
+class TrainerTest : public testing_runs::TinyRuns {
+ protected:
+  // Rank `culprit`'s forward gives NaN in its `call`-th call, which is in a step, not in an evaluation.
+  static void plant_nan(TrainerHooks& hooks, int call) {
+    hooks.wrap_forward = [call](ForwardLossTerms inner) -> ForwardLossTerms {
+      auto calls = std::make_shared<int>(0);
+      return [=](const Batch& batch) {
+        LossTerms terms = inner(batch);
+        if (at::GradMode::is_enabled() && ++*calls == call) terms[0].sum = terms[0].sum * std::nan("");
+        return terms;
+      };
+    };
+  }
+};
+
+TEST_F(TrainerTest, WeightsAndDataDoNotDependOnRanks) {
+  const RunConfig config = tiny("one", "float64");
+  const Run one = run(config, 1);
+  ASSERT_EQ(one.steps.size(), 7u);
+  for (int ranks : {2, 3, 5}) {
+    const Run many = run(tiny("many-" + std::to_string(ranks), "float64"), ranks);
+    ASSERT_EQ(many.steps.size(), 7u);
+    for (std::size_t i = 0; i < 7; ++i) {
+      EXPECT_EQ(many.steps[i].report.census.targets, one.steps[i].report.census.targets);
+      EXPECT_NEAR(many.steps[i].report.loss, one.steps[i].report.loss, 1e-9)
+          << ranks << " ranks, step " << i + 1;
+    }
+    // Step 1 is before any update: rounding of one forward pass only.
+    EXPECT_NEAR(many.steps[0].report.loss, one.steps[0].report.loss, 1e-13);
+    EXPECT_NEAR(many.steps[0].report.norm, one.steps[0].report.norm, 1e-13);
+    EXPECT_EQ(many.evaluations[0].targets, one.evaluations[0].targets);
+    EXPECT_NEAR(*many.outcomes[0].validation_loss, *one.outcomes[0].validation_loss, 1e-9);
+    EXPECT_NEAR(many.outcomes[0].unigram_entropy, one.outcomes[0].unigram_entropy, 1e-13);
+  }
+  EXPECT_LT(*one.outcomes[0].validation_loss, one.evaluations[0].loss) << "nothing was learnt";
+  EXPECT_TRUE(fs::exists(one.outcomes[0].report));
+}
+
+TEST_F(TrainerTest, UnigramEntropyInClosedForm) {
+  // One document "aab", framed by bos and eos: targets a, a, b, eos.
+  fs::remove_all(root_ / "text");
+  write_file(root_ / "text/only.txt", "aab");
+  Group solo = Group::solo();
+  RunConfig config = tiny("run");
+  Corpus corpus = open_corpus(config, solo);
+  corpus.split = {.train = {0}, .validation = {}};
+  const double expected = -(0.5 * std::log(0.5) + 2 * 0.25 * std::log(0.25));
+  EXPECT_NEAR(unigram_entropy(corpus, solo), expected, 1e-14);
+}
+
+TEST_F(TrainerTest, NanOnOneRankStopsAllAndUpdatesNothing) {
+  for (int culprit : {0, 2}) {
+    RunConfig config = tiny("run-" + std::to_string(culprit));
+    config.checkpoint.every = 2;
+    config.batch.packs_per_micro_batch = 5;  // one micro-batch a step, so that the fourth call is in step 4
+    const Run result = run(config, 3, [&](World& world, TrainerHooks& hooks) {
+      if (world.rank == culprit) plant_nan(hooks, 4);
+    });
+    for (const auto& outcome : result.outcomes) {
+      EXPECT_EQ(outcome.end, Outcome::End::kDiverged);
+      EXPECT_EQ(outcome.steps, 3);
+      EXPECT_EQ(outcome.exit_status(), 1);
+      EXPECT_EQ(outcome.checkpoint.filename(), "step-00000002");
+    }
+    EXPECT_FALSE(result.steps.back().report.finite);
+    EXPECT_FALSE(result.steps.back().report.updated);
+    EXPECT_EQ(list_checkpoints(checkpoint_root(config)).size(), 1u);
+    verify_checksums(result.outcomes[0].checkpoint);
+    // Without the fault the run continues from what survived and ends.
+    config.checkpoint.resume = "latest";
+    EXPECT_EQ(run(config, 2).outcomes[0].steps, 7);
+  }
+}
+
+TEST_F(TrainerTest, NanIsSkippedAndCountedWhenSoConfigured) {
+  RunConfig config = tiny("run");
+  config.train.on_non_finite = "skip";
+  config.batch.packs_per_micro_batch = 5;
+  const Run result = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+    if (world.rank == 1) plant_nan(hooks, 4);
+  });
+  for (const auto& outcome : result.outcomes) {
+    EXPECT_EQ(outcome.end, Outcome::End::kFinished);
+    EXPECT_EQ(outcome.steps, 7);
+    EXPECT_EQ(outcome.skipped, 1);
+    EXPECT_EQ(outcome.exit_status(), 0);
+  }
+  const TrainingState state = open_checkpoint(result.outcomes[0].checkpoint);
+  EXPECT_EQ(state.skipped, 1);
+  EXPECT_EQ(state.updates, 6);
+  EXPECT_TRUE(std::isfinite(result.outcomes[0].loss));
+}
+
+TEST_F(TrainerTest, ABatchWithoutAnyValidTargetMovesNothing) {
+  // Every token ends a document, and the last token of a document has no target.
+  const std::vector<std::uint16_t> tokens(400, 5);
+  std::ofstream(root_ / "empty.bin", std::ios::binary)
+      .write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(2 * tokens.size()));
+  RunConfig config = tiny("run");
+  config.data.text = {};
+  config.data.shards = {(root_ / "empty.bin").string()};
+  config.data.end_of_text = 5;
+  config.data.validation_fraction = 0;
+  config.checkpoint.every = 1;
+  config.checkpoint.keep = 10;
+  config.train.steps = 3;
+  const Run result = run(config, 2);
+  EXPECT_EQ(result.outcomes[1].empty, 3);
+  EXPECT_EQ(result.outcomes[1].exit_status(), 0);
+  for (const auto& event : result.steps) {
+    EXPECT_EQ(event.report.loss, 0);
+    EXPECT_FALSE(event.report.updated);
+  }
+  const auto saved = list_checkpoints(checkpoint_root(config));
+  ASSERT_EQ(saved.size(), 3u);
+  EXPECT_TRUE(file(saved[0], "model.safetensors") == file(saved[2], "model.safetensors"));
+}
+
+TEST_F(TrainerTest, SigtermEndsAllRanksAfterTheSameStepAndSaves) {
+  RunConfig config = tiny("run");
+  config.train.steps = 1000;
+  const Run result = run(config, 3, [](World& world, TrainerHooks& hooks) {
+    if (world.rank != 1) return;
+    hooks.on_step = [](const StepEvent& event) {
+      if (event.step == 3) raise(SIGTERM);
+    };
+  });
+  // Rank 1 asks in the count of step 4; another rank may have asked no earlier than in that of step 4 either.
+  for (const auto& outcome : result.outcomes) {
+    EXPECT_EQ(outcome.end, Outcome::End::kStopped);
+    EXPECT_EQ(outcome.steps, 4);
+    EXPECT_EQ(outcome.exit_status(), 0);
+    EXPECT_EQ(outcome.checkpoint.filename(), "step-00000004");
+  }
+  verify_checksums(result.outcomes[0].checkpoint);
+}
+
+TEST_F(TrainerTest, AFailureOfOneRankTakesTheOthersDownNamingIt) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    run(tiny("run"), 3, [](World& world, TrainerHooks& hooks) {
+      if (world.rank != 2) return;
+      hooks.on_step = [](const StepEvent& event) {
+        if (event.step == 2) throw std::runtime_error("planted failure");
+      };
+    });
+    FAIL() << "must throw";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), HasSubstr("planted failure"));
+    EXPECT_THAT(error.what(), HasSubstr("2"));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10)) << "the others waited";
+}
+
+TEST_F(TrainerTest, ATableThatDidNotPassFailsTheRunOnAllRanks) {
+  const Run result = run(tiny("run"), 2, [](World& world, TrainerHooks& hooks) {
+    hooks.on_finish = [&world](FinishedRun& finished) {
+      EXPECT_EQ(finished.world.rank, world.rank);
+      EXPECT_EQ(finished.model.config().hidden, 16);
+      return std::vector<ReportTable>{{.title = "<parity>",
+                                       .summary = "parity FAIL",
+                                       .columns = {"parameter", "error"},
+                                       .rows = {{"a", "1"}},
+                                       .passed = world.rank != 0}};
+    };
+  });
+  EXPECT_EQ(result.outcomes[0].exit_status(), 1);
+  EXPECT_EQ(result.outcomes[1].exit_status(), 1);
+  const std::string html = read_file(result.outcomes[0].report);
+  EXPECT_THAT(html, HasSubstr("parity FAIL"));
+  EXPECT_THAT(html, HasSubstr("&lt;parity&gt;"));
+}
+
+TEST_F(TrainerTest, WhatCannotBeTrainedIsRefusedBefore) {
+  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
+    RunConfig config = tiny("run");
+    change(config);
+    return config_error_of([&] { run(config, 2); });
+  };
+  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.vocabulary = 257; }),
+              AllOf(HasSubstr("model.vocabulary"), HasSubstr("Set model.vocabulary = 258")));
+  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.max_positions = 40; }), HasSubstr("data.pack_length"));
+  EXPECT_THAT(refused([&](RunConfig& c) { c.data.text = {(root_ / "absent").string()}; }),
+              HasSubstr("absent"));
+  EXPECT_THAT(refused([&](RunConfig& c) { c.model.load = (root_ / "absent").string(); }),
+              HasSubstr("absent"));
+  EXPECT_THAT(refused([&](RunConfig& c) { c.checkpoint.resume = "latest"; }),
+              HasSubstr("no complete checkpoint"));
+}
+
+// In a child process: a limit of the size of files acts like a disk with that much room left.
+TEST_F(TrainerTest, AFullDiskWhileSavingIsAnErrorOnAllRanksAndLeavesThePreviousWhole) {
+  RunConfig config = tiny("run");
+  config.checkpoint.every = 2;
+  const pid_t child = fork();
+  if (child == 0) {
+    std::mutex guard;
+    int named = 0;
+    run_ranks(2, [&](World& world) {
+      TrainerHooks hooks;
+      hooks.on_checkpoint = [](const fs::path&) {
+        const rlimit limit{12000, 12000};  // metrics fit, weights do not
+        setrlimit(RLIMIT_FSIZE, &limit);
+      };
+      const std::string message = config_error_of([&] { Trainer(config, world, hooks).run(); });
+      std::lock_guard<std::mutex> lock(guard);
+      named += message.find("step-00000004") != std::string::npos;
+    });
+    _exit(named);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 2) << "ranks that threw an error naming the checkpoint";
+  const auto left = list_checkpoints(checkpoint_root(config));
+  ASSERT_EQ(left.size(), 1u);
+  EXPECT_EQ(left[0].filename(), "step-00000002");
+  verify_checksums(left[0]);
+}
+
+TEST_F(TrainerTest, AKillAtARandomMomentLeavesACheckpointThatResumes) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  RunConfig config = tiny("run");
+  config.train.steps = 100000;
+  config.train.evaluate_every = 0;
+  config.checkpoint.every = 1;
+  std::int64_t last = 0;
+  for (int round = 0; round < 6; ++round) {
+    const pid_t child = fork();
+    if (child == 0) {
+      World world;
+      Trainer(config, world).run();
+      _exit(0);
+    }
+    usleep(std::uniform_int_distribution<useconds_t>(150000, 400000)(random));
+    kill(child, SIGKILL);
+    int status = 0;
+    waitpid(child, &status, 0);
+    ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself with " << WEXITSTATUS(status);
+    const auto found = list_checkpoints(checkpoint_root(config));
+    if (found.empty()) continue;  // killed before the first
+    const TrainingState state = open_checkpoint(found.back());
+    EXPECT_GE(state.step, last);
+    last = state.step;
+    config.checkpoint.resume = "latest";
+  }
+  EXPECT_GT(last, 0) << "never got as far as a checkpoint";
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,334 @@
+"""`isograd train` as processes: what it prints and leaves behind, and what happens to it from outside.
+
+Runs are tiny (one layer, width 32, packs of 64), so that each takes a second or two. The binary comes from
+ISOGRAD_BUILD_DIR (default build/release).
+"""
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
+LIMIT = 60  # seconds; a run that takes longer hangs
+
+CONFIG = """
+[run]
+directory = "{run}"
+seed = 5
+[data]
+text = ["{text}"]
+cache = "{cache}"
+pack_length = 64
+validation_fraction = 0.2
+[batch]
+packs_per_step = 6
+packs_per_micro_batch = 2
+[model]
+hidden = 32
+layers = 1
+heads = 2
+key_value_heads = 1
+head_dim = 16
+feed_forward = 48
+max_positions = 128
+[train]
+steps = 12
+evaluate_every = 4
+evaluate_packs = 3
+[schedule]
+peak = 0.01
+warmup = 2
+[checkpoint]
+every = 4
+[parallel]
+timeout_seconds = 20
+[verify]
+at_end = false
+[sample]
+prompt = "ab"
+tokens = 8
+"""
+
+
+class Workplace:
+    def __init__(self, folder):
+        self.folder = folder
+        self.text = folder / "text"
+        self.text.mkdir()
+        rng = random.Random(11)
+        for i in range(30):
+            words = "".join(rng.choice("abcdefg ") for _ in range(rng.randrange(5, 200)))
+            (self.text / f"{i:03}.txt").write_text(words)
+
+    def config(self, name="run"):
+        path = self.folder / f"{name}.toml"
+        path.write_text(CONFIG.format(run=self.folder / name, text=self.text, cache=self.folder / "cache"))
+        return path
+
+    def command(self, name="run", ranks=2, **changes):
+        sets = [x for key, value in changes.items() for x in ("--set", f"{key.replace('__', '.')}={value}")]
+        return [str(BINARY), "train", str(self.config(name)), "--ranks", str(ranks), *sets]
+
+    def run(self, *args, **kwargs):
+        return subprocess.run(self.command(*args, **kwargs), capture_output=True, text=True, timeout=LIMIT)
+
+    def start(self, *args, **kwargs):
+        """A run without end in the background, in its own session; returned once it trains."""
+        kwargs = {"train__steps": 1000000, "train__evaluate_every": 0, "checkpoint__every": 0, **kwargs}
+        process = subprocess.Popen(self.command(*args, **kwargs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, start_new_session=True)
+        name = args[0] if args else "run"
+        self.wait(process, lambda: len(self.metrics(name)) > 5)
+        return process
+
+    def wait(self, process, condition):
+        end = time.time() + LIMIT
+        while not condition():
+            if process.poll() is not None:
+                pytest.fail(f"ended early with {process.returncode}:\n{process.communicate()[0]}")
+            assert time.time() < end, "waited in vain"
+            time.sleep(0.02)
+
+    def metrics(self, name="run"):
+        path = self.folder / name / "metrics.jsonl"
+        if not path.exists():
+            return []
+        rows = []
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break  # being written
+        return rows
+
+    def checkpoints(self, name="run"):
+        folder = self.folder / name / "checkpoints"
+        return sorted(path for path in folder.glob("step-*")) if folder.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Workplace(tmp_path)
+
+
+def ranks_of(process):
+    """Process ids of the ranks, in order of rank."""
+    found = {}
+    for path in pathlib.Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            session = int((path / "stat").read_text().rsplit(")", 1)[1].split()[3])
+            if session != process.pid:
+                continue
+            environment = dict(x.split("=", 1) for x in (path / "environ").read_text().split("\0") if "=" in x)
+        except OSError:
+            continue
+        if "RANK" in environment:
+            found[int(environment["RANK"])] = int(path.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, out
+
+
+def whole(checkpoint):
+    """Every file of a checkpoint is as its listing says, and the weights can be read."""
+    from safetensors import safe_open
+    listing = json.loads((checkpoint / "checksums.json").read_text())
+    for name, facts in listing["files"].items():
+        assert (checkpoint / name).stat().st_size == facts["bytes"], name
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert len(list(file.keys())) > 5
+    return True
+
+
+def test_trains_and_says_what_it_did(place):
+    done = place.run()
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    rows = place.metrics()
+    steps = [row for row in rows if row.get("loss") is not None]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert [row["step"] for row in rows if row.get("validation_loss") is not None] == [4, 8, 12]
+    for word in ("validation loss", "unigram entropy", "tokens/s", "sample", "report", "checkpoint"):
+        assert word in text
+    html = (place.folder / "run/report.html").read_text()
+    assert "<svg" in html and "pack_length" in html
+    assert [path.name for path in place.checkpoints()] == ["step-00000008", "step-00000012"]
+    assert all(whole(path) for path in place.checkpoints())
+
+
+def test_a_trained_model_gives_the_same_loss_in_transformers(place):
+    """20 steps; then transformers' loss on the held-out tokens equals ours to 1e-5 relative.
+
+    All documents are the same and, with bos and eos, exactly one pack long: whichever is held out, its loss is
+    the loss on that one pack.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    for path in place.text.iterdir():
+        path.unlink()
+    body = "".join(random.Random(3).choice("abcdefg ") for _ in range(62))
+    for i in range(20):
+        (place.text / f"{i}.txt").write_text(body)
+    done = place.run(train__steps=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = [row["validation_loss"] for row in place.metrics() if row.get("validation_loss") is not None][-1]
+    model = AutoModelForCausalLM.from_pretrained(place.checkpoints()[-1], dtype=torch.float32)
+    tokens = torch.tensor([[256, *body.encode(), 257]])
+    with torch.no_grad():
+        theirs = model(tokens, labels=tokens).loss.item()
+    assert abs(ours - theirs) <= 1e-5 * theirs, (ours, theirs)
+    assert theirs < math.log(258) - 0.5, "nothing was learnt: the comparison would show little"
+
+
+def test_sigterm_saves_and_the_printed_command_continues_bit_for_bit(place):
+    process = place.start("stopped", schedule__kind="constant")
+    os.kill(process.pid, signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 0, out
+    at = int(re.search(r"stopped after step (\d+)", out).group(1))
+    assert at > 5
+    assert [path.name for path in place.checkpoints("stopped")] == [f"step-{at:08}"]
+    sets = dict(schedule__kind="constant", train__steps=at + 20, train__evaluate_every=0, checkpoint__every=0)
+    command = shlex.split(re.search(r"to continue: (isograd .*)", out).group(1))
+    assert command[0] == "isograd"
+    changes = [x for key, value in sets.items() for x in ("--set", f"{key.replace('__', '.')}={value}")]
+    done = subprocess.run([str(BINARY), *command[1:], *changes], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    straight = place.run("straight", **sets)
+    assert straight.returncode == 0, straight.stdout + straight.stderr
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ends = [place.checkpoints(run)[-1] / name for run in ("stopped", "straight")]
+        assert ends[0].read_bytes() == ends[1].read_bytes(), name
+    losses = [{row["step"]: row["loss"] for row in place.metrics(run) if row.get("loss") is not None}
+              for run in ("stopped", "straight")]
+    assert len(losses[0]) == at + 20 and losses[0] == losses[1]
+
+
+def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(place):
+    """The launcher and every rank get it from the terminal, and the ranks a second time from the launcher."""
+    process = place.start(ranks=3)
+    os.killpg(process.pid, signal.SIGINT)
+    status, out = finish(process)
+    assert status == 0, out
+    at = int(re.search(r"stopped after step (\d+)", out).group(1))
+    assert [path.name for path in place.checkpoints()] == [f"step-{at:08}"]
+    assert whole(place.checkpoints()[0])
+
+
+def test_a_second_signal_ends_at_once(place):
+    process = place.start()
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGSTOP)  # so that the first wish cannot be carried out
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(1.3)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(ranks[0], signal.SIGCONT)
+    started = time.time()
+    status, out = finish(process)
+    assert status != 0, out
+    assert time.time() - started < 15
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
+    process = place.start(ranks=3, checkpoint__every=50)
+    place.wait(process, lambda: len(place.checkpoints()) > 0)
+    ranks = ranks_of(process)
+    assert len(ranks) == 3
+    started = time.time()
+    os.kill(ranks[rank], signal.SIGKILL)
+    status, out = finish(process)
+    assert time.time() - started < 20, "the others waited for longer than the timeout"
+    assert status == 3, out
+    assert re.search(rf"rank {rank}\b", out), out
+    assert whole(place.checkpoints()[-1])
+    steps = int(place.checkpoints()[-1].name[5:]) + 3
+    done = place.run(checkpoint__resume="latest", train__steps=steps, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_hung_rank_ends_the_run_within_the_timeout(place):
+    process = place.start(parallel__timeout_seconds=2)
+    ranks = ranks_of(process)
+    started = time.time()
+    os.kill(ranks[1], signal.SIGSTOP)
+    try:
+        status, out = finish(process)
+    finally:
+        try:
+            os.kill(ranks[1], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    assert status == 3, out
+    # The timeout, the launcher's grace for the rest (10 s), and its time between SIGTERM and SIGKILL.
+    assert time.time() - started < 30
+    assert re.search(r"rank 1\b", out), out
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(place):
+    process = place.start(checkpoint__every=20, train__steps=100000)
+    place.wait(process, lambda: len(place.checkpoints()) > 0)
+    for rank in ranks_of(process):
+        # As if the disk had this much room left for any one file: metrics fit, weights do not.
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (60000, 60000))
+    status, out = finish(process)
+    assert status == 2, out
+    assert "ConfigError" in out and "step-" in out, out
+    assert place.checkpoints() and all(whole(path) for path in place.checkpoints())
+    assert not list((place.folder / "run/checkpoints").glob(".*")), "leftovers"
+    done = place.run(checkpoint__resume="latest", train__steps=int(place.checkpoints()[-1].name[5:]) + 3)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_damaged_checkpoint_is_named(place):
+    assert place.run().returncode == 0
+    last = place.checkpoints()[-1]
+    weights = last / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    done = place.run(checkpoint__resume="latest", train__steps=14)
+    assert done.returncode == 2
+    assert f"{weights}: found checksum" in done.stderr
+    assert f"resume from {place.checkpoints()[0]}" in done.stderr
+    done = place.run(checkpoint__resume=place.checkpoints()[0], train__steps=14)
+    assert done.returncode == 0, done.stderr
+
+
+def test_divergence_fails_and_keeps_the_checkpoint(place):
+    done = place.run(optimizer__kind="sgd", schedule__peak=1e12, schedule__warmup=0, train__max_norm=0,
+                     checkpoint__every=1, train__steps=200, train__evaluate_every=0)
+    text = done.stdout + done.stderr
+    assert done.returncode == 1, text
+    assert "not finite" in text and "nothing was updated" in text
+    assert all(whole(path) for path in place.checkpoints())
+
+
+def test_bad_input_is_refused_before_training(place):
+    cases = {
+        "model.vocabulary": place.run(model__vocabulary=200),
+        "batch.packs_per_step": place.run(ranks=3, batch__packs_per_step=2),
+        "absent": place.run(data__text=f'["{place.folder}/absent"]'),
+        "data.pack_length": place.run(data__pack_length=0),
+    }
+    for word, done in cases.items():
+        assert done.returncode == 2, f"{word}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert word in done.stderr, done.stderr
+        assert not place.metrics()
