@@ -1,0 +1,167 @@
+"""The training step of `isograd bench step` in PyTorch: eager for one rank, DDP over Gloo for several.
+
+Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross_entropy, fused AdamW with weight
+decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
+directory) and sees the same tokens as isograd, so its losses must agree; the caller checks that.
+
+    python llama_step.py EXCHANGE RANKS      starts the ranks; torchrun may start them as well
+
+EXCHANGE holds
+    case.json            shapes, learning rate, steps per turn
+    model/               config.json, model.safetensors
+    tokens.bin           int64 [steps, ranks, sequences, length + 1]
+    peer.go.R            one byte per turn for rank R; end of file: done
+    peer.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...]}
+"""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c["heads"], c["key_value_heads"], c["head_dim"]
+        d, f = c["hidden"], c["feed_forward"]
+        self.input_layernorm = nn.RMSNorm(d, eps=c["norm_epsilon"])
+        self.post_attention_layernorm = nn.RMSNorm(d, eps=c["norm_epsilon"])
+        self.self_attn = nn.ModuleDict({
+            "q_proj": nn.Linear(d, self.heads * self.head_dim, bias=False),
+            "k_proj": nn.Linear(d, self.kv_heads * self.head_dim, bias=False),
+            "v_proj": nn.Linear(d, self.kv_heads * self.head_dim, bias=False),
+            "o_proj": nn.Linear(self.heads * self.head_dim, d, bias=False),
+        })
+        self.mlp = nn.ModuleDict({
+            "gate_proj": nn.Linear(d, f, bias=False),
+            "up_proj": nn.Linear(d, f, bias=False),
+            "down_proj": nn.Linear(f, d, bias=False),
+        })
+
+    def forward(self, x, cos, sin):
+        b, t, _ = x.shape
+        y, attn = self.input_layernorm(x), self.self_attn
+        q = attn["q_proj"](y).view(b, t, self.heads, self.head_dim).transpose(1, 2)
+        k = attn["k_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = attn["v_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))
+        y, mlp = self.post_attention_layernorm(x), self.mlp
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+
+
+class Llama(nn.Module):
+    def __init__(self, c, length):
+        super().__init__()
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(c["vocabulary"], c["hidden"]),
+            "layers": nn.ModuleList(Block(c) for _ in range(c["layers"])),
+            "norm": nn.RMSNorm(c["hidden"], eps=c["norm_epsilon"]),
+        })
+        self.lm_head = nn.Linear(c["hidden"], c["vocabulary"], bias=False)
+        if c["tied_output"]:
+            self.lm_head.weight = self.model["embed_tokens"].weight
+        frequency = c["rope_theta"] ** (-torch.arange(0, c["head_dim"], 2, dtype=torch.float64) / c["head_dim"])
+        angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+        angle = torch.cat((angle, angle), dim=-1)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, tokens):
+        x = self.model["embed_tokens"](tokens)
+        for block in self.model["layers"]:
+            x = block(x, self.cos, self.sin)
+        return self.lm_head(self.model["norm"](x))
+
+
+def load_safetensors(path, model, tied):
+    """Fills `model` from a safetensors file; every tensor must be used, every parameter filled."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + size])
+    header.pop("__metadata__", None)
+    state = {}
+    for name, entry in header.items():
+        assert entry["dtype"] == "F32", (name, entry["dtype"])
+        begin, end = entry["data_offsets"]
+        raw = bytearray(data[8 + size + begin:8 + size + end])
+        state[name] = torch.frombuffer(raw, dtype=torch.float32).reshape(entry["shape"])
+    if tied:
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    model.load_state_dict(state, strict=True)
+
+
+def optimizer_for(model, c):
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": c["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=c["learning_rate"], betas=(c["beta1"], c["beta2"]), eps=c["epsilon"],
+                             fused=True)
+
+
+def run_rank(exchange, rank, ranks):
+    c = json.loads((exchange / "case.json").read_text())
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{exchange}/peer.store", rank=rank, world_size=ranks)
+    model = Llama(c, c["length"])
+    load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    optimizer = optimizer_for(model, c)
+    trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks > 1 else model
+    raw = bytearray((exchange / "tokens.bin").read_bytes())
+    tokens = torch.frombuffer(raw, dtype=torch.int64).reshape(-1, ranks, c["sequences"], c["length"] + 1)[:, rank]
+    go = open(exchange / f"peer.go.{rank}", "rb", buffering=0)
+    done = open(exchange / "peer.done", "w") if rank == 0 else None
+    step = 0
+    while go.read(1):
+        seconds, losses = [], []
+        if ranks > 1:
+            dist.barrier()
+        for _ in range(c["steps_per_turn"]):
+            start = time.perf_counter()
+            batch = tokens[step % len(tokens)]
+            logits = trained(batch[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), c["max_norm"])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+            step += 1
+        total = torch.tensor(losses, dtype=torch.float64)
+        if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
+            dist.all_reduce(total)
+        if done:
+            done.write(json.dumps({"seconds": seconds, "losses": (total / ranks).tolist()}) + "\n")
+            done.flush()
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def main():
+    exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
+    if ranks == 1 or "RANK" in os.environ:
+        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks)
+    (exchange / "peer.store").unlink(missing_ok=True)
+    children = [subprocess.Popen([sys.executable, __file__, str(exchange), str(ranks)],
+                                 env=dict(os.environ, RANK=str(rank))) for rank in range(ranks)]
+    statuses = [child.wait() for child in children]
+    sys.exit(max(map(abs, statuses)))
+
+
+if __name__ == "__main__":
+    main()

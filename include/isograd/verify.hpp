@@ -1,0 +1,133 @@
+// verify: prove that a layout's gradient is the gradient that one process has on the whole batch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/step.hpp"
+#include "isograd/trainer.hpp"
+
+namespace isograd {
+
+// A model as verify sees it: the outside oracle differentiates `logits` with a loss of its own, the product's
+// step differentiates `loss_terms`. The closures keep the model alive.
+struct VerifyModel {
+  std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones once
+  std::function<at::Tensor(const Batch&)> logits;         // [T, V]
+  ForwardLossTerms loss_terms;
+};
+
+using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
+using MakeNormalizer = std::function<std::unique_ptr<Normalizer>()>;
+using MakeDataParallel = std::function<std::unique_ptr<DataParallel>(std::vector<NamedParameter>, Group)>;
+
+struct LayoutUnderTest {
+  std::string name;
+  MakeDataParallel make;
+};
+
+// One step, as every rank would make it. Each rank fills in its own.
+struct VerifyProblem {
+  // A fresh model in the given dtype. Values of `dtype` (below) are then copied into the fp64 models, so that
+  // all runs have the same initial parameters to the last bit.
+  MakeVerifyModel make_model;
+  MicroBatches local;                   // this rank's part of the step; may be empty
+  std::function<MicroBatches()> whole;  // the whole step, for the oracle; called on rank 0
+  std::function<MicroBatches()> alone;  // the whole step in the micro-batches one process would make of it;
+                                        // called on the last rank. Not given: `whole`
+  at::ScalarType dtype = at::kFloat;    // the run's precision
+  StepOptions step;
+  std::vector<LayoutUnderTest> layouts;
+  // The denominators of the step under test; not given: TokenMean.
+  MakeNormalizer make_normalizer;
+};
+
+// g against the reference g64 for one parameter. Scale s = max(‖g64‖, 1e-3 · RMS · √numel), RMS the root mean
+// square over all elements of the whole gradient.
+struct Comparison {
+  double ratio = 0;      // ρ = ⟨g, g64⟩ / ⟨g64, g64⟩; NaN where g64 is exactly zero
+  double cosine = 0;     // NaN where either is exactly zero
+  double error = 0;      // ‖g − g64‖ / s
+  double allowed = 0;    // the same unit
+  double residual = 0;   // ‖g − ρ g64‖ / s: what no scale explains
+  bool resolved = true;  // rounding alone is small enough for the ratio to be held to its limit
+  bool passed = false;
+};
+
+struct ParameterVerdict {
+  std::string name;
+  std::int64_t elements = 0;
+  double norm = 0;             // ‖g64‖
+  double alone_error = 0;      // ‖g32 − g64‖ / s: what one process has in the run's precision
+  Comparison exact;            // E1: the layout in fp64
+  Comparison rounded;          // E2: the layout in the run's precision
+  bool replicas_agree = true;  // same bits on every rank, in both precisions
+  bool repeats = true;         // E3: same bits when the step is made again
+};
+
+// What a step says of itself, beside the gradient.
+struct StepFigures {
+  double loss = 0;
+  std::int64_t targets = 0;
+  std::int64_t tokens = 0;
+  double norm = 0;
+  double clip_coefficient = 1;
+};
+
+struct Grade {
+  enum class State { kPassed, kFailed, kNotClaimed } state = State::kNotClaimed;
+  std::string bound;              // in words, with where it comes from
+  std::string worst;              // parameter with the largest share of its allowed error used
+  double error = 0, allowed = 0;  // of that parameter
+  std::int64_t failed = 0;        // parameters outside their bound
+  std::int64_t unresolved = 0;    // E2: parameters whose ratio rounding hides
+};
+
+struct LayoutVerdict {
+  std::string name;
+  std::vector<ParameterVerdict> parameters;  // in the model's order
+  StepFigures exact, rounded;
+  bool figures_agree = false;  // fp64: counts equal, loss, norm and clip coefficient to 1e-10 relative
+  Grade e1, e2, e3;
+  bool passed = false;
+};
+
+struct Verdict {
+  bool passed = false;
+  int ranks = 1;
+  std::string precision;  // "fp32", ...
+  StepFigures oracle;
+  bool parameters_agree = false;  // initial values, over ranks
+  bool batch_agrees = false;      // the ranks together saw every token of the whole step exactly once
+  std::vector<LayoutVerdict> layouts;
+  std::vector<std::string>
+      diagnosis;  // plain statements that follow from the numbers; empty when all is well
+  double seconds = 0;
+};
+
+// Collective over `group`. Runs (a) the oracle: a plain-LibTorch step on rank 0 in fp64 that shares no
+// normaliser, reducer, norm or cross-entropy code with the product (it does share the model's forward);
+// (b) the same in the run's precision; (c) each layout in fp64, and twice in the run's precision.
+// Rank 0's verdict is complete; the other ranks' has `passed`, `ranks` and `precision`. While one rank works
+// alone the others wait in short collectives, so only a single micro-batch has to fit in the group's timeout.
+// Throws ConfigError when the model has no trainable parameter or the step no target.
+Verdict verify(const VerifyProblem& problem, Group& group);
+
+// {"verdict": "pass"|"fail", "grades": {...}, "parameters": [...], "diagnosis": [...], ...}
+std::string to_json(const Verdict& verdict);
+// "parity PASS: 2 ranks = 1 device; largest error 3.1e-13 of 1e-10 allowed (fp64, <parameter>); ..."
+std::string parity_line(const Verdict& verdict);
+// Worst first; parameters that pass are summarised beyond the first `rows`.
+std::string to_text(const Verdict& verdict, std::size_t rows = 8);
+// For a run's report; the summary is the parity line.
+ReportTable to_table(const Verdict& verdict);
+
+}  // namespace isograd

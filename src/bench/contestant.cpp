@@ -1,0 +1,142 @@
+#include "bench/contestant.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+
+extern char** environ;
+
+namespace isograd {
+namespace {
+
+int open_pipe(const std::filesystem::path& path) {
+  // Opened for both directions: opening does not wait for the other end.
+  const int file = mkfifo(path.c_str(), 0600) == 0 ? open(path.c_str(), O_RDWR | O_CLOEXEC) : -1;
+  if (file < 0)
+    throw ConfigError({.where = path.string(),
+                       .found = std::strerror(errno),
+                       .expected = "a named pipe",
+                       .action = "Point TMPDIR to a folder where pipes can be made"});
+  return file;
+}
+
+// One thread a rank on both sides, whatever the caller's environment says.
+std::vector<std::string> environment() {
+  std::vector<std::string> variables{"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"};
+  for (char** variable = environ; *variable; ++variable) {
+    const std::string text = *variable;
+    if (!text.starts_with("OMP_NUM_THREADS=") && !text.starts_with("MKL_NUM_THREADS="))
+      variables.push_back(text);
+  }
+  return variables;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  for (auto& string : strings) result.push_back(string.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+}  // namespace
+
+Contestant::Contestant(std::string name, std::vector<std::string> command, std::filesystem::path exchange,
+                       int ranks)
+    : name_(std::move(name)), command_(std::move(command)), exchange_(std::move(exchange)) {
+  for (int rank = 0; rank < ranks; ++rank)
+    go_.push_back(open_pipe(exchange_ / (name_ + ".go." + std::to_string(rank))));
+  done_ = open_pipe(exchange_ / (name_ + ".done"));
+
+  const std::string log = (exchange_ / (name_ + ".log")).string();
+  posix_spawn_file_actions_t files;
+  posix_spawn_file_actions_init(&files);
+  posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_addopen(&files, 1, log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  posix_spawn_file_actions_adddup2(&files, 1, 2);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // its ranks can be ended together
+  auto arguments = pointers(command_);
+  auto variables = environment();
+  const int error = posix_spawnp(&process_, command_[0].c_str(), &files, &attributes, arguments.data(),
+                                 pointers(variables).data());
+  posix_spawn_file_actions_destroy(&files);
+  posix_spawnattr_destroy(&attributes);
+  if (error != 0) {
+    process_ = -1;
+    throw ConfigError({.where = "starting " + command_[0],
+                       .found = std::strerror(error),
+                       .expected = "a program",
+                       .action = "Name the Python interpreter that has torch in the variable PYTHON"});
+  }
+}
+
+Contestant::~Contestant() {
+  for (int file : go_) close(file);
+  const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (running() && std::chrono::steady_clock::now() < patience)
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  if (running()) {
+    kill(-process_, SIGKILL);
+    waitpid(process_, nullptr, 0);
+  }
+  if (done_ >= 0) close(done_);
+}
+
+bool Contestant::running() {
+  if (process_ <= 0) return false;
+  if (waitpid(process_, nullptr, WNOHANG) == 0) return true;
+  kill(-process_, SIGKILL);  // ranks that outlived the process that started them
+  process_ = -1;
+  return false;
+}
+
+void Contestant::fail(const std::string& found) {
+  std::string log = read_file(exchange_ / (name_ + ".log"));
+  constexpr std::size_t kShown = 2000;
+  if (log.size() > kShown) log = "..." + log.substr(log.size() - kShown);
+  throw ConfigError(
+      {.where = "bench step, side '" + name_ + "' (" + command_[0] + ")",
+       .found = found + (log.empty() ? "" : ":\n" + log),
+       .expected = "a line for each turn",
+       .action = "Read its output above; the peer needs a Python with torch (variable PYTHON)"});
+}
+
+Turn Contestant::turn(double patience) {
+  for (int file : go_)
+    if (write(file, "g", 1) != 1) fail(std::strerror(errno));
+  const auto start = std::chrono::steady_clock::now();
+  while (unread_.find('\n') == std::string::npos) {
+    pollfd waiting{done_, POLLIN, 0};
+    if (poll(&waiting, 1, 200) > 0) {
+      char buffer[4096];
+      const auto count = read(done_, buffer, sizeof buffer);
+      if (count > 0) unread_.append(buffer, static_cast<std::size_t>(count));
+    } else if (!running()) {
+      fail("it ended");
+    } else if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > patience) {
+      fail("no answer for " + std::to_string(patience) + " s");
+    }
+  }
+  const auto end = unread_.find('\n');
+  const auto line = nlohmann::json::parse(unread_.substr(0, end), nullptr, false);
+  unread_.erase(0, end + 1);
+  if (line.is_discarded() || !line.contains("seconds") || !line.contains("losses"))
+    fail("a line that is not JSON");
+  return {line["seconds"].get<std::vector<double>>(), line["losses"].get<std::vector<double>>()};
+}
+
+}  // namespace isograd

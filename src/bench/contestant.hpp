@@ -1,0 +1,44 @@
+// One side of a comparison: a program that computes a few steps each time it is told to, and sleeps
+// otherwise.
+#pragma once
+
+#include <sys/types.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace isograd {
+
+struct Turn {
+  std::vector<double> seconds;  // of each step
+  std::vector<double> losses;
+};
+
+// Starts `command` and talks to it through named pipes in the exchange folder: NAME.go.R, one byte a turn for
+// each rank, so that a waiting side sleeps in the kernel and leaves the cores to the other; NAME.done, one
+// line of JSON a turn. Its output goes to NAME.log.
+class Contestant {
+ public:
+  Contestant(std::string name, std::vector<std::string> command, std::filesystem::path exchange, int ranks);
+  ~Contestant();  // end of file tells it to stop; killed if it does not
+  Contestant(const Contestant&) = delete;
+  Contestant& operator=(const Contestant&) = delete;
+
+  // ConfigError with the end of its output when it ended or said nothing for `patience` seconds.
+  Turn turn(double patience = 300);
+
+ private:
+  bool running();
+  [[noreturn]] void fail(const std::string& found);
+
+  std::string name_;
+  std::vector<std::string> command_;
+  std::filesystem::path exchange_;
+  pid_t process_ = -1;
+  std::vector<int> go_;
+  int done_ = -1;
+  std::string unread_;
+};
+
+}  // namespace isograd

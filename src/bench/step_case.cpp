@@ -1,0 +1,134 @@
+#include "bench/step_case.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "isograd/random.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kSteps = 32;  // different batches; used again from the first after that
+constexpr std::int64_t kVocabulary = 258;
+
+DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads,
+                    std::int64_t key_value_heads, std::int64_t head_dim, std::int64_t feed_forward,
+                    bool tied) {
+  DecoderConfig config;
+  config.vocabulary = kVocabulary;
+  config.hidden = hidden;
+  config.layers = layers;
+  config.heads = heads;
+  config.key_value_heads = key_value_heads;
+  config.head_dim = head_dim;
+  config.feed_forward = feed_forward;
+  config.tied_output = tied;
+  return config;
+}
+
+// Tokens that a model can learn something from, so that equal losses after several steps say that gradient
+// and optimizer are equal too: mostly an affine successor, sometimes anything.
+std::vector<std::int64_t> make_sequence(std::int64_t length, std::uint64_t index) {
+  const RandomKey key{.seed = 1, .sample = index, .layer = hash_name("bench step")};
+  std::vector<std::int64_t> tokens(static_cast<std::size_t>(length));
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const bool jump = i == 0 || random_uniform(key, 2 * i) < 0.2;
+    tokens[i] = jump ? static_cast<std::int64_t>(random_bits(key, 2 * i + 1) % kVocabulary)
+                     : (3 * tokens[i - 1] + 1) % kVocabulary;
+  }
+  return tokens;
+}
+
+}  // namespace
+
+const std::vector<StepCase>& step_cases() {
+  static const std::vector<StepCase> cases = {
+      // The model of examples/first_light.toml.
+      {"small", shape(192, 4, 6, 3, 32, 512, true), 4, 256, 8},
+      // Matrix products dominate.
+      {"medium", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2},
+      // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
+      {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
+  };
+  return cases;
+}
+
+const StepCase& find_step_case(const std::string& name) {
+  std::string names;
+  for (const auto& step_case : step_cases()) {
+    if (step_case.name == name) return step_case;
+    names += (names.empty() ? "" : ", ") + step_case.name;
+  }
+  throw ConfigError(
+      {.where = "bench step --case", .found = name, .expected = names, .action = "Choose one of them"});
+}
+
+AdamWOptions bench_adamw() {
+  return {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-8, .weight_decay = 0.1};
+}
+
+void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks) {
+  const DecoderConfig& config = step_case.shape;
+  const AdamWOptions adamw = bench_adamw();
+  const nlohmann::ordered_json description = {{"name", step_case.name},
+                                              {"vocabulary", config.vocabulary},
+                                              {"hidden", config.hidden},
+                                              {"layers", config.layers},
+                                              {"heads", config.heads},
+                                              {"key_value_heads", config.key_value_heads},
+                                              {"head_dim", config.head_dim},
+                                              {"feed_forward", config.feed_forward},
+                                              {"rope_theta", config.rope_theta},
+                                              {"norm_epsilon", config.norm_epsilon},
+                                              {"tied_output", config.tied_output},
+                                              {"sequences", step_case.sequences},
+                                              {"length", step_case.length},
+                                              {"steps_per_turn", step_case.steps_per_turn},
+                                              {"max_norm", kBenchMaxNorm},
+                                              {"learning_rate", adamw.learning_rate},
+                                              {"beta1", adamw.beta1},
+                                              {"beta2", adamw.beta2},
+                                              {"epsilon", adamw.epsilon},
+                                              {"weight_decay", adamw.weight_decay}};
+  write_file(directory / "case.json", description.dump(2) + "\n");
+  DecoderLM model(config, at::kFloat, 1);
+  write_hf(directory / "model", model);
+  AtomicFile tokens(directory / "tokens.bin");
+  for (std::int64_t sequence = 0; sequence < kSteps * ranks * step_case.sequences; ++sequence) {
+    const auto values = make_sequence(step_case.length + 1, static_cast<std::uint64_t>(sequence));
+    tokens.write(values.data(), values.size() * sizeof(std::int64_t));
+  }
+  tokens.commit();
+}
+
+std::vector<Batch> read_batches(const std::filesystem::path& directory, const StepCase& step_case, int rank,
+                                int ranks) {
+  const MappedFile file(directory / "tokens.bin");
+  const std::int64_t sequences = step_case.sequences, length = step_case.length;
+  ISOGRAD_INVARIANT(file.size() == static_cast<std::size_t>(kSteps * ranks * sequences * (length + 1)) * 8,
+                    std::to_string(file.size()) + " bytes of tokens");
+  const at::Tensor all = at::from_blob(const_cast<std::uint8_t*>(file.data()),
+                                       {kSteps, ranks, sequences, length + 1}, at::kLong);
+  std::vector<Batch> batches;
+  for (std::int64_t step = 0; step < kSteps; ++step) {
+    const at::Tensor own = all[step][rank];  // [sequences, length + 1]
+    Batch batch;
+    batch.tokens = own.narrow(1, 0, length).flatten().clone();
+    batch.targets = own.narrow(1, 1, length).flatten().clone();
+    batch.positions = at::arange(length, at::kLong).repeat({sequences});
+    for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
+      batch.cu_seqlens.push_back((sequence + 1) * length);
+      batch.sample_ids.push_back((step * ranks + rank) * sequences + sequence);
+      batch.sample_targets.push_back(length);
+    }
+    batches.push_back(std::move(batch));
+  }
+  return batches;
+}
+
+std::string read_case_name(const std::filesystem::path& directory) {
+  return nlohmann::json::parse(read_file(directory / "case.json")).at("name").get<std::string>();
+}
+
+}  // namespace isograd

@@ -1,0 +1,38 @@
+// What both sides of `bench step` compute: shapes, weights and tokens, exchanged as files.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "isograd/batch.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/optimizer.hpp"
+
+namespace isograd {
+
+struct StepCase {
+  std::string name;
+  DecoderConfig shape;
+  std::int64_t sequences = 1;       // of a rank's micro-batch, one micro-batch a step
+  std::int64_t length = 256;        // tokens of a sequence
+  std::int64_t steps_per_turn = 1;  // about a second
+
+  std::int64_t tokens() const { return sequences * length; }
+};
+
+const std::vector<StepCase>& step_cases();
+const StepCase& find_step_case(const std::string& name);  // ConfigError names the cases
+
+AdamWOptions bench_adamw();
+inline constexpr double kBenchMaxNorm = 1.0;
+
+// Fills `directory` with case.json, model/ and tokens.bin for that many ranks.
+void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks);
+
+// This rank's batches, in order, from tokens.bin.
+std::vector<Batch> read_batches(const std::filesystem::path& directory, const StepCase& step_case, int rank,
+                                int ranks);
+std::string read_case_name(const std::filesystem::path& directory);
+
+}  // namespace isograd

@@ -1,0 +1,148 @@
+#include "verify/compare.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace isograd {
+namespace {
+
+constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
+
+double norm_of(const at::Tensor& tensor) {
+  return std::sqrt(tensor.square().sum().item<double>());
+}
+
+Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
+  Comparison result;
+  const double product = (gradient * reference).sum().item<double>();
+  const double own = norm_of(gradient), wanted = norm_of(reference);
+  result.ratio = wanted > 0 ? product / (wanted * wanted) : kNothing;
+  result.cosine = wanted > 0 && own > 0 ? product / (wanted * own) : kNothing;
+  result.error = relative_error(gradient, reference, scale);
+  result.residual = wanted > 0 ? relative_error(gradient, reference * result.ratio, scale) : result.error;
+  return result;
+}
+
+bool close(double value, double expected, double relative) {
+  return std::abs(value - expected) <= relative * std::abs(expected);  // false for NaN
+}
+
+// Remembers the parameter that used most of its allowance. A NaN counts as the worst.
+void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& comparison) {
+  const auto share = [](double error, double allowed) { return error > 0 ? error / allowed : 0.0; };
+  const double share_now = share(comparison.error, comparison.allowed);
+  if (grade.worst.empty() || std::isnan(comparison.error) ||
+      (!std::isnan(grade.error) && share_now > share(grade.error, grade.allowed))) {
+    grade.worst = parameter.name;
+    grade.error = comparison.error;
+    grade.allowed = comparison.allowed;
+  }
+  if (!comparison.passed) ++grade.failed;
+  if (!comparison.resolved) ++grade.unresolved;
+}
+
+}  // namespace
+
+double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
+  const double difference = norm_of(gradient - reference);
+  return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
+}
+
+Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
+  Bounds bounds;
+  // bf16 parameters have fp32 gradients: that is the type of the sums.
+  bounds.unit_roundoff = dtype == at::kDouble ? 0x1p-53 : 0x1p-24;
+  bounds.ratio_limit = dtype == at::kBFloat16 ? 1e-2 : 1e-4;
+  bounds.sum_length =
+      static_cast<double>(ranks) * static_cast<double>(std::max<std::int64_t>(1, micro_batches));
+  return bounds;
+}
+
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference) {
+  double squares = 0, elements = 0;
+  std::vector<double> norms;
+  for (const auto& gradient : reference) {
+    norms.push_back(norm_of(gradient));
+    squares += norms.back() * norms.back();
+    elements += static_cast<double>(gradient.numel());
+  }
+  const double root_mean_square = elements > 0 ? std::sqrt(squares / elements) : 0;
+  std::vector<double> scales;
+  for (std::size_t i = 0; i < reference.size(); ++i)
+    scales.push_back(
+        std::max(norms[i], 1e-3 * root_mean_square * std::sqrt(static_cast<double>(reference[i].numel()))));
+  return scales;
+}
+
+Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
+                         const Bounds& bounds) {
+  Comparison result = compare(gradient, reference, scale);
+  result.allowed = bounds.exact;
+  result.passed = result.error <= result.allowed;
+  return result;
+}
+
+Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
+                           double alone_error, const Bounds& bounds) {
+  Comparison result = compare(gradient, reference, scale);
+  result.allowed = 4 * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
+  // The ratio's own rounding error is at most ‖g − g64‖ / ‖g64‖.
+  const double wanted = norm_of(reference);
+  result.resolved = wanted > 0 && 4 * alone_error * scale / wanted < bounds.ratio_limit;
+  result.passed =
+      result.error <= result.allowed && (!result.resolved || std::abs(result.ratio - 1) < bounds.ratio_limit);
+  return result;
+}
+
+bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
+  return figures.targets == oracle.targets && figures.tokens == oracle.tokens &&
+         close(figures.loss, oracle.loss, bounds.exact) && close(figures.norm, oracle.norm, bounds.exact) &&
+         close(figures.clip_coefficient, oracle.clip_coefficient, bounds.exact);
+}
+
+void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
+           const Bounds& bounds) {
+  layout.e1 = layout.e2 = layout.e3 = {};
+  layout.e1.bound = fmt::format(
+      "fp64: |g - g64| <= {:g} s for each parameter; counts equal, loss, norm and clip "
+      "coefficient to {:g} relative",
+      bounds.exact, bounds.exact);
+  layout.e2.bound = fmt::format(
+      "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; "
+      "|ratio - 1| < {:g} where rounding is smaller than that",
+      precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
+      bounds.unit_roundoff * std::sqrt(bounds.sum_length), bounds.ratio_limit);
+  layout.e3.bound = "the same bits when the step is made again, and on every rank";
+  for (const auto& parameter : layout.parameters) {
+    note(layout.e1, parameter, parameter.exact);
+    if (!exact_run) note(layout.e2, parameter, parameter.rounded);
+    if (!parameter.repeats || !parameter.replicas_agree) {
+      if (layout.e3.worst.empty()) layout.e3.worst = parameter.name;
+      ++layout.e3.failed;
+    }
+  }
+  layout.figures_agree = figures_agree(layout.exact, oracle, bounds);
+  const auto state = [](bool passed) { return passed ? Grade::State::kPassed : Grade::State::kFailed; };
+  layout.e1.state = state(layout.e1.failed == 0 && layout.figures_agree);
+  // A run in fp64 has nothing to say within rounding that E1 does not say more sharply.
+  layout.e2.state = exact_run ? Grade::State::kNotClaimed : state(layout.e2.failed == 0);
+  layout.e3.state = state(layout.e3.failed == 0);
+  layout.passed = layout.e1.state == Grade::State::kPassed && layout.e2.state != Grade::State::kFailed &&
+                  layout.e3.state == Grade::State::kPassed;
+}
+
+std::string precision_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return "fp64";
+    case at::kFloat:
+      return "fp32";
+    case at::kBFloat16:
+      return "bf16";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+}  // namespace isograd

@@ -1,0 +1,41 @@
+// The comparison of two gradients and the bounds it is held to (DESIGN.md, the four grades).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "isograd/verify.hpp"
+
+namespace isograd {
+
+// What the bounds of one layout depend on.
+struct Bounds {
+  double exact = 1e-10;       // E1: ‖g − g64‖ ≤ exact · s
+  double unit_roundoff = 0;   // u of the number type that gradients are summed in
+  double ratio_limit = 1e-4;  // E2: |ρ − 1|; 1e-2 in bf16
+  double sum_length = 1;      // W · G
+};
+// `ranks` and the largest number of micro-batches on a rank, for a run in `dtype`.
+Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches);
+
+// s of each parameter: max(‖g64‖, 1e-3 · RMS · √numel).
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference);
+
+// E1. `gradient` and `reference` are fp64, of one shape.
+Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
+                         const Bounds& bounds);
+// E2. alone_error = ‖g32 − g64‖ / s, g32 the run of one process in the same precision.
+Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
+                           double alone_error, const Bounds& bounds);
+double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
+
+// Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
+bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
+
+// Fills in e1, e2, e3 and `passed` from the parameters and figures. `precision` is "fp32", ...
+void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
+           const Bounds& bounds);
+
+std::string precision_name(at::ScalarType dtype);
+
+}  // namespace isograd

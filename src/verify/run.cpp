@@ -1,0 +1,78 @@
+#include "verify/run.hpp"
+
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <fmt/ranges.h>
+
+#include "isograd/error.hpp"
+#include "train/build.hpp"
+
+namespace isograd {
+namespace {
+
+MakeDataParallel maker(const RunConfig& config, const std::string& name) {
+  const DataParallelOptions options{.bucket_bytes = config.parallel.bucket_bytes,
+                                    .overlap = config.parallel.overlap};
+  if (name == "naive")
+    return [options](auto parameters, Group group) { return naive(std::move(parameters), group, options); };
+  if (name == "bucketed")
+    return
+        [options](auto parameters, Group group) { return bucketed(std::move(parameters), group, options); };
+  throw ConfigError({.where = "--layout",
+                     .found = name,
+                     .expected = fmt::format("{}", fmt::join(layout_names(), ", ")),
+                     .action = "Choose one of them"});
+}
+
+VerifyModel as_verify_model(std::shared_ptr<DecoderLM> model) {
+  VerifyModel made;
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.loss_terms = [model, loss = forward_loss(*model)](const Batch& batch) { return loss(batch); };
+  return made;
+}
+
+Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, MakeVerifyModel make_model,
+                    std::vector<std::string> layouts) {
+  if (layouts.empty()) layouts.push_back(config.parallel.strategy);
+  VerifyProblem problem;
+  problem.make_model = std::move(make_model);
+  problem.local = make_loader(config, corpus, world.rank, world.size)->next();
+  problem.whole = [&] { return make_loader(config, corpus, 0, 1)->whole_step({}); };
+  problem.alone = [&] { return make_loader(config, corpus, 0, 1)->next(); };
+  problem.dtype = scalar_type(config.train.dtype);
+  problem.step = {.max_norm = config.train.max_norm};
+  for (const auto& name : layouts) problem.layouts.push_back({name, maker(config, name)});
+  return verify(problem, world.group);
+}
+
+}  // namespace
+
+std::vector<std::string> layout_names() {
+  return {"bucketed", "naive"};
+}
+
+Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts) {
+  const Corpus corpus = open_corpus(config, world.group);
+  const auto make = [&](at::ScalarType dtype) { return as_verify_model(make_model(config, corpus, dtype)); };
+  return verify_step(config, world, corpus, make, layouts);
+}
+
+Verdict verify_finished(FinishedRun& run) {
+  Corpus corpus;
+  corpus.tokens = run.tokens;
+  corpus.split = run.split;
+  const DecoderConfig shape = run.model.config();
+  std::vector<at::Tensor> values;
+  for (const auto& [name, tensor] : run.model.named()) values.push_back(tensor.detach());
+  const auto make = [&](at::ScalarType dtype) {
+    auto model = std::make_shared<DecoderLM>(shape, dtype, 0);
+    at::NoGradGuard no_grad;
+    auto named = model->named();
+    for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
+    return as_verify_model(std::move(model));
+  };
+  return verify_step(run.config, run.world, corpus, make, {});
+}
+
+}  // namespace isograd
