@@ -46,8 +46,8 @@ struct Range {
 Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment = 16);
 
 struct BucketPlan {
-  std::int64_t numel = 0;  // padded
-  at::ScalarType dtype;    // of the parameters in it
+  std::int64_t numel = 0;             // padded
+  at::ScalarType dtype = at::kFloat;  // of the parameters in it
   std::vector<Slot> slots;
 };
 
