@@ -121,6 +121,7 @@ struct Verdict {
 // Throws ConfigError when the model has no trainable parameter or the step no target.
 Verdict verify(const VerifyProblem& problem, Group& group);
 
+const char* state_name(Grade::State state);  // "pass", "fail", "not claimed"
 // {"verdict": "pass"|"fail", "grades": {...}, "parameters": [...], "diagnosis": [...], ...}
 std::string to_json(const Verdict& verdict);
 // "parity PASS: 2 ranks = 1 device; largest error 3.1e-13 of 1e-10 allowed (fp64, <parameter>); ..."

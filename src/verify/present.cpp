@@ -11,18 +11,6 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
-const char* state_name(Grade::State state) {
-  switch (state) {
-    case Grade::State::kPassed:
-      return "pass";
-    case Grade::State::kFailed:
-      return "fail";
-    case Grade::State::kNotClaimed:
-      return "not claimed";
-  }
-  return "";
-}
-
 // JSON has no NaN and no infinity: a number that is not finite is written as null.
 json number(double value) {
   return std::isfinite(value) ? json(value) : json(nullptr);
@@ -155,6 +143,18 @@ const LayoutVerdict* worst_layout(const Verdict& verdict) {
 }
 
 }  // namespace
+
+const char* state_name(Grade::State state) {
+  switch (state) {
+    case Grade::State::kPassed:
+      return "pass";
+    case Grade::State::kFailed:
+      return "fail";
+    case Grade::State::kNotClaimed:
+      return "not claimed";
+  }
+  return "";
+}
 
 std::string to_json(const Verdict& verdict) {
   json grades = json::object(), parameters = json::array(), steps = json::object();

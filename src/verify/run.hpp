@@ -1,6 +1,7 @@
 // verify for a configured run: the same data, model and layout that `isograd train` would use.
 #pragma once
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -20,5 +21,8 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 // Collective: the same for a run that has just ended, with the weights as they are now. For
 // TrainerHooks::on_finish.
 Verdict verify_finished(FinishedRun& run);
+
+// A self-contained HTML page; `config` (TOML) is folded into it. Rank 0 only.
+void write_verify_page(const Verdict& verdict, const std::filesystem::path& file, const std::string& config);
 
 }  // namespace isograd

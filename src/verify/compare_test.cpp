@@ -1,0 +1,100 @@
+#include "verify/compare.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+namespace isograd {
+namespace {
+
+at::Tensor random_gradient(std::int64_t n, std::int64_t seed) {
+  return at::randn({n}, at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed)),
+                   at::kDouble);
+}
+
+TEST(Compare, TheScaleOfASmallParameterHasAFloor) {
+  // Whole gradient: 4 elements of 3 and 12 of 0; RMS = sqrt(36/16) = 1.5.
+  const auto scales = error_scales({at::full({4}, 3.0, at::kDouble), at::zeros({12}, at::kDouble)});
+  EXPECT_DOUBLE_EQ(scales[0], 6.0);
+  EXPECT_DOUBLE_EQ(scales[1], 1e-3 * 1.5 * std::sqrt(12.0));
+}
+
+TEST(Compare, AScaleErrorHasItsRatioAndNoResidual) {
+  const at::Tensor reference = random_gradient(1000, 1);
+  const double scale = error_scales({reference})[0];
+  const Comparison half = compare_exact(reference * 0.5, reference, scale, Bounds{});
+  EXPECT_NEAR(half.ratio, 0.5, 1e-14);
+  EXPECT_NEAR(half.cosine, 1, 1e-14);
+  EXPECT_NEAR(half.error, 0.5, 1e-14);
+  EXPECT_LT(half.residual, 1e-14);
+  EXPECT_FALSE(half.passed);
+}
+
+TEST(Compare, ExactMeans1e10) {
+  const at::Tensor reference = random_gradient(1000, 1);
+  const double scale = error_scales({reference})[0];
+  EXPECT_TRUE(compare_exact(reference * (1 + 0.9e-10), reference, scale, Bounds{}).passed);
+  EXPECT_FALSE(compare_exact(reference * (1 + 1.1e-10), reference, scale, Bounds{}).passed);
+}
+
+TEST(Compare, ZeroAgainstZeroPassesAndHasNoRatio) {
+  const at::Tensor zero = at::zeros({5}, at::kDouble);
+  const Comparison nothing = compare_exact(zero, zero, 0.0, Bounds{});
+  EXPECT_TRUE(nothing.passed);
+  EXPECT_TRUE(std::isnan(nothing.ratio));
+  EXPECT_FALSE(compare_exact(at::full({5}, 1e-8, at::kDouble), zero, 1.0, Bounds{}).passed);
+  EXPECT_FALSE(compare_exact(at::full({5}, 1e-300, at::kDouble), zero, 0.0, Bounds{}).passed);
+}
+
+TEST(Compare, NotFiniteNeverPasses) {
+  const at::Tensor reference = random_gradient(10, 1);
+  at::Tensor gradient = reference.clone();
+  for (double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    gradient[3] = bad;
+    EXPECT_FALSE(compare_exact(gradient, reference, 1.0, Bounds{}).passed);
+    EXPECT_FALSE(compare_rounded(gradient, reference, 1.0, 1e-6, bounds_for(at::kFloat, 2, 1)).passed);
+  }
+}
+
+// The smallest scale error that fp32 must show: 1.0002 with rounding noise of 1e-5 on every run.
+TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
+  const at::Tensor reference = random_gradient(10000, 1);
+  const double scale = error_scales({reference})[0];
+  const at::Tensor noise = random_gradient(10000, 2) * 1e-5;
+  const double alone = relative_error(reference + random_gradient(10000, 3) * 1e-5, reference, scale);
+  const Bounds bounds = bounds_for(at::kFloat, 2, 4);
+  EXPECT_TRUE(compare_rounded(reference + noise, reference, scale, alone, bounds).passed);
+  const Comparison off = compare_rounded((reference + noise) * 1.0002, reference, scale, alone, bounds);
+  EXPECT_TRUE(off.resolved);
+  EXPECT_FALSE(off.passed);
+  // bf16 has a limit of its own, and noise above the limit leaves the ratio unresolved.
+  EXPECT_FALSE(
+      compare_rounded(reference * 1.02, reference, scale, 1e-3, bounds_for(at::kBFloat16, 2, 4)).passed);
+  EXPECT_FALSE(compare_rounded(reference, reference, scale, 1e-3, bounds).resolved);
+}
+
+TEST(Compare, BoundsAreThoseOfTheFourGrades) {
+  const Bounds bounds = bounds_for(at::kBFloat16, 4, 9);
+  EXPECT_EQ(bounds.exact, 1e-10);
+  EXPECT_EQ(bounds.unit_roundoff, std::ldexp(1, -24));  // bf16 parameters, fp32 gradients
+  EXPECT_EQ(bounds.sum_length, 36);
+  EXPECT_EQ(bounds.ratio_limit, 1e-2);
+  const at::Tensor reference = random_gradient(100, 1);
+  EXPECT_DOUBLE_EQ(compare_rounded(reference, reference, 1, 1e-3, bounds).allowed, 4e-3 + std::ldexp(6, -24));
+}
+
+TEST(Compare, FiguresMustAgree) {
+  const StepFigures oracle{.loss = 2, .targets = 10, .tokens = 12, .norm = 3, .clip_coefficient = 1.0 / 3};
+  EXPECT_TRUE(figures_agree(oracle, oracle, Bounds{}));
+  for (auto change : {+[](StepFigures& f) { f.loss *= 1 + 1e-9; }, +[](StepFigures& f) { f.targets += 1; },
+                      +[](StepFigures& f) { f.tokens -= 1; }, +[](StepFigures& f) { f.norm = NAN; },
+                      +[](StepFigures& f) { f.clip_coefficient = 1; }}) {
+    StepFigures other = oracle;
+    change(other);
+    EXPECT_FALSE(figures_agree(other, oracle, Bounds{}));
+  }
+}
+
+}  // namespace
+}  // namespace isograd

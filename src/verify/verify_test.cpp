@@ -1,0 +1,171 @@
+// The real model, the real loader, real layouts: equal to one process at every number of ranks.
+#include "isograd/verify.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "isograd/error.hpp"
+#include "verify/compare.hpp"
+#include "verify/digest.hpp"
+#include "verify/oracle.hpp"
+#include "verify/test_problem.hpp"
+#include "verify/turns.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::HasSubstr;
+using verify_test::bucketed_layout;
+using verify_test::naive_layout;
+using verify_test::Small;
+using verify_test::verify_on;
+
+class VerifyAtRanks : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, VerifyAtRanks, testing::Values(1, 2, 3, 4, 5));
+
+void expect_parity(const Verdict& verdict) {
+  EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
+  EXPECT_TRUE(verdict.diagnosis.empty());
+  for (const auto& layout : verdict.layouts) {
+    EXPECT_EQ(layout.e1.state, Grade::State::kPassed);
+    EXPECT_LE(layout.e1.error, 1e-10);
+    EXPECT_EQ(layout.e3.state, Grade::State::kPassed);
+    EXPECT_FALSE(layout.parameters.empty());
+  }
+}
+
+// 7 packs of uneven documents over 1 to 5 ranks: ranks with 1, 2 or more packs in micro-batches of 2.
+TEST_P(VerifyAtRanks, ParityOfAllLayoutsTiedWithGroupedQueries) {
+  const Verdict verdict = verify_on(GetParam(), Small{}, [](VerifyProblem& problem, World&) {
+    problem.layouts = {bucketed_layout(), bucketed_layout(false), naive_layout()};
+  });
+  expect_parity(verdict);
+  ASSERT_EQ(verdict.layouts.size(), 3u);
+  EXPECT_EQ(verdict.layouts[0].e2.state, Grade::State::kPassed);
+  EXPECT_LT(verdict.oracle.clip_coefficient, 1);             // the clip is part of what was compared
+  EXPECT_LT(verdict.oracle.targets, verdict.oracle.tokens);  // documents end inside the packs
+}
+
+TEST_P(VerifyAtRanks, ParityUntiedWithAnEmptyRank) {
+  // 4 packs: the fifth rank has none.
+  const Small small{.tied = false, .key_value_heads = 4, .packs_per_step = 4, .packs_per_micro_batch = 1};
+  expect_parity(verify_on(GetParam(), small));
+}
+
+TEST_P(VerifyAtRanks, ParityInOneMicroBatch) {
+  expect_parity(verify_on(GetParam(), {.packs_per_micro_batch = 100, .max_norm = 0}));
+}
+
+TEST(Verify, ParityInBfloat16AndFloat64) {
+  const Verdict low = verify_on(3, {.dtype = at::kBFloat16});
+  expect_parity(low);
+  EXPECT_EQ(low.precision, "bf16");
+  EXPECT_GT(low.layouts[0].e2.error, 1e-5);  // it really ran in bf16
+  const Verdict high = verify_on(2, {.dtype = at::kDouble});
+  expect_parity(high);
+  EXPECT_EQ(high.layouts[0].e2.state, Grade::State::kNotClaimed);
+}
+
+// Every sample twice: the same mean, so the same gradient, though every count doubles.
+TEST_P(VerifyAtRanks, TheDoubledBatchHasTheSameGradient) {
+  const auto doubled = [](const MicroBatches& batches) {
+    MicroBatches twice = batches;
+    twice.insert(twice.end(), batches.begin(), batches.end());
+    return twice;
+  };
+  const Verdict verdict = verify_on(
+      GetParam(), Small{}, [&](VerifyProblem& problem, World&) { problem.local = doubled(problem.local); });
+  ASSERT_EQ(verdict.layouts.size(), 1u);
+  for (const auto& parameter : verdict.layouts[0].parameters)
+    EXPECT_TRUE(parameter.exact.passed) << parameter.name << " " << parameter.exact.error;
+  EXPECT_EQ(verdict.layouts[0].exact.targets, 2 * verdict.oracle.targets);
+  EXPECT_FALSE(verdict.batch_agrees);  // and verify sees that this was another batch
+  EXPECT_FALSE(verdict.passed);
+}
+
+// The oracle against central differences of its own loss: it is right, not only equal to the product.
+TEST(Oracle, ItsGradientIsTheDerivativeOfItsLoss) {
+  const Small small;
+  VerifyModel model = verify_test::model_of(small, at::kDouble);
+  const MicroBatches whole = verify_test::loader_of(small, 0, 1)->whole_step({});
+  const auto nothing = [] {};
+  const OracleStep step = oracle_step(model, whole, 0, nothing);
+  ASSERT_EQ(step.names.size(), model.named.size());
+  for (std::size_t i = 0; i < step.names.size(); ++i) {
+    at::Tensor flat = model.named[i].second.detach().view({-1});
+    const at::Tensor direction = step.gradients[i].view({-1}) / step.gradients[i].norm();
+    // Truncation h² · L'''/6 and rounding 1e-16 · L / h: both below 1e-7 here.
+    const double h = 1e-5;
+    flat.add_(direction, h);
+    const double above = oracle_step(model, whole, 0, nothing).figures.loss;
+    flat.sub_(direction, 2 * h);
+    const double below = oracle_step(model, whole, 0, nothing).figures.loss;
+    flat.add_(direction, h);
+    const double norm = step.gradients[i].norm().item<double>();
+    EXPECT_NEAR((above - below) / (2 * h), norm, 1e-5 * norm + 1e-8) << step.names[i];
+  }
+}
+
+TEST(Digest, CountsEveryTokenOnce) {
+  const auto loader = verify_test::loader_of(Small{}, 0, 1);
+  const MicroBatches packs = loader->whole_step({});
+  const MicroBatches micro_batches = verify_test::loader_of(Small{}, 0, 1)->next();
+  EXPECT_EQ(digest(packs), digest(micro_batches));  // another cut of the same step
+  MicroBatches changed = packs;
+  changed.pop_back();
+  EXPECT_NE(digest(changed), digest(packs));
+  changed = packs;
+  changed[0].tokens = changed[0].tokens.clone();
+  changed[0].tokens[1] += 1;
+  EXPECT_NE(digest(changed), digest(packs));
+}
+
+// One rank works six times as long as the timeout, in pieces; then one piece is too long.
+TEST(Turns, ALongOracleDoesNotTripTheTimeout) {
+  const auto work = [](int pieces, int milliseconds) {
+    run_ranks(3,
+              [&](World& world) {
+                Turns turns(world.group);
+                if (world.rank == 0)
+                  for (int i = 0; i < pieces; ++i) {
+                    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+                    turns.tick();
+                  }
+                turns.finish();
+                world.group.barrier();
+              },
+              {.timeout = std::chrono::milliseconds(500)});
+  };
+  EXPECT_NO_THROW(work(12, 100));
+  EXPECT_THROW(work(1, 2500), PeerError);
+}
+
+TEST(Verify, RefusesWhatItCannotJudge) {
+  const auto refused = [](const std::function<void(VerifyProblem&, World&)>& change) {
+    try {
+      verify_on(2, Small{}, change);
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was refused");
+  };
+  EXPECT_THAT(refused([](VerifyProblem& problem, World&) { problem.layouts.clear(); }),
+              HasSubstr("no layout"));
+  EXPECT_THAT(refused([](VerifyProblem& problem, World&) {
+                for (auto& batch : problem.local) batch.targets = at::full_like(batch.targets, kIgnoreIndex);
+              }),
+              HasSubstr("without a valid target"));
+  EXPECT_THAT(refused([](VerifyProblem& problem, World&) {
+                problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
+                  VerifyModel model = make(dtype);
+                  for (auto& [name, tensor] : model.named) tensor.requires_grad_(false);
+                  return model;
+                };
+              }),
+              HasSubstr("without trainable parameters"));
+}
+
+}  // namespace
+}  // namespace isograd
