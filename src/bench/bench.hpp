@@ -8,7 +8,7 @@
 namespace isograd {
 
 struct BenchStepOptions {
-  std::vector<std::string> cases;  // empty: all (bench_step_cases)
+  std::vector<std::string> cases;  // empty: bench_step_cases()
   std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: PyTorch DDP over Gloo
   std::filesystem::path json;      // where the records go; empty: nowhere
   double seconds = 24;             // of taking turns, for each case and number of ranks
@@ -16,6 +16,7 @@ struct BenchStepOptions {
   std::filesystem::path peers;     // folder of llama_step.py; empty: bench/peers of the source tree
 };
 
+// "small", "medium", "communication"; "tiny" only shows that the comparison works.
 std::vector<std::string> bench_step_cases();
 
 // `isograd bench step`: whole training steps (forward, backward, clip, AdamW) of one Llama, ours and

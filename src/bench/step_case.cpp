@@ -50,6 +50,8 @@ const std::vector<StepCase>& step_cases() {
       {"medium", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2},
       // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
       {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
+      // Shows in a few seconds that the comparison works; its ratio says nothing.
+      {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };
   return cases;
 }

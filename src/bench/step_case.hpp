@@ -17,6 +17,7 @@ struct StepCase {
   std::int64_t sequences = 1;       // of a rank's micro-batch, one micro-batch a step
   std::int64_t length = 256;        // tokens of a sequence
   std::int64_t steps_per_turn = 1;  // about a second
+  bool standard = true;             // part of a run without --case
 
   std::int64_t tokens() const { return sequences * length; }
 };
