@@ -17,6 +17,10 @@ constexpr const char* kOptimizerFile = "optimizer.safetensors";
 constexpr const char* kStateFile = "state.json";
 constexpr const char* kTokenizerFile = "tokenizer.model";
 
+std::string described(const at::Tensor& tensor) {
+  return c10::str(tensor.scalar_type(), " ", tensor.sizes());
+}
+
 // Every tensor that belongs to the optimizer, under the name it has in the file: views, to be read or
 // overwritten. Per parameter and not per bucket, so that another layout can load it.
 std::map<std::string, at::Tensor> optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
@@ -72,11 +76,10 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
   at::NoGradGuard no_grad;
   for (auto& [name, tensor] : wanted) {
     const auto found = saved.find(name);
-    if (found == saved.end()) bad(name, "no such tensor", fmt::format("shape {}", tensor.sizes()));
+    if (found == saved.end()) bad(name, "no such tensor", described(tensor));
     const at::Tensor& source = found->second;
     if (source.sizes() != tensor.sizes() || source.scalar_type() != tensor.scalar_type())
-      bad(name, fmt::format("{} {}", c10::toString(source.scalar_type()), source.sizes()),
-          fmt::format("{} {}", c10::toString(tensor.scalar_type()), tensor.sizes()));
+      bad(name, described(source), described(tensor));
     tensor.copy_(source);
   }
   optimizer.set_updates(state.updates);

@@ -59,8 +59,8 @@ TEST_P(BitwiseResume, SavedAndReloadedEqualsUninterrupted) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, BitwiseResume,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values("float32", "bfloat16")),
-                         [](const auto& info) {
-                           return std::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param);
+                         [](const auto& given) {
+                           return std::to_string(std::get<0>(given.param)) + "_" + std::get<1>(given.param);
                          });
 
 // Layouts differ in rounding only; AdamW's trajectory is comparable in fp64 (each element's step depends on
