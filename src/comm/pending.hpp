@@ -1,0 +1,14 @@
+// What a Pending holds: one kind for our own backend, one for any other.
+#pragma once
+
+#include "isograd/group.hpp"
+
+namespace isograd {
+
+struct Pending::State {
+  virtual ~State() = default;
+  virtual bool progress() = 0;
+  virtual void wait() = 0;
+};
+
+}  // namespace isograd

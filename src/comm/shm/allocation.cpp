@@ -1,0 +1,134 @@
+// Memory of all ranks that operations use in place.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "comm/shm/engine.hpp"
+#include "comm/shm/operation.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd::shm {
+namespace {
+constexpr std::uint64_t kPage = 4096;
+}
+
+// The data, then a page for the count of ranks that have let go.
+std::uint64_t Allocation::segment_bytes(std::uint64_t bytes) {
+  return (bytes + kPage - 1) / kPage * kPage + kPage;
+}
+
+Allocation::Allocation(std::int64_t id, int rank, std::uint64_t bytes,
+                       std::vector<std::shared_ptr<Segment>> segments)
+    : id_(id), rank_(rank), bytes_(bytes), segments_(std::move(segments)) {}
+
+bool Allocation::holds(const void* begin, std::uint64_t bytes) const {
+  const auto* first = static_cast<const std::byte*>(begin);
+  return first >= own() && first + bytes <= own() + bytes_;
+}
+
+std::atomic<std::uint32_t>& Allocation::releases() const {
+  return *reinterpret_cast<std::atomic<std::uint32_t>*>(data(0) + segment_bytes(bytes_) - kPage);
+}
+
+void Allocation::release() {
+  releases().fetch_add(1, std::memory_order_acq_rel);
+}
+
+bool Allocation::released_by_all() const {
+  return releases().load(std::memory_order_acquire) == segments_.size();
+}
+
+Location Engine::locate(const void* begin, std::uint64_t bytes) const {
+  for (const auto& [id, allocation] : allocations_) {
+    if (bytes > 0 && allocation->holds(begin, bytes)) {
+      return {id, static_cast<std::uint64_t>(static_cast<const std::byte*>(begin) - allocation->own())};
+    }
+  }
+  return {};
+}
+
+std::byte* Engine::shared_data(int rank, const Location& location) const {
+  const auto found = allocations_.find(location.allocation);
+  ISOGRAD_INVARIANT(found != allocations_.end(), fmt::format("allocation {}", location.allocation));
+  return found->second->data(rank) + location.offset;
+}
+
+void Engine::sweep() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(allocations_, [](const auto& entry) { return entry.second->released_by_all(); });
+}
+
+std::vector<Payload> Engine::exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
+                                      const Payload& mine, std::chrono::milliseconds timeout) {
+  const auto received = std::make_shared<std::vector<Payload>>();
+  const auto operation = shm::exchange(stage, count, dtype, mine, received);
+  start(operation);
+  wait(*operation, timeout);
+  return *received;
+}
+
+std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dtype, std::int64_t count,
+                                             std::chrono::milliseconds timeout) {
+  sweep();
+  const std::uint64_t segment_bytes = Allocation::segment_bytes(bytes);
+  const std::string purpose = fmt::format("a buffer of {} elements per rank in group '{}'", count, name_);
+  const auto id = [&] {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(next_sequence_);
+  }();
+
+  // Everyone measures before anyone takes, and everyone judges by the same number: all go on or none.
+  std::uint64_t available = ~std::uint64_t{0};
+  for (const Payload& each : exchange(0, dtype, count, {{available_memory()}}, timeout)) {
+    available = std::min(available, each.words[0]);
+  }
+  require_memory(segment_bytes * static_cast<std::uint64_t>(size_), available, purpose);
+
+  // The reservation itself may still fail (a limit of one process, a race with others).
+  std::string trouble;
+  std::shared_ptr<Segment> mine;
+  std::vector<std::shared_ptr<Segment>> segments;
+  const auto attempt = [&](auto&& action) {
+    try {
+      if (trouble.empty()) action();
+    } catch (const std::exception& error) {
+      trouble = error.what();
+    }
+  };
+  const auto agree_on_trouble = [&](const std::vector<Payload>& all) {
+    for (int r = 0; r < size_; ++r) {
+      if (all[static_cast<std::size_t>(r)].words[0] != 0) continue;
+      throw ConfigError(
+          {.where = "shared memory for " + purpose,
+           .found = r == rank_ ? trouble : fmt::format("rank {} could not have its part", r),
+           .expected = fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
+           .action = "Use fewer ranks or smaller buffers, or raise the limit that the rank names"});
+    }
+  };
+  attempt([&] { mine = Segment::create(segment_bytes, purpose); });
+  Payload words;
+  if (mine) {
+    const SegmentId& own = mine->id();
+    words = {{static_cast<std::uint64_t>(own.pid) << 32 | static_cast<std::uint32_t>(own.descriptor),
+              own.inode, own.bytes}};
+  }
+  const auto ids = exchange(1, dtype, count, words, timeout);
+  agree_on_trouble(ids);
+  attempt([&] {
+    for (int r = 0; r < size_; ++r) {
+      const auto& w = ids[static_cast<std::size_t>(r)].words;
+      const SegmentId other{static_cast<std::int32_t>(w[0] >> 32),
+                            static_cast<std::int32_t>(w[0] & 0xffffffffu), w[1], w[2]};
+      segments.push_back(r == rank_ ? mine : Segment::open(other, purpose));
+    }
+  });
+  agree_on_trouble(exchange(2, dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
+  mine->close_descriptor();
+
+  auto allocation = std::make_shared<Allocation>(id, rank_, bytes, std::move(segments));
+  const std::lock_guard lock(mutex_);
+  allocations_[id] = allocation;
+  return allocation;
+}
+
+}  // namespace isograd::shm

@@ -1,0 +1,209 @@
+#include "comm/shm/members.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "isograd/error.hpp"
+
+namespace isograd::shm {
+namespace {
+
+constexpr int kVersion = 1;  // of the text below and of the layout in control.hpp
+
+struct ProcessStatus {
+  char state = 0;  // as in ps; 0: no such process
+  std::uint64_t started = 0;
+};
+
+ProcessStatus status_of(std::int32_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string text;
+  if (!std::getline(file, text)) return {};
+  // The command's name may hold anything; the fields after its closing bracket are the state and numbers.
+  std::istringstream fields(text.substr(text.rfind(')') + 1));
+  ProcessStatus status;
+  std::string skipped;
+  fields >> status.state;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  fields >> status.started;
+  return status;
+}
+
+bool gone(const ProcessStatus& status, const MemberInfo& member) {
+  return status.state == 0 || status.state == 'Z' || status.state == 'X' || status.started != member.started;
+}
+
+std::string write(const MemberInfo& info) {
+  std::ostringstream out;
+  out << kVersion << '\n' << info.host << '\n' << info.machine << '\n' << info.pid << ' ' << info.started;
+  for (const SegmentId* id : {&info.staging, &info.control}) {
+    out << ' ' << id->pid << ' ' << id->descriptor << ' ' << id->inode << ' ' << id->bytes;
+  }
+  return out.str();
+}
+
+MemberInfo read(const std::string& text, int rank, const std::string& group) {
+  std::istringstream in(text);
+  int version = 0;
+  in >> version;
+  in.ignore();
+  MemberInfo info;
+  if (version == kVersion) {
+    std::getline(in, info.host);
+    std::getline(in, info.machine);
+    in >> info.pid >> info.started;
+    for (SegmentId* id : {&info.staging, &info.control}) {
+      in >> id->pid >> id->descriptor >> id->inode >> id->bytes;
+    }
+  }
+  if (version != kVersion || !in) {
+    throw ConfigError({.where = fmt::format("joining group '{}'", group),
+                       .found = fmt::format("rank {} speaks version {} of the protocol", rank, version),
+                       .expected = fmt::format("version {}", kVersion),
+                       .action = "Start all ranks with the same build of isograd"});
+  }
+  return info;
+}
+
+std::string member_key(int rank) {
+  return fmt::format("member/{}", rank);
+}
+constexpr const char* kGivenUp = "given-up";
+
+}  // namespace
+
+MemberInfo describe_self() {
+  MemberInfo info;
+  char name[256] = {};
+  ::gethostname(name, sizeof(name) - 1);
+  info.host = name;
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  struct stat space {};
+  ::stat("/proc/self/ns/pid", &space);
+  info.machine = fmt::format("{}/{}", boot, space.st_ino);
+  info.pid = ::getpid();
+  info.started = status_of(info.pid).started;
+  return info;
+}
+
+std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const MemberInfo& mine,
+                             const std::string& group, std::chrono::milliseconds timeout) {
+  const std::string where = fmt::format("joining group '{}' as rank {} of {}", group, rank, size);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<int> missing;
+  std::vector<MemberInfo> members(static_cast<std::size_t>(size));
+  try {
+    store.set(member_key(rank), write(mine));
+    for (int r = 0; r < size; ++r) missing.push_back(r);
+    auto nap = std::chrono::microseconds(200);
+    for (;;) {
+      std::erase_if(missing, [&](int r) {
+        if (!store.check({member_key(r)})) return false;
+        members[static_cast<std::size_t>(r)] = read(store.get_to_str(member_key(r)), r, group);
+        return true;
+      });
+      if (missing.empty()) break;
+      if (const std::string reason = given_up(store); !reason.empty()) {
+        throw PeerError({.where = where,
+                         .found = reason,
+                         .expected = "every rank to join",
+                         .action = "Mend what that rank reports, then start all ranks again"});
+      }
+      if (std::chrono::steady_clock::now() >= deadline) {
+        std::string names;
+        for (int r : missing) names += fmt::format("{}{}", names.empty() ? "" : ", ", r);
+        throw PeerError({.where = where,
+                         .found = fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
+                         .expected = "every rank to join",
+                         .action = "Look at the output of the missing ranks for what kept them, or raise the "
+                                   "timeout"});
+      }
+      std::this_thread::sleep_for(nap);
+      nap = std::min<std::chrono::microseconds>(nap * 2, std::chrono::milliseconds(20));
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // the store's own exceptions
+    throw PeerError({.where = where,
+                     .found = fmt::format("the store failed: {}", error.what()),
+                     .expected = "a store that all ranks reach",
+                     .action = "See whether the launcher or rank 0 still runs, then start all ranks again"});
+  }
+  for (int r = 0; r < size; ++r) {
+    const MemberInfo& other = members[static_cast<std::size_t>(r)];
+    if (other.machine == members[0].machine) continue;
+    throw ConfigError(
+        {.where = where,
+         .found = fmt::format("rank 0 on host {} and rank {} on host {}{}", members[0].host, r, other.host,
+                              other.host == members[0].host ? " in another container" : ""),
+         .expected = "all ranks on one host, which the shm backend needs",
+         .action = "Start all ranks on one host, or give the group a backend that spans hosts"});
+  }
+  return members;
+}
+
+void give_up(c10d::Store& store, int rank, const std::string& reason) noexcept {
+  try {
+    store.set(kGivenUp, fmt::format("rank {} failed: {}", rank, reason));
+  } catch (...) {  // the store is lost too: the others notice that by themselves
+  }
+}
+
+std::string given_up(c10d::Store& store) {
+  try {
+    return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : "";
+  } catch (const std::exception&) {
+    return {};  // without its store a rank still has the deadline and its peers' lives to go by
+  }
+}
+
+Watch::Watch(const std::vector<MemberInfo>& members) : members_(members) {
+  for (const MemberInfo& member : members_) {
+    int descriptor = -1;
+    if (member.pid != ::getpid()) {
+      descriptor = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
+      // Died already, or another process has its number: dead() finds out by the start time.
+      if (descriptor >= 0 && gone(status_of(member.pid), member)) {
+        ::close(descriptor);
+        descriptor = -1;
+      }
+    }
+    descriptors_.push_back({descriptor, POLLIN, 0});
+  }
+}
+
+Watch::~Watch() {
+  for (const pollfd& entry : descriptors_) {
+    if (entry.fd >= 0) ::close(entry.fd);
+  }
+}
+
+std::vector<int> Watch::dead() {
+  std::vector<int> ranks;
+  for (pollfd& entry : descriptors_) entry.revents = 0;
+  ::poll(descriptors_.data(), descriptors_.size(), 0);
+  for (std::size_t r = 0; r < descriptors_.size(); ++r) {
+    const bool ended = descriptors_[r].fd >= 0
+                           ? descriptors_[r].revents != 0
+                           : members_[r].pid != ::getpid() && gone(status_of(members_[r].pid), members_[r]);
+    if (ended) ranks.push_back(static_cast<int>(r));
+  }
+  return ranks;
+}
+
+std::string describe(int rank, const MemberInfo& member) {
+  if (member.pid == ::getpid()) return fmt::format("rank {} (a thread of this process)", rank);
+  const ProcessStatus status = status_of(member.pid);
+  const char* note = gone(status, member) ? ", ended" : status.state == 'T' ? ", stopped" : "";
+  return fmt::format("rank {} (host {}, pid {}{})", rank, member.host, member.pid, note);
+}
+
+}  // namespace isograd::shm

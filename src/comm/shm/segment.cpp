@@ -1,0 +1,173 @@
+#include "comm/shm/segment.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+#include "isograd/error.hpp"
+
+namespace isograd::shm {
+namespace {
+
+std::string gigabytes(std::uint64_t bytes) {
+  if (bytes < (10u << 20)) return fmt::format("{} bytes", bytes);
+  return fmt::format("{:.2f} GiB ({} bytes)", static_cast<double>(bytes) / (1u << 30), bytes);
+}
+
+// Segments mapped in this process, by inode: rank threads share them.
+std::mutex registry_mutex;
+std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
+  static auto* map = new std::map<std::uint64_t, std::weak_ptr<Segment>>;  // outlives every static destructor
+  return *map;
+}
+
+std::byte* map_shared(int descriptor, std::uint64_t bytes, const std::string& purpose) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (data == MAP_FAILED) {
+    throw ConfigError({.where = "shared memory for " + purpose,
+                       .found = fmt::format("mapping {} failed: {}", gigabytes(bytes), std::strerror(errno)),
+                       .expected = "address space for the buffers of all ranks",
+                       .action = "Raise the limit on address space (ulimit -v) or use smaller buffers"});
+  }
+  return static_cast<std::byte*>(data);
+}
+
+// A number that a file holds alone; the maximum when there is none ("max", no such file).
+std::uint64_t number_in(const std::string& path) {
+  std::ifstream file(path);
+  std::uint64_t value = 0;
+  return file >> value ? value : std::numeric_limits<std::uint64_t>::max();
+}
+
+// The tightest limit of the control groups (version 2) this process is in, less what they use.
+std::uint64_t available_in_control_groups() {
+  constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+  std::uint64_t available = kNone;
+  std::ifstream file("/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const bool second = line.rfind("0::", 0) == 0;
+    const auto controllers = line.find(":memory:");
+    if (!second && controllers == std::string::npos) continue;
+    std::string path = second ? line.substr(3) : line.substr(controllers + 8);
+    const std::string root = second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    const char* limit_name = second ? "/memory.max" : "/memory.limit_in_bytes";
+    const char* used_name = second ? "/memory.current" : "/memory.usage_in_bytes";
+    for (;;) {  // from the innermost group outwards
+      const std::string folder = root + (path == "/" ? "" : path);
+      const std::uint64_t limit = number_in(folder + limit_name), used = number_in(folder + used_name);
+      if (limit != kNone && used != kNone) available = std::min(available, limit > used ? limit - used : 0);
+      if (path.empty() || path == "/") break;
+      path.erase(path.rfind('/'));
+    }
+  }
+  return available;
+}
+
+}  // namespace
+
+std::uint64_t available_memory() {
+  std::uint64_t available = std::numeric_limits<std::uint64_t>::max();
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("MemAvailable:", 0) == 0) available = std::stoull(line.substr(13)) * 1024;
+  }
+  return std::min(available, available_in_control_groups());
+}
+
+void require_memory(std::uint64_t bytes, std::uint64_t available, const std::string& purpose) {
+  if (bytes <= available) return;
+  throw ConfigError({.where = "shared memory for " + purpose,
+                     .found = gigabytes(available) + " available",
+                     .expected = gigabytes(bytes) + " for all ranks together",
+                     .action = "Use fewer ranks or a smaller model, or give the machine more memory"});
+}
+
+std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string& purpose) {
+  const auto refuse = [&](const std::string& what, int error) {
+    throw ConfigError({.where = "shared memory for " + purpose,
+                       .found = what + ": " + std::strerror(error),
+                       .expected = gigabytes(bytes),
+                       .action = "Free memory (or raise the limit named above), or use smaller buffers"});
+  };
+  // Growing a file beyond this limit would raise a signal instead of an error.
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur) {
+    refuse(fmt::format("a limit on file sizes (ulimit -f) of {}", gigabytes(limit.rlim_cur)), EFBIG);
+  }
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->descriptor_ = ::memfd_create("isograd", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (segment->descriptor_ < 0) refuse("memfd_create failed", errno);
+  if (::fchmod(segment->descriptor_, 0600) != 0) refuse("fchmod failed", errno);
+  int error = 0;
+  do {  // returns its error; a signal in between only means to go on
+    error = ::posix_fallocate(segment->descriptor_, 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
+  if (error != 0) refuse("reserving the pages failed", error);
+  ::fcntl(segment->descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  struct stat status {};
+  if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);
+  segment->data_ = map_shared(segment->descriptor_, bytes, purpose);
+  segment->bytes_ = bytes;
+  segment->id_ = {::getpid(), segment->descriptor_, status.st_ino, bytes};
+  const std::lock_guard lock(registry_mutex);
+  registry()[segment->id_.inode] = segment;
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& purpose) {
+  if (id.pid == ::getpid()) {
+    const std::lock_guard lock(registry_mutex);
+    if (auto found = registry().find(id.inode); found != registry().end()) {
+      if (auto segment = found->second.lock()) return segment;
+    }
+  }
+  const std::string path = fmt::format("/proc/{}/fd/{}", id.pid, id.descriptor);
+  const auto refuse = [&](const std::string& what) {
+    throw ConfigError({.where = "shared memory for " + purpose,
+                       .found = path + ": " + what,
+                       .expected = "the memory of a rank of the same host, user and process namespace",
+                       .action = "Start all ranks as one user in one container, with /proc mounted"});
+  };
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->descriptor_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (segment->descriptor_ < 0) refuse(std::strerror(errno));
+  struct stat status {};
+  if (::fstat(segment->descriptor_, &status) != 0) refuse(std::strerror(errno));
+  if (status.st_ino != id.inode || static_cast<std::uint64_t>(status.st_size) != id.bytes) {
+    refuse("another file than announced");
+  }
+  segment->data_ = map_shared(segment->descriptor_, id.bytes, purpose);
+  segment->bytes_ = id.bytes;
+  segment->id_ = id;
+  segment->close_descriptor();
+  return segment;
+}
+
+void Segment::close_descriptor() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  descriptor_ = -1;
+}
+
+Segment::~Segment() {
+  {
+    const std::lock_guard lock(registry_mutex);
+    auto found = registry().find(id_.inode);
+    if (found != registry().end() && found->second.expired()) registry().erase(found);
+  }
+  if (data_) ::munmap(data_, bytes_);
+  close_descriptor();
+}
+
+}  // namespace isograd::shm

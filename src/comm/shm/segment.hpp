@@ -1,0 +1,56 @@
+// Memory that several ranks see: an anonymous file (memfd) that vanishes with the last process that maps it,
+// however that process ends. Nothing is named, so nothing can be left behind or guessed.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace isograd::shm {
+
+// How another process of this host finds a segment while its owner keeps the descriptor open.
+struct SegmentId {
+  std::int32_t pid = 0;
+  std::int32_t descriptor = -1;
+  std::uint64_t inode = 0;  // guards against a descriptor that was closed and used again
+  std::uint64_t bytes = 0;
+};
+
+class Segment {
+ public:
+  // Reserves every page at once: too little memory is a ConfigError here and never a SIGBUS later. Mode 0600,
+  // sealed against changes of size. Zero-filled. `purpose` appears in errors.
+  static std::shared_ptr<Segment> create(std::uint64_t bytes, const std::string& purpose);
+
+  // Maps a segment of another rank through /proc. Ranks of one process share one mapping, so that thread
+  // ranks see each other's memory at one address. ConfigError when the owner's descriptors cannot be reached.
+  static std::shared_ptr<Segment> open(const SegmentId& id, const std::string& purpose);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  std::byte* data() const { return data_; }
+  std::uint64_t bytes() const { return bytes_; }
+  const SegmentId& id() const { return id_; }
+  // Once every peer has mapped it the owner needs the descriptor no more; open() then no longer works.
+  void close_descriptor();
+
+ private:
+  Segment() = default;
+  std::byte* data_ = nullptr;
+  std::uint64_t bytes_ = 0;
+  SegmentId id_;
+  int descriptor_ = -1;
+};
+
+// Bytes of memory that this process may still take: of the machine and of its control groups.
+std::uint64_t available_memory();
+
+// Throws ConfigError unless `bytes` (of all ranks together) fit into `available`.
+void require_memory(std::uint64_t bytes, std::uint64_t available, const std::string& purpose);
+
+}  // namespace isograd::shm
