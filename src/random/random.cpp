@@ -1,3 +1,4 @@
+// Counter-based randomness: no state, so nothing that a rank could advance differently from another.
 #include "isograd/random.hpp"
 
 #include <Random123/philox.h>
