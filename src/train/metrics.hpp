@@ -17,17 +17,17 @@ namespace isograd {
 // is not finite is written as null and read back as NaN.
 struct MetricRow {
   std::int64_t step = 0;
-  std::optional<double> loss;              // nats per token
-  std::optional<double> norm;              // of the whole gradient, before clipping
-  std::optional<double> clip_coefficient;  // what the gradient was multiplied by
-  std::optional<double> learning_rate;
-  std::optional<std::int64_t> tokens;   // of this step, over all ranks
-  std::optional<std::int64_t> targets;  // those of them that carried loss
-  std::optional<double> tokens_per_second;
-  std::optional<double> seconds;  // of this step on rank 0, reading data included
-  std::optional<bool> updated;
-  std::optional<double> validation_loss;
-  std::optional<std::int64_t> validation_targets;
+  std::optional<double> loss = {};              // nats per token
+  std::optional<double> norm = {};              // of the whole gradient, before clipping
+  std::optional<double> clip_coefficient = {};  // what the gradient was multiplied by
+  std::optional<double> learning_rate = {};
+  std::optional<std::int64_t> tokens = {};   // of this step, over all ranks
+  std::optional<std::int64_t> targets = {};  // those of them that carried loss
+  std::optional<double> tokens_per_second = {};
+  std::optional<double> seconds = {};  // of this step on rank 0, reading data included
+  std::optional<bool> updated = {};
+  std::optional<double> validation_loss = {};
+  std::optional<std::int64_t> validation_targets = {};
 };
 
 std::string to_json_line(const MetricRow& row);  // ends in a line break

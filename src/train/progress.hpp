@@ -13,9 +13,9 @@ namespace isograd {
 
 struct ProgressOptions {
   std::FILE* out = stderr;
-  std::optional<bool> terminal;  // not given: whether `out` is one
-  std::optional<int> columns;    // not given: asked of the terminal at each line
-  double redraw_seconds = 0.1;   // a terminal's line is drawn at most this often
+  std::optional<bool> terminal = {};  // not given: whether `out` is one
+  std::optional<int> columns = {};    // not given: asked of the terminal at each line
+  double redraw_seconds = 0.1;        // a terminal's line is drawn at most this often
   double plain_seconds = 5;  // a plain line is written at most this often, and for the first and last step
 };
 

@@ -28,7 +28,7 @@ struct Chart {
   std::string y_label;                                // with its unit, e.g. "nats per token"
   std::vector<Series> series;                         // at most 6; drawn in this order
   bool from_zero = false;                             // the y axis starts at zero
-  std::vector<std::pair<std::string, double>> marks;  // horizontal lines, e.g. {"unigram entropy", 3.4}
+  std::vector<std::pair<std::string, double>> marks = {};  // horizontal lines, e.g. {"unigram entropy", 3.4}
 };
 
 class Report {
@@ -47,6 +47,7 @@ class Report {
   void write(const std::filesystem::path& file) const;  // atomically
 
  private:
+  void section(std::string html);
   std::string title_, subtitle_;
   std::string verdicts_, facts_, body_;
   bool in_charts_ = false;

@@ -1,0 +1,163 @@
+#include "train/metrics.hpp"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+template <typename Number>
+void put(nlohmann::ordered_json& json, const char* name, const std::optional<Number>& value) {
+  if (!value) return;
+  if constexpr (std::is_same_v<Number, double>) {
+    if (!std::isfinite(*value)) {
+      json[name] = nullptr;  // JSON has no NaN and no infinity
+      return;
+    }
+  }
+  json[name] = *value;
+}
+
+template <typename Number>
+void get(const nlohmann::json& json, const char* name, std::optional<Number>& value) {
+  const auto found = json.find(name);
+  if (found == json.end()) return;
+  if (found->is_null())
+    value = std::numeric_limits<Number>::has_quiet_NaN ? std::numeric_limits<Number>::quiet_NaN() : Number{};
+  else
+    value = found->get<Number>();
+}
+
+// The rows before a resume, written anew without those of a future that was not taken.
+std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
+  std::vector<MetricRow> rows;
+  if (options.first_step == 0 || !fs::exists(options.json_log)) return rows;
+  for (auto& row : read_metrics(options.json_log))
+    if (row.step <= options.first_step) rows.push_back(std::move(row));
+  return rows;
+}
+
+[[noreturn]] void cannot_write(const fs::path& file) {
+  throw ConfigError({.where = file.string(),
+                     .found = std::strerror(errno),
+                     .expected = "a file that can be written",
+                     .action = "Free space or give another folder (run.directory, run.json_log)"});
+}
+
+}  // namespace
+
+std::string to_json_line(const MetricRow& row) {
+  nlohmann::ordered_json json;
+  json["step"] = row.step;
+  put(json, "loss", row.loss);
+  put(json, "norm", row.norm);
+  put(json, "clip_coefficient", row.clip_coefficient);
+  put(json, "learning_rate", row.learning_rate);
+  put(json, "tokens", row.tokens);
+  put(json, "targets", row.targets);
+  put(json, "tokens_per_second", row.tokens_per_second);
+  put(json, "seconds", row.seconds);
+  put(json, "updated", row.updated);
+  put(json, "validation_loss", row.validation_loss);
+  put(json, "validation_targets", row.validation_targets);
+  return json.dump() + "\n";
+}
+
+std::vector<MetricRow> read_metrics(const fs::path& file) {
+  const std::string text = read_file(file);
+  std::vector<MetricRow> rows;
+  std::size_t number = 0;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = text.find('\n', begin);
+    if (end == std::string::npos) break;  // cut off by a kill: that step was not logged
+    ++number;
+    try {
+      const auto json = nlohmann::json::parse(text.begin() + static_cast<std::ptrdiff_t>(begin),
+                                              text.begin() + static_cast<std::ptrdiff_t>(end));
+      MetricRow row;
+      row.step = json.at("step").get<std::int64_t>();
+      get(json, "loss", row.loss);
+      get(json, "norm", row.norm);
+      get(json, "clip_coefficient", row.clip_coefficient);
+      get(json, "learning_rate", row.learning_rate);
+      get(json, "tokens", row.tokens);
+      get(json, "targets", row.targets);
+      get(json, "tokens_per_second", row.tokens_per_second);
+      get(json, "seconds", row.seconds);
+      get(json, "updated", row.updated);
+      get(json, "validation_loss", row.validation_loss);
+      get(json, "validation_targets", row.validation_targets);
+      rows.push_back(row);
+    } catch (const nlohmann::json::exception& error) {
+      throw ConfigError({.where = fmt::format("{}:{}", file.string(), number),
+                         .found = error.what(),
+                         .expected = "metrics of an earlier run, one JSON object a line",
+                         .action = "Move that file away or name another one in run.json_log"});
+    }
+    begin = end + 1;
+  }
+  return rows;
+}
+
+Metrics::Metrics(const MetricsOptions& options)
+    : options_(options),
+      rows_(kept_rows(options)),
+      events_(options.events_directory, options.first_step + 1) {
+  const fs::path& file = options_.json_log;
+  if (file.has_parent_path()) fs::create_directories(file.parent_path());
+  std::string text;
+  for (const auto& row : rows_) text += to_json_line(row);
+  write_file(file, text);  // whole or not at all: a kill here does not cost the earlier rows
+  log_ = std::fopen(file.c_str(), "ab");
+  if (!log_) cannot_write(file);
+}
+
+Metrics::~Metrics() {
+  if (log_) std::fclose(log_);
+}
+
+void Metrics::append(MetricRow row) {
+  const std::string line = to_json_line(row);
+  rows_.push_back(std::move(row));
+  if (std::fwrite(line.data(), 1, line.size(), log_) != line.size() || std::fflush(log_) != 0)
+    cannot_write(options_.json_log);
+  events_.flush();
+}
+
+void Metrics::step(const StepEvent& event) {
+  const StepReport& report = event.report;
+  events_.scalar("train/loss", event.step, report.loss);
+  events_.scalar("train/norm", event.step, report.norm);
+  events_.scalar("train/clip_coefficient", event.step, report.clip_coefficient);
+  events_.scalar("train/learning_rate", event.step, event.learning_rate);
+  events_.scalar("speed/tokens_per_second", event.step, event.tokens_per_second);
+  events_.scalar("speed/seconds", event.step, event.seconds);
+  append({.step = event.step,
+          .loss = report.loss,
+          .norm = report.norm,
+          .clip_coefficient = report.clip_coefficient,
+          .learning_rate = event.learning_rate,
+          .tokens = report.census.tokens,
+          .targets = report.census.targets,
+          .tokens_per_second = event.tokens_per_second,
+          .seconds = event.seconds,
+          .updated = report.updated});
+}
+
+void Metrics::evaluation(const Evaluation& evaluation) {
+  events_.scalar("validation/loss", evaluation.step, evaluation.loss);
+  append({.step = evaluation.step,
+          .validation_loss = evaluation.loss,
+          .validation_targets = evaluation.targets});
+}
+
+}  // namespace isograd

@@ -1,0 +1,194 @@
+#include "train/report.hpp"
+
+#include <fmt/format.h>
+#include <utf8.h>
+
+#include <cmath>
+#include <iterator>
+
+#include "base/files.hpp"
+
+namespace isograd {
+namespace {
+
+// Colours of series are chosen to differ for colour-blind readers too (after Okabe and Ito).
+constexpr const char* kStyle = R"css(
+:root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
+--good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f}
+@media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
+--good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;
+--c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+main{max-width:1080px;margin:0 auto;padding:40px 24px 72px}
+h1{font-size:28px;line-height:1.2;margin:0;letter-spacing:-.01em;overflow-wrap:anywhere}
+h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhere}
+.subtitle{color:var(--soft);margin:6px 0 0}
+.verdict{margin:14px 0 0;padding:9px 14px;border-radius:8px;font-weight:550;overflow-wrap:anywhere}
+.verdict+.verdict{margin-top:8px}
+.good{color:var(--good);background:var(--good-back)}.bad{color:var(--bad);background:var(--bad-back)}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(164px,1fr));gap:10px;margin:22px 0 0;padding:0}
+.facts div{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:0}
+dt{color:var(--soft);font-size:12.5px}
+dd{margin:2px 0 0;font-size:18px;font-weight:600;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:30px 0 0}
+figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
+figure h3{font-size:14.5px;margin:0 2px 2px;overflow-wrap:anywhere}
+figure h3 span{color:var(--soft);font-weight:400;margin-left:6px}
+figcaption{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}
+figcaption span{max-width:100%;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+figcaption b{color:var(--ink);font-weight:600;font-variant-numeric:tabular-nums}
+i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle;background:currentColor}
+svg{display:block;width:100%;height:auto}
+.tick,.label{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
+.grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
+.mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
+.line{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
+.dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
+.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
+.wide{overflow:auto;max-height:560px;background:var(--card);border:1px solid var(--rule);border-radius:10px}
+table{border-collapse:collapse;width:100%;font-size:13.5px}
+th,td{text-align:left;padding:6px 14px;border-bottom:1px solid var(--rule);vertical-align:top}
+th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;box-shadow:0 1px var(--rule)}
+tr:last-child td{border-bottom:0}
+td{overflow-wrap:anywhere}
+.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;overflow-wrap:normal}
+p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
+pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
+font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
+summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
+@media print{.wide{max-height:none;overflow:visible}figure,pre{break-inside:avoid}}
+)css";
+
+// "1.5e-3", "-12", "3.1 %", "12.3k", "NaN", "–": what belongs on the right of its column.
+bool numeric(const std::string& cell) {
+  if (cell.empty() || cell == "–" || cell == "-" || cell == "NaN" || cell == "nan" || cell == "inf")
+    return true;
+  std::size_t i = cell[0] == '-' || cell[0] == '+' ? 1 : 0;
+  if (i >= cell.size() || !std::isdigit(static_cast<unsigned char>(cell[i]))) return false;
+  const std::size_t end = cell.find_first_not_of("0123456789.,eE+-", i);
+  return end == std::string::npos || cell.size() - end <= 2;  // a unit of one letter, or " %"
+}
+
+std::string last_value(const Series& series) {
+  for (auto point = series.points.rbegin(); point != series.points.rend(); ++point)
+    if (std::isfinite(point->y)) return fmt::format("{:.5g}", point->y);
+  return "–";
+}
+
+}  // namespace
+
+std::string escape_html(std::string_view text) {
+  std::string valid;
+  utf8::replace_invalid(text.begin(), text.end(), std::back_inserter(valid));
+  std::string result;
+  result.reserve(valid.size());
+  for (const char c : valid) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '&')
+      result += "&amp;";
+    else if (c == '<')
+      result += "&lt;";
+    else if (c == '>')
+      result += "&gt;";
+    else if (c == '"')
+      result += "&quot;";
+    else if (c == '\'')
+      result += "&#39;";
+    else if ((byte < 0x20 && c != '\n' && c != '\t' && c != '\r') || byte == 0x7f)
+      result += "\uFFFD";  // control characters are no text
+    else
+      result += c;
+  }
+  return result;
+}
+
+Report::Report(std::string title, std::string subtitle)
+    : title_(std::move(title)), subtitle_(std::move(subtitle)) {}
+
+void Report::section(std::string html) {
+  if (in_charts_) body_ += "</div>\n";
+  in_charts_ = false;
+  body_ += html + "\n";
+}
+
+void Report::verdict(bool good, std::string text) {
+  verdicts_ += fmt::format("<p class=\"verdict {}\">{} {}</p>\n", good ? "good" : "bad", good ? "✓" : "✗",
+                           escape_html(text));
+}
+
+void Report::fact(std::string label, std::string value) {
+  facts_ += fmt::format("<div><dt>{}</dt><dd>{}</dd></div>\n", escape_html(label), escape_html(value));
+}
+
+void Report::chart(Chart chart) {
+  if (!in_charts_) body_ += "<div class=\"charts\">\n";
+  in_charts_ = true;
+  std::string legend;
+  std::size_t bad = 0;
+  for (std::size_t i = 0; i < chart.series.size(); ++i) {
+    const auto& series = chart.series[i];
+    legend += fmt::format("<span title=\"{0}\"><i class=\"c{1}\"></i>{0} <b>{2}</b></span>",
+                          escape_html(series.name), i % 6, last_value(series));
+    for (const auto& point : series.points) bad += !std::isfinite(point.y);
+  }
+  if (bad > 0)
+    legend +=
+        fmt::format("<span class=\"not-finite\">{} value{} not finite</span>", bad, bad == 1 ? "" : "s");
+  body_ += fmt::format("<figure><h3>{}<span>{}</span></h3><figcaption>{}</figcaption>{}</figure>\n",
+                       escape_html(chart.title), escape_html(chart.y_label), legend, svg(chart));
+}
+
+void Report::table(ReportTable table) {
+  std::vector<bool> right(table.columns.size(), true);
+  for (const auto& row : table.rows)
+    for (std::size_t i = 0; i < row.size() && i < right.size(); ++i) right[i] = right[i] && numeric(row[i]);
+  const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
+    std::string html = "<tr>";
+    for (std::size_t i = 0; i < row.size(); ++i)
+      html += fmt::format("<{0}{1}>{2}</{0}>", tag,
+                          i < right.size() && right[i] && !table.rows.empty() ? " class=\"number\"" : "",
+                          escape_html(row[i]));
+    return html + "</tr>\n";
+  };
+  std::string html = fmt::format("<h2>{}</h2>\n", escape_html(table.title));
+  if (!table.summary.empty())
+    html += fmt::format("<p class=\"summary\">{}</p>\n", escape_html(table.summary));
+  html += "<div class=\"wide\"><table><thead>" + cells(table.columns, "th") + "</thead><tbody>\n";
+  for (const auto& row : table.rows) html += cells(row, "td");
+  section(html + "</tbody></table></div>");
+}
+
+void Report::text(std::string title, std::string body) {
+  // A line break right after <pre> would be swallowed: one more keeps the body as it is.
+  section(fmt::format("<h2>{}</h2>\n<pre>\n{}</pre>", escape_html(title), escape_html(body)));
+}
+
+void Report::folded(std::string title, std::string body) {
+  section(fmt::format("<details><summary>{}</summary>\n<pre>\n{}</pre></details>", escape_html(title),
+                      escape_html(body)));
+}
+
+std::string Report::html() const {
+  return fmt::format(
+      "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
+      "'unsafe-inline'\">\n"
+      "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</"
+      "header>\n{4}{5}{6}"
+      "</main>\n</body>\n</html>\n",
+      escape_html(title_), kStyle,
+      subtitle_.empty() ? "" : fmt::format("<p class=\"subtitle\">{}</p>\n", escape_html(subtitle_)),
+      verdicts_, facts_.empty() ? "" : "<dl class=\"facts\">\n" + facts_ + "</dl>\n", body_,
+      in_charts_ ? "</div>\n" : "");
+}
+
+void Report::write(const std::filesystem::path& file) const {
+  if (file.has_parent_path()) std::filesystem::create_directories(file.parent_path());
+  write_file(file, html());
+}
+
+}  // namespace isograd

@@ -1,0 +1,204 @@
+#include "train/report.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <limits>
+#include <regex>
+
+#include "base/files.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+Chart chart_of(std::vector<Point> points) {
+  return {.title = "t", .x_label = "step", .y_label = "u", .series = {{"s", std::move(points)}}};
+}
+
+std::size_t count(const std::string& text, const std::string& part) {
+  std::size_t found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+// The points of the drawn line, in the picture's units.
+std::vector<Point> line_of(const std::string& picture) {
+  std::vector<Point> points;
+  std::smatch path;
+  if (!std::regex_search(picture, path, std::regex("class=\"line c0\" d=\"([^\"]*)\""))) return points;
+  const std::string text = path[1];
+  const std::regex place("[ML]([-0-9.]+) ([-0-9.]+)");
+  for (std::sregex_iterator at(text.begin(), text.end(), place), end; at != end; ++at)
+    points.push_back({std::stod((*at)[1]), std::stod((*at)[2])});
+  return points;
+}
+
+TEST(Report, EscapesEverything) {
+  const std::string evil = "<script>alert(\"1\")</script>&'\x01\xff";
+  Report report(evil, evil);
+  report.verdict(true, evil);
+  report.fact(evil, evil);
+  Chart chart{.title = evil, .x_label = evil, .y_label = evil, .series = {{evil, {{1, 1}, {2, kNaN}}}}};
+  chart.marks = {{evil, 1.0}};
+  report.chart(chart);
+  report.table({.title = evil, .summary = evil, .columns = {evil}, .rows = {{evil}}, .passed = true});
+  report.text(evil, evil);
+  report.folded(evil, evil);
+  const std::string html = report.html();
+  EXPECT_THAT(html, Not(HasSubstr("<script")));
+  EXPECT_THAT(html, Not(HasSubstr("alert(\"")));
+  EXPECT_THAT(html, Not(HasSubstr("\x01")));
+  EXPECT_THAT(html, Not(HasSubstr("\xff")));
+  EXPECT_THAT(html, HasSubstr("&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&amp;&#39;\uFFFD\uFFFD"));
+}
+
+TEST(Report, NeedsNothingFromOutside) {
+  Report report("run");
+  report.chart(chart_of({{1, 1}}));
+  const std::string html = report.html();
+  for (const char* part : {"http://", "https://", "src=", "href=", "url(", "@import", "<link", "<script"})
+    EXPECT_THAT(html, Not(HasSubstr(part)));
+  EXPECT_THAT(html, HasSubstr("default-src 'none'"));
+}
+
+TEST(Report, TagsAreClosedInOrder) {
+  Report report("run", "done");
+  report.verdict(true, "fine");
+  report.fact("a", "b");
+  report.chart(chart_of({{1, 1}, {2, 2}}));
+  report.chart(chart_of({{1, 1}}));
+  report.table({.title = "T", .summary = "", .columns = {"a", "b"}, .rows = {{"1", "2"}}, .passed = true});
+  report.chart(chart_of({{1, kNaN}}));
+  const std::string html = report.html();
+  std::vector<std::string> open;
+  const std::regex tag("<(/?)([a-z0-9]+)([^>]*)>");
+  for (std::sregex_iterator at(html.begin(), html.end(), tag), end; at != end; ++at) {
+    const std::string name = (*at)[2], rest = (*at)[3];
+    if (name == "meta" || (!rest.empty() && rest.back() == '/')) continue;
+    if ((*at)[1] == "/") {
+      ASSERT_FALSE(open.empty());
+      ASSERT_EQ(open.back(), name);
+      open.pop_back();
+    } else {
+      open.push_back(name);
+    }
+  }
+  EXPECT_THAT(open, testing::IsEmpty());
+}
+
+TEST(Report, WritesTheWholeFile) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / ("report-" + std::to_string(getpid()));
+  Report report("run");
+  report.write(folder / "deep/report.html");
+  EXPECT_EQ(read_file(folder / "deep/report.html"), report.html());
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Report, NumbersStandOnTheRight) {
+  Report report("run");
+  report.table({.title = "T",
+                .summary = "",
+                .columns = {"name", "error"},
+                .rows = {{"1 fish", "1.5e-13"}, {"b", "NaN"}, {"c", "–"}, {"d", "12.3k"}, {"e", "3 %"}},
+                .passed = true});
+  EXPECT_EQ(count(report.html(), "<td class=\"number\">"), 5u);
+  EXPECT_THAT(report.html(), HasSubstr("<td>1 fish</td>"));
+}
+
+TEST(Chart, LineGoesThroughItsPoints) {
+  // x and y are affine, so proportions are kept; y grows downwards in the picture.
+  const auto line = line_of(svg(chart_of({{0, 0}, {10, 1}, {20, 4}})));
+  ASSERT_EQ(line.size(), 3u);
+  const double places = 0.1;  // coordinates have one decimal
+  EXPECT_NEAR(line[1].x - line[0].x, line[2].x - line[1].x, 2 * places);
+  EXPECT_NEAR(3 * (line[0].y - line[1].y), line[1].y - line[2].y, 4 * places);
+  EXPECT_GT(line[0].y, line[2].y);
+}
+
+TEST(Chart, OnePointIsADot) {
+  const std::string picture = svg(chart_of({{1, 5.5}}));
+  EXPECT_EQ(count(picture, "<circle"), 1u);
+  EXPECT_TRUE(line_of(picture).empty());
+  EXPECT_THAT(picture, Not(HasSubstr("nan")));
+}
+
+TEST(Chart, NotFiniteLeavesAGapAndAMark) {
+  std::vector<Point> points;
+  for (int i = 0; i < 100; ++i)
+    points.push_back({double(i), i == 50 ? kNaN : i == 60 ? -INFINITY : 1.0 + i % 3});
+  const std::string picture = svg(chart_of(points));
+  EXPECT_EQ(count(picture, "class=\"cross\""), 2u);
+  const std::string path = picture.substr(picture.find("class=\"line c0\""));
+  EXPECT_EQ(count(path.substr(0, path.find("/>")), "M"), 3u);
+  Report report("run");
+  report.chart(chart_of(points));
+  EXPECT_THAT(report.html(), HasSubstr("2 values not finite"));
+}
+
+TEST(Chart, NothingToDrawIsSaid) {
+  EXPECT_THAT(svg(chart_of({})), HasSubstr("no value that could be drawn"));
+  EXPECT_THAT(svg(chart_of({{1, kNaN}})), HasSubstr("no value that could be drawn"));
+  EXPECT_THAT(svg({.title = "t", .x_label = "", .y_label = "", .series = {}}), HasSubstr("no value that could be drawn"));
+}
+
+TEST(Chart, TenThousandPointsKeepEverySpike) {
+  std::vector<Point> points;
+  for (int i = 0; i < 10000; ++i)
+    points.push_back({double(i), i == 7321 ? 100.0 : i == 2222 ? -100.0 : std::sin(i)});
+  const std::string picture = svg(chart_of(points));
+  const auto line = line_of(picture);
+  EXPECT_LT(line.size(), 2100u);  // four a column of the picture
+  EXPECT_LT(picture.size(), 60000u);
+  const auto [low, high] =
+      std::minmax_element(line.begin(), line.end(), [](auto& a, auto& b) { return a.y < b.y; });
+  const auto whole = line_of(svg(chart_of({{0, 0}, {2222, -100}, {7321, 100}, {9999, 0}})));
+  EXPECT_NEAR(high->x, whole[1].x, 0.2);
+  EXPECT_NEAR(high->y, whole[1].y, 0.2);
+  EXPECT_NEAR(low->x, whole[2].x, 0.2);
+  EXPECT_NEAR(low->y, whole[2].y, 0.2);
+  EXPECT_TRUE(std::is_sorted(line.begin(), line.end(), [](auto& a, auto& b) { return a.x < b.x; }));
+}
+
+TEST(Chart, ExtremeValuesStayInsideThePicture) {
+  for (const auto& points : std::vector<std::vector<Point>>{{{1, 1e299}, {2, -1e299}, {3, 0}},
+                                                            {{1, 1e-300}, {2, 2e-300}},
+                                                            {{1, 5}, {2, 5}},
+                                                            {{0, 0}, {1, 0}},
+                                                            {{1e15, 1}, {2e15, 2}},
+                                                            {{1, 1e308}, {2, 1}, {3, 2}}}) {
+    const std::string picture = svg(chart_of(points));
+    EXPECT_THAT(picture, Not(HasSubstr("nan")));
+    for (const auto& point : line_of(picture)) {
+      EXPECT_TRUE(point.x >= 0 && point.x <= 520) << picture;
+      EXPECT_TRUE(point.y >= 0 && point.y <= 270) << picture;
+    }
+    EXPECT_LT(count(picture, "class=\"tick\""), 24u);
+    EXPECT_GT(count(picture, "class=\"tick\""), 3u);
+  }
+}
+
+TEST(Chart, TrainingChartsPickTheirColumns) {
+  std::vector<MetricRow> rows(3);
+  rows[0] = {.step = 1, .loss = 3, .norm = 2, .learning_rate = 0.1, .tokens_per_second = 10};
+  rows[1] = {.step = 2, .loss = 2, .norm = 1, .learning_rate = 0.2, .tokens_per_second = 11};
+  rows[2] = {.step = 2, .validation_loss = 2.5};
+  const auto charts = training_charts(rows, 3.4);
+  ASSERT_EQ(charts.size(), 4u);
+  EXPECT_EQ(charts[0].series.at(0).points.size(), 2u);
+  EXPECT_EQ(charts[0].series.at(1).points.at(0).y, 2.5);
+  EXPECT_EQ(charts[0].marks.at(0).second, 3.4);
+  EXPECT_EQ(charts[1].series.at(0).points.at(1).y, 1);
+  EXPECT_EQ(charts[2].series.at(0).points.at(1).y, 11);
+  EXPECT_EQ(charts[3].series.at(0).points.at(1).y, 0.2);
+  EXPECT_EQ(training_charts({rows[0]}, 0)[0].series.size(), 1u);
+}
+
+}  // namespace
+}  // namespace isograd
