@@ -31,6 +31,7 @@ class Step {
   Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
        StepOptions options);
 
+  // This rank's whole part of one step, possibly none. Collective, like finish().
   void accumulate(const MicroBatches& micro_batches, bool stop_requested = false);
   StepReport finish();
   StepReport operator()(const MicroBatches& micro_batches, bool stop_requested = false);
@@ -44,6 +45,7 @@ class Step {
   Census census_;
   Denominator denominator_;
   double local_loss_sum_ = 0;
+  bool accumulated_ = false;
 };
 
 }  // namespace isograd

@@ -1,0 +1,261 @@
+#include "isograd/data_parallel.hpp"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+#include "layout/flat.hpp"
+
+namespace isograd {
+namespace {
+
+at::Tensor leaf(at::Tensor values) {
+  return values.detach().clone().requires_grad_(true);
+}
+
+std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<std::string, at::Tensor>> list;
+  for (const at::Tensor& tensor : tensors) list.emplace_back("p" + std::to_string(list.size()), tensor);
+  return trainable_parameters(list);
+}
+
+template <typename F>
+std::string error_of(F&& call) {
+  try {
+    call();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+using Factory = std::unique_ptr<DataParallel> (*)(std::vector<NamedParameter>, Group, DataParallelOptions);
+const Factory kFactories[] = {bucketed, naive};
+
+// Values that say where they come from: a permutation or a rank counted twice cannot pass.
+double encoded(int rank, std::size_t parameter, std::int64_t element) {
+  return (rank + 1) * 1000.0 + static_cast<double>(parameter) * 100 + static_cast<double>(element);
+}
+
+at::Tensor encoded_like(const at::Tensor& like, int rank, std::size_t parameter) {
+  at::Tensor values = at::arange(like.numel(), at::kDouble);
+  return (values + encoded(rank, parameter, 0)).view(like.sizes()).to(like.scalar_type());
+}
+
+std::vector<at::Tensor> odd_parameters() {
+  std::vector<at::Tensor> tensors;
+  for (auto shape : std::vector<std::vector<std::int64_t>>{{1}, {3, 5}, {0, 2}, {33}, {7, 1, 3}, {130}})
+    tensors.push_back(leaf(at::ones(shape, at::kDouble)));
+  return tensors;
+}
+
+TEST(DataParallel, SumsOverRanksEveryElementOnce) {
+  for (Factory make : kFactories)
+    for (int size : {1, 2, 3, 4, 5, 8})
+      for (std::int64_t bucket_bytes : {1, 500, 1 << 20})
+        for (bool overlap : {true, false})
+          run_ranks(size, [&](World& world) {
+            auto tensors = odd_parameters();
+            auto layout =
+                make(named(tensors), world.group, {.bucket_bytes = bucket_bytes, .overlap = overlap});
+            for (int step = 0; step < 2; ++step) {  // the second step reuses the buffers
+              layout->zero_gradients();
+              for (bool last : {false, true}) {
+                layout->begin_backward(last);
+                at::Tensor loss = at::zeros({}, at::kDouble);
+                // Every second rank uses the parameters in the opposite order, so that gradients arrive in
+                // different orders; p4 is used on no rank, p1 on rank 0 only.
+                for (std::size_t i = 0; i < tensors.size(); ++i) {
+                  const std::size_t p = world.rank % 2 ? tensors.size() - 1 - i : i;
+                  if (p == 4 || (p == 1 && world.rank != 0)) continue;
+                  loss = loss + (tensors[p] * encoded_like(tensors[p], world.rank, p)).sum();
+                }
+                loss.backward();
+              }
+              layout->finish_reduction();
+              auto views = layout->views();
+              ASSERT_EQ(views.size(), tensors.size());
+              for (std::size_t p = 0; p < tensors.size(); ++p) {
+                EXPECT_EQ(views[p].name, "p" + std::to_string(p));
+                at::Tensor expected = at::zeros_like(tensors[p].detach());
+                for (int rank = 0; rank < size; ++rank)
+                  if (p != 4 && (p != 1 || rank == 0)) expected += 2 * encoded_like(expected, rank, p);
+                EXPECT_TRUE(at::equal(views[p].gradient, expected)) << "p" << p << " of " << size << " ranks";
+              }
+            }
+          });
+}
+
+TEST(DataParallel, ARankWithoutMicroBatchesTakesPart) {
+  for (Factory make : kFactories)
+    run_ranks(3, [&](World& world) {
+      auto tensors = odd_parameters();
+      auto layout = make(named(tensors), world.group, {.bucket_bytes = 300});
+      layout->zero_gradients();
+      if (world.rank == 2) {
+        layout->begin_backward(true);
+        (tensors[3].sum() * 5).backward();
+      }
+      layout->finish_reduction();
+      EXPECT_TRUE(at::equal(layout->views()[3].gradient, at::full({33}, 5.0, at::kDouble)));
+      EXPECT_EQ(layout->views()[5].gradient.abs().sum().item<double>(), 0);
+    });
+}
+
+TEST(DataParallel, ParametersLiveInFlatBuffersAndSeeUpdates) {
+  for (Factory make : kFactories) {
+    auto tensors = odd_parameters();
+    auto layout = make(named(tensors), Group::solo(), {.bucket_bytes = 300});
+    for (Bucket& bucket : layout->buckets()) bucket.parameters.fill_(4);
+    for (const at::Tensor& tensor : tensors)
+      EXPECT_TRUE(at::equal(tensor, at::full_like(tensor.detach(), 4)));
+  }
+}
+
+TEST(Bucketed, AloneItAddsIntoTheBucketWithoutHooksOrCopies) {
+  at::Tensor weight = leaf(at::randn({4, 4}));
+  auto layout = bucketed(named({weight}), Group::solo(), {});
+  layout->zero_gradients();
+  layout->begin_backward(true);
+  (weight * 3).sum().backward();
+  layout->finish_reduction();
+  EXPECT_EQ(weight.grad().const_data_ptr(), layout->buckets()[0].gradients.const_data_ptr());
+  EXPECT_EQ(layout->buckets()[0].master.const_data_ptr(), weight.const_data_ptr());
+  EXPECT_TRUE(at::equal(layout->views()[0].gradient, at::full({4, 4}, 3.f)));
+  EXPECT_FALSE(torch::autograd::impl::post_acc_grad_hooks(weight));
+}
+
+// 1 + 256 · 2⁻⁹: in bf16 every addition would be lost.
+TEST(DataParallel, AddsBf16MicroBatchesUpInFp32) {
+  for (Factory make : kFactories)
+    run_ranks(2, [&](World& world) {
+      at::Tensor p = leaf(at::ones({3}).to(at::kBFloat16));
+      auto layout = make(named({p}), world.group, {});
+      layout->zero_gradients();
+      for (int i = 0; i <= 256; ++i) {
+        layout->begin_backward(i == 256);
+        (p * (i == 0 ? 1.0 : 0x1p-9)).sum().backward();
+      }
+      layout->finish_reduction();
+      EXPECT_EQ(layout->views()[0].gradient.scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::equal(layout->views()[0].gradient, at::full({3}, 3.f)));
+    });
+}
+
+TEST(Bucketed, NoticesBrokenViews) {
+  const auto broken_by = [](const std::function<void(DataParallel&, at::Tensor&, at::Tensor&)>& act,
+                            int size) {
+    std::vector<std::string> errors(size);
+    run_ranks(size, [&](World& world) {
+      at::Tensor used = leaf(at::ones({3})), unused = leaf(at::ones({2}));
+      auto layout = bucketed(named({used, unused}), world.group, {});
+      errors[world.rank] = error_of([&] {
+        layout->zero_gradients();
+        layout->begin_backward(true);
+        act(*layout, used, unused);
+        layout->finish_reduction();
+      });
+    });
+    for (auto& error : errors)
+      if (error != errors[0]) return "ranks disagree: " + error + " / " + errors[0];
+    return errors[0];
+  };
+  for (int size : {1, 2}) {
+    EXPECT_EQ(broken_by([](auto&, auto& used, auto&) { used.sum().backward(); }, size), "no error");
+    const std::string none = broken_by(
+        [](auto&, auto& used, auto&) {
+          used.mutable_grad() = at::Tensor();  // what Module::zero_grad() does
+          used.sum().backward();
+        },
+        size);
+    EXPECT_NE(none.find("parameter 'p0': found a .grad that is no longer the view"), std::string::npos)
+        << none;
+    const std::string unused_none =
+        broken_by([](auto&, auto&, auto& unused) { unused.mutable_grad() = at::Tensor(); }, size);
+    EXPECT_NE(unused_none.find("'p1'"), std::string::npos) << unused_none;
+    const std::string graph =
+        broken_by([](auto&, auto& used,
+                     auto&) { used.square().sum().backward({}, /*keep_graph=*/true, /*create_graph=*/true); },
+                  size);
+    EXPECT_NE(graph.find("create_graph"), std::string::npos) << graph;
+    const std::string moved =
+        broken_by([](auto&, auto&, auto& unused) { unused.set_data(unused.detach().clone()); }, size);
+    EXPECT_NE(moved.find("'p1': found values that no longer live"), std::string::npos) << moved;
+  }
+  const std::string twice = broken_by(
+      [](auto&, auto& used, auto& unused) {
+        (used.sum() + unused.sum()).backward();
+        used.sum().backward();
+      },
+      2);
+  EXPECT_NE(twice.find("a second gradient"), std::string::npos) << twice;
+  const std::string announced =
+      broken_by([](auto& layout, auto&, auto&) { layout.begin_backward(false); }, 2);
+  EXPECT_NE(announced.find("announced as the last"), std::string::npos) << announced;
+}
+
+TEST(Bucketed, TakesItsHooksAndGradientsWithIt) {
+  run_ranks(2, [](World& world) {
+    at::Tensor p = leaf(at::ones({3}));
+    {
+      auto first = bucketed(named({p}), world.group, {});
+      EXPECT_NE(error_of([&] { bucketed(named({p}), world.group, {}); }).find("already there"),
+                std::string::npos);
+    }
+    EXPECT_FALSE(p.grad().defined());
+    p.sum().backward();
+    EXPECT_TRUE(at::equal(p.grad(), at::ones({3})));
+    auto second = bucketed(named({p}), world.group, {});
+    second->zero_gradients();
+    second->begin_backward(true);
+    p.sum().backward();
+    second->finish_reduction();
+    EXPECT_TRUE(at::equal(p.grad(), at::full({3}, 2.f)));
+  });
+}
+
+TEST(CheckParameters, NamesTheFirstThatDiffersOnEveryRank) {
+  const auto message = [](const std::function<std::vector<at::Tensor>(int rank)>& make, bool check) {
+    std::vector<std::string> errors(3);
+    run_ranks(3, [&](World& world) {
+      errors[world.rank] =
+          error_of([&] { bucketed(named(make(world.rank)), world.group, {.check_parameters = check}); });
+    });
+    for (auto& error : errors)
+      if ((error == "no error") != (errors[0] == "no error")) return std::string("ranks disagree");
+    return errors[1];
+  };
+  const auto same = [](int) { return std::vector{leaf(at::ones({3})), leaf(at::ones({2, 2}))}; };
+  EXPECT_EQ(message(same, true), "no error");
+  const auto values = [](int rank) {
+    return std::vector{leaf(at::ones({3})), leaf(at::ones({2, 2}) * (rank == 2 ? 1.0000001 : 1))};
+  };
+  EXPECT_NE(
+      message(values, true).find("rank 2 and rank 0 differ in the values of parameter 1, which is 'p1'"),
+      std::string::npos)
+      << message(values, true);
+  EXPECT_EQ(message(values, false), "no error");
+  const auto shapes = [](int rank) {
+    return std::vector{leaf(rank == 1 ? at::ones({3}) : at::ones({1, 3}))};
+  };
+  EXPECT_NE(message(shapes, true).find("rank 1 and rank 0 differ in the name, shape or dtype of parameter 0"),
+            std::string::npos);
+  const auto types = [](int rank) {
+    return std::vector{leaf(at::ones({3}, rank ? at::kFloat : at::kDouble))};
+  };
+  EXPECT_NE(message(types, true).find("dtype of parameter 0"), std::string::npos);
+  const auto counts = [](int rank) { return std::vector<at::Tensor>(rank + 1, at::Tensor()); };
+  const auto numbers = [&](int rank) {
+    auto tensors = counts(rank);
+    for (auto& tensor : tensors) tensor = leaf(at::ones({2}));
+    return tensors;
+  };
+  EXPECT_NE(message(numbers, true).find("2 trainable parameters on rank 1, between 1 and 3"),
+            std::string::npos)
+      << message(numbers, true);
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,66 @@
+// The naive twin: ordinary gradients, added up after each backward, one all-reduce per parameter.
+#include <ATen/ATen.h>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/error.hpp"
+#include "layout/flat.hpp"
+#include "parallel/data/same_parameters.hpp"
+
+namespace isograd {
+namespace {
+
+class Naive final : public DataParallel {
+ public:
+  Naive(std::vector<NamedParameter> parameters, Group group, const DataParallelOptions& options)
+      : parameters_(std::move(parameters)), group_(std::move(group)) {
+    if (options.check_parameters) check_same_parameters(parameters_, group_);
+    for (BucketPlan& plan : plan_buckets(parameters_, options.bucket_bytes)) {
+      at::Tensor gradients = at::zeros({plan.numel}, gradient_type(plan.dtype));
+      buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
+    }
+  }
+
+  void zero_gradients() override {
+    for (Bucket& bucket : buckets_) bucket.gradients.zero_();
+    for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
+  }
+
+  void begin_backward(bool) override { collect(); }
+
+  void finish_reduction() override {
+    collect();
+    if (group_.size() == 1) return;
+    for (Bucket& bucket : buckets_)
+      for (const Slot& slot : bucket.plan.slots)
+        if (slot.numel > 0) group_.all_reduce(slot_view(bucket.gradients, slot));
+  }
+
+  std::vector<Bucket>& buckets() override { return buckets_; }
+  Group& group() override { return group_; }
+
+ private:
+  // Moves what the last backward left in .grad to the buckets, where micro-batches add up in their type.
+  void collect() {
+    at::NoGradGuard no_grad;
+    for (Bucket& bucket : buckets_)
+      for (const Slot& slot : bucket.plan.slots) {
+        at::Tensor& gradient = parameters_[slot.index].tensor.mutable_grad();
+        if (!gradient.defined()) continue;  // unused in this backward
+        slot_view(bucket.gradients, slot) += gradient.detach();
+        gradient = at::Tensor();
+      }
+  }
+
+  std::vector<NamedParameter> parameters_;
+  Group group_;
+  std::vector<Bucket> buckets_;
+};
+
+}  // namespace
+
+std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, Group group,
+                                    DataParallelOptions options) {
+  return std::make_unique<Naive>(std::move(parameters), std::move(group), options);
+}
+
+}  // namespace isograd

@@ -1,0 +1,68 @@
+#include "parallel/data/same_parameters.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+// Columns of a fingerprint row.
+enum : std::int64_t { kIdentity, kValues, kWidth };
+
+std::int64_t hash(const void* data, std::size_t bytes) {
+  return static_cast<std::int64_t>(std::stoull(checksum(data, bytes), nullptr, 16));
+}
+
+std::string identity(const NamedParameter& parameter) {
+  return fmt::format("'{}', {} {}", parameter.name, c10::toString(parameter.tensor.scalar_type()),
+                     c10::str(parameter.tensor.sizes()));
+}
+
+at::Tensor fingerprints(const std::vector<NamedParameter>& parameters) {  // [P, kWidth]
+  at::NoGradGuard no_grad;
+  at::Tensor rows = at::empty({static_cast<std::int64_t>(parameters.size()), kWidth}, at::kLong);
+  auto row = rows.accessor<std::int64_t, 2>();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const std::string text = identity(parameters[i]);
+    const at::Tensor values = parameters[i].tensor.contiguous();
+    row[i][kIdentity] = hash(text.data(), text.size());
+    row[i][kValues] = hash(values.const_data_ptr(), values.nbytes());
+  }
+  return rows;
+}
+
+}  // namespace
+
+void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group) {
+  if (group.size() == 1) return;
+  const at::Tensor mine = fingerprints(parameters);
+  const at::Tensor counts = group.all_gather(at::full({1}, mine.size(0), at::kLong)).flatten();  // [W]
+  const auto common = counts.min().item<std::int64_t>();
+  const at::Tensor all = group.all_gather(mine.narrow(0, 0, common).contiguous());  // [W, common, kWidth]
+  const auto table = all.accessor<std::int64_t, 3>();
+  for (std::int64_t i = 0; i < common; ++i)
+    for (int rank = 1; rank < group.size(); ++rank)
+      for (const auto column : {kIdentity, kValues})
+        if (table[rank][i][column] != table[0][i][column])
+          throw ConfigError(
+              {.where = fmt::format("parameters over the ranks of group '{}'", group.name()),
+               .found =
+                   fmt::format("rank {} and rank 0 differ in the {} of parameter {}, which is {} on rank {}",
+                               rank, column == kIdentity ? "name, shape or dtype" : "values", i,
+                               identity(parameters[i]), group.rank()),
+               .expected = "the same model on every rank",
+               .action =
+                   "Seed the initialisation by parameter, not by rank, and load the same file everywhere"});
+  if (common != counts.max().item<std::int64_t>())
+    throw ConfigError(
+        {.where = fmt::format("parameters over the ranks of group '{}'", group.name()),
+         .found = fmt::format("{} trainable parameters on rank {}, between {} and {} on the ranks",
+                              parameters.size(), group.rank(), common, counts.max().item<std::int64_t>()),
+         .expected = "the same model on every rank",
+         .action = "Build the same model and freeze the same parameters on every rank"});
+}
+
+}  // namespace isograd
