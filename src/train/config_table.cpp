@@ -8,9 +8,10 @@ namespace isograd {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kManySteps = 1e15;    // far below where 64-bit counts could overflow
-constexpr double kManyTokens = 1e9;    // of a pack or a batch
-constexpr double kWide = 1 << 24;      // of a tensor's dim
+constexpr double kNoLimit = 1e6;     // limits from here on only keep arithmetic from overflowing: left unsaid
+constexpr double kManySteps = 1e15;  // far below where 64-bit counts could overflow
+constexpr double kManyTokens = 1e9;  // of a pack or a batch
+constexpr double kWide = 1 << 24;    // of a tensor's dim
 constexpr double kManyRows = 1 << 30;  // of the embedding
 
 const std::vector<std::string> kScheduleKinds = {"constant", "cosine"};
@@ -109,7 +110,8 @@ std::vector<ConfigKey> make_keys() {
           "packed "
           "with another tokenizer are refused."),
       KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
-          "Token that delimits documents in shards of llm.c and nanoGPT. −1: none is given."),
+          "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is then one "
+          "document."),
       KEY("data.cache", data.cache, "", not_empty(),
           "Folder that keeps `data.text` as shards, so that the next run starts at once."),
       KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
@@ -157,9 +159,9 @@ std::vector<ConfigKey> make_keys() {
       KEY("model.initializer_range", model.shape.initializer_range, "", at_least(0),
           "Standard deviation of fresh weights."),
       KEY("model.bos", model.shape.bos, "token", at_least(-1, kManyRows),
-          "Begins a document. −1: the tokenizer's, where it has one."),
+          "Begins a document. `-1`: the tokenizer's, where it has one."),
       KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
-          "Ends a document. −1: the tokenizer's, where it has one."),
+          "Ends a document. `-1`: the tokenizer's, where it has one."),
 
       KEY("model.rope_scaling.kind", model.shape.rope_scaling.kind, "",
           one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
@@ -285,7 +287,7 @@ std::string allowed_text(const ConfigKey& key) {
     return allowed.choices.size() == 1 ? choices : "one of " + choices;
   }
   if (allowed.not_empty) text += ", not empty";
-  const bool below = allowed.most != kInfinity;
+  const bool below = allowed.most < kNoLimit;
   const std::string unit = key.unit.empty() ? "" : " (" + key.unit + ")";
   if (allowed.least != -kInfinity)
     text += fmt::format(", {} {}",
@@ -322,6 +324,8 @@ std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& valu
   }
   const bool low = allowed.above_least ? number <= allowed.least : number < allowed.least;
   const bool high = allowed.below_most ? number >= allowed.most : number > allowed.most;
+  if (high && allowed.most >= kNoLimit)
+    return fmt::format("{}, more than {:.16g}", toml_text(value), allowed.most);
   return low || high ? std::optional(toml_text(value)) : std::nullopt;
 }
 

@@ -66,7 +66,7 @@ std::uint32_t crc32c(std::string_view bytes) {
 }
 
 EventFile::EventFile(const fs::path& directory, std::int64_t first_step) {
-  fs::create_directories(directory);
+  require_folder(directory);
   // Readers take a folder's files by name, so a later run's name must sort behind an earlier one's.
   const auto milliseconds = static_cast<std::int64_t>(wall_time() * 1000);
   for (int attempt = 0; !file_; ++attempt) {

@@ -55,6 +55,16 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
 
 }  // namespace
 
+void require_folder(const fs::path& directory) {
+  std::error_code problem;
+  fs::create_directories(directory, problem);
+  if (problem)
+    throw ConfigError({.where = directory.string(),
+                       .found = problem.message(),
+                       .expected = "a folder that can be created",
+                       .action = "Choose another folder or check its permissions"});
+}
+
 std::string to_json_line(const MetricRow& row) {
   nlohmann::ordered_json json;
   json["step"] = row.step;
@@ -113,7 +123,7 @@ Metrics::Metrics(const MetricsOptions& options)
       rows_(kept_rows(options)),
       events_(options.events_directory, options.first_step + 1) {
   const fs::path& file = options_.json_log;
-  if (file.has_parent_path()) fs::create_directories(file.parent_path());
+  if (file.has_parent_path()) require_folder(file.parent_path());
   std::string text;
   for (const auto& row : rows_) text += to_json_line(row);
   write_file(file, text);  // whole or not at all: a kill here does not cost the earlier rows

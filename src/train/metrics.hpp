@@ -55,6 +55,9 @@ class EventFile {
   std::FILE* file_ = nullptr;
 };
 
+// Creates the folder; ConfigError when it cannot.
+void require_folder(const std::filesystem::path& directory);
+
 // CRC-32 of Castagnoli (RFC 3720, appendix B.4).
 std::uint32_t crc32c(std::string_view bytes);
 

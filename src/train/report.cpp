@@ -187,7 +187,7 @@ std::string Report::html() const {
 }
 
 void Report::write(const std::filesystem::path& file) const {
-  if (file.has_parent_path()) std::filesystem::create_directories(file.parent_path());
+  if (file.has_parent_path()) require_folder(file.parent_path());
   write_file(file, html());
 }
 

@@ -1,0 +1,32 @@
+// isograd config: a configuration checked and written out, and the page that documents every key.
+#include <cstdio>
+
+#include "cli/verbs.hpp"
+#include "train/config.hpp"
+
+namespace isograd {
+
+Verb config_verb(CLI::App& program) {
+  CLI::App* verb =
+      program.add_subcommand("config", "Check a configuration and print it with every key written out");
+  struct Flags {
+    std::string file;
+    std::vector<std::string> sets;
+    bool markdown = false;
+  };
+  auto flags = std::make_shared<Flags>();
+  verb->add_option("CONFIG", flags->file, "TOML file; the defaults unless given");
+  verb->add_option("--set", flags->sets, "goes before the file; may be repeated")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  verb->add_flag("--markdown", flags->markdown, "the page that documents every key (docs/configuration.md)");
+  verb->footer("Status: 0 valid; 2 not: the message names file, line and the nearest key.");
+  const auto action = [flags] {
+    const RunConfig config = load_config(flags->file, flags->sets);
+    std::fputs((flags->markdown ? configuration_markdown() : to_toml(config)).c_str(), stdout);
+    return 0;
+  };
+  return {verb, action};
+}
+
+}  // namespace isograd

@@ -1,0 +1,47 @@
+// isograd launch: any program as ranks of this host, as torchrun would start it.
+#include "cli/verbs.hpp"
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+
+Verb launch_verb(CLI::App& program, const Invocation& invocation) {
+  CLI::App* verb =
+      program.add_subcommand("launch", "Start a program of your own on several ranks of this host");
+  struct Flags {
+    int ranks = 1;
+    bool prefix = false;
+    double grace = 10;
+  };
+  auto flags = std::make_shared<Flags>();
+  verb->add_option("-n,--ranks", flags->ranks, "processes to start")
+      ->type_name("N")
+      ->check(CLI::Range(1, 4096))
+      ->required();
+  verb->add_flag("--prefix", flags->prefix, "put \"[rank] \" before each line that a rank prints");
+  verb->add_option("--grace", flags->grace, "seconds for the others to end by themselves when one has failed")
+      ->type_name("S")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str();
+  verb->footer(
+      "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which\n"
+      "isograd::join() and torch.distributed read. What stands behind -- is the command.\n\n"
+      "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
+      "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else the first "
+      "that\n"
+      "is not 0.");
+  const auto action = [flags, &invocation] {
+    if (invocation.command.empty())
+      throw ConfigError({.where = "isograd launch",
+                         .found = "no command",
+                         .expected = "-- COMMAND ...",
+                         .action = "Write it as in isograd launch -n 2 -- ./my_trainer --epochs 3"});
+    return launch_ranks(invocation.command,
+                        {.ranks = flags->ranks,
+                         .grace = std::chrono::milliseconds(static_cast<std::int64_t>(flags->grace * 1e3)),
+                         .prefix_output = flags->prefix});
+  };
+  return {verb, action};
+}
+
+}  // namespace isograd

@@ -1,0 +1,130 @@
+// The command line: verbs, and errors as exit statuses (docs/errors.md).
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "cli/ranks.hpp"
+#include "cli/verbs.hpp"
+#include "isograd/error.hpp"
+#include "train/config_table.hpp"
+#include "train/rank_zero.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr int kBadInput = 2;
+
+// The innermost verb that was chosen.
+const CLI::App* chosen(const CLI::App& app) {
+  const auto parsed = app.get_subcommands();
+  return parsed.empty() ? &app : chosen(*parsed.front());
+}
+
+std::string full_name(const CLI::App* app) {
+  return app->get_parent() ? full_name(app->get_parent()) + " " + app->get_name() : "isograd";
+}
+
+// The verb or flag that was probably meant, for the first argument that was not understood.
+std::string suggestion(const CLI::App& app, const std::vector<std::string>& arguments) {
+  std::vector<std::string> names;
+  for (const auto* option : app.get_options())
+    for (const auto& name : option->get_lnames()) names.push_back("--" + name);
+  for (const auto* verb : app.get_subcommands([](const CLI::App*) { return true; }))
+    if (!verb->get_group().empty()) names.push_back(verb->get_name());
+  for (const auto& argument : arguments) {
+    const std::string name = argument.substr(0, argument.find('='));
+    if (std::find(names.begin(), names.end(), name) != names.end()) continue;
+    const bool flag = name.rfind("--", 0) == 0;
+    std::vector<std::string> alike;
+    for (const auto& candidate : names)
+      if ((candidate.rfind("--", 0) == 0) == flag) alike.push_back(candidate);
+    if (const auto near = nearest(name, alike)) return fmt::format("\nDid you mean {}?", *near);
+  }
+  return "";
+}
+
+int bad_command_line(const CLI::App& program, const CLI::ParseError& error, const Invocation& invocation) {
+  const CLI::App* app = chosen(program);
+  const bool unknown =
+      dynamic_cast<const CLI::ExtrasError*>(&error) || dynamic_cast<const CLI::RequiredError*>(&error);
+  fmt::print(stderr, "isograd: {}{}\nSee {} --help.\n", error.what(),
+             unknown ? suggestion(*app, invocation.arguments) : "", full_name(app));
+  return kBadInput;
+}
+
+// Ranks that fail alike say so once; a rank that fails alone says which one it is.
+void report(const std::exception& error) {
+  const auto rank = rank_of_several();
+  if (rank && *rank != 0 && dynamic_cast<const AgreedConfigError*>(&error)) return;
+  const bool alone = rank && !dynamic_cast<const AgreedConfigError*>(&error);
+  std::string text = error.what();
+  if (dynamic_cast<const std::bad_alloc*>(&error)) {
+    text = "out of memory (" + text + ")";
+  } else if (!dynamic_cast<const Error*>(&error)) {
+    if (const auto* torch = dynamic_cast<const c10::Error*>(&error)) text = torch->what_without_backtrace();
+    text = "an error that isograd did not foresee: " + text + "\nPlease report it with this message.";
+  }
+  // One write, so that the lines of several ranks do not mix.
+  std::fputs((alone ? fmt::format("isograd: rank {}: {}\n", *rank, text) : fmt::format("isograd: {}\n", text))
+                 .c_str(),
+             stderr);
+}
+
+Invocation read_arguments(int argc, char** argv) {
+  Invocation invocation{.arguments = {argv + 1, argv + argc}, .command = {}};
+  auto& arguments = invocation.arguments;
+  if (!arguments.empty() && arguments.front() == "launch") {
+    const auto end = std::find(arguments.begin(), arguments.end(), "--");
+    if (end != arguments.end()) invocation.command.assign(end + 1, arguments.end());
+    arguments.erase(end, arguments.end());
+  }
+  return invocation;
+}
+
+int run(int argc, char** argv) {
+  const Invocation invocation = read_arguments(argc, argv);
+  CLI::App program("Distributed training whose gradient is one device's, and the proof of it.", "isograd");
+  program.set_version_flag("--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
+  program.require_subcommand(1);
+  program.footer(
+      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
+      "was lost; 4 a defect of isograd (docs/errors.md).");
+  std::vector<Verb> verbs = {train_verb(program, invocation), verify_verb(program, invocation),
+                             sample_verb(program), config_verb(program), launch_verb(program, invocation)};
+  for (auto& more : {data_verbs(program), bench_verbs(program)})
+    verbs.insert(verbs.end(), more.begin(), more.end());
+  try {
+    std::vector<std::string> backwards(invocation.arguments.rbegin(), invocation.arguments.rend());
+    program.parse(backwards);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
+    return bad_command_line(program, error, invocation);
+  }
+  for (const auto& verb : verbs)
+    if (verb.app->parsed()) {
+      const int status = verb.run();
+      if (std::fflush(stdout) != 0)
+        throw ConfigError({.where = "standard output",
+                           .found = std::strerror(errno),
+                           .expected = "a place to write to",
+                           .action = "Send the output elsewhere"});
+      return status;
+    }
+  throw_broken_invariant("a verb", "none", __FILE__, __LINE__);
+}
+
+}  // namespace
+}  // namespace isograd
+
+int main(int argc, char** argv) {
+  try {
+    return isograd::run(argc, argv);
+  } catch (const std::exception& error) {
+    isograd::report(error);
+    return isograd::exit_status(error);
+  }
+}

@@ -1,0 +1,43 @@
+// isograd train: a whole run, with verify's proof at its end.
+#include "cli/ranks.hpp"
+#include "cli/verbs.hpp"
+#include "isograd/trainer.hpp"
+#include "verify/run.hpp"
+
+namespace isograd {
+
+Verb train_verb(CLI::App& program, const Invocation& invocation) {
+  CLI::App* verb = program.add_subcommand("train", "Train a model as a configuration says");
+  struct Flags : RunFlags {
+    std::string json_log;
+  };
+  auto flags = std::make_shared<Flags>();
+  add_run_flags(*verb, *flags);
+  verb->add_option("--json-log", flags->json_log, "metrics as JSON lines go here (run.json_log)")
+      ->type_name("FILE");
+  verb->footer(
+      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
+      "Ctrl-C ends the step on all ranks alike, saves, and says how to continue.\n\n"
+      "  isograd train examples/first_light.toml --ranks 2\n"
+      "  isograd train run.toml --set checkpoint.resume=latest\n\n"
+      "Status: 0 finished or stopped in order; 1 diverged, or the proof at the end failed; 2 bad input;\n"
+      "3 a rank was lost; 4 a defect of isograd.");
+  const auto action = [flags, &invocation] {
+    std::vector<std::string> sets;
+    if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
+    const RunConfig config = configuration(*flags, sets);
+    return on_ranks(invocation, *flags, config, [&](World& world) {
+      TrainerHooks hooks;
+      if (config.verify.at_end)
+        hooks.on_finish = [](FinishedRun& run) -> std::vector<ReportTable> {
+          const Verdict verdict = verify_finished(run);
+          if (run.world.rank != 0) return {};
+          return {to_table(verdict)};
+        };
+      return Trainer(config, world, hooks).run().exit_status();
+    });
+  };
+  return {verb, action};
+}
+
+}  // namespace isograd

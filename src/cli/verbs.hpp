@@ -1,0 +1,34 @@
+// The verbs of the command line. Each function adds its verb and flags, and returns what runs when the verb
+// is chosen; the status it returns is the program's (docs/errors.md).
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace isograd {
+
+// How this program was called.
+struct Invocation {
+  std::vector<std::string> arguments;  // without the program's name
+  std::vector<std::string> command;    // `launch`: what stands behind "--"
+};
+
+using Action = std::function<int()>;
+
+struct Verb {
+  CLI::App* app;
+  Action run;
+};
+
+Verb train_verb(CLI::App& program, const Invocation& invocation);
+Verb verify_verb(CLI::App& program, const Invocation& invocation);
+Verb sample_verb(CLI::App& program);
+std::vector<Verb> bench_verbs(CLI::App& program);
+std::vector<Verb> data_verbs(CLI::App& program);
+Verb config_verb(CLI::App& program);
+Verb launch_verb(CLI::App& program, const Invocation& invocation);
+
+}  // namespace isograd
