@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "isograd/batch.hpp"
@@ -23,7 +24,8 @@ class Tokenizer {
   virtual std::int64_t eos() const = 0;  // -1: none
   // One document, with bos in front and eos behind where they exist.
   virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
-  // Ids of special tokens give nothing; invalid byte sequences are replaced by U+FFFD.
+  // Ids of special tokens and ids outside the vocabulary give nothing; invalid byte sequences are replaced by
+  // U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
 };
 
@@ -33,21 +35,38 @@ std::unique_ptr<Tokenizer> byte_tokenizer();
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
 
 // Files to documents. Each pattern is a file, a directory (all regular files below it) or a glob; *.jsonl
-// files give one document per line (field "text"), any other file is one document. Sorted by path, so the
-// order does not depend on the file system. ConfigError: nothing matched, empty corpus, not UTF-8 (names file
-// and byte offset).
+// files give one document per line (field "text"), any other file is one document (without its byte order
+// mark). Sorted by path, so the order does not depend on the file system; a file that two patterns name is
+// read once. ConfigError: a pattern matches nothing, empty corpus, not UTF-8 (names file and byte offset), a
+// bad line of JSON (names file and line).
 struct CorpusOptions {
   std::vector<std::string> patterns;
+  std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
+};
+
+// What packing did.
+struct PackSummary {
+  std::int64_t files = 0;  // read, or found unchanged
+  std::int64_t documents = 0;
+  std::int64_t tokens = 0;
+  std::int64_t empty_documents = 0;  // left out: no text in them
+  bool reused = false;               // the directory held the shards of these very inputs already
 };
 
 // Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
-// offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files.
+// offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files. `directory`
+// belongs to this corpus: shards of other inputs in it are removed. Shards made from the same inputs (paths,
+// sizes, modification times, tokenizer) are used again as they are. Safe to call from several processes.
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
-                                               const std::filesystem::path& directory);
+                                               const std::filesystem::path& directory,
+                                               PackSummary* summary = nullptr);
 
-// Memory-mapped tokens with document boundaries. Opens isograd shards, llm.c .bin shards (magic 20240520:
-// uint16, 20240801: uint32) and nanoGPT .bin (headerless uint16); for the latter two `end_of_text` delimits
-// documents.
+// Memory-mapped tokens with document boundaries. Opens isograd shards (any name), and files named *.bin:
+// llm.c shards (magic 20240520: uint16, 20240801: uint32) and nanoGPT's (headerless uint16). In the latter
+// two `end_of_text` delimits documents: it begins a document in llm.c's shards and ends one in nanoGPT's, as
+// their own scripts write it; without it, a file is one document. A document never crosses files. open()
+// reads every byte once: ConfigError (naming the file) when a file is missing, truncated, inconsistent or its
+// checksum is wrong, and when files of different tokenizers are mixed.
 class TokenStore {
  public:
   static std::shared_ptr<TokenStore> open(const std::vector<std::filesystem::path>& files,
@@ -62,7 +81,14 @@ class TokenStore {
   virtual std::string tokenizer_name() const = 0;  // "" for foreign shards
 };
 
-// Which documents train and which validate: by (seed, document), the same for every layout.
+// What a store holds, for people: counts, lengths and the first `documents` documents, decoded where a
+// tokenizer is given, with control characters escaped.
+std::string describe(const TokenStore& store, const Tokenizer* tokenizer = nullptr,
+                     std::int64_t documents = 3);
+
+// Which documents train and which validate: by (seed, document), the same for every layout. A fraction above
+// 0 gives at least one validation document where there are two documents or more, and leaves one to train on.
+// ConfigError unless 0 <= validation_fraction < 1.
 struct Split {
   std::vector<std::int64_t> train;
   std::vector<std::int64_t> validation;
@@ -93,6 +119,7 @@ struct LoaderPosition {
 // fragment predicts the first of the sample's next fragment; the last token of a document has kIgnoreIndex.
 class TextLoader {
  public:
+  // ConfigError: no documents, a document twice, or an option out of range.
   TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64_t> documents, LoaderOptions options);
   ~TextLoader();
   std::int64_t steps_per_epoch() const;
@@ -101,8 +128,8 @@ class TextLoader {
   MicroBatches next();
   // The whole step on one rank, regardless of options.rank/size (for the oracle): one micro-batch per pack.
   MicroBatches whole_step(LoaderPosition position) const;
-  LoaderPosition position() const;  // of the step that next() returns
-  void seek(LoaderPosition position);
+  LoaderPosition position() const;     // of the step that next() returns
+  void seek(LoaderPosition position);  // ConfigError: no such step
 
  private:
   struct Impl;

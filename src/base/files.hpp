@@ -31,7 +31,7 @@ class AtomicFile {
 };
 
 void write_file(const std::filesystem::path& path, std::string_view text);  // atomically
-std::string read_file(const std::filesystem::path& path);                   // whole; ConfigError when it cannot
+std::string read_file(const std::filesystem::path& path);  // whole; ConfigError when it cannot
 
 void fsync_directory(const std::filesystem::path& directory);
 

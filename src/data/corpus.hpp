@@ -1,0 +1,27 @@
+// Patterns to files, files to documents.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "isograd/text_data.hpp"
+
+namespace isograd {
+
+struct InputFile {
+  std::filesystem::path path;  // canonical
+  std::uint64_t bytes = 0;
+  std::int64_t modified = 0;  // nanoseconds; only compared for equality
+};
+
+// The files that the patterns name, each once, sorted by path. ConfigError: a pattern matches nothing.
+std::vector<InputFile> resolve(const std::vector<std::string>& patterns);
+
+// Hands each document of the file to `document`, in order; empty ones are left out. Returns how many were.
+std::int64_t for_each_document(const std::filesystem::path& file,
+                               const std::function<void(std::string_view)>& document);
+
+}  // namespace isograd

@@ -1,0 +1,83 @@
+// Token shards on disk: ours is written and read, llm.c's and nanoGPT's are read.
+//
+// Ours, little-endian, every part padded to 8 bytes:
+//   0  magic "isograd\x01"      8  u32 version = 1        12  u32 bytes of a token, 2 or 4
+//  16  u64 documents           24  u64 tokens             32  u64 vocabulary of the tokenizer
+//  40  u64 bytes of its name   48  u64 bytes of the file  56  u64 XXH3-64 of bytes 64 .. end, then 0 .. 56
+//  64  name of the tokenizer, tokens, u64 offsets [documents + 1] of the documents, in tokens
+#pragma once
+
+#include <xxhash.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/files.hpp"
+
+namespace isograd {
+
+inline constexpr char kShardMagic[8] = {'i', 's', 'o', 'g', 'r', 'a', 'd', '\x01'};
+inline constexpr std::uint64_t kShardHeader = 64;
+inline constexpr std::uint64_t kLongestName = 255;
+
+// Appends documents to one shard; finish() completes the header and publishes the file.
+class ShardWriter {
+ public:
+  ShardWriter(const std::filesystem::path& path, std::string tokenizer, std::int64_t vocabulary);
+  // REQUIRES: not empty.
+  void add(std::span<const std::uint32_t> document);
+  std::int64_t tokens() const { return static_cast<std::int64_t>(offsets_.back()); }
+  void finish();
+
+ private:
+  void append(const void* data, std::size_t bytes);
+  void pad();
+
+  AtomicFile file_;
+  std::string tokenizer_;
+  std::uint64_t vocabulary_;
+  std::uint32_t token_bytes_;
+  std::vector<std::uint64_t> offsets_{0};
+  std::vector<std::uint16_t> narrow_;
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> hash_{XXH3_createState(), XXH3_freeState};
+};
+
+// One mapped file of tokens, checked when opened.
+class Shard {
+ public:
+  // ConfigError naming the file unless all of it is sound. `end_of_text` as in TokenStore::open.
+  Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text);
+  std::int64_t num_documents() const { return static_cast<std::int64_t>(offsets_.size()) - 1; }
+  std::int64_t num_tokens() const { return static_cast<std::int64_t>(offsets_.back()); }
+  std::uint64_t offset(std::int64_t document) const { return offsets_[static_cast<std::size_t>(document)]; }
+  std::uint32_t max_token() const { return max_token_; }
+  const std::string& tokenizer() const { return tokenizer_; }  // "" for a foreign shard
+  const std::filesystem::path& path() const { return file_.path(); }
+  void read(std::uint64_t begin, std::span<std::int64_t> out) const;
+
+ private:
+  void open_own();
+  void open_llm_c(std::uint32_t magic, std::optional<std::uint32_t> end_of_text);
+  void open_nano_gpt(std::optional<std::uint32_t> end_of_text);
+  void set_tokens(std::uint64_t begin, std::uint64_t count, std::uint32_t token_bytes);
+  // One document from each `end_of_text` on (at_start), or up to and with each.
+  void cut(std::optional<std::uint32_t> end_of_text, bool at_start);
+  std::uint32_t token(std::uint64_t index) const { return narrow_ ? narrow_[index] : wide_[index]; }
+  [[noreturn]] void fail(const std::string& found, const std::string& expected) const;
+
+  MappedFile file_;
+  const std::uint16_t* narrow_ = nullptr;  // one of the two
+  const std::uint32_t* wide_ = nullptr;
+  std::uint64_t count_ = 0;
+  std::vector<std::uint64_t> cuts_;         // a foreign shard's offsets
+  std::span<const std::uint64_t> offsets_;  // [documents + 1], in the file or in cuts_
+  std::uint32_t max_token_ = 0;
+  std::string tokenizer_;
+};
+
+}  // namespace isograd

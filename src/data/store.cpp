@@ -1,0 +1,79 @@
+// TokenStore over mapped shards.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "data/shard.hpp"
+#include "isograd/error.hpp"
+#include "isograd/text_data.hpp"
+
+namespace isograd {
+namespace {
+
+class ShardStore final : public TokenStore {
+ public:
+  ShardStore(const std::vector<std::filesystem::path>& files, std::optional<std::uint32_t> end_of_text) {
+    for (const auto& file : files) {
+      const Shard& shard = *shards_.emplace_back(std::make_unique<Shard>(file, end_of_text));
+      if (shard.tokenizer() != shards_.front()->tokenizer())
+        throw ConfigError(
+            {.where = "token shard " + file.string(),
+             .found = describe_tokenizer(shard),
+             .expected = describe_tokenizer(*shards_.front()) + ", as in " + shards_.front()->path().string(),
+             .action = "Open shards of one tokenizer together"});
+      first_.push_back(first_.back() + shard.num_documents());
+      tokens_ += shard.num_tokens();
+      max_token_ = std::max(max_token_, shard.max_token());
+    }
+  }
+
+  std::int64_t num_documents() const override { return first_.back(); }
+  std::int64_t num_tokens() const override { return tokens_; }
+  std::uint32_t max_token() const override { return max_token_; }
+  std::string tokenizer_name() const override { return shards_.front()->tokenizer(); }
+
+  std::int64_t document_length(std::int64_t document) const override {
+    const auto [shard, local] = find(document);
+    return static_cast<std::int64_t>(shard->offset(local + 1) - shard->offset(local));
+  }
+
+  void read(std::int64_t document, std::int64_t begin, std::span<std::int64_t> out) const override {
+    const auto [shard, local] = find(document);
+    const std::uint64_t at = shard->offset(local), length = shard->offset(local + 1) - at;
+    const auto skip = static_cast<std::uint64_t>(begin);
+    ISOGRAD_INVARIANT(begin >= 0 && skip <= length && out.size() <= length - skip,
+                      fmt::format("tokens [{}, {} + {}) of {}", begin, begin, out.size(), length));
+    shard->read(at + skip, out);
+  }
+
+ private:
+  static std::string describe_tokenizer(const Shard& shard) {
+    return shard.tokenizer().empty() ? "a foreign shard" : "tokens of " + shard.tokenizer();
+  }
+
+  std::pair<const Shard*, std::int64_t> find(std::int64_t document) const {
+    ISOGRAD_INVARIANT(document >= 0 && document < num_documents(), std::to_string(document));
+    const auto after = std::upper_bound(first_.begin(), first_.end(), document);
+    const auto shard = after - first_.begin() - 1;
+    return {shards_[static_cast<std::size_t>(shard)].get(), document - *(after - 1)};
+  }
+
+  std::vector<std::unique_ptr<Shard>> shards_;
+  std::vector<std::int64_t> first_{0};  // [shards + 1], first document of each shard
+  std::int64_t tokens_ = 0;
+  std::uint32_t max_token_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<TokenStore> TokenStore::open(const std::vector<std::filesystem::path>& files,
+                                             std::optional<std::uint32_t> end_of_text) {
+  if (files.empty())
+    throw ConfigError({.where = "data.shards",
+                       .found = "no files",
+                       .expected = "at least one token shard",
+                       .action = "Name shards, or text to pack"});
+  return std::make_shared<ShardStore>(files, end_of_text);
+}
+
+}  // namespace isograd
