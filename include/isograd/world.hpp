@@ -42,7 +42,8 @@ struct LaunchOptions {
 // that join() reads, a store on loopback owned by this process, and OMP_NUM_THREADS=1 unless set. Passes
 // SIGINT/SIGTERM on. When a rank fails the others get `grace` to end, then SIGTERM, then SIGKILL.
 // Returns 0, or the status that says most: 3 if any rank was killed by a signal (named on stderr) or lost a
-// peer, else the first non-zero status.
+// peer, else the first non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The
+// ranks read nothing from the terminal, and are killed should this process be.
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 
 }  // namespace isograd

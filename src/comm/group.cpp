@@ -120,6 +120,12 @@ Group Group::solo() {
 
 Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::chrono::milliseconds timeout)
     : impl_(std::make_shared<Impl>()) {
+  if (!backend) {
+    throw ConfigError({.where = fmt::format("group '{}'", name),
+                       .found = "no backend",
+                       .expected = "a c10d backend",
+                       .action = "Give one, or use Group::solo()"});
+  }
   impl_->rank = backend->getRank();
   impl_->size = backend->getSize();
   impl_->backend = std::move(backend);

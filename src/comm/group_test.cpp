@@ -6,9 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <cstring>
-#include <limits>
+#include <atomic>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/shm/backend.hpp"
@@ -87,6 +86,205 @@ TEST(AllReduce, CombinesSharedBuffersInPlace) {
       }
     });
   }
+}
+
+TEST(AllReduce, ViewsOfSharedBuffersAndMixturesWork) {
+  for (int size : {2, 3, 5}) {
+    run_ranks(size, [&](World& world) {
+      at::Tensor buffer = world.group.empty_shared(5000, at::kFloat);
+      buffer.fill_(-1);
+      // Another place in the buffer on each rank; then one rank without shared memory.
+      at::Tensor view = buffer.narrow(0, 7 * world.rank, 4001);
+      view.copy_(encode(world.rank, 1, 4001, at::kFloat));
+      world.group.all_reduce(view);
+      ASSERT_TRUE(at::equal(view, combined(size, 1, 4001, at::kFloat, ReduceOp::kSum)));
+      ASSERT_EQ(buffer.eq(-1).sum().item<int>(), 5000 - 4001) << "nothing outside the view is touched";
+      at::Tensor mixed = world.rank == 1 ? at::empty({4001}) : view;
+      mixed.copy_(encode(world.rank, 2, 4001, at::kFloat));
+      world.group.all_reduce(mixed);
+      ASSERT_TRUE(at::equal(mixed, combined(size, 2, 4001, at::kFloat, ReduceOp::kSum)));
+    });
+  }
+}
+
+TEST(AllReduce, ManyAtOnceWithWorkBetweenAndWaitsInAnyOrder) {
+  for (int size : {2, 4}) {
+    run_ranks(size, [&](World& world) {
+      constexpr int kBuffers = 150;  // more than may be under way: the rest queue
+      std::vector<at::Tensor> tensors;
+      std::vector<Pending> pending;
+      for (int i = 0; i < kBuffers; ++i) {
+        const std::int64_t numel = 1 + 97 * (i % 13);
+        tensors.push_back(i % 3 == 0 ? at::empty({numel}) : world.group.empty_shared(numel, at::kFloat));
+        tensors.back().copy_(encode(world.rank, i, numel, at::kFloat));
+      }
+      for (int i = 0; i < kBuffers; ++i) {
+        pending.push_back(world.group.all_reduce_async(tensors[i]));
+        if (i % 5 == world.rank) std::this_thread::sleep_for(std::chrono::microseconds(200));
+        pending[i / 2].progress();
+      }
+      // Forwards on one rank, backwards on another: waiting for one must move all.
+      for (int i = 0; i < kBuffers; ++i) pending[world.rank % 2 ? i : kBuffers - 1 - i].wait();
+      for (int i = 0; i < kBuffers; ++i) {
+        ASSERT_TRUE(pending[i].progress());
+        ASSERT_TRUE(at::equal(tensors[i], combined(size, i, tensors[i].numel(), at::kFloat, ReduceOp::kSum)))
+            << i;
+      }
+    });
+  }
+}
+
+TEST(AllReduce, ProgressAloneCompletesWithoutWaiting) {
+  run_ranks(2, [&](World& world) {
+    at::Tensor shared = world.group.empty_shared(100, at::kFloat), plain = at::ones({300'000});
+    shared.fill_(world.rank + 1);
+    Pending first = world.group.all_reduce_async(shared), second = world.group.all_reduce_async(plain);
+    while (!second.progress() || !first.progress()) std::this_thread::yield();
+    ASSERT_EQ(shared[99].item<float>(), 3);
+    ASSERT_EQ(plain[299'999].item<float>(), 2);
+  });
+}
+
+// Two operations on the same memory run one after the other although both are under way.
+TEST(AllReduce, SameBufferTwiceInARow) {
+  run_ranks(3, [&](World& world) {
+    at::Tensor buffer = world.group.empty_shared(4096, at::kLong);
+    buffer.fill_(1);
+    Pending first = world.group.all_reduce_async(buffer);
+    Pending second = world.group.all_reduce_async(buffer.narrow(0, 100, 50));
+    second.wait();
+    first.wait();
+    ASSERT_EQ(buffer[0].item<int>(), 3);
+    ASSERT_EQ(buffer[120].item<int>(), 9);
+  });
+}
+
+TEST(AllReduce, BFloat16AccumulatesInFloat32) {
+  run_ranks(5, [&](World& world) {
+    for (bool shared : {false, true}) {
+      at::Tensor tensor =
+          shared ? world.group.empty_shared(100, at::kBFloat16) : at::empty({100}, at::kBFloat16);
+      tensor.fill_(world.rank == 0 ? 256 : 1);  // in bf16 steps 256 + 1 = 256
+      world.group.all_reduce(tensor);
+      ASSERT_EQ(tensor[50].item<float>(), 260);
+    }
+  });
+}
+
+TEST(Broadcast, EveryRootEveryType) {
+  for (int size : kSizes) {
+    run_ranks(size, [&](World& world) {
+      int slot = 0;
+      for (int root = 0; root < size; ++root) {
+        for (auto dtype : {at::kFloat, at::kBool, at::kComplexDouble, at::kShort}) {
+          for (std::int64_t numel : {0, 1, 1000, 400'000}) {
+            if (numel > 1000 && (root > 1 || dtype != at::kFloat)) continue;
+            ++slot;
+            at::Tensor tensor = encode(world.rank, slot, numel, dtype);
+            const at::Tensor expected = encode(root, slot, numel, dtype);
+            world.group.broadcast(tensor, root);
+            ASSERT_TRUE(at::equal(tensor, expected)) << "root " << root << ", " << dtype << " x " << numel;
+            tensor.zero_();  // at once: the root must not read this any more, nor others root's
+          }
+        }
+        at::Tensor shared = world.group.empty_shared(333, at::kFloat);
+        shared.fill_(world.rank);
+        world.group.broadcast(shared, root);
+        ASSERT_TRUE(shared.eq(root).all().item<bool>());
+      }
+    });
+  }
+}
+
+TEST(AllGather, StacksInRankOrder) {
+  for (int size : kSizes) {
+    run_ranks(size, [&](World& world) {
+      for (auto numel : {0, 1, 7, 1000, 200'001}) {
+        for (bool shared : {false, true}) {
+          at::Tensor input =
+              shared ? world.group.empty_shared(numel, at::kLong) : at::empty({numel}, at::kLong);
+          input.copy_(encode(world.rank, 3, numel, at::kLong));
+          const at::Tensor output = world.group.all_gather(input);
+          input.zero_();
+          ASSERT_EQ(output.sizes(), (std::vector<std::int64_t>{size, numel}));
+          for (int r = 0; r < size; ++r) ASSERT_TRUE(at::equal(output[r], encode(r, 3, numel, at::kLong)));
+        }
+      }
+      ASSERT_EQ(world.group.all_gather(at::full({}, world.rank)).sizes(), (std::vector<std::int64_t>{size}));
+      ASSERT_EQ(world.group.all_gather(at::zeros({2, 0, 3})).sizes(),
+                (std::vector<std::int64_t>{size, 2, 0, 3}));
+    });
+  }
+}
+
+TEST(Barrier, NobodyPassesBeforeAllHaveCome) {
+  for (int size : {2, 5}) {
+    std::atomic<int> arrived{0};
+    run_ranks(size, [&](World& world) {
+      for (int round = 1; round <= 200; ++round) {
+        ++arrived;
+        world.group.barrier();
+        ASSERT_GE(arrived.load(), round * size);
+        world.group.barrier();
+      }
+    });
+  }
+}
+
+TEST(Group, OfOneRankIsTheIdentity) {
+  Group group = Group::solo();
+  EXPECT_EQ(group.rank(), 0);
+  EXPECT_EQ(group.size(), 1);
+  at::Tensor tensor = at::arange(5);
+  group.all_reduce(tensor);
+  Pending pending = group.all_reduce_async(tensor, ReduceOp::kMax);
+  EXPECT_TRUE(pending.progress());
+  pending.wait();
+  group.broadcast(tensor, 0);
+  group.barrier();
+  group.poison("nobody listens");
+  EXPECT_TRUE(at::equal(tensor, at::arange(5)));
+  EXPECT_EQ(group.all_gather(tensor).sizes(), (std::vector<std::int64_t>{1, 5}));
+  EXPECT_EQ(group.empty_shared(4, at::kFloat).sum().item<float>(), 0);
+}
+
+TEST(Group, TwoGroupsAtOnceDoNotMeet) {
+  run_ranks(2, [](World& world) {
+    static auto store = c10::make_intrusive<c10d::HashStore>();
+    const auto timeout = std::chrono::seconds(60);
+    Group other(c10::make_intrusive<ShmBackend>(store, 1 - world.rank, 2, "other", timeout), "other",
+                timeout);
+    at::Tensor a = world.group.empty_shared(1000, at::kFloat), b = other.empty_shared(1000, at::kFloat);
+    for (int round = 0; round < 50; ++round) {
+      a.fill_(1 + world.rank);
+      b.fill_(10 + world.rank);
+      // Started in another order on each rank.
+      Pending first, second;
+      if (world.rank == 0) first = world.group.all_reduce_async(a);
+      second = other.all_reduce_async(b);
+      if (world.rank == 1) first = world.group.all_reduce_async(a);
+      // And waited for in another order: a rank that waits in one group must move the other too.
+      if (world.rank == 0) first.wait();
+      second.wait();
+      first.wait();
+      ASSERT_EQ(a[500].item<float>(), 3);
+      ASSERT_EQ(b[500].item<float>(), 21);
+    }
+  });
+}
+
+TEST(Group, BadArgumentsAreConfigErrors) {
+  run_ranks(2, [](World& world) {
+    Group& group = world.group;
+    EXPECT_THROW(group.all_reduce(at::ones({4, 4}).t().narrow(0, 0, 2)), ConfigError);
+    EXPECT_THROW(group.all_reduce(at::Tensor()), ConfigError);
+    EXPECT_THROW(group.all_reduce(at::ones({4}, at::kComplexFloat)), ConfigError);
+    EXPECT_THROW(group.all_reduce(at::ones({4}, at::kBool)), ConfigError);
+    EXPECT_THROW(group.broadcast(at::ones({4}), 2), ConfigError);
+    EXPECT_THROW(group.broadcast(at::ones({4}), -1), ConfigError);
+    EXPECT_THROW(Group({}, "empty", std::chrono::seconds(1)), ConfigError);
+    group.barrier();  // none of these reached the others
+  });
 }
 
 }  // namespace

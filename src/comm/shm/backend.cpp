@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <limits>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
@@ -109,7 +110,7 @@ std::uint64_t ShmWork::getSequencenumber() const {
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                        std::chrono::milliseconds timeout, shm::EngineOptions options)
     : c10d::Backend(rank, size),
-      store_(std::move(store)),
+      store_(c10::make_intrusive<c10d::PrefixStore>("shm/" + name, std::move(store))),
       name_(std::move(name)),
       timeout_(timeout),
       engine_(std::make_shared<shm::Engine>(*store_, rank, size, name_, timeout, options)) {}

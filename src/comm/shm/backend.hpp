@@ -40,7 +40,8 @@ class ShmWork final : public c10d::Work {
 // is a ConfigError that names what is supported.
 class ShmBackend final : public c10d::Backend {
  public:
-  // Collective. `timeout` is that of joining and the default of every wait.
+  // Collective. Groups that share a store have different names. `timeout` is that of joining and the default
+  // of every wait.
   ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
              std::chrono::milliseconds timeout, shm::EngineOptions options = {});
 

@@ -20,7 +20,22 @@ using Clock = std::chrono::steady_clock;
 // How to wait (2 ranks on 2 cores meet in spinning; more ranks than cores need the yields; after that sleep).
 constexpr int kSpins = 10;
 constexpr auto kYielding = std::chrono::microseconds(50);
-constexpr long kNapNanoseconds = 10'000'000;  // between looks at the peers' lives and at the deadline
+constexpr auto kLookEvery = std::chrono::milliseconds(100);  // at the peers' lives, when only polled
+constexpr long kShortNapNanoseconds = 200'000;  // while operations of several groups are under way
+constexpr long kNapNanoseconds = 10'000'000;    // between looks at the peers' lives and at the deadline
+
+// The groups in which operations that this thread started may be under way.
+thread_local std::vector<std::weak_ptr<Engine>> busy;
+
+// Registered as a sleeper while it lives.
+struct Listener {
+  explicit Listener(Bell& which) : bell(which), seen(bell.listen()) {}
+  ~Listener() { bell.leave(); }
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+  Bell& bell;
+  const std::uint32_t seen;
+};
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -123,7 +138,9 @@ void Engine::start(const std::shared_ptr<Operation>& operation) {
     }
     under_way_.push_back(operation);
   }
-  progress(*operation);
+  if (progress(*operation)) return;
+  const auto same = [this](const std::weak_ptr<Engine>& entry) { return entry.lock().get() == this; };
+  if (std::none_of(busy.begin(), busy.end(), same)) busy.push_back(weak_from_this());
 }
 
 bool Engine::slot_is_free(std::uint64_t sequence) {
@@ -167,8 +184,39 @@ Engine::Moved Engine::step(Operation& operation) {
   return moved ? Moved::kSomething : Moved::kNothing;
 }
 
+bool Engine::operation_is_complete(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  return operation.complete_;
+}
+
 bool Engine::progress(Operation& operation) {
-  return step(operation) == Moved::kComplete;
+  const Moved moved = step(operation);
+  if (moved != Moved::kNothing) return moved == Moved::kComplete;
+  // A caller may poll for ever: look after the peers here too.
+  const std::int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  if (now - last_look_.load(std::memory_order_relaxed) > kLookEvery / std::chrono::nanoseconds(1)) {
+    last_look_.store(now, std::memory_order_relaxed);
+    throw_if_lost(operation);
+  }
+  return operation_is_complete(operation);
+}
+
+// A peer may wait in another group for what this rank has under way there.
+bool Engine::step_others() {
+  bool moved = false;
+  std::erase_if(busy, [&](const std::weak_ptr<Engine>& entry) {
+    const std::shared_ptr<Engine> other = entry.lock();
+    if (!other) return true;
+    if (other.get() == this) return false;
+    const std::unique_lock lock(other->mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    try {
+      moved |= other->advance_all();
+    } catch (const Error&) {  // that group is poisoned now: whoever waits in it hears of it
+    }
+    return other->under_way_.empty();
+  });
+  return moved;
 }
 
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
@@ -179,7 +227,7 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   for (;;) {
     Moved moved = step(operation);
     if (moved == Moved::kComplete) return;
-    if (moved == Moved::kSomething) {
+    if (step_others() || moved == Moved::kSomething) {
       spins = 0;
       last_moved = Clock::now();
       continue;
@@ -192,18 +240,17 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
       ::sched_yield();
       continue;
     }
-    const std::uint32_t seen = control_->bell.listen();
-    try {
+    {
+      const Listener listener(control_->bell);
       moved = step(operation);
-    } catch (...) {
-      control_->bell.leave();
-      throw;
+      // Other groups have bells of their own.
+      if (moved == Moved::kNothing) {
+        control_->bell.sleep(listener.seen, busy.size() > 1 ? kShortNapNanoseconds : kNapNanoseconds);
+      }
     }
-    if (moved == Moved::kNothing) control_->bell.sleep(seen, kNapNanoseconds);
-    control_->bell.leave();
     if (moved == Moved::kComplete) return;
     throw_if_lost(operation);
-    if (operation.complete()) return;
+    if (operation_is_complete(operation)) return;
     if (Clock::now() - begin >= timeout) {
       std::string names;
       for (int r : awaited(operation)) {

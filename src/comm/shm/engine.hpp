@@ -54,9 +54,9 @@ class Allocation {
   std::vector<std::shared_ptr<Segment>> segments_;
 };
 
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // Collective. See meet() for errors.
+  // Collective. `store` is this group's alone. See meet() for errors.
   Engine(c10d::Store& store, int rank, int size, std::string name, std::chrono::milliseconds timeout,
          EngineOptions options = {});
   ~Engine();
@@ -73,7 +73,8 @@ class Engine {
   // Does what can be done now, for all operations under way. True once `operation` is complete. Throws
   // PeerError when the group has failed.
   bool progress(Operation& operation);
-  // Until `operation` is complete. Throws PeerError naming who keeps it, and poisons the group.
+  // Until `operation` is complete; moves the other groups of this thread meanwhile. Throws PeerError naming
+  // who keeps it, and poisons the group.
   void wait(Operation& operation, std::chrono::milliseconds timeout);
 
   // Collective: zero-filled memory of each rank, mapped by all. ConfigError on all ranks when it does not
@@ -98,6 +99,8 @@ class Engine {
  private:
   enum class Moved { kNothing, kSomething, kComplete };
   Moved step(Operation& operation);
+  bool step_others();
+  bool operation_is_complete(const Operation& operation);
   bool advance_all();                                             // needs mutex_
   bool slot_is_free(std::uint64_t sequence);                      // needs mutex_
   Location locate(const void* begin, std::uint64_t bytes) const;  // needs mutex_
@@ -120,7 +123,8 @@ class Engine {
   Control* control_ = nullptr;
   std::vector<std::shared_ptr<Segment>> staging_;
 
-  std::mutex mutex_;  // autograd may call from several threads of one rank
+  std::atomic<std::int64_t> last_look_{0};  // at the peers' lives, by progress()
+  std::mutex mutex_;                        // autograd may call from several threads of one rank
   std::uint64_t next_sequence_ = 0;
   std::vector<std::shared_ptr<Operation>> under_way_;  // by sequence
   std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot everyone has left

@@ -1,0 +1,234 @@
+// What goes wrong between thread ranks, and what each of them is told.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "comm/shm/backend.hpp"
+#include "comm/shm/members.hpp"
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::AllOf;
+using testing::AnyOf;
+using testing::HasSubstr;
+
+// The message of the PeerError that `action` must throw.
+template <typename Action>
+std::string peer_error(Action&& action) {
+  try {
+    action();
+  } catch (const PeerError& error) {
+    return error.what();
+  }
+  return "no PeerError";
+}
+
+TEST(RunRanks, RethrowsTheFirstErrorWithItsRankAndFamily) {
+  const auto throw_on = [](int rank, auto error) {
+    return [=](World& world) {
+      if (world.rank == rank) throw error;
+      world.group.barrier();
+    };
+  };
+  const ErrorText text{.where = "here", .found = "a hole", .expected = "none", .action = "Mend it"};
+  for (int size : {1, 2, 4}) {
+    const int rank = size - 1;
+    const std::string named = "rank " + std::to_string(rank) + ": here";
+    try {
+      run_ranks(size, throw_on(rank, ConfigError(text)));
+      FAIL();
+    } catch (const ConfigError& error) {
+      EXPECT_EQ(error.text().where, named);
+      EXPECT_EQ(error.text().found, "a hole");
+    }
+    EXPECT_THROW(run_ranks(size, throw_on(rank, PeerError(text))), PeerError);
+    EXPECT_THROW(run_ranks(size, throw_on(rank, BrokenInvariant(text))), BrokenInvariant);
+    try {
+      run_ranks(size, throw_on(rank, std::runtime_error("unforeseen")));
+      FAIL();
+    } catch (const std::runtime_error& error) {
+      EXPECT_EQ(error.what(), "rank " + std::to_string(rank) + ": unforeseen");
+    }
+    EXPECT_THROW(run_ranks(size, throw_on(rank, 42)), std::runtime_error);
+  }
+  EXPECT_THROW(run_ranks(0, [](World&) {}), ConfigError);
+}
+
+TEST(Failure, ThrowingRankEndsTheOthersAtOnceWithItsReason) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::string messages[3];
+  EXPECT_THROW(run_ranks(3,
+                         [&](World& world) {
+                           at::Tensor shared = world.group.empty_shared(10, at::kFloat);
+                           if (world.rank == 1) throw std::runtime_error("disk on fire");
+                           Pending pending = world.group.all_reduce_async(shared);
+                           messages[world.rank] = peer_error([&] { pending.wait(); });
+                           // and every later operation says so again
+                           EXPECT_THAT(peer_error([&] { world.group.barrier(); }), HasSubstr("disk on fire"));
+                           EXPECT_THAT(peer_error([&] { pending.progress(); }), HasSubstr("disk on fire"));
+                         }),
+               std::runtime_error);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s) << "the timeout is 5 minutes";
+  for (int r : {0, 2}) {
+    EXPECT_THAT(messages[r],
+                AllOf(HasSubstr("all_reduce #"), HasSubstr("of group 'world' on rank " + std::to_string(r)),
+                      HasSubstr("rank 1 failed: disk on fire")));
+  }
+}
+
+TEST(Failure, LateRankIsNamedAtTheTimeout) {
+  std::string messages[3];
+  double waited[3] = {};
+  run_ranks(3,
+            [&](World& world) {
+              at::Tensor tensor = at::ones({100});
+              world.group.all_reduce(tensor);
+              const auto begin = std::chrono::steady_clock::now();
+              if (world.rank == 2) std::this_thread::sleep_for(600ms);
+              messages[world.rank] = peer_error([&] { world.group.all_reduce(tensor); });
+              waited[world.rank] =
+                  std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+            },
+            {.timeout = 200ms});
+  for (int r : {0, 1}) {
+    EXPECT_THAT(messages[r], AllOf(HasSubstr("all_reduce #1"), HasSubstr("rank 2 (a thread of this process)"),
+                                   HasSubstr("did not arrive within 200 ms")));
+    EXPECT_THAT(messages[r], testing::Not(HasSubstr(r == 0 ? "rank 1 (" : "rank 0 (")));
+    EXPECT_GT(waited[r], 0.19);
+    EXPECT_LT(waited[r], 0.55) << "named long before the late rank came";
+  }
+  EXPECT_THAT(messages[2], AnyOf(HasSubstr("rank 0 failed"), HasSubstr("rank 1 failed")));
+}
+
+TEST(Failure, RankThatLeavesIsNamed) {
+  std::string message;
+  run_ranks(2, [&](World& world) {
+    if (world.rank == 1) return;
+    message = peer_error([&] { world.group.barrier(); });
+  });
+  EXPECT_THAT(message, AllOf(HasSubstr("barrier #0"), HasSubstr("rank 1"), HasSubstr("left the group")));
+}
+
+TEST(Failure, RankThatLeavesAfterItsPartHarmsNobody) {
+  for (int round = 0; round < 20; ++round) {
+    run_ranks(3, [&](World& world) {
+      at::Tensor tensor = at::full({1000}, world.rank);
+      world.group.broadcast(tensor, 1);
+      world.group.all_reduce(tensor);
+      if (world.rank == 2) std::this_thread::sleep_for(1ms * (round % 4));
+      ASSERT_EQ(tensor[999].item<float>(), 3);
+    });
+  }
+}
+
+// Rank 0 calls one thing, the others another: everyone is told both, nobody waits for the timeout.
+void expect_disagreement(const std::function<void(World&)>& zero, const std::function<void(World&)>& others,
+                         const std::string& said_by_zero, const std::string& said_by_others) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::string messages[3];
+  run_ranks(3, [&](World& world) {
+    messages[world.rank] = peer_error([&] { (world.rank == 0 ? zero : others)(world); });
+  });
+  for (const std::string& message : messages) {
+    EXPECT_THAT(message, AllOf(HasSubstr("disagreed"), HasSubstr("called " + said_by_zero),
+                               HasSubstr("called " + said_by_others)));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
+}
+
+TEST(Failure, DisagreementIsToldOnAllRanks) {
+  const auto reduce = [](std::int64_t n, at::ScalarType dtype, ReduceOp op) {
+    return [=](World& world) { world.group.all_reduce(at::zeros({n}, dtype), op); };
+  };
+  const auto sum7 = reduce(7, at::kFloat, ReduceOp::kSum);
+  expect_disagreement(sum7, reduce(8, at::kFloat, ReduceOp::kSum), "all_reduce(sum) of 7 Float",
+                      "all_reduce(sum) of 8 Float");
+  expect_disagreement(sum7, reduce(7, at::kDouble, ReduceOp::kSum), "all_reduce(sum) of 7 Float",
+                      "all_reduce(sum) of 7 Double");
+  expect_disagreement(sum7, reduce(7, at::kFloat, ReduceOp::kMax), "all_reduce(sum) of 7 Float",
+                      "all_reduce(max) of 7 Float");
+  expect_disagreement(
+      sum7, [](World& world) { world.group.barrier(); }, "all_reduce(sum) of 7 Float", "barrier");
+  expect_disagreement([](World& world) { world.group.broadcast(at::zeros({3}), 0); },
+                      [](World& world) { world.group.broadcast(at::zeros({3}), 1); },
+                      "broadcast from rank 0 of 3 Float", "broadcast from rank 1 of 3 Float");
+  expect_disagreement([](World& world) { world.group.empty_shared(10, at::kFloat); },
+                      [](World& world) { world.group.empty_shared(11, at::kFloat); },
+                      "empty_shared of 10 Float", "empty_shared of 11 Float");
+  expect_disagreement([](World& world) { world.group.all_gather(at::zeros({3})); },
+                      [](World& world) { world.group.all_gather(at::zeros({4})); }, "all_gather of 3 Float",
+                      "all_gather of 4 Float");
+}
+
+// Rank 0 makes one call too many in front: its barrier meets the others' all_reduce.
+TEST(Failure, MissingCallIsADisagreement) {
+  std::string messages[2];
+  run_ranks(2, [&](World& world) {
+    messages[world.rank] = peer_error([&] {
+      if (world.rank == 0) world.group.barrier();
+      world.group.all_reduce(at::zeros({5}));
+    });
+  });
+  for (const auto& message : messages) {
+    EXPECT_THAT(message, AllOf(HasSubstr("called barrier"), HasSubstr("called all_reduce(sum) of 5 Float")));
+  }
+}
+
+TEST(Failure, MemoryThatNobodyHasIsAConfigErrorAndTheGroupGoesOn) {
+  run_ranks(2, [&](World& world) {
+    for (std::int64_t numel : {std::int64_t{1} << 50, std::int64_t{1} << 62, std::int64_t{-1}}) {
+      EXPECT_THROW(world.group.empty_shared(numel, at::kByte), ConfigError) << numel;
+    }
+    try {
+      world.group.empty_shared(std::int64_t{1} << 50, at::kByte);
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(),
+                  AllOf(HasSubstr("shared memory"), HasSubstr("available"), HasSubstr("2097152.00 GiB")));
+    }
+    at::Tensor one = at::ones({1});
+    world.group.all_reduce(one);
+    EXPECT_EQ(one.item<float>(), 2);
+  });
+}
+
+TEST(Joining, RanksOfSeveralHostsAreRefusedOnAll) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::string messages[3];
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 3; ++r) {
+    ranks.emplace_back([&, r] {
+      shm::MemberInfo mine = shm::describe_self();
+      if (r == 2) mine.host = "elsewhere", mine.machine = "another boot";
+      try {
+        shm::meet(*store, r, 3, mine, "g", 5s);
+      } catch (const ConfigError& error) {
+        messages[r] = error.what();
+      }
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  for (const auto& message : messages) {
+    EXPECT_THAT(message, AllOf(HasSubstr("rank 2 on host elsewhere"), HasSubstr("all ranks on one host")));
+  }
+}
+
+TEST(Joining, RankThatCannotJoinEndsTheOthersWait) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::thread failing([&] {
+    std::this_thread::sleep_for(50ms);
+    shm::give_up(*store, 1, "no memory left");
+  });
+  const std::string message = peer_error([&] { shm::Engine(*store, 0, 2, "g", 60s); });
+  failing.join();
+  EXPECT_THAT(message, AllOf(HasSubstr("joining group 'g'"), HasSubstr("rank 1 failed: no memory left")));
+}
+
+}  // namespace
+}  // namespace isograd

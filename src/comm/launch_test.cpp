@@ -1,0 +1,297 @@
+// Ranks as processes: starting, losing, signalling and ending them. Uses rank_program.cpp.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "comm/environment.hpp"
+#include "comm/listen.hpp"
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+extern char** environ;
+
+namespace isograd {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+namespace fs = std::filesystem;
+
+const std::string kProgram = ISOGRAD_RANK_PROGRAM;
+
+std::string read(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+std::set<std::string> names_in(const fs::path& folder) {
+  std::set<std::string> names;
+  if (!fs::exists(folder)) return names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.insert(entry.path().filename());
+  return names;
+}
+
+// A folder for what the ranks leave, and a look at what they must not leave.
+class Launch : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "isograd-launch-XXXXXX").string();
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+    shared_before_ = names_in("/dev/shm");
+  }
+  void TearDown() override {
+    fs::remove_all(folder_);
+    for (const std::string& name : names_in("/dev/shm")) {
+      EXPECT_TRUE(shared_before_.count(name) || name.find("isograd") == std::string::npos)
+          << "left: " << name;
+    }
+  }
+  int launch(int ranks, std::vector<std::string> command, int grace_ms = 3000) {
+    command.insert(command.begin(), kProgram);
+    return launch_ranks(command, {.ranks = ranks, .grace = std::chrono::milliseconds(grace_ms)});
+  }
+  std::string left(const std::string& name) const { return read(folder_ / name); }
+  bool wait_for(const std::string& name) const {
+    for (int i = 0; i < 1000 && !fs::exists(folder_ / name); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return fs::exists(folder_ / name);
+  }
+
+  fs::path folder_;
+  std::set<std::string> shared_before_;
+};
+
+TEST_F(Launch, ProcessRanksCommunicate) {
+  for (int ranks : {1, 2, 5}) {
+    ASSERT_EQ(launch(ranks, {"operations", folder_}), 0);
+    for (int r = 0; r < ranks; ++r) {
+      EXPECT_THAT(left(std::to_string(r) + ".done"), HasSubstr("right threads=1 host="))
+          << r << " of " << ranks;
+    }
+  }
+}
+
+TEST_F(Launch, RankZeroHostsTheStoreWhereNobodyDoes) {
+  const Listener free = listen_on("127.0.0.1", 0);
+  ::close(free.descriptor);
+  const std::string port = "MASTER_PORT=" + std::to_string(free.port);
+  ASSERT_EQ(
+      launch_ranks({"env", "-u", kLaunchedVariable, port, kProgram, "operations", folder_}, {.ranks = 2}), 0);
+  EXPECT_THAT(left("0.done") + left("1.done"), AllOf(HasSubstr("right"), testing::Not(HasSubstr("wrong"))));
+}
+
+struct Loss {
+  int ranks, victim, delay_ms;
+  const char* where;
+};
+
+// A rank that is killed is named by every survivor within a second, whatever it was doing.
+TEST_F(Launch, KilledRankIsNamedWithinASecond) {
+  for (const Loss& loss : {Loss{2, 0, 100, "absent"}, Loss{3, 2, 50, "absent"}, Loss{2, 1, 30, "staged"},
+                           Loss{3, 1, 55, "staged"}, Loss{2, 1, 35, "shared"}, Loss{4, 0, 60, "shared"}}) {
+    const std::string victim = std::to_string(loss.victim);
+    EXPECT_EQ(launch(loss.ranks, {"lose", folder_, victim, std::to_string(SIGKILL),
+                                  std::to_string(loss.delay_ms), loss.where, "60000"}),
+              3);
+    for (int r = 0; r < loss.ranks; ++r) {
+      if (r == loss.victim) continue;
+      std::istringstream text(left(std::to_string(r) + ".error"));
+      double milliseconds = -1;
+      std::string message;
+      text >> milliseconds;
+      std::getline(text >> std::ws, message);
+      EXPECT_GE(milliseconds, 0) << loss.where;
+      EXPECT_LT(milliseconds, 1000) << loss.where;
+      EXPECT_THAT(message,
+                  AllOf(HasSubstr("PeerError: all_reduce #"), HasSubstr("rank " + victim + " (host "),
+                        HasSubstr("pid "), HasSubstr("has ended")))
+          << loss.where << ", rank " << r << " of " << loss.ranks;
+    }
+    for (const auto& entry : fs::directory_iterator(folder_)) fs::remove(entry);
+  }
+}
+
+TEST_F(Launch, StoppedRankIsNamedAtTheTimeout) {
+  EXPECT_EQ(launch(2, {"lose", folder_, "1", std::to_string(SIGSTOP), "20", "shared", "300"}, 100), 3);
+  EXPECT_THAT(left("0.error"),
+              AllOf(HasSubstr("rank 1 (host "), HasSubstr("stopped) did not arrive within 300 ms")));
+}
+
+TEST_F(Launch, ReasonOfAFailingRankReachesTheOthers) {
+  EXPECT_EQ(launch(3, {"throw", folder_}), 3);
+  EXPECT_THAT(left("1.error"), HasSubstr("ConfigError: rank 1's file"));
+  for (const char* name : {"0.error", "2.error"}) {
+    EXPECT_THAT(left(name), AllOf(HasSubstr("PeerError: barrier #0 of group 'world'"),
+                                  HasSubstr("rank 1 failed"), HasSubstr("rank 1's file: found a hole")));
+  }
+}
+
+TEST_F(Launch, TooLittleSharedMemoryIsAConfigErrorOnAllRanks) {
+  EXPECT_EQ(launch(2, {"memory", folder_}), 0);
+  EXPECT_THAT(left("0.error"), AllOf(HasSubstr("2\nConfigError: shared memory"), HasSubstr("rank 1"),
+                                     HasSubstr("16781312 bytes on each of 2 ranks")));
+  EXPECT_THAT(left("1.error"), AllOf(HasSubstr("2\nConfigError: shared memory"), HasSubstr("ulimit -f")));
+}
+
+TEST_F(Launch, StoreListensOnLoopbackOnly) {
+  ASSERT_EQ(launch(1, {"listeners", folder_}), 0);
+  EXPECT_EQ(left("0.listeners"), "0100007F\n");
+}
+
+TEST_F(Launch, StatusSaysWhatHappened) {
+  EXPECT_EQ(launch(3, {"exit", "0", "0", "0"}), 0);
+  EXPECT_EQ(launch(3, {"exit", "0", "7", "0"}), 7);
+  EXPECT_EQ(launch(2, {"exit", "4", "3"}), 3) << "a lost peer says more than its consequences";
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch(2, {"exit", "0", "-11"}), 3);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 11")));
+}
+
+TEST_F(Launch, CommandThatCannotRunIsAConfigError) {
+  EXPECT_THROW(launch_ranks({"no-such-program-here"}, {.ranks = 2}), ConfigError);
+  EXPECT_THROW(launch_ranks({}, {.ranks = 2}), ConfigError);
+  EXPECT_THROW(launch_ranks({kProgram}, {.ranks = 0}), ConfigError);
+}
+
+TEST_F(Launch, OutputCarriesTheRank) {
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch_ranks({kProgram, "print"}, {.ranks = 2, .prefix_output = true}), 0);
+  const std::string out = testing::internal::GetCapturedStdout(),
+                    err = testing::internal::GetCapturedStderr();
+  for (const char* rank : {"[0] ", "[1] "}) {
+    EXPECT_THAT(
+        out, AllOf(HasSubstr(std::string(rank) + "one\n"), HasSubstr(std::string(rank) + "two and a half\n"),
+                   HasSubstr(std::string(rank) + "no end\n")));
+    EXPECT_THAT(err, HasSubstr(std::string(rank) + "to stderr\n"));
+  }
+}
+
+// One rank fails; the other neither ends by itself nor on SIGTERM.
+TEST_F(Launch, FailureEndsTheOtherRanks) {
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(
+      launch_ranks({"sh", "-c", "if [ $RANK = 1 ]; then exit 5; else exec \"$0\" sleep \"$1\" stubborn; fi",
+                    kProgram, folder_.string()},
+                   {.ranks = 2, .grace = std::chrono::milliseconds(300)}),
+      5);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
+TEST_F(Launch, SignalIsPassedOnOnce) {
+  std::thread user([&] {
+    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+    ::kill(::getpid(), SIGTERM);
+  });
+  EXPECT_EQ(launch(2, {"terminations", folder_}), 0);
+  user.join();
+  EXPECT_EQ(left("0.count"), "1");
+  EXPECT_EQ(left("1.count"), "1");
+}
+
+TEST_F(Launch, RanksEndedByAPassedOnSignalGiveItsStatus) {
+  std::thread user([&] {
+    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+    ::kill(::getpid(), SIGINT);
+  });
+  EXPECT_EQ(launch(2, {"sleep", folder_}), 128 + SIGINT);
+  user.join();
+}
+
+TEST_F(Launch, RanksEndWhenTheLauncherIsKilled) {
+  const std::string folder = folder_;
+  const char* arguments[] = {kProgram.c_str(), "launch", folder.c_str(), nullptr};
+  pid_t launcher = -1;
+  ASSERT_EQ(
+      ::posix_spawn(&launcher, kProgram.c_str(), nullptr, nullptr, const_cast<char**>(arguments), environ),
+      0);
+  ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+  ::kill(launcher, SIGKILL);
+  ASSERT_EQ(::waitpid(launcher, nullptr, 0), launcher);
+  for (const char* name : {"0.pid", "1.pid"}) {
+    const pid_t rank = std::stoi(left(name));
+    bool gone = false;
+    for (int i = 0; i < 300 && !gone; ++i) {  // a zombie waits for init to look at it
+      const std::string status = read("/proc/" + std::to_string(rank) + "/stat");
+      gone = status.empty() || status.find(") Z ") != std::string::npos;
+      if (!gone) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    EXPECT_TRUE(gone) << name;
+  }
+}
+
+// ---- join()'s variables
+// --------------------------------------------------------------------------------------
+
+class Environment : public testing::Test {
+ protected:
+  static constexpr const char* kNames[] = {"RANK",        "WORLD_SIZE",  "LOCAL_RANK",     "LOCAL_WORLD_SIZE",
+                                           "MASTER_ADDR", "MASTER_PORT", kLaunchedVariable};
+  void SetUp() override { clear(); }
+  void TearDown() override { clear(); }
+  static void clear() {
+    for (const char* name : kNames) ::unsetenv(name);
+  }
+  static void set(const std::vector<std::pair<const char*, const char*>>& variables) {
+    clear();
+    for (const auto& [name, value] : variables) ::setenv(name, value, 1);
+  }
+};
+
+TEST_F(Environment, WithoutVariablesAWorldOfOne) {
+  const World world = join();
+  EXPECT_EQ(world.rank, 0);
+  EXPECT_EQ(world.size, 1);
+  EXPECT_FALSE(world.host.empty());
+}
+
+TEST_F(Environment, ContradictionsAreConfigErrors) {
+  const std::vector<std::vector<std::pair<const char*, const char*>>> cases = {
+      {{"RANK", "0"}},
+      {{"WORLD_SIZE", "2"}},
+      {{"RANK", "2"}, {"WORLD_SIZE", "2"}},
+      {{"RANK", "-1"}, {"WORLD_SIZE", "2"}},
+      {{"RANK", "x"}, {"WORLD_SIZE", "2"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "2"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "70000"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}}};
+  for (const auto& variables : cases) {
+    set(variables);
+    EXPECT_THROW(join(), ConfigError) << variables.back().first << "=" << variables.back().second;
+  }
+  clear();
+  EXPECT_THROW(join({.backend = "carrier-pigeon"}), ConfigError);
+  EXPECT_THROW(join({.timeout = std::chrono::milliseconds(0)}), ConfigError);
+}
+
+TEST_F(Environment, MissingRanksAreAPeerErrorWithinTheTimeout) {
+  const Listener free = listen_on("127.0.0.1", 0);
+  ::close(free.descriptor);
+  const std::string port = std::to_string(free.port);
+  set({{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.c_str()}});
+  try {
+    join({.timeout = std::chrono::milliseconds(300)});
+    FAIL() << "must throw";
+  } catch (const PeerError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("nothing from rank 1, 2 within 300 ms"));
+  }
+}
+
+}  // namespace
+}  // namespace isograd
