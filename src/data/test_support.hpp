@@ -30,7 +30,10 @@ class Folder {
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   std::filesystem::path write(const std::string& name, std::string_view text) const {
     std::filesystem::create_directories((path_ / name).parent_path());
-    std::ofstream(path_ / name, std::ios::binary) << text;  // not write_file: an fsync a file takes its time
+    // A new file and no fsync: the tests write thousands, and rewriting one in place makes some file systems
+    // flush.
+    std::filesystem::remove(path_ / name);
+    std::ofstream(path_ / name, std::ios::binary) << text;
     return path_ / name;
   }
 
