@@ -23,8 +23,8 @@ void adamw(const AdamW& s, const T* gradients, T* parameters, T* first, T* secon
     T gradient = T(s.gradient_scale) * gradients[i];
     first[i] = first[i] + T(1 - s.beta1) * (gradient - first[i]);
     second[i] = T(s.beta2) * second[i] + T(1 - s.beta2) * gradient * gradient;
-    T denominator = std::sqrt(second[i]) * T(s.inverse_root_correction) + T(s.epsilon);
-    parameters[i] = T(s.keep) * parameters[i] - T(s.step_size) * first[i] / denominator;
+    T root = std::sqrt(second[i]) * T(s.inverse_root_correction) + T(s.epsilon);
+    parameters[i] = T(s.keep) * parameters[i] - T(s.step_size) * first[i] / root;
     if (rounded) rounded[i] = to_bfloat16(static_cast<float>(parameters[i]));
   }
 }

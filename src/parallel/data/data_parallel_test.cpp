@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <barrier>
+
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
@@ -148,6 +150,7 @@ TEST(Bucketed, NoticesBrokenViews) {
   const auto broken_by = [](const std::function<void(DataParallel&, at::Tensor&, at::Tensor&)>& act,
                             int size) {
     std::vector<std::string> errors(size);
+    std::barrier all_refused(size);  // a rank that left would be what the others complain about
     run_ranks(size, [&](World& world) {
       at::Tensor used = leaf(at::ones({3})), unused = leaf(at::ones({2}));
       auto layout = bucketed(named({used, unused}), world.group, {});
@@ -157,6 +160,7 @@ TEST(Bucketed, NoticesBrokenViews) {
         act(*layout, used, unused);
         layout->finish_reduction();
       });
+      all_refused.arrive_and_wait();
     });
     for (auto& error : errors)
       if (error != errors[0]) return "ranks disagree: " + error + " / " + errors[0];

@@ -1,0 +1,122 @@
+"""Fails when code outside src/loss divides by a number of ranks, tokens, targets, samples or micro-batches.
+
+The law: gradients and losses are summed everywhere and divided once, by the normaliser (src/loss). A second
+division is the commonest mistake of distributed trainers, and Adam hides it. Divisions that are not means of
+gradients or losses are listed in ALLOWED with their reason; an entry that matches nothing any more fails too.
+Before the tree, the check runs on planted examples: it must find the wrong ones and pass the right ones.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+THE_ONE_PLACE = "src/loss/"
+
+# (file, the code of the line, why it is no second division)
+ALLOWED = [
+    ("src/layout/plan.cpp", "whole = blocks / size, rest = blocks % size",
+     "cuts a bucket into whole blocks, one part per rank"),
+    ("src/comm/shm/collectives.cpp", "(n + size * line - 1) / (size * line)",
+     "cuts a buffer into slices of whole cache lines, one per rank"),
+    ("src/data/loader.cpp", "count * rank / size", "deals packs out to ranks"),
+    ("src/data/describe.cpp", "store.num_tokens()", "the average length of a document, for display"),
+    ("src/train/build.cpp", "count[token]", "the unigram entropy of the corpus, for display"),
+    ("src/verify/oracle.cpp", "nll.sum() / count",
+     "the outside oracle: one process that shares no code with the normaliser"),
+]
+
+# What a mean of gradients or losses is divided by: as a whole word or as the last part of a name.
+COUNTS = (r"(?:\w*_)?(?:world|world_size|size|ranks|num_ranks|nranks|W|G|targets|tokens|num_targets|num_tokens|"
+          r"samples|num_samples|micro_batches|accumulation|grad_acc|replicas|denominator|count|counts|N)_?")
+# An operand: an optional cast or parenthesis, then member accesses and calls, e.g. double(group_.size()).
+OPERAND = (r"\(*\s*(?:static_cast\s*<[^>]*>\s*\(|double\s*\(|float\s*\()?\s*\(*"
+           r"(?:\w+(?:\(\))?(?:\[[^\]]*\])?\s*(?:\.|->|::)\s*)*" + COUNTS + r"\b(?!\s*(?:\.|->|::))")
+FORBIDDEN = [
+    (re.compile(r"/=?\s*" + OPERAND), "a division by a number of ranks, tokens or samples"),
+    (re.compile(r"\b(?:at|torch)::(?:div|true_divide|mean)\s*\(|(?:\.|->)(?:div_?|true_divide_?|divide_?|mean)\s*\("),
+     "a tensor division or mean"),
+    (re.compile(r"\bReduce(?:Op|Ops)?\w*::(?:k?AVG|kAvg|kMean|PREMUL_SUM|kPremulSum)\b|\bReduction::Mean\b"),
+     "a mean as a reduction"),
+]
+
+WRONG = [
+    "gradients.div_(group.size());",
+    "bucket.gradients /= world_size;",
+    "loss = sum / static_cast<double>(census.targets);",
+    "scale = 1.0 / group_.size();",
+    "const double share = sum.item<double>() / (batch.num_targets());",
+    "coefficient = max_norm / norm / ranks;",
+    "auto loss = per_token.mean();",
+    "loss = at::mean(per_token);",
+    "loss / micro_batches.size()",
+    "backend->allreduce(tensors, {c10d::ReduceOp::AVG});",
+    "at::cross_entropy_loss(logits, targets, {}, at::Reduction::Mean)",
+    "gradient *= 1.0f / float(W);",
+]
+RIGHT = [
+    "#include \"isograd/world.hpp\"",
+    "// divide by the number of ranks",
+    "throw Error(\"tokens / targets\");",
+    "tokens_per_second = tokens / seconds;",
+    "const double step = learning_rate / (1 - std::pow(beta1, t));",
+    "return max_norm / (norm + 1e-6);",
+    "path = root / name;",
+    "elements += sizeof(taylor) / sizeof(T);",
+    "folder / size_text",
+]
+
+
+def code_lines(text):
+    """The lines of a C++ text with comments and the contents of strings blanked out."""
+    pattern = re.compile(r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S)
+
+    def blank(match):
+        found = match.group(0)
+        return '""' + "\n" * found.count("\n") if found[0] in "\"R" else "\n" * found.count("\n") or " "
+
+    return ["" if line.lstrip().startswith("#include") else line for line in pattern.sub(blank, text).split("\n")]
+
+
+def findings(text):
+    """[(line number, code, why)] of a C++ text. A division broken over two lines is seen too."""
+    lines, found = code_lines(text), []
+    for number, line in enumerate(lines, 1):
+        if line.rstrip().endswith("/") and number < len(lines):
+            line = line.rstrip() + " " + lines[number].lstrip()
+        for pattern, why in FORBIDDEN:
+            if pattern.search(line):
+                found.append((number, line.strip(), why))
+                break
+    return found
+
+
+def self_test():
+    problems = [f"planted mistake not found: {code}" for code in WRONG if not findings(code)]
+    problems += [f"false alarm: {code}" for code in RIGHT if findings(code)]
+    return problems
+
+
+def main():
+    problems, used, files = self_test(), set(), 0
+    for path in sorted([*ROOT.glob("src/**/*.[hc]pp"), *ROOT.glob("include/**/*.hpp")]):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(THE_ONE_PLACE) or re.search(r"_test(ing)?\.[hc]pp$|/test_\w+\.[hc]pp$", name):
+            continue
+        files += 1
+        for number, code, why in findings(path.read_text()):
+            allowed = next((i for i, (file, text, _) in enumerate(ALLOWED) if file == name and text in code), None)
+            if allowed is None:
+                problems.append(f"{name}:{number}: {why} outside {THE_ONE_PLACE}: {code}")
+            else:
+                used.add(allowed)
+    for i, (file, text, _) in enumerate(ALLOWED):
+        if i not in used:
+            problems.append(f"ALLOWED names '{text}' in {file}, which is not there any more: remove the entry")
+    for problem in problems:
+        print(problem)
+    print(f"{files} files, {len(WRONG)} planted mistakes, {len(ALLOWED)} allowed divisions, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
