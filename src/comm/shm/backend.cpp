@@ -71,6 +71,7 @@ ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, std::shared_ptr<shm::Opera
       timeout_(timeout) {}
 
 bool ShmWork::progress() {
+  if (auto error = exception()) std::rethrow_exception(error);
   if (c10d::Work::isCompleted()) return true;
   if (!engine_->progress(*operation_)) return false;
   finish();

@@ -180,7 +180,11 @@ Engine::Moved Engine::step(Operation& operation) {
   if (operation.complete_) return Moved::kComplete;
   const bool moved = advance_all();
   if (operation.complete_) return Moved::kComplete;
-  throw_if_poisoned(operation);
+  if (poisoned()) {
+    advance_all();  // what was published before the poison still counts
+    if (operation.complete_) return Moved::kComplete;
+    throw_poison(operation);
+  }
   return moved ? Moved::kSomething : Moved::kNothing;
 }
 
@@ -299,9 +303,12 @@ std::string Engine::where(const Operation& operation) const {
   return fmt::format("{} of group '{}' on rank {} of {}", operation.name(), name_, rank_, size_);
 }
 
-void Engine::throw_if_poisoned(const Operation& operation) {
-  Poison& poison = control_->poison;
-  if (poison.state.load(std::memory_order_acquire) != Poison::kWritten) return;
+bool Engine::poisoned() const {
+  return control_->poison.state.load(std::memory_order_acquire) == Poison::kWritten;
+}
+
+void Engine::throw_poison(const Operation& operation) {
+  const Poison& poison = control_->poison;
   throw PeerError({.where = where(operation),
                    .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
                    .expected = "every rank to take part",

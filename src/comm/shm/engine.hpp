@@ -105,7 +105,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool slot_is_free(std::uint64_t sequence);                      // needs mutex_
   Location locate(const void* begin, std::uint64_t bytes) const;  // needs mutex_
   std::vector<int> awaited(const Operation& operation);
-  void throw_if_poisoned(const Operation& operation);
+  bool poisoned() const;
+  [[noreturn]] void throw_poison(const Operation& operation);
   void throw_if_lost(Operation& operation);
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);
   void sweep();
