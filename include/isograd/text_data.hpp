@@ -34,11 +34,11 @@ std::unique_ptr<Tokenizer> byte_tokenizer();
 // A SentencePiece model file. ConfigError when it cannot be read.
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
 
-// Files to documents. Each pattern is a file, a directory (all regular files below it) or a glob; *.jsonl
-// files give one document per line (field "text"), any other file is one document (without its byte order
-// mark). Sorted by path, so the order does not depend on the file system; a file that two patterns name is
-// read once. ConfigError: a pattern matches nothing, empty corpus, not UTF-8 (names file and byte offset), a
-// bad line of JSON (names file and line).
+// Files to documents. Each pattern is a file, a directory (all regular files below it, but for names that
+// begin with a dot) or a glob; *.jsonl files give one document per line (field "text"), any other file is one
+// document (without its byte order mark). Sorted by path, so the order does not depend on the file system; a
+// file that two patterns name is read once. ConfigError: a pattern matches nothing, empty corpus, not UTF-8
+// (names file and byte offset), a bad line of JSON (names file and line).
 struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own

@@ -25,7 +25,7 @@ namespace {
 }
 
 // All regular files below, also through symbolic links; each folder is entered once, so that links may form a
-// loop. A dangling link is no file.
+// loop. A dangling link is no file. As in a glob, names that begin with a dot are left out: .git, .DS_Store.
 void add_directory(const fs::path& directory, std::set<fs::path>& files) {
   std::set<fs::path> seen{fs::canonical(directory)};
   std::vector<fs::path> open{*seen.begin()};
@@ -33,7 +33,7 @@ void add_directory(const fs::path& directory, std::set<fs::path>& files) {
     const fs::path folder = open.back();
     open.pop_back();
     for (const auto& entry : fs::directory_iterator(folder)) {
-      if (!fs::exists(entry.path())) continue;
+      if (entry.path().filename().native().front() == '.' || !fs::exists(entry.path())) continue;
       const fs::path path = fs::canonical(entry.path());
       if (fs::is_regular_file(path)) files.insert(path);
       if (fs::is_directory(path) && seen.insert(path).second) open.push_back(path);

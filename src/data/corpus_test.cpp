@@ -34,13 +34,15 @@ class Corpus : public ::testing::Test {
 using Names = std::vector<std::string>;
 
 TEST_F(Corpus, FilesDirectoriesAndGlobsEachOnceSorted) {
-  for (const char* name : {"b.txt", "a.txt", "sub/z.txt", "sub/deep/y.h", "c.md", "we[i]rd.txt"})
+  for (const char* name :
+       {"b.txt", "a.txt", "sub/z.txt", "sub/deep/y.h", "c.md", "we[i]rd.txt", ".hidden.txt", "sub/.git/x"})
     folder_.write(name, "x");
   EXPECT_EQ(names({in("b.txt"), in("a.txt")}), (Names{"a.txt", "b.txt"}));
   EXPECT_EQ(names({in("sub")}), (Names{"sub/deep/y.h", "sub/z.txt"}));
   EXPECT_EQ(names({in("*.txt")}), (Names{"a.txt", "b.txt", "we[i]rd.txt"}));
   EXPECT_EQ(names({in("we[i]rd.txt")}), (Names{"we[i]rd.txt"}));
   EXPECT_EQ(names({in("s*")}), (Names{"sub/deep/y.h", "sub/z.txt"}));
+  EXPECT_EQ(names({in(".hidden.txt"), in("sub/.git")}), (Names{".hidden.txt", "sub/.git/x"}));
   EXPECT_EQ(names({in("*.txt"), in("a.txt"), in("sub/../a.txt"), folder_.path().string()}).size(), 6u);
 }
 

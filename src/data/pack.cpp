@@ -19,7 +19,8 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kManifest = "manifest.json";
+// Hidden like the lock, so that the folder and folder/* name its shards and nothing else.
+constexpr const char* kManifest = ".manifest.json";
 constexpr int kManifestVersion = 1;
 
 // Held while a directory is looked at or filled; a second process waits, then finds the work done.

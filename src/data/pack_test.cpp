@@ -97,9 +97,9 @@ TEST_F(Pack, TheSameInputsArePackedOnce) {
   repacks("a truncated shard");
   fs::remove(pack(options)[0]);
   repacks("a lost shard");
-  write_file(folder_ / "cache" / "manifest.json", "{\"inputs\": 3");
+  write_file(folder_ / "cache" / ".manifest.json", "{\"inputs\": 3");
   repacks("a torn manifest");
-  write_file(folder_ / "cache" / "manifest.json", "[]");
+  write_file(folder_ / "cache" / ".manifest.json", "[]");
   repacks("a manifest of another kind");
   EXPECT_FALSE(
       pack_corpus({.patterns = {text("a.txt")}, .shard_tokens = 7}, *byte_tokenizer(), folder_ / "cache")
