@@ -1,0 +1,85 @@
+"""TensorBoard reads what a run wrote: every value, and after a resume no step of a future that was not taken."""
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
+
+CONFIG = """
+[run]
+directory = "{folder}/run"
+[data]
+text = ["{folder}/text"]
+cache = "{folder}/cache"
+pack_length = 32
+validation_fraction = 0.2
+[batch]
+packs_per_step = 2
+[model]
+hidden = 16
+layers = 1
+heads = 2
+key_value_heads = 1
+head_dim = 8
+feed_forward = 24
+max_positions = 64
+[train]
+steps = 6
+evaluate_every = 3
+evaluate_packs = 2
+[checkpoint]
+every = 3
+keep = 10
+[verify]
+at_end = false
+[sample]
+tokens = 0
+"""
+
+TAGS = {"train/loss": "loss", "train/norm": "norm", "train/clip_coefficient": "clip_coefficient",
+        "train/learning_rate": "learning_rate", "speed/tokens_per_second": "tokens_per_second",
+        "speed/seconds": "seconds", "validation/loss": "validation_loss"}
+
+
+def train(config, *arguments):
+    done = subprocess.run([str(BINARY), "train", str(config), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def check_against_log(run):
+    """Every scalar of the event files is the log's, step by step. Returns the steps of the loss."""
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(events.Tags()["scalars"]) == set(TAGS)
+    for tag, name in TAGS.items():
+        logged = {row["step"]: row[name] for row in rows if name in row}
+        read = {event.step: event.value for event in events.Scalars(tag)}
+        assert read.keys() == logged.keys(), tag
+        for step, value in logged.items():
+            assert read[step] == pytest.approx(value, rel=2 ** -23), (tag, step)  # stored as 32-bit numbers
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+def test_tensorboard_reads_a_run_and_its_continuation(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / "text" / f"{i}.txt").write_text("some words " * (3 + i))
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(folder=tmp_path))
+    train(config)
+    assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+
+    # Back to step 3: steps 4 to 6 of the first run must be gone, in the log and in TensorBoard.
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    train(config, "--set", f"checkpoint.resume={checkpoint}", "--set", "train.steps=5")
+    assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+    # A fresh run in the same folder: nothing of the earlier ones.
+    train(config, "--set", "train.steps=2", "--set", "train.evaluate_every=1")
+    assert check_against_log(tmp_path / "run") == [1, 2]
