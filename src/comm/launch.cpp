@@ -267,7 +267,8 @@ class Launch {
       child.ended_by_us = ending_ != Ending::kNotYet && WIFSIGNALED(status) &&
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
       const bool failed = WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
-      if (WIFSIGNALED(status) && !child.ended_by_us) {
+      const bool by_user = WIFSIGNALED(status) && WTERMSIG(status) == user_signal_;
+      if (WIFSIGNALED(status) && !child.ended_by_us && !by_user) {
         std::fprintf(stderr, "rank %zu (pid %d) was killed by signal %d (%s)\n", rank, child.pid,
                      WTERMSIG(status), ::strsignal(WTERMSIG(status)));
       }

@@ -152,11 +152,15 @@ TEST_F(Launch, StoreListensOnLoopbackOnly) {
 }
 
 TEST_F(Launch, StatusSaysWhatHappened) {
-  EXPECT_EQ(launch(3, {"exit", "0", "0", "0"}), 0);
-  EXPECT_EQ(launch(3, {"exit", "0", "7", "0"}), 7);
-  EXPECT_EQ(launch(2, {"exit", "4", "3"}), 3) << "a lost peer says more than its consequences";
+  const auto shell = [](int ranks, const char* script) {
+    return launch_ranks({"sh", "-c", script}, {.ranks = ranks, .grace = std::chrono::seconds(3)});
+  };
+  EXPECT_EQ(shell(3, "exit 0"), 0);
+  EXPECT_EQ(shell(3, "[ $RANK != 1 ] || exit 7"), 7);
+  EXPECT_EQ(shell(2, "[ $RANK = 1 ] && sleep 0.2 && exit 3; exit 4"), 3)
+      << "a lost peer says more than its consequences";
   testing::internal::CaptureStderr();
-  EXPECT_EQ(launch(2, {"exit", "0", "-11"}), 3);
+  EXPECT_EQ(shell(2, "[ $RANK = 0 ] || kill -11 $$"), 3);
   EXPECT_THAT(testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 11")));
 }
@@ -168,9 +172,10 @@ TEST_F(Launch, CommandThatCannotRunIsAConfigError) {
 }
 
 TEST_F(Launch, OutputCarriesTheRank) {
+  const char* kPrint = "printf 'one\\ntwo'; echo to stderr >&2; printf ' and a half\\nno end'";
   testing::internal::CaptureStdout();
   testing::internal::CaptureStderr();
-  EXPECT_EQ(launch_ranks({kProgram, "print"}, {.ranks = 2, .prefix_output = true}), 0);
+  EXPECT_EQ(launch_ranks({"sh", "-c", kPrint}, {.ranks = 2, .prefix_output = true}), 0);
   const std::string out = testing::internal::GetCapturedStdout(),
                     err = testing::internal::GetCapturedStderr();
   for (const char* rank : {"[0] ", "[1] "}) {
@@ -184,11 +189,9 @@ TEST_F(Launch, OutputCarriesTheRank) {
 // One rank fails; the other neither ends by itself nor on SIGTERM.
 TEST_F(Launch, FailureEndsTheOtherRanks) {
   const auto begin = std::chrono::steady_clock::now();
-  EXPECT_EQ(
-      launch_ranks({"sh", "-c", "if [ $RANK = 1 ]; then exit 5; else exec \"$0\" sleep \"$1\" stubborn; fi",
-                    kProgram, folder_.string()},
-                   {.ranks = 2, .grace = std::chrono::milliseconds(300)}),
-      5);
+  EXPECT_EQ(launch_ranks({"sh", "-c", "[ $RANK = 1 ] && exit 5; trap '' TERM; while :; do sleep 0.1; done"},
+                         {.ranks = 2, .grace = std::chrono::milliseconds(300)}),
+            5);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
 }
 
@@ -197,7 +200,13 @@ TEST_F(Launch, SignalIsPassedOnOnce) {
     ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
     ::kill(::getpid(), SIGTERM);
   });
-  EXPECT_EQ(launch(2, {"terminations", folder_}), 0);
+  // The shell hears of a signal when its sleep ends; a second one would be counted too.
+  EXPECT_EQ(launch_ranks({"sh", "-c",
+                          "n=0; trap 'n=$((n+1))' TERM; cd \"$0\"; echo > $RANK.pid; "
+                          "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.1; printf $n > $RANK.count",
+                          folder_},
+                         {.ranks = 2}),
+            0);
   user.join();
   EXPECT_EQ(left("0.count"), "1");
   EXPECT_EQ(left("1.count"), "1");
@@ -208,7 +217,8 @@ TEST_F(Launch, RanksEndedByAPassedOnSignalGiveItsStatus) {
     ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
     ::kill(::getpid(), SIGINT);
   });
-  EXPECT_EQ(launch(2, {"sleep", folder_}), 128 + SIGINT);
+  EXPECT_EQ(launch_ranks({"sh", "-c", "echo > \"$0\"/$RANK.pid; exec sleep 60", folder_}, {.ranks = 2}),
+            128 + SIGINT);
   user.join();
 }
 

@@ -7,7 +7,6 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
@@ -155,49 +154,16 @@ int list_listeners(const Arguments& arguments) {
   return 0;
 }
 
-std::atomic<int> terminations{0};
-
-int count_terminations(const Arguments& arguments) {
-  ::signal(SIGTERM, [](int) { ++terminations; });
-  leave(arguments.at(0), fmt::format("{}.pid", own_rank()), std::to_string(::getpid()));
-  for (int i = 0; i < 1000 && terminations == 0; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  leave(arguments.at(0), fmt::format("{}.count", own_rank()), std::to_string(terminations.load()));
-  return 0;
-}
-
 int sleep_long(const Arguments& arguments) {
-  if (arguments.size() > 1) ::signal(SIGTERM, SIG_IGN);
   leave(arguments.at(0), fmt::format("{}.pid", own_rank()), std::to_string(::getpid()));
   std::this_thread::sleep_for(std::chrono::minutes(2));
   return 0;
 }
 
-int print(const Arguments&) {
-  std::cout << "one\ntwo" << std::flush;
-  std::cerr << "to stderr\n";
-  std::cout << " and a half\nno end" << std::flush;
-  return 0;
-}
-
-// exit CODE0 CODE1 ...: each rank its own; a negative one is a signal.
-int exit_with(const Arguments& arguments) {
-  const int code = std::stoi(arguments.at(static_cast<std::size_t>(own_rank())));
-  if (code < 0) ::kill(::getpid(), -code);
-  return code;
-}
-
 int run(const std::string& mode, const Arguments& arguments, const std::string& program) {
-  const std::map<std::string, int (*)(const Arguments&)> modes = {{"operations", check_operations},
-                                                                  {"lose", lose_a_rank},
-                                                                  {"throw", throw_in_one_rank},
-                                                                  {"memory", run_out_of_memory},
-                                                                  {"listeners", list_listeners},
-                                                                  {"terminations", count_terminations},
-                                                                  {"sleep", sleep_long},
-                                                                  {"print", print},
-                                                                  {"exit", exit_with}};
+  const std::map<std::string, int (*)(const Arguments&)> modes = {
+      {"operations", check_operations}, {"lose", lose_a_rank},         {"throw", throw_in_one_rank},
+      {"memory", run_out_of_memory},    {"listeners", list_listeners}, {"sleep", sleep_long}};
   if (mode == "launch") return launch_ranks({program, "sleep", arguments.at(0)}, {.ranks = 2});
   return modes.at(mode)(arguments);
 }

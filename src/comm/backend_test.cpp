@@ -1,0 +1,173 @@
+// ShmBackend as c10d sees it, and Group over a backend that is not ours.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "comm/shm/backend.hpp"
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::HasSubstr;
+using Tensors = std::vector<at::Tensor>;
+
+// Thread ranks that each hold the backend itself.
+void run_backends(int size, const std::function<void(const c10::intrusive_ptr<ShmBackend>&)>& body) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  run_ranks(size, [&](World& world) {
+    body(c10::make_intrusive<ShmBackend>(store, world.rank, size, "backend", 60s));
+  });
+}
+
+TEST(ShmBackend, ReduceScatterGivesEachRankItsPart) {
+  for (int size : {1, 2, 3, 5}) {
+    run_backends(size, [&](const auto& backend) {
+      const int rank = backend->getRank();
+      for (std::int64_t part : {0, 1, 7, 1000, 150'001}) {
+        for (auto dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+          for (bool shared : {false, true}) {
+            at::Tensor input =
+                shared ? backend->empty_shared(part * size, dtype) : at::empty({part * size}, dtype);
+            input.copy_(at::arange(part * size).remainder(13).add(rank));
+            at::Tensor output = at::full({part}, -1, dtype);
+            backend->_reduce_scatter_base(output, input)->wait();
+            const at::Tensor expected = at::arange(part * size)
+                                            .narrow(0, rank * part, part)
+                                            .remainder(13)
+                                            .mul(size)
+                                            .add(size * (size - 1) / 2);
+            ASSERT_TRUE(at::equal(output, expected.to(dtype))) << part << " of " << dtype;
+            // In place: the output may be this rank's own part of the input.
+            at::Tensor own = input.narrow(0, rank * part, part);
+            backend->_reduce_scatter_base(own, input)->wait();
+            ASSERT_TRUE(at::equal(own, expected.to(dtype))) << part << " of " << dtype << " in place";
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(ShmBackend, AllGatherFillsAListAndWorksInPlace) {
+  run_backends(3, [](const auto& backend) {
+    const int rank = backend->getRank();
+    std::vector<Tensors> lists{{at::zeros({4, 5}), at::zeros({4, 5}), at::zeros({4, 5})}};
+    Tensors input{at::full({4, 5}, rank, at::kFloat)};
+    auto work = backend->allgather(lists, input);
+    work->wait();
+    EXPECT_TRUE(work->isSuccess());
+    EXPECT_EQ(work->result().size(), 3u);
+    for (int r = 0; r < 3; ++r)
+      ASSERT_TRUE(lists[0][static_cast<std::size_t>(r)].eq(r).all().template item<bool>());
+    at::Tensor whole = at::full({3, 1000}, rank), own = whole[rank];
+    backend->_allgather_base(whole, own)->wait();
+    for (int r = 0; r < 3; ++r) ASSERT_TRUE(whole[r].eq(r).all().template item<bool>());
+  });
+}
+
+TEST(ShmBackend, RefusesWhatItCannotDoNamingWhatItCan) {
+  run_backends(2, [](const auto& backend) {
+    at::Tensor tensor = at::ones({4});
+    Tensors one{tensor}, two{tensor, tensor};
+    std::vector<Tensors> lists{{tensor, tensor}};
+    std::vector<std::int64_t> sizes;
+    const auto refused = [](auto&& call) {
+      try {
+        call();
+      } catch (const ConfigError& error) {
+        return std::string(error.what());
+      }
+      return std::string("accepted");
+    };
+    for (auto op : {c10d::ReduceOp::AVG, c10d::ReduceOp::PRODUCT, c10d::ReduceOp::BAND}) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      EXPECT_THAT(refused([&] { backend->allreduce(one, options); }), HasSubstr("expected SUM, MAX or MIN"));
+    }
+    const std::string message = refused([&] { backend->reduce(one, {}); });
+    EXPECT_THAT(message, HasSubstr("reduce of group 'backend'"));
+    EXPECT_THAT(message, HasSubstr("expected allreduce, broadcast, allgather"));
+    EXPECT_THAT(refused([&] { backend->gather(lists, one, {}); }), HasSubstr("does not have"));
+    EXPECT_THAT(refused([&] { backend->scatter(one, lists, {}); }), HasSubstr("does not have"));
+    EXPECT_THAT(refused([&] { backend->alltoall_base(tensor, tensor, sizes, sizes, {}); }),
+                HasSubstr("does not have"));
+    EXPECT_THAT(refused([&] { backend->send(one, 1, 0); }), HasSubstr("does not have"));
+    EXPECT_THAT(refused([&] { backend->recv(one, 1, 0); }), HasSubstr("does not have"));
+    EXPECT_THAT(refused([&] { backend->allreduce(two); }), HasSubstr("found 2 tensors"));
+    EXPECT_THAT(refused([&] { backend->allgather(lists, two); }), HasSubstr("found 2 tensors"));
+    at::Tensor wrong = at::ones({9});
+    EXPECT_THAT(refused([&] { backend->_allgather_base(wrong, tensor); }), HasSubstr("an output of 9 Float"));
+    EXPECT_THAT(refused([&] { backend->_reduce_scatter_base(tensor, wrong); }),
+                HasSubstr("an input of 9 Float"));
+    backend->barrier()->wait();  // none of these reached the other rank
+  });
+}
+
+// A backend of somebody else: reaches the same memory, but Group knows nothing of it. Its Work completes by
+// itself when polled, or fails as told.
+class Foreign final : public c10d::Backend {
+ public:
+  class ForeignWork final : public c10d::Work {
+   public:
+    explicit ForeignWork(c10::intrusive_ptr<c10d::Work> inner) : inner_(std::move(inner)) {}
+    bool isCompleted() override { return inner_->isCompleted(); }
+    bool wait(std::chrono::milliseconds timeout) override { return inner_->wait(timeout); }
+
+   private:
+    c10::intrusive_ptr<c10d::Work> inner_;
+  };
+  explicit Foreign(c10::intrusive_ptr<ShmBackend> inner)
+      : c10d::Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return c10::make_intrusive<ForeignWork>(inner_->allreduce(tensors, options));
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return c10::make_intrusive<ForeignWork>(inner_->broadcast(tensors, options));
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override {
+    return c10::make_intrusive<ForeignWork>(inner_->_allgather_base(output, input, options));
+  }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+    throw std::runtime_error("the network is down");
+  }
+  const std::string getBackendName() const override { return "foreign"; }
+
+ private:
+  c10::intrusive_ptr<ShmBackend> inner_;
+};
+
+TEST(Group, WrapsAnyBackend) {
+  run_backends(3, [](const auto& backend) {
+    Group group(c10::make_intrusive<Foreign>(backend), "theirs", 60s);
+    EXPECT_EQ(group.size(), 3);
+    EXPECT_EQ(group.rank(), backend->getRank());
+    at::Tensor buffer = group.empty_shared(10, at::kDouble);
+    EXPECT_EQ(buffer.sum().template item<double>(), 0);
+    buffer.fill_(group.rank() + 1);
+    Pending pending = group.all_reduce_async(buffer);
+    while (!pending.progress()) std::this_thread::yield();
+    pending.wait();
+    EXPECT_EQ(buffer[9].template item<double>(), 6);
+    group.all_reduce(buffer, ReduceOp::kMin);
+    group.broadcast(buffer, 2);
+    EXPECT_EQ(group.all_gather(buffer).sum().template item<double>(), 180);
+    try {
+      group.barrier();
+      FAIL() << "must throw";
+    } catch (const PeerError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("barrier of group 'theirs' on rank"));
+      EXPECT_THAT(error.what(), HasSubstr("the network is down"));
+    }
+    group.poison("it has no abort either");
+  });
+}
+
+}  // namespace
+}  // namespace isograd
