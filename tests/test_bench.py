@@ -35,8 +35,11 @@ def test_a_peer_that_computes_something_else_is_not_compared(tmp_path):
     script = (ROOT / "bench/peers/llama_step.py").read_text()
     broken = script.replace("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)")
     assert broken != script
-    (tmp_path / "llama_step.py").write_text(broken)
-    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--peers", tmp_path)
+    (tmp_path / "broken.py").write_text(broken)
+    python = tmp_path / "python"  # runs the broken script, whatever script it is given
+    python.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{tmp_path}/broken.py" "$@"\n')
+    python.chmod(0o755)
+    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--python", python)
     assert result.returncode == 1
     assert "NOT COMPARABLE" in result.stdout
 

@@ -8,15 +8,14 @@
 namespace isograd {
 
 struct BenchStepOptions {
-  std::vector<std::string> cases;  // empty: bench_step_cases()
+  std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: PyTorch DDP over Gloo
   std::filesystem::path json;      // where the records go; empty: nowhere
   double seconds = 24;             // of taking turns, for each case and number of ranks
   std::string python;              // empty: $PYTHON, .venv/bin/python here, python3
-  std::filesystem::path peers;     // folder of llama_step.py; empty: bench/peers of the source tree
 };
 
-// "small", "medium", "communication"; "tiny" only shows that the comparison works.
+// "small", "medium", "communication", and "tiny", which only shows that the comparison works.
 std::vector<std::string> bench_step_cases();
 
 // `isograd bench step`: whole training steps (forward, backward, clip, AdamW) of one Llama, ours and

@@ -73,12 +73,12 @@ double relative(double a, double b) {
 }
 
 Result run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
-  const fs::path script = (options.peers.empty() ? fs::path(ISOGRAD_PEERS) : options.peers) / "llama_step.py";
+  const fs::path script = fs::path(ISOGRAD_PEERS) / "llama_step.py";
   if (!fs::exists(script))
     throw ConfigError({.where = "bench step",
                        .found = "no " + script.string(),
                        .expected = "the peer's script",
-                       .action = "Name its folder with --peers"});
+                       .action = "Run a build whose source tree is still there"});
   const ExchangeFolder exchange;
   write_exchange(exchange.path(), step_case, ranks);
   const std::string self = fs::read_symlink("/proc/self/exe").string();
@@ -147,14 +147,16 @@ void print(const Result& result) {
 
 std::vector<std::string> bench_step_cases() {
   std::vector<std::string> names;
-  for (const auto& step_case : step_cases())
-    if (step_case.standard) names.push_back(step_case.name);
+  for (const auto& step_case : step_cases()) names.push_back(step_case.name);
   return names;
 }
 
 int bench_step(const BenchStepOptions& options) {
-  const auto names = options.cases.empty() ? bench_step_cases() : options.cases;
-  for (const auto& name : names) find_step_case(name);  // refuse before anything is run
+  std::vector<StepCase> cases;
+  for (const auto& name : options.cases) cases.push_back(find_step_case(name));
+  if (cases.empty())
+    std::copy_if(step_cases().begin(), step_cases().end(), std::back_inserter(cases),
+                 [](const StepCase& step_case) { return step_case.standard; });
   fmt::print(
       "tokens/s of whole training steps, fp32, one thread a rank; median, quartile spread, turns taken\n"
       "{:<24} {:>10} {:>7}  {:>10} {:>7}   {:>5}  {}\n",
@@ -162,9 +164,9 @@ int bench_step(const BenchStepOptions& options) {
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
-  for (const auto& name : names)
+  for (const auto& step_case : cases)
     for (int ranks : options.ranks) {
-      const Result result = run_case(find_step_case(name), ranks, options);
+      const Result result = run_case(step_case, ranks, options);
       print(result);
       comparable = comparable && result.comparable;
       records.push_back({{"bench", "step"},

@@ -185,7 +185,7 @@ std::string to_json(const Verdict& verdict) {
                    {"parameters_agree", verdict.parameters_agree},
                    {"batch_agrees", verdict.batch_agrees},
                    {"seconds", verdict.seconds}};
-  return document.dump(2) + "\n";
+  return document.dump(2);
 }
 
 std::string parity_line(const Verdict& verdict) {
