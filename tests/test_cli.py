@@ -200,7 +200,7 @@ def test_ranks_flag_against_a_launcher(config):
 
 
 def test_launch_gives_ranks_and_passes_the_status_on():
-    script = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+    script = "import os, sys; e = os.environ; sys.stdout.write(f\"{e['RANK']} {e['WORLD_SIZE']} {sys.argv[1:]}\\n\")"
     done = isograd("launch", "-n", 3, "--", sys.executable, "-c", script, "--x", "[a,b]", "--", "-n")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{r} 3 ['--x', '[a,b]', '--', '-n']" for r in range(3)]

@@ -104,7 +104,8 @@ std::vector<ConfigKey> make_keys() {
           "field "
           "`text`. Empty together with `data.shards`: the C++ headers of the LibTorch in use."),
       KEY("data.shards", data.shards, "", any(),
-          "Files packed already: by `isograd data pack`, or `.bin` shards of llm.c and nanoGPT as they are."),
+          "Files, directories or globs of shards packed already: by `isograd data pack`, or `.bin` files of "
+          "llm.c and nanoGPT as they are."),
       KEY("data.tokenizer", data.tokenizer, "", not_empty(),
           "`bytes` (256 bytes and two marks: a vocabulary of 258) or a SentencePiece model file. Shards "
           "packed "
