@@ -77,7 +77,7 @@ struct Presenter::Impl {
     row("speed", human_count(outcome.tokens_per_second) + " tokens/s on " + layout());
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
-    for (const auto& table : outcome.tables) row("parity", table.summary);
+    for (const auto& table : outcome.tables) text += table.summary + "\n";
     if (!outcome.checkpoint.empty()) row("checkpoint", outcome.checkpoint.string());
     row("report", outcome.report.string());
     if (!outcome.sample.empty()) text += "sample\n" + outcome.sample + "\n";
@@ -131,10 +131,8 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
     : impl_(new Impl{.config = config, .facts = facts, .directory = config.run.directory}) {
   make_folder(impl_->directory);
   write_file(impl_->directory / "config.toml", to_toml(config));
-  impl_->metrics =
-      std::make_unique<Metrics>(MetricsOptions{.json_log = impl_->directory / "metrics.jsonl",
-                                               .events_directory = impl_->directory / "tensorboard",
-                                               .first_step = facts.first_step});
+  impl_->metrics = std::make_unique<Metrics>(MetricsOptions{
+      .json_log = log, .events_directory = impl_->directory / "tensorboard", .first_step = facts.first_step});
   impl_->progress.line(fmt::format("{} parameters on {}; {} tokens in {} documents, {} of them held out",
                                    human_count(static_cast<double>(facts.parameters)), impl_->layout(),
                                    human_count(static_cast<double>(facts.tokens)),
