@@ -23,8 +23,9 @@ struct RopeScaling {
   double low_frequency_factor = 1;   // llama3
   double high_frequency_factor = 4;  // llama3
   std::int64_t original_max_positions = 0;
-  double beta_fast = 32, beta_slow = 1;    // yarn
-  std::optional<double> attention_factor;  // yarn
+  double beta_fast = 32, beta_slow = 1;      // yarn
+  bool truncate = true;                      // yarn: whole dims at the ends of the ramp
+  std::optional<double> attention_factor{};  // yarn
 };
 
 struct DecoderConfig {
@@ -47,8 +48,10 @@ struct DecoderConfig {
   bool query_key_norm = false;  // qwen3
   double initializer_range = 0.02;
   std::int64_t bos = -1, eos = -1;
+  std::vector<std::int64_t> more_eos;  // further tokens that end a text
 };
-// Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim, ...).
+// Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim,
+// biases that the family does not have, ...).
 void check(const DecoderConfig& config);
 
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
@@ -59,6 +62,7 @@ class DecoderLM : public torch::nn::Module {
   DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed);
   ~DecoderLM() override;
   const DecoderConfig& config() const;
+  // Differentiable once. ConfigError when a token is outside the vocabulary or the batch contradicts itself.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]
   // Parameters in registration order; tied output appears once, under the embedding's name.
@@ -66,7 +70,13 @@ class DecoderLM : public torch::nn::Module {
 
  private:
   struct Impl;
+  DecoderLM(const DecoderConfig& config, at::ScalarType dtype);  // weights left unset
   std::unique_ptr<Impl> impl_;
+
+  friend std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
+  friend std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
+                                             const struct SampleOptions& options,
+                                             const std::function<void(std::uint32_t)>& on_token);
 };
 
 // Hugging Face directory: config.json and model.safetensors (or sharded index). A key of config.json that

@@ -1,0 +1,209 @@
+#include "attention/attention.hpp"
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Consecutive fragments of one length: one call of the kernel.
+struct Run {
+  std::int64_t begin = 0;
+  std::int64_t fragments = 0;
+  std::int64_t length = 0;
+};
+
+std::vector<Run> runs_of(const std::vector<std::int64_t>& cu_seqlens) {
+  std::vector<Run> runs;
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
+    const std::int64_t length = cu_seqlens[f + 1] - cu_seqlens[f];
+    if (length == 0) continue;
+    if (!runs.empty() && runs.back().length == length)
+      ++runs.back().fragments;
+    else
+      runs.push_back({cu_seqlens[f], 1, length});
+  }
+  return runs;
+}
+
+void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+           const std::vector<std::int64_t>& cu_seqlens) {
+  const auto bad = [](const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = "variable_length_attention",
+                       .found = found,
+                       .expected = expected,
+                       .action = "Pass tensors and cu_seqlens of one batch"});
+  };
+  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
+      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0)
+    bad(c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
+        "q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv");
+  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
+    bad(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
+                    c10::toString(v.scalar_type())),
+        "one floating-point dtype");
+  if (cu_seqlens.empty() || cu_seqlens.front() != 0 || cu_seqlens.back() != q.size(0) ||
+      !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
+    bad(fmt::format("cu_seqlens of {} entries ending in {}", cu_seqlens.size(),
+                    cu_seqlens.empty() ? -1 : cu_seqlens.back()),
+        fmt::format("ascending from 0 to T = {}", q.size(0)));
+}
+
+// The fragments of a run as the kernels want them, without a copy. x [T, heads, D] -> [F, heads/groups, L,
+// D]: of the `groups` heads that share a key head, the `group`-th.
+at::Tensor view_of(const at::Tensor& x, const Run& run, std::int64_t groups, std::int64_t group) {
+  return x.narrow(0, run.begin, run.fragments * run.length)
+      .view({run.fragments, run.length, x.size(1) / groups, groups, x.size(2)})
+      .select(3, group)
+      .transpose(1, 2);
+}
+
+// LibTorch's own blocked kernel, which neither reads nor writes a T×T matrix.
+class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+    const auto runs = runs_of(cu_seqlens);
+    const std::int64_t groups = q.size(1) / k.size(1);
+    at::Tensor out;
+    variable_list saved{q, k, v, at::Tensor()};
+    for (const Run& run : runs)
+      for (std::int64_t group = 0; group < groups; ++group) {
+        const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+            view_of(q, run, groups, group), view_of(k, run, 1, 0), view_of(v, run, 1, 0), 0.0, causal);
+        saved.push_back(log_sums);
+        if (runs.size() == 1 && groups == 1) {
+          out = part.transpose(1, 2).reshape(q.sizes());
+        } else {
+          if (!out.defined()) out = at::empty(q.sizes(), q.options());
+          view_of(out, run, groups, group).copy_(part);
+        }
+      }
+    if (!out.defined()) out = at::zeros(q.sizes(), q.options());  // no token at all
+    saved[3] = out;
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["cu_seqlens"] = cu_seqlens;
+    ctx->saved_data["causal"] = causal;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
+                      "a second derivative of attention, which is not supported");
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
+    const auto runs = runs_of(ctx->saved_data["cu_seqlens"].toIntVector());
+    const bool causal = ctx->saved_data["causal"].toBool();
+    const std::int64_t groups = q.size(1) / k.size(1);
+    const at::Tensor gradient = gradients[0].contiguous();
+    if (runs.empty())
+      return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor()};
+
+    const bool whole = runs.size() == 1 && groups == 1;
+    at::Tensor dq, dk, dv;
+    if (!whole) {
+      dq = at::empty(q.sizes(), q.options());
+      dk = at::empty(k.sizes(), k.options());
+      dv = at::empty(v.sizes(), v.options());
+    }
+    std::size_t log_sums = 4;
+    for (const Run& run : runs) {
+      at::Tensor dk_sum, dv_sum;  // over the query heads that share a key head; in order, so the same bits
+      for (std::int64_t group = 0; group < groups; ++group) {
+        auto [dq_part, dk_part, dv_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            view_of(gradient, run, groups, group), view_of(q, run, groups, group), view_of(k, run, 1, 0),
+            view_of(v, run, 1, 0), view_of(out, run, groups, group), saved[log_sums++], 0.0, causal);
+        if (whole)
+          return {dq_part.transpose(1, 2).reshape(q.sizes()), dk_part.transpose(1, 2).reshape(k.sizes()),
+                  dv_part.transpose(1, 2).reshape(v.sizes()), at::Tensor(), at::Tensor()};
+        view_of(dq, run, groups, group).copy_(dq_part);
+        dk_sum = group == 0 ? dk_part : dk_sum.add_(dk_part);
+        dv_sum = group == 0 ? dv_part : dv_sum.add_(dv_part);
+      }
+      view_of(dk, run, 1, 0).copy_(dk_sum);
+      view_of(dv, run, 1, 0).copy_(dv_sum);
+    }
+    return {dq, dk, dv, at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor dense_rows(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+}  // namespace
+
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  check(q, k, v, cu_seqlens);
+  if (q.is_cpu())
+    return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, causal);
+
+  // Elsewhere LibTorch chooses among its kernels; splitting and joining have cheap backwards.
+  const auto runs = runs_of(cu_seqlens);
+  if (runs.empty()) return q + (k.sum() + v.sum());  // empty, and still part of the graph
+  std::vector<std::int64_t> sizes;
+  for (const Run& run : runs) sizes.push_back(run.fragments * run.length);
+  const auto qs = q.split_with_sizes(sizes), ks = k.split_with_sizes(sizes), vs = v.split_with_sizes(sizes);
+  std::vector<at::Tensor> parts;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const auto heads_first = [&](const at::Tensor& x) {
+      return x.reshape({runs[i].fragments, runs[i].length, x.size(1), x.size(2)}).transpose(1, 2);
+    };
+    const at::Tensor part =
+        at::scaled_dot_product_attention(heads_first(qs[i]), heads_first(ks[i]), heads_first(vs[i]), {}, 0.0,
+                                         causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1));
+    parts.push_back(part.transpose(1, 2).reshape({sizes[i], q.size(1), q.size(2)}));
+  }
+  return at::cat(parts);
+}
+
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t last = q.size(0), all = keys.size(0), heads = q.size(1), key_heads = keys.size(1);
+  ISOGRAD_INVARIANT(last <= all && heads % key_heads == 0,
+                    c10::str("q ", q.sizes(), ", keys ", keys.sizes()));
+  const std::int64_t groups = heads / key_heads, dim = q.size(2);
+  const at::Tensor queries = q.reshape({last, key_heads, groups, dim})
+                                 .permute({1, 2, 0, 3})
+                                 .reshape({key_heads, groups * last, dim});
+  at::Tensor scores = at::bmm(queries, keys.permute({1, 2, 0})) / std::sqrt(static_cast<double>(dim));
+  scores = scores.view({key_heads, groups, last, all});
+  if (last > 1) {
+    const at::Tensor future = at::ones({last, all}, scores.options().dtype(at::kBool)).triu(all - last + 1);
+    scores = scores.masked_fill(future, -std::numeric_limits<double>::infinity());
+  }
+  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor weights = at::softmax(scores, -1, type).to(q.scalar_type());
+  return at::bmm(weights.view({key_heads, groups * last, all}), values.permute({1, 0, 2}))
+      .view({key_heads, groups, last, dim})
+      .permute({2, 0, 1, 3})
+      .reshape(q.sizes());
+}
+
+namespace naive {
+
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  check(q, k, v, cu_seqlens);
+  const std::int64_t tokens = q.size(0), groups = q.size(1) / k.size(1);
+  at::Tensor visible = at::zeros({tokens, tokens}, q.options().dtype(at::kBool));
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
+    const std::int64_t begin = cu_seqlens[f], length = cu_seqlens[f + 1] - begin;
+    visible.narrow(0, begin, length).narrow(1, begin, length).fill_(true);
+  }
+  if (causal) visible = visible.tril();
+  const at::Tensor keys = k.repeat_interleave(groups, 1), values = v.repeat_interleave(groups, 1);
+  const at::Tensor scores = at::einsum("ihd,jhd->hij", {q, keys}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor weights = at::softmax(
+      scores.masked_fill(visible.logical_not(), -std::numeric_limits<double>::infinity()), -1, type);
+  return at::einsum("hij,jhd->ihd", {weights.to(q.scalar_type()), values});
+}
+
+}  // namespace naive
+}  // namespace isograd

@@ -1,0 +1,29 @@
+// Attention inside fragments, on one device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace isograd {
+
+// softmax(q kᵀ / √D) v within each fragment [cu_seqlens[f], cu_seqlens[f+1]); with `causal` a position sees
+// itself and earlier ones. Grouped-query: query head h reads key and value head h / (H / Hkv).
+// q [T, H, D], k and v [T, Hkv, D], the last dim dense, fp64, fp32 or bf16; returns [T, H, D]. Differentiable
+// once. What a fragment gives and gets (output, gradients) does not depend on other fragments' values, to the
+// last bit. ConfigError on shapes, dtypes or cu_seqlens that do not fit.
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
+
+// The last L of N positions attend to all before them and themselves; no gradient. For generation with cached
+// keys and values. q [L, H, D], keys and values [N, Hkv, D], L <= N; returns [L, H, D].
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values);
+
+namespace naive {
+// The obviously right twin: one T×T mask, an explicit softmax.
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
+}  // namespace naive
+
+}  // namespace isograd

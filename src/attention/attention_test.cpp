@@ -1,0 +1,145 @@
+#include "attention/attention.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+struct Problem {
+  at::Tensor q, k, v, weight;  // the loss is Σ weight · output
+};
+
+Problem make_problem(std::int64_t tokens, std::int64_t heads, std::int64_t key_heads, std::int64_t dim,
+                     at::ScalarType type, std::uint64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const auto draw = [&](std::int64_t n) {
+    return at::randn({tokens, n, dim}, generator, at::TensorOptions().dtype(at::kDouble)).to(type);
+  };
+  return {draw(heads), draw(key_heads), draw(key_heads), draw(heads)};
+}
+
+using Attention = at::Tensor (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const std::vector<std::int64_t>&, bool);
+
+// Output and the gradients of q, k, v.
+std::vector<at::Tensor> run(Attention attention, const Problem& problem,
+                            const std::vector<std::int64_t>& cu_seqlens, bool causal = true) {
+  std::vector<at::Tensor> leaves;
+  for (const auto& x : {problem.q, problem.k, problem.v})
+    leaves.push_back(x.detach().clone().requires_grad_());
+  const at::Tensor out = attention(leaves[0], leaves[1], leaves[2], cu_seqlens, causal);
+  std::vector<at::Tensor> result{out.detach()};
+  for (auto& gradient : torch::autograd::grad({(out * problem.weight).sum()}, leaves))
+    result.push_back(gradient);
+  return result;
+}
+
+double relative(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  return ((a.to(at::kDouble) - b.to(at::kDouble)).norm() / b.to(at::kDouble).norm().clamp_min(1e-300))
+      .item<double>();
+}
+
+const std::vector<std::vector<std::int64_t>> kCuts = {
+    {0, 37}, {0, 1, 37}, {0, 8, 16, 24, 37}, {0, 0, 5, 5, 36, 37}, {0, 10, 20, 21, 22, 30, 37}};
+
+// Both are sums of up to 37 products of unit-sized numbers: a few hundred roundings at the very most.
+TEST(Attention, AgreesWithItsNaiveTwin) {
+  struct Type {
+    at::ScalarType type;
+    double tolerance;
+  };
+  for (const auto& [type, tolerance] :
+       {Type{at::kDouble, 1e-13}, Type{at::kFloat, 1e-5}, Type{at::kBFloat16, 0.03}})
+    for (const auto& [heads, key_heads] : {std::pair{4, 4}, {4, 2}, {6, 2}, {3, 1}})
+      for (const auto& cut : kCuts)
+        for (const bool causal : {true, false}) {
+          const auto problem = make_problem(37, heads, key_heads, 16, type, 1);
+          const auto ours = run(variable_length_attention, problem, cut, causal);
+          const auto theirs = run(naive::variable_length_attention, problem, cut, causal);
+          for (std::size_t i = 0; i < ours.size(); ++i)
+            EXPECT_LT(relative(ours[i], theirs[i]), tolerance)
+                << c10::toString(type) << " heads " << heads << "/" << key_heads << " fragments "
+                << cut.size() - 1 << " causal " << causal << " result " << i;
+        }
+}
+
+TEST(Attention, TheTwinsDifferWhereTheyShould) {
+  const auto problem = make_problem(37, 4, 2, 16, at::kDouble, 2);
+  const auto whole = run(variable_length_attention, problem, {0, 37});
+  const auto cut = run(variable_length_attention, problem, {0, 20, 37});
+  const auto both_ways = run(variable_length_attention, problem, {0, 37}, false);
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    EXPECT_GT(relative(cut[i], whole[i]), 0.01);
+    EXPECT_GT(relative(both_ways[i], whole[i]), 0.01);
+  }
+}
+
+// A change in one fragment leaves the output and gradients of every other fragment as they were, bit for bit.
+TEST(Attention, NothingLeaksBetweenFragments) {
+  const std::vector<std::int64_t> cut = {0, 7, 14, 21, 50, 51, 64};
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (std::size_t victim = 0; victim + 1 < cut.size(); ++victim) {
+      const auto problem = make_problem(64, 4, 2, 32, type, 3);
+      auto changed = problem;
+      for (auto* x : {&changed.q, &changed.k, &changed.v, &changed.weight}) {
+        *x = x->clone();
+        x->narrow(0, cut[victim], cut[victim + 1] - cut[victim]).mul_(-3).add_(1);
+      }
+      const auto before = run(variable_length_attention, problem, cut);
+      const auto after = run(variable_length_attention, changed, cut);
+      for (std::size_t f = 0; f + 1 < cut.size(); ++f)
+        for (std::size_t i = 0; i < before.size(); ++i) {
+          const auto part = [&](const at::Tensor& x) { return x.narrow(0, cut[f], cut[f + 1] - cut[f]); };
+          // A fragment of one token returns v whatever q and k are: their gradients are zero before and
+          // after.
+          const bool zero = f == victim && cut[f + 1] - cut[f] == 1 && (i == 1 || i == 2);
+          EXPECT_EQ(part(before[i]).equal(part(after[i])), f != victim || zero)
+              << c10::toString(type) << " changed " << victim << " looked at " << f << " result " << i;
+        }
+    }
+}
+
+TEST(Attention, StridedInputsAndFrozenOnes) {
+  const std::int64_t tokens = 20, heads = 4, key_heads = 2, dim = 8;
+  const at::Tensor all = at::arange(tokens * (heads + 2 * key_heads) * dim, at::kDouble)
+                             .sin()
+                             .view({tokens, heads + 2 * key_heads, dim});
+  const auto q = all.narrow(1, 0, heads), k = all.narrow(1, heads, key_heads).clone().requires_grad_(),
+             v = all.narrow(1, heads + key_heads, key_heads);
+  const auto out = variable_length_attention(q, k, v, {0, 12, 20});
+  EXPECT_LT(relative(out.detach(), naive::variable_length_attention(q, k, v, {0, 12, 20}).detach()), 1e-13);
+  out.sum().backward();
+  EXPECT_TRUE(k.grad().defined());
+  const at::Tensor permuted = q.transpose(0, 1).contiguous().transpose(0, 1);
+  EXPECT_TRUE(variable_length_attention(permuted, k, v, {0, 12, 20}).equal(out));
+}
+
+TEST(Attention, AnEmptyBatchGivesEmptyGradients) {
+  const auto results = run(variable_length_attention, make_problem(0, 4, 2, 8, at::kFloat, 4), {0});
+  for (const auto& result : results) EXPECT_EQ(result.size(0), 0);
+}
+
+TEST(Attention, CachedEqualsWhole) {
+  const auto problem = make_problem(19, 6, 2, 16, at::kDouble, 5);
+  const at::Tensor whole = naive::variable_length_attention(problem.q, problem.k, problem.v, {0, 19});
+  for (const std::int64_t last : {1, 4, 19})
+    EXPECT_LT(relative(cached_attention(problem.q.narrow(0, 19 - last, last), problem.k, problem.v),
+                       whole.narrow(0, 19 - last, last)),
+              1e-13);
+}
+
+TEST(Attention, WhatDoesNotFitIsRefused) {
+  const auto p = make_problem(8, 4, 2, 8, at::kFloat, 6);
+  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {0, 7}), ConfigError);
+  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {0, 6, 4, 8}), ConfigError);
+  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {}), ConfigError);
+  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v.to(at::kDouble), {0, 8}), ConfigError);
+  EXPECT_THROW(variable_length_attention(p.q.narrow(1, 0, 3), p.k, p.v, {0, 8}), ConfigError);
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,189 @@
+#include "model/decoder.hpp"
+
+#include "attention/attention.hpp"
+#include "isograd/error.hpp"
+#include "isograd/random.hpp"
+#include "model/fused.hpp"
+
+namespace isograd {
+namespace {
+
+// Below `root`, one module per dot of the name; the last part is the parameter.
+void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter) {
+  torch::nn::Module* place = &root;
+  std::size_t begin = 0;
+  for (std::size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    const std::string part = name.substr(begin, dot - begin);
+    const auto children = place->named_children();
+    const auto* child = children.find(part);
+    place =
+        child ? child->get() : place->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
+  }
+  place->register_parameter(name.substr(begin), parameter);
+}
+
+template <typename T>
+void fill_normal(at::Tensor& parameter, double range, const RandomKey& key) {
+  T* values = parameter.mutable_data_ptr<T>();
+  for (std::int64_t i = 0, n = parameter.numel(); i < n; ++i)
+    values[i] = static_cast<T>(static_cast<std::conditional_t<std::is_same_v<T, double>, double, float>>(
+        range * random_normal(key, static_cast<std::uint64_t>(i))));
+}
+
+void check_batch(const Batch& batch, std::int64_t vocabulary) {
+  const auto bad = [](const std::string& found, const std::string& expected) {
+    throw ConfigError(
+        {.where = "batch for the model",
+         .found = found,
+         .expected = expected,
+         .action = "Use the tokenizer that the model was made for, and batches as a loader makes them"});
+  };
+  const auto& tokens = batch.tokens;
+  if (!tokens.defined() || tokens.dim() != 1 || tokens.scalar_type() != at::kLong ||
+      tokens.numel() != batch.num_tokens() || !batch.positions.defined() ||
+      batch.positions.sizes() != tokens.sizes() || batch.positions.scalar_type() != at::kLong)
+    bad("tokens, positions and cu_seqlens that do not fit together",
+        "tokens and positions [T] int64, cu_seqlens to T");
+  if (tokens.numel() == 0 || !tokens.is_cpu()) return;
+  const auto [least, most] = at::aminmax(tokens);
+  if (least.item<std::int64_t>() < 0 || most.item<std::int64_t>() >= vocabulary)
+    bad(fmt::format("tokens from {} to {}", least.item<std::int64_t>(), most.item<std::int64_t>()),
+        fmt::format("a vocabulary of {}: 0 to {}", vocabulary, vocabulary - 1));
+  if (batch.positions.min().item<std::int64_t>() < 0) bad("a negative position", "positions from 0");
+}
+
+}  // namespace
+
+DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type)
+    : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat) {}
+
+void DecoderLM::Impl::create(torch::nn::Module& root) {
+  const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
+    const at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype)).requires_grad_();
+    register_under(root, name, tensor);
+    in_order.emplace_back(name, tensor);
+    return tensor;
+  };
+  const auto linear = [&](const std::string& name, std::int64_t out, std::int64_t in, bool bias) {
+    Linear result;
+    result.weight = parameter(name + ".weight", {out, in});
+    if (bias) result.bias = parameter(name + ".bias", {out});
+    return result;
+  };
+  const std::int64_t hidden = config.hidden, inner = config.feed_forward;
+  const std::int64_t queries = config.heads * config.head_dim,
+                     keys = config.key_value_heads * config.head_dim;
+  embedding = parameter("model.embed_tokens.weight", {config.vocabulary, hidden});
+  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
+    const std::string prefix = fmt::format("model.layers.{}.", layer), attention = prefix + "self_attn.";
+    Block block;
+    block.q = linear(attention + "q_proj", queries, hidden, config.attention_bias);
+    block.k = linear(attention + "k_proj", keys, hidden, config.attention_bias);
+    block.v = linear(attention + "v_proj", keys, hidden, config.attention_bias);
+    block.o = linear(attention + "o_proj", hidden, queries, config.output_bias);
+    if (config.query_key_norm) {
+      block.q_norm = parameter(attention + "q_norm.weight", {config.head_dim});
+      block.k_norm = parameter(attention + "k_norm.weight", {config.head_dim});
+    }
+    block.gate = linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
+    block.up = linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
+    block.down = linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
+    block.input_norm = parameter(prefix + "input_layernorm.weight", {hidden});
+    block.post_attention_norm = parameter(prefix + "post_attention_layernorm.weight", {hidden});
+    blocks.push_back(std::move(block));
+  }
+  norm = parameter("model.norm.weight", {hidden});
+  if (!config.tied_output) head = parameter("lm_head.weight", {config.vocabulary, hidden});
+}
+
+void DecoderLM::Impl::initialize(std::uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : in_order) {
+    if (tensor.dim() == 1) {
+      tensor.fill_(name.ends_with(".bias") ? 0 : 1);
+      continue;
+    }
+    const RandomKey key{.seed = seed, .layer = hash_name(name)};
+    if (dtype == at::kDouble)
+      fill_normal<double>(tensor, config.initializer_range, key);
+    else if (dtype == at::kFloat)
+      fill_normal<float>(tensor, config.initializer_range, key);
+    else
+      fill_normal<at::BFloat16>(tensor, config.initializer_range, key);
+  }
+}
+
+at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
+                                   const Attend& attend) const {
+  const std::int64_t count = tokens.numel(), dim = config.head_dim;
+  const double epsilon = config.norm_epsilon;
+  at::Tensor stream = at::embedding(embedding, tokens);  // [T, hidden]
+  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
+    const Block& block = blocks[static_cast<std::size_t>(layer)];
+    auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
+    const auto projected = linears(normed, {block.q.weight, block.k.weight, block.v.weight},
+                                   {block.q.bias, block.k.bias, block.v.bias});
+    at::Tensor q = projected[0].view({count, config.heads, dim});
+    at::Tensor k = projected[1].view({count, config.key_value_heads, dim});
+    const at::Tensor v = projected[2].view({count, config.key_value_heads, dim});
+    if (config.query_key_norm) {
+      q = isograd::rms_norm(q, block.q_norm, epsilon);
+      k = isograd::rms_norm(k, block.k_norm, epsilon);
+    }
+    const at::Tensor attended = attend(layer, isograd::rotary(q, cos, sin), isograd::rotary(k, cos, sin), v);
+    stream =
+        linear_onto(residual, attended.reshape({count, config.heads * dim}), block.o.weight, block.o.bias);
+
+    std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
+    const auto inner =
+        linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
+    stream = linear_onto(residual, swiglu(inner[0], inner[1]), block.down.weight, block.down.bias);
+  }
+  return isograd::rms_norm(stream, norm, epsilon);
+}
+
+at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
+  return linears(hidden, {output()}, {at::Tensor()})[0];
+}
+
+DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype) {
+  check(config);
+  if (dtype != at::kDouble && dtype != at::kFloat && dtype != at::kBFloat16)
+    throw ConfigError({.where = "the model's dtype",
+                       .found = c10::toString(dtype),
+                       .expected = "Double, Float or BFloat16",
+                       .action = "Choose one of them"});
+  impl_ = std::make_unique<Impl>(config, dtype);
+  impl_->create(*this);
+}
+
+DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed)
+    : DecoderLM(config, dtype) {
+  impl_->initialize(seed);
+}
+
+DecoderLM::~DecoderLM() = default;
+
+const DecoderConfig& DecoderLM::config() const {
+  return impl_->config;
+}
+
+at::Tensor DecoderLM::hidden(const Batch& batch) {
+  check_batch(batch, impl_->config.vocabulary);
+  const auto device = impl_->embedding.device();
+  const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens);
+  return impl_->hidden(batch.tokens.to(device), cos.to(device), sin.to(device),
+                       [&](std::int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+                         return variable_length_attention(q, k, v, batch.cu_seqlens);
+                       });
+}
+
+at::Tensor DecoderLM::logits(const Batch& batch) {
+  return impl_->logits(hidden(batch));
+}
+
+std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
+  return impl_->in_order;
+}
+
+}  // namespace isograd

@@ -1,0 +1,50 @@
+// Inside a DecoderLM: its weights by role, and one pass through the blocks.
+#pragma once
+
+#include <functional>
+
+#include "isograd/decoder_lm.hpp"
+#include "model/rotary_table.hpp"
+
+namespace isograd {
+
+struct Linear {
+  at::Tensor weight;  // [out, in]
+  at::Tensor bias;    // [out], or undefined
+};
+
+struct Block {
+  at::Tensor input_norm, post_attention_norm;  // [hidden]
+  Linear q, k, v, o;
+  at::Tensor q_norm, k_norm;  // [head_dim], or undefined
+  Linear gate, up, down;
+};
+
+// Attention comes in as an argument: (layer, q [T, H, D], k and v [T, Hkv, D], turned already) -> [T, H, D].
+using Attend =
+    std::function<at::Tensor(std::int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
+
+struct DecoderLM::Impl {
+  Impl(const DecoderConfig& shape, at::ScalarType dtype);
+
+  // Creates the parameters (values unset) and registers them below `root` under Hugging Face's names.
+  void create(torch::nn::Module& root);
+  // normal(0, initializer_range) for matrices, one for norms, zero for biases.
+  void initialize(std::uint64_t seed);
+
+  at::Tensor hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
+                    const Attend& attend) const;
+  at::Tensor logits(const at::Tensor& hidden) const;
+  const at::Tensor& output() const { return config.tied_output ? embedding : head; }
+
+  const DecoderConfig config;
+  const at::ScalarType dtype;
+  RotaryTable rotary;
+  at::Tensor embedding;  // [vocabulary, hidden]
+  std::vector<Block> blocks;
+  at::Tensor norm;                                           // [hidden]
+  at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
+  std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
+};
+
+}  // namespace isograd

@@ -1,0 +1,233 @@
+#include "isograd/decoder_lm.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "attention/attention.hpp"
+#include "isograd/error.hpp"
+#include "model/decoder_testing.hpp"
+#include "model/fused.hpp"
+#include "model/rotary_table.hpp"
+
+namespace isograd {
+namespace {
+
+using ::testing::HasSubstr;
+
+// The model once more, in plain ATen and from the parameters' names alone.
+at::Tensor plain_logits(DecoderLM& model, const Batch& batch) {
+  const DecoderConfig& c = model.config();
+  std::map<std::string, at::Tensor> w;
+  for (auto& [name, tensor] : model.named()) w[name] = tensor;
+  const auto linear = [&](const at::Tensor& x, const std::string& name) {
+    return naive::linear(x, w.at(name + ".weight"),
+                         w.contains(name + ".bias") ? w.at(name + ".bias") : at::Tensor());
+  };
+  const auto type = model.named()[0].second.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto [frequencies, factor] = rotary_frequencies(c, 0, type);
+  const at::Tensor angles = batch.positions.to(type).unsqueeze(1) * frequencies;
+  const at::Tensor cos = angles.cos() * factor, sin = angles.sin() * factor;
+  at::Tensor x = at::embedding(w.at("model.embed_tokens.weight"), batch.tokens);
+  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
+    const std::string at = fmt::format("model.layers.{}.", layer);
+    at::Tensor n = naive::rms_norm(x, w.at(at + "input_layernorm.weight"), c.norm_epsilon);
+    at::Tensor q = linear(n, at + "self_attn.q_proj").view({-1, c.heads, c.head_dim});
+    at::Tensor k = linear(n, at + "self_attn.k_proj").view({-1, c.key_value_heads, c.head_dim});
+    const at::Tensor v = linear(n, at + "self_attn.v_proj").view({-1, c.key_value_heads, c.head_dim});
+    if (c.query_key_norm) {
+      q = naive::rms_norm(q, w.at(at + "self_attn.q_norm.weight"), c.norm_epsilon);
+      k = naive::rms_norm(k, w.at(at + "self_attn.k_norm.weight"), c.norm_epsilon);
+    }
+    const at::Tensor a = naive::variable_length_attention(naive::rotary(q, cos, sin),
+                                                          naive::rotary(k, cos, sin), v, batch.cu_seqlens);
+    x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
+    n = naive::rms_norm(x, w.at(at + "post_attention_layernorm.weight"), c.norm_epsilon);
+    x = x + linear(naive::swiglu(linear(n, at + "mlp.gate_proj"), linear(n, at + "mlp.up_proj")),
+                   at + "mlp.down_proj");
+  }
+  x = naive::rms_norm(x, w.at("model.norm.weight"), c.norm_epsilon);
+  return naive::linear(x, w.at(c.tied_output ? "model.embed_tokens.weight" : "lm_head.weight"), {});
+}
+
+// Logits, then the gradient of every parameter.
+std::vector<at::Tensor> run(DecoderLM& model, const std::function<at::Tensor()>& logits) {
+  const at::Tensor out = logits();
+  std::vector<at::Tensor> parameters, results{out.detach()};
+  for (auto& [name, tensor] : model.named()) parameters.push_back(tensor);
+  const at::Tensor weight = (at::arange(out.numel(), at::kDouble) * 0.31).sin().view(out.sizes());
+  for (auto& gradient : torch::autograd::grad({(out.to(at::kDouble) * weight).sum()}, parameters))
+    results.push_back(gradient);
+  return results;
+}
+
+double relative(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  return ((x - y).norm() / y.norm().clamp_min(1e-300)).item<double>();
+}
+
+// Depth two, sums of at most 100 terms: rounding grows to some hundred units.
+TEST(DecoderLM, AgreesWithPlainAtenForwardAndBackward) {
+  for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, 1e-5}})
+    for (const DecoderConfig& config : small_configs()) {
+      DecoderLM model(config, type, 11);
+      perturb(model, 12);
+      const Batch batch = make_batch({5, 9, 1, 14, 14}, config.vocabulary, 13);
+      const auto ours = run(model, [&] { return model.logits(batch); });
+      const auto plain = run(model, [&] { return plain_logits(model, batch); });
+      for (std::size_t i = 0; i < ours.size(); ++i)
+        EXPECT_LT(relative(ours[i], plain[i]), tolerance)
+            << config.family << " " << config.rope_scaling.kind << " "
+            << (i == 0 ? "logits" : model.named()[i - 1].first);
+    }
+}
+
+TEST(DecoderLM, FragmentsDoNotSeeEachOther) {
+  for (const DecoderConfig& config : small_configs()) {
+    DecoderLM model(config, at::kFloat, 1);
+    const std::vector<std::int64_t> lengths = {7, 12, 12, 3};
+    const Batch batch = make_batch(lengths, config.vocabulary, 2);
+    Batch changed = batch;
+    changed.tokens = batch.tokens.clone();
+    changed.tokens.narrow(0, 7, 12).fill_(3);
+    const at::NoGradGuard no_grad;
+    const at::Tensor before = model.logits(batch), after = model.logits(changed);
+    for (std::size_t f = 0; f < lengths.size(); ++f)
+      EXPECT_EQ(before.narrow(0, batch.cu_seqlens[f], lengths[f])
+                    .equal(after.narrow(0, batch.cu_seqlens[f], lengths[f])),
+                f != 1)
+          << config.family << " fragment " << f;
+  }
+}
+
+// Beyond max_positions `dynamic` turns by the fragment's own length, whatever else is in the batch.
+TEST(DecoderLM, DynamicScalingIsAFragmentsOwn) {
+  DecoderConfig config = small_config("llama");
+  config.rope_scaling = {.kind = "dynamic", .factor = 2};
+  config.max_positions = 8;
+  DecoderLM model(config, at::kDouble, 1);
+  const Batch both = make_batch({6, 13, 20}, config.vocabulary, 2);
+  const at::Tensor together = model.logits(both);
+  for (std::size_t f = 0; f < 3; ++f) {
+    const std::int64_t begin = both.cu_seqlens[f], length = both.cu_seqlens[f + 1] - begin;
+    Batch alone;
+    alone.tokens = both.tokens.narrow(0, begin, length),
+    alone.positions = both.positions.narrow(0, begin, length);
+    alone.cu_seqlens = {0, length}, alone.sample_ids = {0};
+    EXPECT_LT(relative(model.logits(alone), together.narrow(0, begin, length)), 1e-13);
+  }
+}
+
+TEST(DecoderLM, ParametersCarryHuggingFaceNames) {
+  DecoderConfig config = small_config("llama");
+  config.layers = 1;
+  DecoderLM model(config, at::kFloat, 1);
+  const std::vector<std::string> names = {"model.embed_tokens.weight",
+                                          "model.layers.0.self_attn.q_proj.weight",
+                                          "model.layers.0.self_attn.k_proj.weight",
+                                          "model.layers.0.self_attn.v_proj.weight",
+                                          "model.layers.0.self_attn.o_proj.weight",
+                                          "model.layers.0.mlp.gate_proj.weight",
+                                          "model.layers.0.mlp.up_proj.weight",
+                                          "model.layers.0.mlp.down_proj.weight",
+                                          "model.layers.0.input_layernorm.weight",
+                                          "model.layers.0.post_attention_layernorm.weight",
+                                          "model.norm.weight",
+                                          "lm_head.weight"};
+  std::vector<std::string> found;
+  for (const auto& item : model.named_parameters()) {
+    EXPECT_TRUE(item.value().is_same(model.named()[found.size()].second)) << item.key();
+    found.push_back(item.key());
+  }
+  EXPECT_EQ(found, names);
+  config.tied_output = true;
+  EXPECT_EQ(DecoderLM(config, at::kFloat, 1).named().size(), names.size() - 1);
+}
+
+// A parameter's values follow from the seed and its name only: not from the number of layers built before it.
+TEST(DecoderLM, InitialisationIsKeyedByName) {
+  DecoderConfig config = small_config("llama");
+  config.initializer_range = 0.5;
+  DecoderLM deep(config, at::kDouble, 3), again(config, at::kDouble, 3), other(config, at::kDouble, 4);
+  config.layers = 1, config.tied_output = true;
+  DecoderLM shallow(config, at::kDouble, 3);
+  std::map<std::string, at::Tensor> expected;
+  for (auto& [name, tensor] : deep.named()) expected[name] = tensor;
+  for (auto& [name, tensor] : again.named()) EXPECT_TRUE(tensor.equal(expected.at(name)));
+  for (auto& [name, tensor] : shallow.named()) EXPECT_TRUE(tensor.equal(expected.at(name))) << name;
+  for (auto& [name, tensor] : other.named())
+    EXPECT_EQ(tensor.equal(expected.at(name)), tensor.dim() == 1) << name;
+  const at::Tensor all = expected.at("model.embed_tokens.weight");
+  const double n = static_cast<double>(all.numel());
+  EXPECT_NEAR(all.mean().item<double>(), 0, 5 * 0.5 / std::sqrt(n));  // five standard errors
+  EXPECT_NEAR(all.std().item<double>(), 0.5, 5 * 0.5 / std::sqrt(2 * n));
+  EXPECT_FALSE(expected.at("model.layers.0.mlp.gate_proj.weight")
+                   .equal(expected.at("model.layers.0.mlp.up_proj.weight")));
+}
+
+TEST(DecoderLM, FrozenParametersAndEmptyBatches) {
+  const DecoderConfig config = small_config("qwen2");
+  DecoderLM model(config, at::kFloat, 1);
+  for (auto& [name, tensor] : model.named())
+    if (name.find("layers.0") != std::string::npos || name.find("embed") != std::string::npos)
+      tensor.requires_grad_(false);
+  model.logits(make_batch({4, 5}, config.vocabulary, 2)).sum().backward();
+  for (auto& [name, tensor] : model.named())
+    EXPECT_EQ(tensor.grad().defined(), tensor.requires_grad()) << name;
+
+  DecoderLM empty(config, at::kFloat, 1);
+  const at::Tensor logits = empty.logits(make_batch({}, config.vocabulary, 2));
+  EXPECT_EQ(logits.sizes(), (std::vector<std::int64_t>{0, config.vocabulary}));
+  logits.sum().backward();
+  for (auto& [name, tensor] : empty.named())
+    if (tensor.grad().defined()) EXPECT_EQ(tensor.grad().abs().max().item<float>(), 0) << name;
+}
+
+TEST(DecoderLM, BadBatchesAndShapesAreRefused) {
+  const DecoderConfig config = small_config("llama");
+  DecoderLM model(config, at::kFloat, 1);
+  const auto message = [](const std::function<void()>& work) -> std::string {
+    try {
+      work();
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  Batch batch = make_batch({4}, config.vocabulary, 1);
+  batch.tokens[2] = config.vocabulary;
+  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("vocabulary of 61"));
+  batch = make_batch({4}, config.vocabulary, 1);
+  batch.cu_seqlens.back() = 3;
+  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("do not fit together"));
+  batch = make_batch({4}, config.vocabulary, 1);
+  batch.positions[0] = -1;
+  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("negative position"));
+
+  struct Case {
+    const char* key;
+    std::function<void(DecoderConfig&)> change;
+  };
+  for (const auto& [key, change] : std::vector<Case>{
+           {"model.key_value_heads", [](auto& c) { c.key_value_heads = 3; }},
+           {"model.head_dim", [](auto& c) { c.head_dim = 7; }},
+           {"model.hidden", [](auto& c) { c.hidden = 33; }},
+           {"model.layers", [](auto& c) { c.layers = 0; }},
+           {"model.vocabulary", [](auto& c) { c.vocabulary = std::int64_t{1} << 40; }},
+           {"model.family", [](auto& c) { c.family = "gpt2"; }},
+           {"model.norm_epsilon", [](auto& c) { c.norm_epsilon = 0; }},
+           {"model.rope_theta", [](auto& c) { c.rope_theta = -1; }},
+           {"model.query_key_norm", [](auto& c) { c.query_key_norm = true; }},
+           {"model.output_bias", [](auto& c) { c.output_bias = true; }},
+           {"model.rope_scaling.kind", [](auto& c) { c.rope_scaling.kind = "longrope"; }},
+           {"model.rope_scaling.factor", [](auto& c) { c.rope_scaling = {.kind = "linear", .factor = 0.5}; }},
+           {"model.eos", [](auto& c) { c.eos = -2; }},
+       }) {
+    DecoderConfig broken = config;
+    change(broken);
+    EXPECT_THAT(message([&] { DecoderLM(broken, at::kFloat, 1); }), HasSubstr(key));
+  }
+  EXPECT_THROW(DecoderLM(config, at::kHalf, 1), ConfigError);
+}
+
+}  // namespace
+}  // namespace isograd

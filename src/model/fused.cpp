@@ -1,0 +1,290 @@
+#include "model/fused.hpp"
+
+#include <ATen/Parallel.h>
+
+#include "isograd/error.hpp"
+#include "model/product.hpp"
+#include "model/rows.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void refuse_second_derivative() {
+  ISOGRAD_INVARIANT(!at::GradMode::is_enabled(), "a second derivative of the model, which is not supported");
+}
+
+at::ScalarType computing_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+bool has_rows(const at::Tensor& x) {
+  return x.is_cpu() && (x.scalar_type() == at::kDouble || x.scalar_type() == at::kFloat ||
+                        x.scalar_type() == at::kBFloat16);
+}
+
+// Calls `work(T*, C*)` with null pointers that carry the types of the rows' kernels.
+template <typename Work>
+void with_types(const at::Tensor& x, Work work) {
+  if (x.scalar_type() == at::kDouble)
+    work(static_cast<double*>(nullptr), static_cast<double*>(nullptr));
+  else if (x.scalar_type() == at::kFloat)
+    work(static_cast<float*>(nullptr), static_cast<float*>(nullptr));
+  else
+    work(static_cast<kernels::Bfloat16*>(nullptr), static_cast<float*>(nullptr));
+}
+
+template <typename T>
+T* data(const at::Tensor& x) {
+  return x.defined() ? static_cast<T*>(x.data_ptr()) : nullptr;
+}
+
+constexpr std::int64_t kChunk = 64;  // rows whose weight gradients are summed together, whatever the threads
+
+// y and the rows' scales.
+std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Tensor& weight,
+                                               double epsilon) {
+  const std::int64_t width = weight.numel(), rows = x.numel() / width;
+  at::Tensor y = at::empty(x.sizes(), x.options()),
+             scale = at::empty({rows}, x.options().dtype(computing_type(x)));
+  with_types(x, [&](auto* t, auto* c) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    using C = std::remove_pointer_t<decltype(c)>;
+    at::parallel_for(0, rows, kChunk, [&](std::int64_t begin, std::int64_t end) {
+      rows::rms_norm(data<T>(x) + begin * width, data<T>(weight), end - begin, width, epsilon,
+                     data<T>(y) + begin * width, data<C>(scale) + begin);
+    });
+  });
+  return {y, scale};
+}
+
+variable_list norm_backward(AutogradContext* ctx, const at::Tensor& gradient, const at::Tensor& residual) {
+  refuse_second_derivative();
+  const auto saved = ctx->get_saved_variables();
+  const at::Tensor &x = saved[0], &weight = saved[1], &scale = saved[2];
+  if (!gradient.defined()) return {residual, at::Tensor(), at::Tensor()};
+  const std::int64_t width = weight.numel(), rows = x.numel() / width, chunks = (rows + kChunk - 1) / kChunk;
+  const at::Tensor dy = gradient.contiguous(), kept = residual.defined() ? residual.contiguous() : residual;
+  at::Tensor dx, sums;
+  if (ctx->needs_input_grad(0)) dx = at::empty(x.sizes(), x.options());
+  if (ctx->needs_input_grad(1)) sums = at::zeros({chunks, width}, scale.options());
+  with_types(x, [&](auto* t, auto* c) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    using C = std::remove_pointer_t<decltype(c)>;
+    at::parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t chunk = first; chunk < last; ++chunk) {
+        const std::int64_t begin = chunk * kChunk, count = std::min(kChunk, rows - begin), at = begin * width;
+        rows::rms_norm_backward(data<T>(dy) + at, data<T>(x) + at, data<T>(weight), data<C>(scale) + begin,
+                                kept.defined() ? data<T>(kept) + at : nullptr, count, width,
+                                dx.defined() ? data<T>(dx) + at : nullptr,
+                                sums.defined() ? data<C>(sums) + chunk * width : nullptr);
+      }
+    });
+  });
+  return {dx, sums.defined() ? sums.sum(0).to(weight.scalar_type()) : at::Tensor(), at::Tensor()};
+}
+
+class RmsNorm : public torch::autograd::Function<RmsNorm> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                            double epsilon) {
+    const auto [y, scale] = norm_forward(x, weight, epsilon);
+    ctx->save_for_backward({x, weight, scale});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    return norm_backward(ctx, gradients[0], {});
+  }
+};
+
+class RmsNormAndResidual : public torch::autograd::Function<RmsNormAndResidual> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                               double epsilon) {
+    const auto [y, scale] = norm_forward(x, weight, epsilon);
+    ctx->save_for_backward({x, weight, scale});
+    ctx->set_materialize_grads(false);
+    return {y, x};
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    return norm_backward(ctx, gradients[0], gradients[1]);
+  }
+};
+
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int direction) {
+  const std::int64_t heads = x.size(1), dim = x.size(2), half = dim / 2, stride = x.stride(0);
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  with_types(x, [&](auto* t, auto* c) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    using C = std::remove_pointer_t<decltype(c)>;
+    at::parallel_for(0, x.size(0), kChunk, [&](std::int64_t begin, std::int64_t end) {
+      rows::rotate(data<T>(x) + begin * stride, stride, data<C>(cos) + begin * half,
+                   data<C>(sin) + begin * half, end - begin, heads, dim, direction,
+                   data<T>(y) + begin * heads * dim);
+    });
+  });
+  return y;
+}
+
+at::Tensor dense_heads(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+class Rotary : public torch::autograd::Function<Rotary> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos,
+                            const at::Tensor& sin) {
+    ctx->save_for_backward({cos, sin});
+    return rotated(dense_heads(x), cos, sin, 1);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    refuse_second_derivative();
+    const auto saved = ctx->get_saved_variables();
+    return {rotated(dense_heads(gradients[0]), saved[0], saved[1], -1), at::Tensor(), at::Tensor()};
+  }
+};
+
+class SwiGlu : public torch::autograd::Function<SwiGlu> {
+ public:
+  static constexpr std::int64_t kGrain = 1 << 15;
+
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
+    at::Tensor y = at::empty(gate.sizes(), gate.options());
+    with_types(gate, [&](auto* t, auto*) {
+      using T = std::remove_pointer_t<decltype(t)>;
+      at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+        rows::swiglu(data<T>(gate) + begin, data<T>(up) + begin, end - begin, data<T>(y) + begin);
+      });
+    });
+    ctx->save_for_backward({gate, up});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    refuse_second_derivative();
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &gate = saved[0], &up = saved[1];
+    const at::Tensor dy = gradients[0].contiguous();
+    at::Tensor dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(up.sizes(), up.options());
+    with_types(gate, [&](auto* t, auto*) {
+      using T = std::remove_pointer_t<decltype(t)>;
+      at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+        rows::swiglu_backward(data<T>(dy) + begin, data<T>(gate) + begin, data<T>(up) + begin, end - begin,
+                              data<T>(dgate) + begin, data<T>(dup) + begin);
+      });
+    });
+    return {dgate, dup};
+  }
+};
+
+// Inputs: x, weights..., biases... (undefined ones included). The gradient of x is summed inside the
+// products.
+class Linears : public torch::autograd::Function<Linears> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
+                               at::TensorList biases) {
+    variable_list saved{x}, results;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      results.push_back(product(x, weights[i], {}, biases[i]));
+      saved.push_back(weights[i]);
+    }
+    ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
+    return results;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    refuse_second_derivative();
+    const auto saved = ctx->get_saved_variables();
+    const std::size_t n = gradients.size();
+    variable_list results(1 + 2 * n);
+    for (std::size_t i = 0; i < n; ++i) {
+      if (!gradients[i].defined()) continue;
+      const at::Tensor dy = gradients[i].contiguous();
+      if (ctx->needs_input_grad(0)) results[0] = product(dy, saved[1 + i].t(), results[0]);
+      if (ctx->needs_input_grad(1 + i)) results[1 + i] = product(dy.t(), saved[0].t());
+      if (ctx->needs_input_grad(1 + n + i)) results[1 + n + i] = dy.sum(0);
+    }
+    return results;
+  }
+};
+
+class LinearOnto : public torch::autograd::Function<LinearOnto> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& residual, const at::Tensor& x,
+                            const at::Tensor& weight, const at::Tensor& bias) {
+    ctx->save_for_backward({x, weight});
+    return product(x, weight, residual, bias);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    refuse_second_derivative();
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor dy = gradients[0].contiguous();
+    variable_list results(4);
+    results[0] = gradients[0];
+    if (ctx->needs_input_grad(1)) results[1] = product(dy, saved[1].t());
+    if (ctx->needs_input_grad(2)) results[2] = product(dy.t(), saved[0].t());
+    if (ctx->needs_input_grad(3)) results[3] = dy.sum(0);
+    return results;
+  }
+};
+
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  if (!has_rows(x)) return naive::rms_norm(x, weight, epsilon);
+  return RmsNorm::apply(x.contiguous(), weight, epsilon);
+}
+
+std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, const at::Tensor& weight,
+                                                        double epsilon) {
+  if (!has_rows(x)) return {naive::rms_norm(x, weight, epsilon), x};
+  const auto both = RmsNormAndResidual::apply(x.contiguous(), weight, epsilon);
+  return {both[0], both[1]};
+}
+
+at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  return has_rows(x) ? Rotary::apply(x, cos, sin) : naive::rotary(x, cos, sin);
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return has_rows(gate) ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive::swiglu(gate, up);
+}
+
+std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                const std::vector<at::Tensor>& biases) {
+  ISOGRAD_INVARIANT(weights.size() == biases.size(), "a bias (or none) for each weight");
+  return Linears::apply(x.contiguous(), at::TensorList(weights), at::TensorList(biases));
+}
+
+at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
+                       const at::Tensor& bias) {
+  return LinearOnto::apply(residual.contiguous(), x.contiguous(), weight, bias);
+}
+
+namespace naive {
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  const auto type = computing_type(x);
+  const at::Tensor wide = x.to(type);
+  const at::Tensor normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon);
+  return (weight.to(type) * normed).to(x.scalar_type());
+}
+
+at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  const auto halves = x.to(computing_type(x)).chunk(2, -1);
+  const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
+  return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, -1).to(x.scalar_type());
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  const auto type = computing_type(gate);
+  return (at::silu(gate.to(type)) * up.to(type)).to(gate.scalar_type());
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return bias.defined() ? at::linear(x, weight, bias) : at::linear(x, weight);
+}
+
+}  // namespace naive
+}  // namespace isograd

@@ -1,0 +1,207 @@
+#include "model/fused.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include "isograd/error.hpp"
+#include "model/product.hpp"
+
+namespace isograd {
+namespace {
+
+using Inputs = std::vector<at::Tensor>;
+using Outputs = std::vector<at::Tensor>;
+using Piece = std::function<Outputs(const Inputs&)>;
+
+Inputs draw(const std::vector<std::vector<std::int64_t>>& shapes, at::ScalarType type, std::uint64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  Inputs inputs;
+  for (const auto& shape : shapes) inputs.push_back(at::randn(shape, generator, at::kDouble).to(type));
+  return inputs;
+}
+
+// A loss with a different weight for every element of every output.
+at::Tensor loss_of(const Outputs& outputs) {
+  at::Tensor loss;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor weight = (at::arange(outputs[i].numel(), at::kDouble) * 0.7 + static_cast<double>(i))
+                                  .sin()
+                                  .view(outputs[i].sizes());
+    const at::Tensor part = (outputs[i].to(at::kDouble) * weight).sum();
+    loss = loss.defined() ? loss + part : part;
+  }
+  return loss;
+}
+
+// Outputs, then gradients of all inputs.
+std::vector<at::Tensor> run(const Piece& piece, const Inputs& inputs) {
+  Inputs leaves;
+  for (const auto& x : inputs) leaves.push_back(x.detach().clone().requires_grad_());
+  const auto outputs = piece(leaves);
+  std::vector<at::Tensor> results;
+  for (const auto& out : outputs) results.push_back(out.detach());
+  for (auto& gradient : torch::autograd::grad({loss_of(outputs)}, leaves)) results.push_back(gradient);
+  return results;
+}
+
+double relative(const at::Tensor& a, const at::Tensor& b) {
+  EXPECT_EQ(a.sizes(), b.sizes());
+  EXPECT_EQ(a.scalar_type(), b.scalar_type());
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  return ((x - y).norm() / y.norm().clamp_min(1e-300)).item<double>();
+}
+
+struct Case {
+  const char* name;
+  Piece fused, twin;
+  std::vector<std::vector<std::int64_t>> shapes;
+};
+
+std::vector<Case> cases(at::ScalarType type) {
+  const auto wide = type == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor angle = (at::arange(70 * 6, at::kDouble) * 0.37).view({70, 6}).to(wide);
+  const at::Tensor cos = angle.cos() * 1.25, sin = angle.sin() * 1.25;
+  return {
+      {"rms_norm",
+       [](const Inputs& x) { return Outputs{rms_norm(x[0], x[1], 1e-5)}; },
+       [](const Inputs& x) { return Outputs{naive::rms_norm(x[0], x[1], 1e-5)}; },
+       {{70, 3, 37}, {37}}},
+      {"rms_norm_and_residual",
+       [](const Inputs& x) {
+         const auto [normed, kept] = rms_norm_and_residual(x[0], x[1], 1e-5);
+         return Outputs{normed, kept};
+       },
+       [](const Inputs& x) {
+         return Outputs{naive::rms_norm(x[0], x[1], 1e-5), x[0]};
+       },
+       {{130, 64}, {64}}},
+      {"rotary",
+       [=](const Inputs& x) { return Outputs{rotary(x[0], cos, sin)}; },
+       [=](const Inputs& x) { return Outputs{naive::rotary(x[0], cos, sin)}; },
+       {{70, 3, 12}}},
+      {"rotary of a view",
+       [=](const Inputs& x) { return Outputs{rotary(x[0].narrow(1, 1, 2), cos, sin)}; },
+       [=](const Inputs& x) { return Outputs{naive::rotary(x[0].narrow(1, 1, 2), cos, sin)}; },
+       {{70, 3, 12}}},
+      {"swiglu",
+       [](const Inputs& x) { return Outputs{swiglu(x[0] * 8, x[1])}; },
+       [](const Inputs& x) { return Outputs{naive::swiglu(x[0] * 8, x[1])}; },
+       {{33, 41}, {33, 41}}},
+      {"linears",
+       [](const Inputs& x) {
+         return linears(x[0], {x[1], x[2]}, {x[3], at::Tensor()});
+       },
+       [](const Inputs& x) {
+         return Outputs{naive::linear(x[0], x[1], x[3]), naive::linear(x[0], x[2], {})};
+       },
+       {{20, 24}, {16, 24}, {40, 24}, {16}}},
+      {"linear_onto",
+       [](const Inputs& x) { return Outputs{linear_onto(x[0], x[1], x[2], x[3])}; },
+       [](const Inputs& x) { return Outputs{x[0] + naive::linear(x[1], x[2], x[3])}; },
+       {{20, 16}, {20, 24}, {16, 24}, {16}}},
+  };
+}
+
+// Sums of at most a few hundred products: their rounding stays below the number type's unit times ~30.
+TEST(Fused, AgreesWithPlainAten) {
+  for (const auto& [type, tolerance] :
+       {std::pair{at::kDouble, 1e-14}, {at::kFloat, 4e-6}, {at::kBFloat16, 1e-2}})
+    for (const auto& [name, fused, twin, shapes] : cases(type))
+      for (const std::uint64_t seed : {1, 2}) {
+        const auto inputs = draw(shapes, type, seed);
+        const auto ours = run(fused, inputs), theirs = run(twin, inputs);
+        ASSERT_EQ(ours.size(), theirs.size());
+        for (std::size_t i = 0; i < ours.size(); ++i)
+          EXPECT_LT(relative(ours[i], theirs[i]), tolerance)
+              << name << " " << c10::toString(type) << " result " << i << " seed " << seed;
+      }
+}
+
+// Central differences in fp64 along random directions: their own error is h²·f‴ + u·f/h.
+TEST(Fused, GradientsAreDerivatives) {
+  for (const auto& [name, fused, twin, shapes] : cases(at::kDouble)) {
+    const auto inputs = draw(shapes, at::kDouble, 3), directions = draw(shapes, at::kDouble, 4);
+    const auto results = run(fused, inputs);
+    const std::size_t outputs = results.size() - inputs.size();
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const double h = 1e-5;
+      const auto at_step = [&](double step) {
+        auto moved = inputs;
+        moved[i] = inputs[i] + step * directions[i];
+        return loss_of(fused(moved)).item<double>();
+      };
+      const double difference = (at_step(h) - at_step(-h)) / (2 * h);
+      const double derivative = (results[outputs + i] * directions[i]).sum().item<double>();
+      EXPECT_NEAR(derivative, difference, 1e-6 * (1 + std::abs(difference))) << name << " input " << i;
+    }
+  }
+}
+
+// Values at which exp overflows or a gradient could become 0 · ∞.
+TEST(Fused, SwiGluIsFiniteEverywhere) {
+  const at::Tensor gate = at::tensor({-1e30, -800., -100., -0., 0., 100., 800., 1e30}, at::kDouble);
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    const Inputs inputs{gate.to(type), at::ones({8}, type)};
+    const auto results = run([](const Inputs& x) { return Outputs{swiglu(x[0], x[1])}; }, inputs);
+    for (const auto& result : results) EXPECT_TRUE(at::isfinite(result).all().item<bool>()) << result;
+    const auto nan =
+        swiglu(at::full({3}, std::numeric_limits<double>::quiet_NaN(), type), at::ones({3}, type));
+    EXPECT_TRUE(at::isnan(nan).all().item<bool>());
+  }
+}
+
+TEST(Fused, UnusedAndFrozenInputs) {
+  const auto x = draw({{20, 24}, {16, 24}, {40, 24}}, at::kFloat, 5);
+  const at::Tensor input = x[0].clone().requires_grad_(), first = x[1].clone().requires_grad_(),
+                   second = x[2];
+  const auto both = linears(input, {first, second}, {at::Tensor(), at::Tensor()});
+  both[1].sum().backward();  // the first output is not used, the second weight is frozen
+  EXPECT_LT(relative(input.grad(), second.sum(0).expand({20, 24})), 1e-6);
+  EXPECT_FALSE(second.grad().defined());
+  EXPECT_TRUE(!first.grad().defined());
+
+  const at::Tensor weight = at::ones({24}, at::kFloat);  // frozen
+  const at::Tensor again = x[0].clone().requires_grad_();
+  const auto [normed, kept] = rms_norm_and_residual(again, weight, 1e-5);
+  kept.sum().backward();  // only the residual is used
+  EXPECT_TRUE(again.grad().equal(at::ones_like(again)));
+  EXPECT_FALSE(rms_norm(x[0], weight, 1e-5).requires_grad());
+}
+
+TEST(Fused, ASecondDerivativeIsRefused) {
+  for (const auto& [name, fused, twin, shapes] : cases(at::kDouble)) {
+    Inputs leaves;
+    for (const auto& x : draw(shapes, at::kDouble, 6)) leaves.push_back(x.clone().requires_grad_());
+    EXPECT_THROW(
+        torch::autograd::grad({loss_of(fused(leaves))}, leaves, {}, std::nullopt, /*create_graph=*/true),
+        BrokenInvariant)
+        << name;
+  }
+}
+
+TEST(Product, EveryFormAgreesWithAddmm) {
+  for (const auto& [type, tolerance] :
+       {std::pair{at::kDouble, 1e-15}, {at::kFloat, 1e-6}, {at::kBFloat16, 1e-2}})
+    for (const std::int64_t m : {0, 1, 7, 8, 65})
+      for (const bool transposed : {false, true}) {
+        const auto x = draw({{m, 33}, {50, 33}, {m, 50}, {50}}, type, 7);
+        const at::Tensor a = transposed ? x[0].t().contiguous().t() : x[0];
+        const at::Tensor b = transposed ? x[1].t().contiguous().t() : x[1];
+        for (const at::Tensor& addend : {at::Tensor(), x[2]})
+          for (const at::Tensor& bias : {at::Tensor(), x[3]})
+            EXPECT_LT(relative(product(a, b, addend, bias), naive::product(a, b, addend, bias)), tolerance)
+                << c10::toString(type) << " rows " << m << " transposed " << transposed;
+      }
+}
+
+TEST(Product, SameBitsRunToRun) {
+  const auto x = draw({{65, 130}, {50, 130}}, at::kFloat, 8);
+  const at::Tensor first = product(x[0], x[1]);
+  for (int i = 0; i < 20; ++i) {
+    const at::Tensor elsewhere = at::empty({i * 3 + 1});  // another place in memory for what follows
+    EXPECT_TRUE(product(x[0].clone(), x[1].clone()).equal(first));
+  }
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,70 @@
+// Gives tests/test_hf.py the C++ side: logits of a Hugging Face directory, and directories with random
+// weights.
+//   hf_probe logits DIRECTORY TOKENS OUTPUT [DTYPE]   tokens [F, L] int64 as safetensors "tokens"; writes
+//   "logits"
+//                                                     [F, L, V]; F fragments of one batch
+//   hf_probe create CONFIG DIRECTORY SEED             CONFIG is a config.json
+//   hf_probe loss DIRECTORY TOKENS OUTPUT             mean next-token cross entropy and its gradients, by
+//   name
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/files.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/error.hpp"
+#include "model/hf_config.hpp"
+#include "model/safetensors.hpp"
+
+namespace isograd {
+namespace {
+
+Batch batch_of(const at::Tensor& tokens) {
+  const std::int64_t fragments = tokens.size(0), length = tokens.size(1);
+  Batch batch;
+  batch.tokens = tokens.reshape({-1}).clone();
+  batch.positions = at::arange(length, at::kLong).repeat({fragments});
+  for (std::int64_t f = 0; f < fragments; ++f) {
+    batch.cu_seqlens.push_back((f + 1) * length);
+    batch.sample_ids.push_back(f);
+  }
+  return batch;
+}
+
+int run(const std::vector<std::string>& arguments) {
+  const std::string verb = arguments.at(0);
+  if (verb == "create") {
+    DecoderLM model(parse_hf_config(read_file(arguments.at(1)), arguments.at(1)), at::kFloat,
+                    std::strtoull(arguments.at(3).c_str(), nullptr, 10));
+    write_hf(arguments.at(2), model);
+    return 0;
+  }
+  const auto type = arguments.size() > 4 && arguments[4] == "float64" ? at::kDouble : at::kFloat;
+  const auto model = read_hf(arguments.at(1), type);
+  const at::Tensor tokens = read_safetensors(arguments.at(2)).at("tokens");
+  const at::Tensor logits = model->logits(batch_of(tokens)).view({tokens.size(0), tokens.size(1), -1});
+  std::vector<std::pair<std::string, at::Tensor>> results{{"logits", logits}};
+  if (verb == "loss") {
+    const std::int64_t last = tokens.size(1) - 1;
+    const at::Tensor loss = at::cross_entropy_loss(logits.narrow(1, 0, last).reshape({-1, logits.size(2)}),
+                                                   tokens.narrow(1, 1, last).reshape({-1}));
+    loss.backward();
+    results.emplace_back("loss", loss);
+    for (const auto& [name, parameter] : model->named())
+      results.emplace_back("gradient " + name, parameter.grad());
+  }
+  write_safetensors(arguments.at(3), results);
+  return 0;
+}
+
+}  // namespace
+}  // namespace isograd
+
+int main(int count, char** values) {
+  try {
+    return isograd::run({values + 1, values + count});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return isograd::exit_status(error);
+  }
+}

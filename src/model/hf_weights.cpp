@@ -1,0 +1,138 @@
+// Weights of a Hugging Face directory: model.safetensors, or shards listed in its index.
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "model/decoder.hpp"
+#include "model/hf_config.hpp"
+#include "model/json_reader.hpp"
+#include "model/safetensors.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kWhole = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kHead = "lm_head.weight";
+
+[[noreturn]] void bad(const fs::path& file, const std::string& tensor, const std::string& found,
+                      const std::string& expected) {
+  throw ConfigError({.where = file.string() + (tensor.empty() ? "" : ": " + tensor),
+                     .found = found,
+                     .expected = expected,
+                     .action = "Use weights that belong to the config.json beside them"});
+}
+
+struct Stored {
+  at::Tensor tensor;
+  fs::path file;
+};
+
+std::map<std::string, Stored> read_shards(const fs::path& directory) {
+  const fs::path index = directory / kIndex;
+  const auto object = nlohmann::json::parse(read_file(index), nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object() || !object.contains("weight_map") || !object["weight_map"].is_object())
+    bad(index, "", "no weight_map", "an object with the file of every tensor");
+  std::map<std::string, std::map<std::string, at::Tensor>> shards;
+  for (const auto& [name, file] : object["weight_map"].items()) {
+    const std::string shard = file.is_string() ? file.get<std::string>() : "";
+    if (shard.empty() || shard.front() == '.' || shard.find_first_of("/\\") != std::string::npos ||
+        shard.find('\0') != std::string::npos)
+      bad(index, name, brief(file), "the name of a file beside the index");
+    if (!shards.contains(shard)) shards.emplace(shard, read_safetensors(directory / shard));
+    if (!shards[shard].contains(name))
+      bad(directory / shard, name, "no such tensor", "one, as the index says");
+  }
+  std::map<std::string, Stored> stored;
+  for (const auto& [shard, tensors] : shards)
+    for (const auto& [name, tensor] : tensors) {
+      const auto place = object["weight_map"].find(name);
+      if (place == object["weight_map"].end() || *place != shard)
+        bad(directory / shard, name, "a tensor that the index does not place here", "none");
+      stored.emplace(name, Stored{tensor, directory / shard});
+    }
+  return stored;
+}
+
+std::map<std::string, Stored> read_weights(const fs::path& directory) {
+  const bool whole = fs::exists(directory / kWhole), index = fs::exists(directory / kIndex);
+  if (whole == index)
+    bad(directory, "", whole ? "both a whole file and an index of shards" : "no weights",
+        fmt::format("either {} or {}", kWhole, kIndex));
+  if (index) return read_shards(directory);
+  std::map<std::string, Stored> stored;
+  for (auto& [name, tensor] : read_safetensors(directory / kWhole))
+    stored.emplace(name, Stored{tensor, directory / kWhole});
+  return stored;
+}
+
+// Old Llama files carry the rotary frequencies, which follow from config.json.
+bool is_derived(const std::string& name) {
+  return name.starts_with("model.layers.") && name.ends_with(".self_attn.rotary_emb.inv_freq");
+}
+
+bool is_number(at::ScalarType type) {
+  return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
+}  // namespace
+
+std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dtype) {
+  const DecoderConfig config = read_hf_config(directory);
+  auto stored = read_weights(directory);
+  // Before memory is taken for a shape that the file contradicts.
+  const auto embedding = stored.find("model.embed_tokens.weight");
+  if (embedding != stored.end() && embedding->second.tensor.dim() == 2 &&
+      embedding->second.tensor.size(0) != config.vocabulary)
+    bad(embedding->second.file, embedding->first, fmt::format("{} rows", embedding->second.tensor.size(0)),
+        fmt::format("{}, the vocab_size of config.json", config.vocabulary));
+  std::int64_t most = 0;
+  for (const auto& [name, place] : stored)
+    if (name.starts_with("model.layers."))
+      most = std::max<std::int64_t>(most, std::atoll(name.c_str() + 13) + 1);
+  if (most != config.layers)
+    bad(directory, "", fmt::format("weights of {} layers", most),
+        fmt::format("{}, the num_hidden_layers of config.json", config.layers));
+
+  const std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype));
+  const at::NoGradGuard no_grad;
+  for (auto& [name, parameter] : model->impl_->in_order) {
+    const auto place = stored.find(name);
+    if (place == stored.end())
+      bad(directory, name, "no such tensor", c10::str("a tensor of shape ", parameter.sizes()));
+    const auto& [tensor, file] = place->second;
+    if (tensor.sizes() != parameter.sizes())
+      bad(file, name, c10::str("shape ", tensor.sizes()), c10::str("shape ", parameter.sizes()));
+    if (!is_number(tensor.scalar_type()))
+      bad(file, name, c10::toString(tensor.scalar_type()),
+          "F64, F32, BF16 or F16 (quantised weights are not read)");
+    parameter.copy_(tensor);
+  }
+  for (const auto& [name, parameter] : model->impl_->in_order) stored.erase(name);
+  for (const auto& [name, place] : stored) {
+    if (is_derived(name)) continue;
+    const bool tied_copy = config.tied_output && name == kHead;
+    if (!tied_copy) bad(place.file, name, "a tensor that this model has no place for", "none");
+    if (place.tensor.sizes() != model->impl_->embedding.sizes() ||
+        !place.tensor.to(dtype).equal(model->impl_->embedding))
+      bad(place.file, name, "values that differ from the embedding's",
+          "the same values, or no such tensor: config.json ties them");
+  }
+  return model;
+}
+
+void write_hf(const fs::path& directory, DecoderLM& model) {
+  std::error_code problem;
+  fs::create_directories(directory, problem);
+  if (problem || !fs::is_directory(directory))
+    bad(directory, "", problem ? problem.message() : "no folder", "a folder that can be made");
+  if (fs::exists(directory / kIndex))
+    bad(directory, "", std::string(kIndex) + " of another model", "a folder without it");
+  const auto parameters = model.named();
+  write_safetensors(directory / kWhole, parameters);
+  write_file(directory / "config.json",
+             hf_config_text(model.config(), parameters.front().second.scalar_type()));
+}
+
+}  // namespace isograd

@@ -1,0 +1,41 @@
+// Cosines and sines of the rotary embedding, for every kind of scaling.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <utility>
+
+#include "isograd/decoder_lm.hpp"
+
+namespace isograd {
+
+// Frequencies [head_dim/2] of a sequence of `length` positions, and the factor on cosines and sines, by the
+// formulas of Hugging Face's modeling_rope_utils in the given type. Only `dynamic` depends on the length, and
+// only beyond max_positions.
+std::pair<at::Tensor, double> rotary_frequencies(const DecoderConfig& config, std::int64_t length,
+                                                 at::ScalarType type);
+
+// Keeps the table of positions seen so far; may be used by several threads.
+class RotaryTable {
+ public:
+  RotaryTable(const DecoderConfig& config, at::ScalarType type) : config_(config), type_(type) {}
+
+  // Do positions of a sequence of that length turn by angles of their own?
+  bool depends_on_length(std::int64_t length) const;
+
+  // cos and sin [T, head_dim/2] at `positions` [T]. A fragment's own length decides where the length matters,
+  // so that no fragment depends on another.
+  std::pair<at::Tensor, at::Tensor> at(const at::Tensor& positions,
+                                       const std::vector<std::int64_t>& cu_seqlens);
+
+ private:
+  std::pair<at::Tensor, at::Tensor> compute(const at::Tensor& positions, std::int64_t length) const;
+
+  const DecoderConfig config_;
+  const at::ScalarType type_;
+  std::mutex mutex_;
+  at::Tensor cos_, sin_;  // [positions so far, head_dim/2], of lengths up to max_positions
+};
+
+}  // namespace isograd

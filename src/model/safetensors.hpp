@@ -1,0 +1,30 @@
+// The safetensors format: an 8-byte length, a JSON header, then the bytes of every tensor without gaps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace isograd {
+
+using Metadata = std::map<std::string, std::string>;
+
+// Tensors by name, on the CPU. They are views of a read-only mapping of the file, kept alive by any of them:
+// copy before writing into one. (One whose offset is not aligned for its dtype is a copy.) The file is not
+// trusted: length of the header, JSON, duplicate keys, dtypes, shapes, overflow, bounds, overlaps and gaps
+// are checked; a ConfigError names the file and the tensor.
+std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& path,
+                                                   Metadata* metadata = nullptr);
+
+// Whole or not at all. Tensors of larger elements come first (all stay aligned), otherwise in the given
+// order. Contiguous CPU tensors are written from where they are. ConfigError: a name twice, a dtype that the
+// format does not have, a full disk.
+void write_safetensors(const std::filesystem::path& path,
+                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                       const Metadata& metadata = {{"format", "pt"}});
+
+}  // namespace isograd
