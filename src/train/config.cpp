@@ -204,7 +204,7 @@ RunConfig parse_config(std::string_view text, const std::string& file,
       check(config.model.shape);
     } catch (const ConfigError& error) {
       ErrorText text_of_shape = error.text();
-      text_of_shape.where = where + ": [model]: " + text_of_shape.where;
+      text_of_shape.where = where + ": " + text_of_shape.where;
       throw ConfigError(text_of_shape);
     }
   }

@@ -156,7 +156,8 @@ TEST(Config, BrokenTomlNamesLineAndColumn) {
 }
 
 TEST(Config, ModelThatCannotBeIsRefusedWithItsFile) {
-  EXPECT_THAT(refused("[model]\nheads = 6\nkey_value_heads = 4\n"), HasSubstr("run.toml: [model]"));
+  EXPECT_THAT(refused("[model]\nheads = 6\nkey_value_heads = 4\n"),
+              HasSubstr("run.toml: model.key_value_heads"));
 }
 
 TEST(Config, KeysWithoutEffectAreRefused) {
