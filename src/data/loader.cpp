@@ -1,4 +1,5 @@
 // Steps of packs, the same in every layout, read ahead on a thread.
+#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
 #include <algorithm>

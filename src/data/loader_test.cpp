@@ -1,3 +1,5 @@
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -140,7 +142,7 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
       RC_ASSERT(pack.cu_seqlens.size() == pack.sample_ids.size() + 1);
       for (std::size_t f = 0; f < pack.sample_ids.size(); ++f) {
         const std::int64_t id = pack.sample_ids[f], length = corpus.store->document_length(id);
-        RC_ASSERT(f == 0 || id != pack.sample_ids[f - 1]);  // one fragment a document in one pack
+        RC_ASSERT((f == 0 || id != pack.sample_ids[f - 1]));  // one fragment a document in one pack
         if (order.empty() || order.back() != id) order.push_back(id);
         RC_ASSERT(pack.cu_seqlens[f] < pack.cu_seqlens[f + 1]);
         for (std::int64_t i = pack.cu_seqlens[f]; i < pack.cu_seqlens[f + 1]; ++i) {

@@ -2,7 +2,7 @@
 #include <rapidcheck/gtest.h>
 #include <sentencepiece_trainer.h>
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
 
 #include "data/test_support.hpp"
 
