@@ -131,6 +131,8 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
     : impl_(new Impl{.config = config, .facts = facts, .directory = config.run.directory}) {
   make_folder(impl_->directory);
   write_file(impl_->directory / "config.toml", to_toml(config));
+  const fs::path log =
+      config.run.json_log.empty() ? impl_->directory / "metrics.jsonl" : fs::path(config.run.json_log);
   impl_->metrics = std::make_unique<Metrics>(MetricsOptions{
       .json_log = log, .events_directory = impl_->directory / "tensorboard", .first_step = facts.first_step});
   impl_->progress.line(fmt::format("{} parameters on {}; {} tokens in {} documents, {} of them held out",
