@@ -5,20 +5,21 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ISOGRAD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define ISOGRAD_AVX512 \
-  __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")))
-#define ISOGRAD_AVX2 __attribute__((target("avx2")))
+  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")))
+#define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
 
 namespace isograd::kernels {
 
-// 2: AVX-512, 1: AVX2, 0: what every x86-64 has.
-inline int processor_level() {
-  static const int level = [] {
+// 2: AVX-512, 1: AVX2 with FMA, 0: what every x86-64 has. A test lowers it to reach the other versions;
+// nothing else writes it.
+inline int& processor_level() {
+  static int level = [] {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512cd"))
+    if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
       return 2;
-    return __builtin_cpu_supports("avx2") ? 1 : 0;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
   }();
   return level;
 }

@@ -1,0 +1,104 @@
+// Every version that this processor can run gives the same bits.
+#include "kernels/versions.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/flat.hpp"
+#include "kernels/softmax.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+namespace isograd::kernels {
+namespace {
+
+template <typename T>
+std::vector<T> random_values(std::int64_t count, unsigned seed) {
+  std::mt19937 bits(seed);
+  std::normal_distribution<double> normal(0, 5);
+  std::vector<T> values(count);
+  for (T& value : values) {
+    if constexpr (std::is_same_v<T, Bfloat16>)
+      value = to_bfloat16(static_cast<float>(normal(bits)));
+    else
+      value = static_cast<T>(normal(bits));
+  }
+  return values;
+}
+
+// What `run` leaves behind must be the same bytes at every level from 0 to this processor's.
+void expect_same_bytes(const std::function<std::string()>& run) {
+  const int best = processor_level();
+  processor_level() = 0;
+  const std::string wanted = run();
+  for (int level = 1; level <= best; ++level) {
+    processor_level() = level;
+    EXPECT_TRUE(run() == wanted) << "level " << level;
+  }
+  processor_level() = best;
+}
+
+template <typename T>
+void append(std::string& bytes, const std::vector<T>& values) {
+  bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+template <typename T>
+class Versions : public testing::Test {};
+using Types = testing::Types<float, double>;
+TYPED_TEST_SUITE(Versions, Types);
+
+TYPED_TEST(Versions, OfFlatPassesGiveTheSameBits) {
+  using T = TypeParam;
+  for (std::int64_t count : {5, 64, 1037})
+    expect_same_bytes([&] {
+      auto g = random_values<T>(count, 1), p = random_values<T>(count, 2), m = random_values<T>(count, 3),
+           v = random_values<T>(count, 4), b = random_values<T>(count, 5);
+      for (T& x : v) x *= x;
+      const double norm = squared_norm(g.data(), count);
+      adamw({.gradient_scale = 0.3, .keep = 0.99, .step_size = 0.01, .inverse_root_correction = 1.3},
+            g.data(), p.data(), m.data(), v.data(), count);
+      const Sgd scalars{.gradient_scale = 0.3, .learning_rate = 0.1, .momentum = 0.9, .weight_decay = 0.01};
+      if constexpr (std::is_same_v<T, float>)
+        sgd(scalars, g.data(), p.data(), b.data(), nullptr, count);
+      else
+        sgd(scalars, g.data(), p.data(), b.data(), count);
+      std::string bytes;
+      append(bytes, std::vector<double>{norm});
+      for (auto* values : {&p, &m, &v, &b}) append(bytes, *values);
+      return bytes;
+    });
+}
+
+template <typename T>
+void check_softmax() {
+  const std::int64_t rows = 3, vocabulary = 1300 + 7;
+  expect_same_bytes([&] {
+    const auto logits = random_values<T>(rows * vocabulary, 6);
+    const bool mask[rows] = {true, true, false};
+    const std::int64_t targets[rows] = {0, vocabulary - 1, -100};
+    std::vector<RowSum> sums(rows);
+    std::vector<T> gradient(logits.size());
+    row_sums(logits.data(), rows, vocabulary, mask, sums.data());
+    cross_entropy_gradient(logits.data(), rows, vocabulary, mask, targets, sums.data(), 0.37,
+                           gradient.data());
+    std::string bytes;
+    append(bytes, sums);
+    append(bytes, gradient);
+    return bytes;
+  });
+}
+
+TYPED_TEST(Versions, OfSoftmaxGiveTheSameBits) {
+  check_softmax<TypeParam>();
+}
+TEST(VersionsBfloat16, OfSoftmaxGiveTheSameBits) {
+  check_softmax<Bfloat16>();
+}
+
+}  // namespace
+}  // namespace isograd::kernels
+#endif
