@@ -178,33 +178,38 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
   }
 };
 
-// Inputs: x, weights..., biases... (undefined ones included). The gradient of x is summed inside the
-// products.
+// `biases` holds those there are, in order. The gradient of x is summed inside the products.
 class Linears : public torch::autograd::Function<Linears> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
-                               at::TensorList biases) {
+                               at::TensorList biases, const std::vector<std::int64_t>& has_bias) {
     variable_list saved{x}, results;
+    std::size_t bias = 0;
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      results.push_back(product(x, weights[i], {}, biases[i]));
+      results.push_back(product(x, weights[i], {}, has_bias[i] != 0 ? biases[bias++] : at::Tensor()));
       saved.push_back(weights[i]);
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
+    ctx->saved_data["has_bias"] = has_bias;
     return results;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     refuse_second_derivative();
     const auto saved = ctx->get_saved_variables();
+    const auto has_bias = ctx->saved_data["has_bias"].toIntVector();
     const std::size_t n = gradients.size();
-    variable_list results(1 + 2 * n);
+    variable_list results(1 + n);
     for (std::size_t i = 0; i < n; ++i) {
-      if (!gradients[i].defined()) continue;
-      const at::Tensor dy = gradients[i].contiguous();
-      if (ctx->needs_input_grad(0)) results[0] = product(dy, saved[1 + i].t(), results[0]);
-      if (ctx->needs_input_grad(1 + i)) results[1 + i] = product(dy.t(), saved[0].t());
-      if (ctx->needs_input_grad(1 + n + i)) results[1 + n + i] = dy.sum(0);
+      const at::Tensor dy = gradients[i].defined() ? gradients[i].contiguous() : at::Tensor();
+      if (dy.defined() && ctx->needs_input_grad(0)) results[0] = product(dy, saved[1 + i].t(), results[0]);
+      if (dy.defined() && ctx->needs_input_grad(1 + i)) results[1 + i] = product(dy.t(), saved[0].t());
+      if (has_bias[i] != 0) {
+        const bool wanted = dy.defined() && ctx->needs_input_grad(results.size());
+        results.push_back(wanted ? dy.sum(0) : at::Tensor());
+      }
     }
+    results.emplace_back();  // has_bias itself
     return results;
   }
 };
@@ -212,9 +217,10 @@ class Linears : public torch::autograd::Function<Linears> {
 class LinearOnto : public torch::autograd::Function<LinearOnto> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& residual, const at::Tensor& x,
-                            const at::Tensor& weight, const at::Tensor& bias) {
+                            const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     ctx->save_for_backward({x, weight});
-    return product(x, weight, residual, bias);
+    ctx->saved_data["has_bias"] = bias.has_value();
+    return product(x, weight, residual, bias.value_or(at::Tensor()));
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     refuse_second_derivative();
@@ -224,7 +230,7 @@ class LinearOnto : public torch::autograd::Function<LinearOnto> {
     results[0] = gradients[0];
     if (ctx->needs_input_grad(1)) results[1] = product(dy, saved[1].t());
     if (ctx->needs_input_grad(2)) results[2] = product(dy.t(), saved[0].t());
-    if (ctx->needs_input_grad(3)) results[3] = dy.sum(0);
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(3)) results[3] = dy.sum(0);
     return results;
   }
 };
@@ -254,12 +260,19 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                                 const std::vector<at::Tensor>& biases) {
   ISOGRAD_INVARIANT(weights.size() == biases.size(), "a bias (or none) for each weight");
-  return Linears::apply(x.contiguous(), at::TensorList(weights), at::TensorList(biases));
+  std::vector<at::Tensor> present;
+  std::vector<std::int64_t> has_bias;
+  for (const auto& bias : biases) {
+    has_bias.push_back(bias.defined());
+    if (bias.defined()) present.push_back(bias);
+  }
+  return Linears::apply(x.contiguous(), at::TensorList(weights), at::TensorList(present), has_bias);
 }
 
 at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias) {
-  return LinearOnto::apply(residual.contiguous(), x.contiguous(), weight, bias);
+  return LinearOnto::apply(residual.contiguous(), x.contiguous(), weight,
+                           bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
 namespace naive {
