@@ -73,6 +73,7 @@ class ForgetsOne : public Wrapped {
   ForgetsOne(std::unique_ptr<DataParallel> inner, std::string name)
       : Wrapped(std::move(inner)), name_(std::move(name)) {}
   void finish_reduction() override {
+    inner_->begin_backward(true);  // the naive layout puts its gradients into the buckets then
     for (auto& view : views())
       if (view.name == name_) local_ = view.gradient.clone();
     inner_->finish_reduction();
@@ -88,7 +89,7 @@ class ForgetsOne : public Wrapped {
 class SumsNothing : public Wrapped {
  public:
   using Wrapped::Wrapped;
-  void finish_reduction() override {}
+  void finish_reduction() override { inner_->begin_backward(true); }
 };
 
 // Rank 1 misses the last bit of what the others have: replicas drift apart.
