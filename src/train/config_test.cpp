@@ -81,6 +81,7 @@ TEST(Config, ReadsEveryKindOfValue) {
     overlap = false
     [model.rope_scaling]
     kind = "yarn"
+    original_max_positions = 64
     attention_factor = 1.5)",
                                         "run.toml");
   EXPECT_EQ(config.run.seed, 7);
