@@ -24,6 +24,7 @@ struct TrainingState {
   std::int64_t seed = 0;
   std::int64_t pack_length = 0;
   std::int64_t packs_per_step = 0;
+  std::int64_t shuffle_packs = 1;  // 0 or 1
   double validation_fraction = 0;
   std::int64_t documents = 0;  // of the corpus
   std::int64_t tokens = 0;

@@ -100,7 +100,9 @@ struct LoaderOptions {
   std::int64_t packs_per_step = 8;  // the global batch, over all ranks and micro-batches
   std::int64_t packs_per_micro_batch = 4;
   std::uint64_t seed = 0;
-  bool shuffle = true;  // false: documents in order (validation)
+  bool shuffle = true;  // the documents; false: in order (validation)
+  bool shuffle_packs =
+      false;  // the packs too: a step then mixes many documents; off, long ones stay together
   int rank = 0;
   int size = 1;
   bool read_ahead = true;  // prepare the next step on a thread
@@ -113,7 +115,8 @@ struct LoaderPosition {
 };
 
 // Documents are shuffled by (seed, epoch), laid end to end and cut every pack_length tokens: a pack is a list
-// of fragments. Step k of an epoch is packs [k·P, (k+1)·P); rank r takes a contiguous part of them (sizes
+// of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in
+// the order they lie or in one shuffled by (seed, epoch); rank r takes a contiguous part of them (sizes
 // differ by at most one), cut into micro-batches. The last step of an epoch is short; nothing is dropped or
 // repeated. Sample id = document index in the store. Targets are shifted before any cut: the last token of a
 // fragment predicts the first of the sample's next fragment; the last token of a document has kIgnoreIndex.

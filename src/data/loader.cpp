@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <future>
 #include <mutex>
+#include <unordered_map>
 
 #include "data/epoch.hpp"
 #include "isograd/error.hpp"
+#include "isograd/random.hpp"
 #include "isograd/text_data.hpp"
 
 namespace isograd {
@@ -33,14 +35,37 @@ Range part(Range packs, int rank, int size) {
   return {packs.begin + count * rank / size, packs.begin + count * (rank + 1) / size};
 }
 
-// Packs [packs.begin, packs.end) of the epoch, one after another, as one batch. `step`: the tokens of the
-// epoch that this step holds, on all ranks.
-Batch make_batch(const TokenStore& store, const Epoch& epoch, std::int64_t pack_length, Range packs,
-                 Range step) {
+// One epoch's documents, end to end, and the order in which its packs are taken.
+struct Pass {
+  Epoch epoch;
+  std::int64_t pack_length;
+  std::vector<std::int64_t> order;  // empty: as they lie
+
+  // What the i-th pack taken holds.
+  std::vector<Epoch::Piece> pack(std::int64_t i) const {
+    if (!order.empty()) i = order[static_cast<std::size_t>(i)];
+    return epoch.pieces(i * pack_length, std::min((i + 1) * pack_length, epoch.num_tokens()));
+  }
+};
+
+using Counts = std::unordered_map<std::int64_t, std::int64_t>;  // by sample id
+
+// Valid targets of each sample in the packs taken from packs.begin to packs.end: all its tokens' but its last
+// one's.
+Counts count_targets(const Pass& pass, Range packs) {
+  Counts counts;
+  for (std::int64_t i = packs.begin; i < packs.end; ++i)
+    for (const auto& piece : pass.pack(i))
+      counts[piece.document] += piece.end - piece.begin - (piece.end == piece.length ? 1 : 0);
+  return counts;
+}
+
+// The packs taken from packs.begin to packs.end, one after another, as one batch. `sample_targets`: of each
+// sample in the step, on all ranks.
+Batch make_batch(const TokenStore& store, const Pass& pass, Range packs, const Counts& sample_targets) {
   std::vector<Epoch::Piece> fragments;
-  for (std::int64_t pack = packs.begin; pack < packs.end; ++pack) {
-    const auto pieces =
-        epoch.pieces(pack * pack_length, std::min((pack + 1) * pack_length, epoch.num_tokens()));
+  for (std::int64_t i = packs.begin; i < packs.end; ++i) {
+    const auto pieces = pass.pack(i);
     fragments.insert(fragments.end(), pieces.begin(), pieces.end());
   }
   std::int64_t total = 0;
@@ -67,10 +92,7 @@ Batch make_batch(const TokenStore& store, const Epoch& epoch, std::int64_t pack_
 
     batch.cu_seqlens.push_back(batch.cu_seqlens.back() + length);
     batch.sample_ids.push_back(fragment.document);
-    // All tokens of the document but its last have a target; those inside the step count.
-    const std::int64_t last = fragment.start + fragment.length - 1;
-    batch.sample_targets.push_back(
-        std::max<std::int64_t>(0, std::min(last, step.end) - std::max(fragment.start, step.begin)));
+    batch.sample_targets.push_back(sample_targets.at(fragment.document));
   }
   return batch;
 }
@@ -85,30 +107,34 @@ struct TextLoader::Impl {
   LoaderPosition position;                        // of the step that next() returns
 
   mutable std::mutex mutex;  // guards `current`, which the reading thread and whole_step() share
-  mutable std::shared_ptr<const Epoch> current;
+  mutable std::shared_ptr<const Pass> current;
 
   std::future<MicroBatches> ahead;  // the step at `position`. Last: its destructor waits for the thread
 
-  std::shared_ptr<const Epoch> epoch(std::int64_t number) const {
+  std::shared_ptr<const Pass> pass(std::int64_t number) const {
     const std::lock_guard lock(mutex);
-    if (!current || current->number() != number) {
+    if (!current || current->epoch.number() != number) {
       current.reset();  // one epoch at a time in memory
-      current = std::make_shared<Epoch>(*store, documents, options.seed, number, options.shuffle);
+      Pass made{Epoch(*store, documents, options.seed, number, options.shuffle), options.pack_length, {}};
+      if (options.shuffle_packs)
+        made.order = random_permutation(packs, {.seed = options.seed,
+                                                .step = static_cast<std::uint64_t>(number),
+                                                .layer = hash_name("data.shuffle_packs")});
+      current = std::make_shared<Pass>(std::move(made));
     }
     return current;
   }
 
   // The part of a step that rank `rank` of `size` gets, in micro-batches of `group` packs.
   MicroBatches make(LoaderPosition at, int rank, int size, std::int64_t group) const {
-    const auto order = epoch(at.epoch);
+    const auto order = pass(at.epoch);
     const Range all{at.step * options.packs_per_step,
                     std::min((at.step + 1) * options.packs_per_step, packs)};
-    const Range step{all.begin * options.pack_length, std::min(all.end * options.pack_length, tokens)};
+    const Counts sample_targets = count_targets(*order, all);
     const Range own = part(all, rank, size);
     MicroBatches batches;
     for (std::int64_t pack = own.begin; pack < own.end; pack += group)
-      batches.push_back(
-          make_batch(*store, *order, options.pack_length, {pack, std::min(pack + group, own.end)}, step));
+      batches.push_back(make_batch(*store, *order, {pack, std::min(pack + group, own.end)}, sample_targets));
     return batches;
   }
 

@@ -50,6 +50,7 @@ LoaderOptions any_options() {
           .packs_per_micro_batch = *rc::gen::inRange<std::int64_t>(1, 4),
           .seed = *rc::gen::arbitrary<std::uint64_t>(),
           .shuffle = *rc::gen::arbitrary<bool>(),
+          .shuffle_packs = *rc::gen::arbitrary<bool>(),
           .read_ahead = *rc::gen::arbitrary<bool>()};
 }
 
@@ -122,7 +123,8 @@ RC_GTEST_PROP(Loader, RanksTogetherHoldTheStepOfOneRank, ()) {
 // cut.
 RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
   const Corpus corpus = any_corpus();
-  const LoaderOptions options = any_options();
+  LoaderOptions options = any_options();
+  options.shuffle_packs = false;
   TextLoader loader(corpus.store, corpus.documents, options);
   std::map<std::int64_t, std::int64_t> next_place;  // of each document
   std::set<std::int64_t> targets_seen;
@@ -167,6 +169,34 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
             static_cast<std::size_t>(corpus.store->num_tokens()) - corpus.documents.size());
   RC_ASSERT(order.size() == corpus.documents.size());  // a document is never taken up again
   if (!options.shuffle) RC_ASSERT(order == corpus.documents);
+}
+
+// Shuffled packs are the same packs in another order: same tokens, targets and positions, none lost or
+// repeated; a sample's targets in the step are counted over the packs that the step really took.
+RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {
+  const Corpus corpus = any_corpus();
+  LoaderOptions options = any_options();
+  auto packs_of = [&](bool shuffle_packs) {
+    options.shuffle_packs = shuffle_packs;
+    TextLoader loader(corpus.store, corpus.documents, options);
+    std::multiset<std::vector<std::vector<std::int64_t>>> packs;
+    for (std::int64_t step = 0; step < loader.steps_per_epoch(); ++step) {
+      std::map<std::int64_t, std::int64_t> targets_of, declared;
+      for (const Batch& pack : loader.whole_step({1, step})) {
+        packs.insert({values(pack.tokens), values(pack.targets), values(pack.positions), pack.cu_seqlens,
+                      pack.sample_ids});
+        const auto targets = values(pack.targets);
+        for (std::size_t f = 0; f < pack.sample_ids.size(); ++f) {
+          declared[pack.sample_ids[f]] = pack.sample_targets[f];
+          for (std::int64_t i = pack.cu_seqlens[f]; i < pack.cu_seqlens[f + 1]; ++i)
+            targets_of[pack.sample_ids[f]] += targets[static_cast<std::size_t>(i)] != kIgnoreIndex;
+        }
+      }
+      RC_ASSERT(declared == targets_of);
+    }
+    return packs;
+  };
+  RC_ASSERT(packs_of(true) == packs_of(false));
 }
 
 // The naive shift, within the fragment, is what the properties above must catch.

@@ -203,6 +203,7 @@ std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& c
                     .packs_per_step = config.batch.packs_per_step,
                     .packs_per_micro_batch = config.batch.packs_per_micro_batch,
                     .seed = static_cast<std::uint64_t>(config.run.seed),
+                    .shuffle_packs = config.data.shuffle_packs,
                     .rank = rank,
                     .size = size});
 }

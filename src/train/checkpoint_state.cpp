@@ -20,6 +20,7 @@ void fields(State& state, Visit visit) {
   visit("seed", state.seed);
   visit("pack_length", state.pack_length);
   visit("packs_per_step", state.packs_per_step);
+  visit("shuffle_packs", state.shuffle_packs);
   visit("validation_fraction", state.validation_fraction);
   visit("documents", state.documents);
   visit("tokens", state.tokens);

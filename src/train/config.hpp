@@ -29,6 +29,7 @@ struct RunConfig {
     std::int64_t end_of_text = -1;    // token that delimits documents in foreign shards
     std::string cache = ".cache/isograd";
     std::int64_t pack_length = 512;
+    bool shuffle_packs = true;
     double validation_fraction = 0.02;
   } data;
   struct {

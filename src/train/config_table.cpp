@@ -119,6 +119,10 @@ std::vector<ConfigKey> make_keys() {
           "Length of a pack. Documents are laid end to end and cut at this length; attention and positions "
           "never "
           "cross from one document into the next."),
+      KEY("data.shuffle_packs", data.shuffle_packs, "", any(),
+          "Takes an epoch's packs in shuffled order, so that a step mixes many documents. Off: packs are "
+          "taken as "
+          "they lie, and the fragments of a long document meet in one step."),
       KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
           "Part of the documents that is held out for the validation loss. 0: none."),
 

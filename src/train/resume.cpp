@@ -53,6 +53,7 @@ TrainingState fresh_state(const RunConfig& config, const Corpus& corpus) {
           .seed = config.run.seed,
           .pack_length = config.data.pack_length,
           .packs_per_step = config.batch.packs_per_step,
+          .shuffle_packs = config.data.shuffle_packs ? 1 : 0,
           .validation_fraction = config.data.validation_fraction,
           .documents = corpus.tokens->num_documents(),
           .tokens = corpus.tokens->num_tokens(),
@@ -82,6 +83,7 @@ Resumed resume_run(const RunConfig& config, const Corpus& corpus, Group& group) 
   same("run.seed", now.seed, then.seed);
   same("data.pack_length", now.pack_length, then.pack_length);
   same("batch.packs_per_step", now.packs_per_step, then.packs_per_step);
+  same("data.shuffle_packs", now.shuffle_packs, then.shuffle_packs);
   same("data.validation_fraction", now.validation_fraction, then.validation_fraction);
   same("optimizer.kind", now.optimizer, then.optimizer);
   same("train.dtype", now.dtype, then.dtype);
