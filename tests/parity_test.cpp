@@ -1,134 +1,22 @@
 // The law, tested: the gradient of many ranks is that of one process on the whole batch, and each planted
-// mistake is seen. Numbers B.. are those of the museum of biased gradients.
+// mistake is seen.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
-#include <random>
-#include <thread>
 
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
+#include "planted.hpp"
 #include "toy.hpp"
 
 namespace isograd {
 namespace {
 
+using namespace planted;
+
 constexpr double kExact = 1e-10;  // E1: in fp64, of the scale s of each parameter
 const int kRanks[] = {1, 2, 3, 4, 5, 8};
-
-// ---- planted mistakes, each put in through the seam of the right component ----
-
-// B1, B11: each micro-batch's own mean, then divided by the number of micro-batches.
-struct MeanOfMicroBatchMeans : TokenMean {
-  mutable std::vector<std::int64_t> counts;
-  mutable std::size_t next = 0;
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    counts.clear();
-    next = 0;
-    for (const Batch& batch : micro_batches) counts.push_back(batch.num_targets());
-    return TokenMean::count(micro_batches, data, stop);
-  }
-  Denominator denominator(const Census& census) const override {
-    return {.value = static_cast<double>(census.micro_batches)};
-  }
-  at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
-    const double own = static_cast<double>(std::max<std::int64_t>(1, counts.at(next++)));
-    return TokenMean::scale(terms, {.value = denominator.value * own});
-  }
-};
-
-// B7: mean over the rank's own tokens, averaged over ranks.
-struct MeanOfRankMeans : TokenMean {
-  std::int64_t own = 0, ranks = 0;
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    const Census census = TokenMean::count(micro_batches, data, stop);
-    own = std::max<std::int64_t>(1, census.targets_by_rank.at(data.rank()));
-    ranks = data.size();
-    return census;
-  }
-  Denominator denominator(const Census&) const override {
-    return {.value = static_cast<double>(own * ranks)};
-  }
-};
-
-// B3: the count stays on its rank, the gradient is summed.
-struct CountNotReduced : MeanOfRankMeans {
-  Denominator denominator(const Census&) const override { return {.value = static_cast<double>(own)}; }
-};
-
-// B30: nothing divides.
-struct NothingDivides : TokenMean {
-  Denominator denominator(const Census&) const override { return {.value = 1}; }
-};
-
-// A layout around the right one.
-struct Wrapped : DataParallel {
-  std::unique_ptr<DataParallel> inner;
-  explicit Wrapped(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
-  void zero_gradients() override { inner->zero_gradients(); }
-  void begin_backward(bool last) override { inner->begin_backward(last); }
-  void finish_reduction() override { inner->finish_reduction(); }
-  std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  Group& group() override { return inner->group(); }
-};
-
-struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
-  using Wrapped::Wrapped;
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.div_(group().size());
-  }
-};
-
-struct SkipsABucket : Wrapped {  // B16: replicas drift apart
-  using Wrapped::Wrapped;
-  void finish_reduction() override {
-    const at::Tensor local = buckets().back().gradients.clone();
-    inner->finish_reduction();
-    buckets().back().gradients.copy_(local);
-  }
-};
-
-struct ReducesTwice : Wrapped {
-  using Wrapped::Wrapped;
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
-  }
-};
-
-// B28 on one accumulating buffer: reducing after every micro-batch multiplies the earlier ones. Every rank
-// must reduce equally often, so ranks with fewer micro-batches catch up at the end.
-struct ReducesEveryMicroBatch : Wrapped {
-  int times = 0, backward = 0;
-  ReducesEveryMicroBatch(std::unique_ptr<DataParallel> inner_, int times_)
-      : Wrapped(std::move(inner_)), times(times_) {}
-  void reduce() {
-    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
-  }
-  void begin_backward(bool last) override {
-    if (backward++ > 0 && --times > 0) reduce();
-    inner->begin_backward(last);
-  }
-  void finish_reduction() override {
-    while (--times > 0) reduce();
-    inner->finish_reduction();
-  }
-};
-
-// B17: the next use of a buffer begins while its reduction is under way.
-struct ReusesBuffersInFlight : Wrapped {
-  using Wrapped::Wrapped;
-  void finish_reduction() override {
-    for (Bucket& bucket : buckets()) {
-      Pending pending = group().all_reduce_async(bucket.gradients);
-      bucket.gradients.zero_();
-      pending.wait();
-    }
-  }
-};
 
 // ---- one step on many ranks ----
 
@@ -321,108 +209,6 @@ TEST(Parity, NineHundredAndOneHundredTargets) {
   };
   EXPECT_DOUBLE_EQ(loss_with(TokenMean()), 2.0);
   EXPECT_DOUBLE_EQ(loss_with(MeanOfRankMeans()), 6.0);
-}
-
-// ---- trajectories: several steps with clipping and AdamW against the same written out on one process ----
-
-std::vector<at::Tensor> reference_trajectory(int steps, int size, const AdamWOptions& o, double max_norm) {
-  toy::Model model;
-  const auto parameters = model.trainable();
-  std::vector<at::Tensor> m, v;
-  for (auto& p : parameters) {
-    m.push_back(at::zeros_like(p.detach()));
-    v.push_back(at::zeros_like(p.detach()));
-  }
-  for (int t = 1; t <= steps; ++t) {
-    const auto wanted = toy::reference(model, toy::make_step(size, 2, t));
-    double squares = 0;
-    for (auto& g : wanted.gradients) squares += g.square().sum().item<double>();
-    const double clip = std::min(1.0, max_norm / (std::sqrt(squares) + 1e-6));
-    at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor g = wanted.gradients[i] * clip;
-      if (parameters[i].dim() >= 2) parameters[i].mul_(1 - o.learning_rate * o.weight_decay);
-      m[i] = o.beta1 * m[i] + (1 - o.beta1) * g;
-      v[i] = o.beta2 * v[i] + (1 - o.beta2) * g * g;
-      const at::Tensor m_hat = m[i] / (1 - std::pow(o.beta1, t)), v_hat = v[i] / (1 - std::pow(o.beta2, t));
-      parameters[i].sub_(o.learning_rate * m_hat / (v_hat.sqrt() + o.epsilon));
-    }
-  }
-  std::vector<at::Tensor> result;
-  for (auto& p : parameters) result.push_back(p.detach());
-  return result;
-}
-
-// `pause` is called in every forward and in every backward.
-std::vector<at::Tensor> trajectory(
-    int steps, int size, const AdamWOptions& options, double max_norm,
-    const std::function<void(int rank)>& pause = [](int) {}, bool reuse_in_flight = false) {
-  std::vector<std::vector<at::Tensor>> weights(size);
-  run_ranks(size, [&](World& world) {
-    toy::Model model;
-    auto layout = bucketed(trainable_parameters(model.named()), world.group,
-                           {.bucket_bytes = 128, .overlap = !reuse_in_flight});
-    if (reuse_in_flight) layout = std::make_unique<ReusesBuffersInFlight>(std::move(layout));
-    auto optimizer = adamw(options);
-    TokenMean mean;
-    Step step(
-        [&](const Batch& batch) -> LossTerms {
-          pause(world.rank);
-          at::Tensor logits = model.logits(batch);
-          logits.register_hook([&](const at::Tensor&) { pause(world.rank); });
-          return {{"cross_entropy", cross_entropy_sum(logits, batch.targets)}};
-        },
-        *layout, mean, *optimizer, {.max_norm = max_norm});
-    for (auto& p : model.trainable()) p.register_hook([&](const at::Tensor&) { pause(world.rank); });
-    for (int t = 1; t <= steps; ++t) {
-      EXPECT_TRUE(step(toy::make_step(size, 2, t)[world.rank]).updated);
-      pause(world.rank);
-    }
-    for (auto& p : model.trainable()) weights[world.rank].push_back(p.detach().clone());
-  });
-  for (auto& rank : weights)
-    for (std::size_t i = 0; i < rank.size() && !reuse_in_flight; ++i)
-      EXPECT_TRUE(at::equal(rank[i], weights[0][i])) << "replicas drifted apart";
-  return weights[0];
-}
-
-TEST(Trajectory, AdamWWithClippingIsThatOfOneProcess) {
-  const AdamWOptions options{.learning_rate = 0.02, .weight_decay = 0.1};
-  for (int size : {1, 2, 3, 5}) {
-    const auto ours = trajectory(5, size, options, 0.05),
-               wanted = reference_trajectory(5, size, options, 0.05);
-    EXPECT_LT(toy::worst_error(ours, wanted), 1e-9) << size;
-    // B18d: without clipping the comparison fails.
-    EXPECT_GT(toy::worst_error(trajectory(5, size, options, 0), wanted), 1e-6) << size;
-  }
-}
-
-// Same layout, same bits (E3), whatever the timing: no buffer is touched while its reduction is under way
-// (B17).
-TEST(Trajectory, HasTheSameBitsUnderInjectedDelays) {
-  const AdamWOptions options{.learning_rate = 0.02};
-  const auto delayed = [&](int size, unsigned seed, bool reuse_in_flight) {
-    std::vector<std::mt19937> random;
-    for (int rank = 0; rank < size; ++rank) random.emplace_back(100 * seed + rank);
-    const auto pause = [&](int rank) {
-      if (random[rank]() % 4 == 0)
-        std::this_thread::sleep_for(std::chrono::microseconds(random[rank]() % 1500));
-    };
-    return trajectory(4, size, options, 0.05, pause, reuse_in_flight);
-  };
-  const auto same = [](const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-    for (std::size_t i = 0; i < a.size(); ++i)
-      if (!at::equal(a[i], b[i])) return false;
-    return true;
-  };
-  for (int size : {2, 3, 5}) {
-    const auto wanted = trajectory(4, size, options, 0.05);
-    for (unsigned seed : {1u, 2u, 3u})
-      EXPECT_TRUE(same(delayed(size, seed, false), wanted)) << size << " ranks, seed " << seed;
-#ifndef __SANITIZE_THREAD__  // the planted mistake is a data race, which the sanitizer reports as such
-    EXPECT_FALSE(same(delayed(size, 1, true), wanted)) << "B17 passed on " << size << " ranks";
-#endif
-  }
 }
 
 }  // namespace

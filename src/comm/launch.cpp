@@ -62,9 +62,12 @@ class SignalScope {
     action.sa_handler = on_signal;
     sigemptyset(&action.sa_mask);
     for (int i = 0; i < 3; ++i) ::sigaction(kForwarded[i], &action, &before_[i]);
+    action.sa_handler = SIG_DFL;  // were it ignored, nobody could ask how a rank ended
+    ::sigaction(SIGCHLD, &action, &child_before_);
   }
   ~SignalScope() {
     for (int i = 0; i < 3; ++i) ::sigaction(kForwarded[i], &before_[i], nullptr);
+    ::sigaction(SIGCHLD, &child_before_, nullptr);
     wake_pipe = -1;
     ::close(pipe_[0]);
     ::close(pipe_[1]);
@@ -81,6 +84,7 @@ class SignalScope {
  private:
   int pipe_[2] = {-1, -1};
   struct sigaction before_[3]{};
+  struct sigaction child_before_ {};
 };
 
 // The file that execve() needs, found before fork(): afterwards only little may be called.

@@ -202,15 +202,15 @@ std::string svg(const Chart& chart) {
     return text + "</svg>";
   }
   text += drawn_axes(chart, frame);
-  for (const auto& [name, value] : chart.marks) {
-    const double y = frame.py(value);
-    text += fmt::format(
-        "<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/><text class=\"label\" x=\"{:.1f}\" y=\"{:.1f}\" "
-        "text-anchor=\"end\">{} {:.4g}</text>",
-        kLeft, y, kWidth - kRight, kWidth - kRight - 4, y - 5, escape_html(name), value);
-  }
+  for (const auto& [name, value] : chart.marks)
+    text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
+                        kWidth - kRight);
   for (std::size_t i = 0; i < chart.series.size(); ++i)
     text += drawn_series(chart.series[i], frame, i % kColours);
+  for (const auto& [name, value] : chart.marks)
+    text += fmt::format(
+        "<text class=\"label over\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{} {:.4g}</text>",
+        kWidth - kRight - 4, frame.py(value) - 5, escape_html(name), value);
   return text + "</svg>";
 }
 

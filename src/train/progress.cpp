@@ -77,7 +77,8 @@ std::string progress_line(const StepEvent& event, std::optional<double> validati
     text += "  " + part;
     width += 2 + wide;
   }
-  const int room = std::min(kLongestBar, columns - width - 2);
+  // Tens of columns, so that the bar keeps its length while numbers change theirs.
+  const int room = std::min(kLongestBar, (columns - width - 2) / 10 * 10);
   if (!bar || room < kShortestBar) return text;
   const double done =
       event.total > 0 ? static_cast<double>(event.step) / static_cast<double>(event.total) : 1.0;

@@ -44,17 +44,17 @@ i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:6px;
 svg{display:block;width:100%;height:auto}
 .tick,.label{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
+.over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
 .line{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
 .dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
 .wide{overflow:auto;max-height:560px;background:var(--card);border:1px solid var(--rule);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
-th,td{text-align:left;padding:6px 14px;border-bottom:1px solid var(--rule);vertical-align:top}
-th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;box-shadow:0 1px var(--rule)}
+th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);vertical-align:top}
+th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;white-space:nowrap;box-shadow:0 1px var(--rule)}
 tr:last-child td{border-bottom:0}
-td{overflow-wrap:anywhere}
-.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;overflow-wrap:normal}
+.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}

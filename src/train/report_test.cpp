@@ -145,7 +145,8 @@ TEST(Chart, NotFiniteLeavesAGapAndAMark) {
 TEST(Chart, NothingToDrawIsSaid) {
   EXPECT_THAT(svg(chart_of({})), HasSubstr("no value that could be drawn"));
   EXPECT_THAT(svg(chart_of({{1, kNaN}})), HasSubstr("no value that could be drawn"));
-  EXPECT_THAT(svg({.title = "t", .x_label = "", .y_label = "", .series = {}}), HasSubstr("no value that could be drawn"));
+  EXPECT_THAT(svg({.title = "t", .x_label = "", .y_label = "", .series = {}}),
+              HasSubstr("no value that could be drawn"));
 }
 
 TEST(Chart, TenThousandPointsKeepEverySpike) {

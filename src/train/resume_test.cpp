@@ -105,7 +105,7 @@ TEST_F(Resume, LatestContinuesInTheSameFolderAndOldOnesGo) {
   EXPECT_EQ(kept[0].filename(), "step-00000006");
   EXPECT_EQ(kept[1].filename(), "step-00000008");
   // All its steps made already: nothing to train, still an answer.
-  const Run none = run(config, 1);
+  const Run none = run(config, 2);
   EXPECT_TRUE(none.steps.empty());
   EXPECT_EQ(none.outcomes[0].validation_loss, more.outcomes[0].validation_loss);
 }

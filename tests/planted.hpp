@@ -1,0 +1,126 @@
+// Mistakes that real trainers made, each put in through the seam of the right component. Numbers B.. are
+// those of the museum of biased gradients.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/loss.hpp"
+
+namespace isograd::planted {
+
+// B1, B11: each micro-batch's own mean, then divided by the number of micro-batches.
+struct MeanOfMicroBatchMeans : TokenMean {
+  mutable std::vector<std::int64_t> counts;
+  mutable std::size_t next = 0;
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    counts.clear();
+    next = 0;
+    for (const Batch& batch : micro_batches) counts.push_back(batch.num_targets());
+    return TokenMean::count(micro_batches, data, stop);
+  }
+  Denominator denominator(const Census& census) const override {
+    return {.value = static_cast<double>(census.micro_batches)};
+  }
+  at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
+    const double own = static_cast<double>(std::max<std::int64_t>(1, counts.at(next++)));
+    return TokenMean::scale(terms, {.value = denominator.value * own});
+  }
+};
+
+// B7: mean over the rank's own tokens, averaged over ranks.
+struct MeanOfRankMeans : TokenMean {
+  std::int64_t own = 0, ranks = 0;
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    const Census census = TokenMean::count(micro_batches, data, stop);
+    own = std::max<std::int64_t>(1, census.targets_by_rank.at(data.rank()));
+    ranks = data.size();
+    return census;
+  }
+  Denominator denominator(const Census&) const override {
+    return {.value = static_cast<double>(own * ranks)};
+  }
+};
+
+// B3: the count stays on its rank, the gradient is summed.
+struct CountNotReduced : MeanOfRankMeans {
+  Denominator denominator(const Census&) const override { return {.value = static_cast<double>(own)}; }
+};
+
+// B30: nothing divides.
+struct NothingDivides : TokenMean {
+  Denominator denominator(const Census&) const override { return {.value = 1}; }
+};
+
+// A layout around the right one.
+struct Wrapped : DataParallel {
+  std::unique_ptr<DataParallel> inner;
+  explicit Wrapped(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
+  void zero_gradients() override { inner->zero_gradients(); }
+  void begin_backward(bool last) override { inner->begin_backward(last); }
+  void finish_reduction() override { inner->finish_reduction(); }
+  std::vector<Bucket>& buckets() override { return inner->buckets(); }
+  Group& group() override { return inner->group(); }
+};
+
+struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.div_(group().size());
+  }
+};
+
+struct SkipsABucket : Wrapped {  // B16: replicas drift apart
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    const at::Tensor local = buckets().back().gradients.clone();
+    inner->finish_reduction();
+    buckets().back().gradients.copy_(local);
+  }
+};
+
+struct ReducesTwice : Wrapped {
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
+  }
+};
+
+// B28 on one accumulating buffer: reducing after every micro-batch multiplies the earlier ones. Every rank
+// must reduce equally often, so ranks with fewer micro-batches catch up at the end.
+struct ReducesEveryMicroBatch : Wrapped {
+  int times = 0, backward = 0;
+  ReducesEveryMicroBatch(std::unique_ptr<DataParallel> inner_, int times_)
+      : Wrapped(std::move(inner_)), times(times_) {}
+  void reduce() {
+    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
+  }
+  void begin_backward(bool last) override {
+    if (backward++ > 0 && --times > 0) reduce();
+    inner->begin_backward(last);
+  }
+  void finish_reduction() override {
+    while (--times > 0) reduce();
+    inner->finish_reduction();
+  }
+};
+
+// B17: the next use of a buffer begins while its reduction is under way.
+struct ReusesBuffersInFlight : Wrapped {
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    for (Bucket& bucket : buckets()) {
+      Pending pending = group().all_reduce_async(bucket.gradients);
+      bucket.gradients.zero_();
+      pending.wait();
+    }
+  }
+};
+
+}  // namespace isograd::planted
