@@ -216,7 +216,6 @@ TEST_F(TrainerTest, WhatCannotBeTrainedIsRefusedBefore) {
               HasSubstr("no complete checkpoint"));
 }
 
-// Full disks are in tests/test_train.py: the limit that stands for one counts for a whole process.
 // A full disk while saving is tested with process ranks (tests/test_train.py): LibTorch refuses to make a
 // thread pool in a forked child.
 
