@@ -2,6 +2,8 @@
 // those of the museum of biased gradients.
 #pragma once
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>

@@ -31,9 +31,13 @@ def test_step_is_compared_with_pytorch(tmp_path, ranks):
     assert "NOT COMPARABLE" not in result.stdout
 
 
-def test_a_peer_that_computes_something_else_is_not_compared(tmp_path):
+@pytest.mark.parametrize("right, wrong", [
+    ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)"),
+    ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]'),
+], ids=["rotary embedding", "optimizer"])
+def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong):
     script = (ROOT / "bench/peers/llama_step.py").read_text()
-    broken = script.replace('self.model["norm"](x)', "x")
+    broken = script.replace(right, wrong)
     assert broken != script
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"  # runs the broken script, whatever script it is given

@@ -1,5 +1,6 @@
 #include "bench/step_case.hpp"
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
@@ -24,6 +25,8 @@ DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads
   config.head_dim = head_dim;
   config.feed_forward = feed_forward;
   config.tied_output = tied;
+  config.initializer_range =
+      1 / std::sqrt(static_cast<double>(hidden));  // scores of order 1: attention matters
   return config;
 }
 
