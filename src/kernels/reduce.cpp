@@ -55,22 +55,49 @@ struct Float16 {
   }
 };
 
+struct Boolean {
+  using Stored = std::uint8_t;
+  using Value = std::uint8_t;
+  static ISOGRAD_ALWAYS_INLINE Value load(Stored x) { return x != 0; }
+  static ISOGRAD_ALWAYS_INLINE Stored store(Value x) { return x; }
+};
+
 // ---- how two numbers are combined ------------------------------------------------------------------------
 template <Combine combine, typename Value>
 ISOGRAD_ALWAYS_INLINE Value apply(Value a, Value b) {
-  if constexpr (combine == Combine::kSum) {
+  if constexpr (combine == Combine::kAnd) {
+    return static_cast<Value>(a & b);
+  } else if constexpr (combine == Combine::kOr) {
+    return static_cast<Value>(a | b);
+  } else if constexpr (combine == Combine::kXor) {
+    return static_cast<Value>(a ^ b);
+  } else if constexpr (combine == Combine::kMax || combine == Combine::kMin) {
     if constexpr (std::is_integral_v<Value>) {
-      using Unsigned = std::make_unsigned_t<Value>;
-      return static_cast<Value>(static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
-    } else {
-      return a + b;
+      return combine == Combine::kMax ? std::max(a, b) : std::min(a, b);
+    } else {  // a NaN stays: it is neither greater nor smaller than what comes later
+      const bool taken = combine == Combine::kMax ? b > a : b < a;
+      return taken || b != b ? b : a;
     }
   } else if constexpr (std::is_integral_v<Value>) {
-    return combine == Combine::kMax ? std::max(a, b) : std::min(a, b);
-  } else {  // a NaN stays: it is neither greater nor smaller than what comes later
-    const bool taken = combine == Combine::kMax ? b > a : b < a;
-    return taken || b != b ? b : a;
+    // 16-bit and smaller ones would be promoted to int, whose overflow is undefined.
+    using Unsigned = std::conditional_t<sizeof(Value) < 4, std::uint32_t, std::make_unsigned_t<Value>>;
+    const auto x = static_cast<Unsigned>(a), y = static_cast<Unsigned>(b);
+    return static_cast<Value>(combine == Combine::kProduct ? x * y : x + y);
+  } else {
+    return combine == Combine::kProduct ? a * b : a + b;
   }
+}
+
+template <Combine combine, typename Value>
+ISOGRAD_ALWAYS_INLINE Value finish(Value value, int count) {
+  if constexpr (combine == Combine::kAverage) return static_cast<Value>(value / static_cast<Value>(count));
+  return value;
+}
+
+template <Combine combine, typename Value>
+ISOGRAD_ALWAYS_INLINE Value begin_with(Value value, const double* factors, int k) {
+  if constexpr (combine == Combine::kScaledSum) return value * static_cast<Value>(factors[k]);
+  return value;
 }
 
 // ---- the passes ------------------------------------------------------------------------------------------
@@ -91,7 +118,7 @@ ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t be
     auto value = Format::load(in[0][i]);
 #pragma GCC unroll 4
     for (int k = 1; k < count; ++k) value = apply<combine>(value, Format::load(in[k][i]));
-    const Stored result = Format::store(value);
+    const Stored result = Format::store(finish<combine>(value, count));
 #pragma GCC unroll 4
     for (int k = 0; k < count; ++k) out[k][i] = result;
   }
@@ -100,7 +127,8 @@ ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t be
 // Any numbers of inputs and outputs: a block at a time, which stays in the first-level cache.
 template <typename Format, Combine combine>
 ISOGRAD_ALWAYS_INLINE void pass_blocked(const void* const* inputs, int count, std::int64_t begin,
-                                        std::int64_t end, void* const* outputs, int outputs_count) {
+                                        std::int64_t end, void* const* outputs, int outputs_count,
+                                        const double* factors) {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   constexpr std::int64_t kBlock = 512;
@@ -109,12 +137,14 @@ ISOGRAD_ALWAYS_INLINE void pass_blocked(const void* const* inputs, int count, st
   for (std::int64_t base = begin; base < end; base += kBlock) {
     const std::int64_t n = std::min(kBlock, end - base);
     const Stored* first = static_cast<const Stored*>(inputs[0]) + base;
-    for (std::int64_t i = 0; i < n; ++i) value[i] = Format::load(first[i]);
+    for (std::int64_t i = 0; i < n; ++i) value[i] = begin_with<combine>(Format::load(first[i]), factors, 0);
     for (int k = 1; k < count; ++k) {
       const Stored* next = static_cast<const Stored*>(inputs[k]) + base;
-      for (std::int64_t i = 0; i < n; ++i) value[i] = apply<combine>(value[i], Format::load(next[i]));
+      for (std::int64_t i = 0; i < n; ++i) {
+        value[i] = apply<combine>(value[i], begin_with<combine>(Format::load(next[i]), factors, k));
+      }
     }
-    for (std::int64_t i = 0; i < n; ++i) result[i] = Format::store(value[i]);
+    for (std::int64_t i = 0; i < n; ++i) result[i] = Format::store(finish<combine>(value[i], count));
     for (int k = 0; k < outputs_count; ++k) {
       std::memcpy(static_cast<Stored*>(outputs[k]) + base, result,
                   static_cast<std::size_t>(n) * sizeof(Stored));
@@ -124,83 +154,85 @@ ISOGRAD_ALWAYS_INLINE void pass_blocked(const void* const* inputs, int count, st
 
 template <typename Format, Combine combine>
 ISOGRAD_ALWAYS_INLINE void pass(const void* const* inputs, int count, std::int64_t begin, std::int64_t end,
-                                void* const* outputs, int outputs_count) {
-  if (count == 2 && outputs_count == 2) return pass_fixed<Format, combine, 2>(inputs, begin, end, outputs);
-  if (count == 3 && outputs_count == 3) return pass_fixed<Format, combine, 3>(inputs, begin, end, outputs);
-  if (count == 4 && outputs_count == 4) return pass_fixed<Format, combine, 4>(inputs, begin, end, outputs);
-  pass_blocked<Format, combine>(inputs, count, begin, end, outputs, outputs_count);
+                                void* const* outputs, int outputs_count, const double* factors) {
+  // What training does all the time is worth the code; the rest goes through blocks. So do the 16-bit floats:
+  // the compiler makes vectors of one conversion after another, but not of loads, sum and stores in one loop.
+  if constexpr (std::is_floating_point_v<typename Format::Stored> &&
+                (combine == Combine::kSum || combine == Combine::kAverage)) {
+    if (count == 2 && outputs_count == 2) return pass_fixed<Format, combine, 2>(inputs, begin, end, outputs);
+    if (count == 3 && outputs_count == 3) return pass_fixed<Format, combine, 3>(inputs, begin, end, outputs);
+    if (count == 4 && outputs_count == 4) return pass_fixed<Format, combine, 4>(inputs, begin, end, outputs);
+  }
+  pass_blocked<Format, combine>(inputs, count, begin, end, outputs, outputs_count, factors);
 }
 
-using Pass = void (*)(const void* const*, int, std::int64_t, std::int64_t, void* const*, int);
+using Pass = void (*)(const void* const*, int, std::int64_t, std::int64_t, void* const*, int, const double*);
+
+constexpr std::size_t kCombines = 9;
 
 // One function per number format and operation, each compiled for several processors.
 #define ISOGRAD_PASS(name, format, combine)                                                     \
   ISOGRAD_VERSIONS(void, name,                                                                  \
                    (const void* const* inputs, int count, std::int64_t begin, std::int64_t end, \
-                    void* const* outputs, int outputs_count),                                   \
-                   (inputs, count, begin, end, outputs, outputs_count),                         \
-                   (pass<format, combine>(inputs, count, begin, end, outputs, outputs_count)))
-#define ISOGRAD_PASSES(name, format)              \
-  ISOGRAD_PASS(sum_##name, format, Combine::kSum) \
-  ISOGRAD_PASS(max_##name, format, Combine::kMax) \
-  ISOGRAD_PASS(min_##name, format, Combine::kMin) \
-  constexpr Pass k_##name[3] = {sum_##name, max_##name, min_##name};
+                    void* const* outputs, int outputs_count, const double* factors),            \
+                   (inputs, count, begin, end, outputs, outputs_count, factors),                \
+                   (pass<format, combine>(inputs, count, begin, end, outputs, outputs_count, factors)))
+#define ISOGRAD_COMMON_PASSES(name, format)               \
+  ISOGRAD_PASS(sum_##name, format, Combine::kSum)         \
+  ISOGRAD_PASS(max_##name, format, Combine::kMax)         \
+  ISOGRAD_PASS(min_##name, format, Combine::kMin)         \
+  ISOGRAD_PASS(product_##name, format, Combine::kProduct) \
+  ISOGRAD_PASS(average_##name, format, Combine::kAverage)
+#define ISOGRAD_FLOAT_PASSES(name, format)                                          \
+  ISOGRAD_COMMON_PASSES(name, format)                                               \
+  ISOGRAD_PASS(scaled_##name, format, Combine::kScaledSum)                          \
+  constexpr Pass k_##name[kCombines] = {sum_##name,     max_##name,     min_##name, \
+                                        product_##name, average_##name, scaled_##name};
+#define ISOGRAD_INTEGER_PASSES(name, format)                                                                \
+  ISOGRAD_COMMON_PASSES(name, format)                                                                       \
+  ISOGRAD_PASS(and_##name, format, Combine::kAnd)                                                           \
+  ISOGRAD_PASS(or_##name, format, Combine::kOr)                                                             \
+  ISOGRAD_PASS(xor_##name, format, Combine::kXor)                                                           \
+  constexpr Pass k_##name[kCombines] = {sum_##name, max_##name, min_##name, product_##name, average_##name, \
+                                        nullptr,    and_##name, or_##name,  xor_##name};
 
-ISOGRAD_PASSES(float64, Plain<double>)
-ISOGRAD_PASSES(float32, Plain<float>)
-ISOGRAD_PASSES(bfloat16, Brain16)
-ISOGRAD_PASSES(float16, Float16)
-ISOGRAD_PASSES(int64, Plain<std::int64_t>)
-ISOGRAD_PASSES(int32, Plain<std::int32_t>)
-ISOGRAD_PASSES(uint8, Plain<std::uint8_t>)
+ISOGRAD_FLOAT_PASSES(float64, Plain<double>)
+ISOGRAD_FLOAT_PASSES(float32, Plain<float>)
+ISOGRAD_FLOAT_PASSES(bfloat16, Brain16)
+ISOGRAD_FLOAT_PASSES(float16, Float16)
+ISOGRAD_INTEGER_PASSES(int64, Plain<std::int64_t>)
+ISOGRAD_INTEGER_PASSES(int32, Plain<std::int32_t>)
+ISOGRAD_INTEGER_PASSES(int16, Plain<std::int16_t>)
+ISOGRAD_INTEGER_PASSES(int8, Plain<std::int8_t>)
+ISOGRAD_INTEGER_PASSES(uint8, Plain<std::uint8_t>)
+ISOGRAD_PASS(or_boolean, Boolean, Combine::kOr)
+ISOGRAD_PASS(and_boolean, Boolean, Combine::kAnd)
+ISOGRAD_PASS(xor_boolean, Boolean, Combine::kXor)
+constexpr Pass k_boolean[kCombines] = {or_boolean, or_boolean,  and_boolean, and_boolean, nullptr,
+                                       nullptr,    and_boolean, or_boolean,  xor_boolean};
+
+// By Number and Combine; null: no such operation.
+struct Kind {
+  std::size_t bytes;
+  const Pass* passes;
+};
+constexpr Kind kKinds[] = {{8, k_float64}, {4, k_float32}, {2, k_bfloat16}, {2, k_float16}, {8, k_int64},
+                           {4, k_int32},   {2, k_int16},   {1, k_int8},     {1, k_uint8},   {1, k_boolean}};
 
 }  // namespace
 
 std::size_t bytes_of(Number number) {
-  switch (number) {
-    case Number::kFloat64:
-    case Number::kInt64:
-      return 8;
-    case Number::kFloat32:
-    case Number::kInt32:
-      return 4;
-    case Number::kBFloat16:
-    case Number::kFloat16:
-      return 2;
-    case Number::kUInt8:
-      return 1;
-  }
-  return 0;
+  return kKinds[static_cast<std::size_t>(number)].bytes;
+}
+
+bool can_combine(Number number, Combine combine) {
+  return kKinds[static_cast<std::size_t>(number)].passes[static_cast<std::size_t>(combine)] != nullptr;
 }
 
 void reduce_slices(Number number, Combine combine, const void* const* inputs, int count, std::int64_t begin,
-                   std::int64_t end, void* const* outputs, int outputs_count) {
-  const auto which = static_cast<std::size_t>(combine);
-  const Pass* table = nullptr;
-  switch (number) {
-    case Number::kFloat64:
-      table = k_float64;
-      break;
-    case Number::kFloat32:
-      table = k_float32;
-      break;
-    case Number::kBFloat16:
-      table = k_bfloat16;
-      break;
-    case Number::kFloat16:
-      table = k_float16;
-      break;
-    case Number::kInt64:
-      table = k_int64;
-      break;
-    case Number::kInt32:
-      table = k_int32;
-      break;
-    case Number::kUInt8:
-      table = k_uint8;
-      break;
-  }
-  table[which](inputs, count, begin, end, outputs, outputs_count);
+                   std::int64_t end, void* const* outputs, int outputs_count, const double* factors) {
+  const Pass chosen = kKinds[static_cast<std::size_t>(number)].passes[static_cast<std::size_t>(combine)];
+  chosen(inputs, count, begin, end, outputs, outputs_count, factors);
 }
 
 namespace {

@@ -64,6 +64,73 @@ TEST(Reduce, SumsEveryTypeIntoEveryOutput) {
   check_sums<std::uint8_t>();
 }
 
+// The result of one operation over three inputs of one element each, into one output.
+template <typename T>
+T combined(Number number, Combine combine, T a, T b, T c, const double* factors = nullptr) {
+  const void* in[3] = {&a, &b, &c};
+  T result{};
+  void* out[1] = {&result};
+  reduce_slices(number, combine, in, 3, 0, 1, out, 1, factors);
+  return result;
+}
+
+TEST(Reduce, ProductAverageAndScaledSum) {
+  EXPECT_EQ(combined<double>(Number::kFloat64, Combine::kProduct, 2, -3, 7), -42);
+  EXPECT_EQ(combined<float>(Number::kFloat32, Combine::kProduct, 2, -3, 7), -42);
+  EXPECT_EQ(combined<std::int64_t>(Number::kInt64, Combine::kProduct, 1l << 40, 3, -5), -15 * (1l << 40));
+  EXPECT_EQ(combined<std::int16_t>(Number::kInt16, Combine::kProduct, 300, 300, 1),
+            std::int16_t(90000 - 65536));
+  EXPECT_EQ(combined<std::int8_t>(Number::kInt8, Combine::kSum, 100, 27, 1), -128);
+  EXPECT_EQ(combined<double>(Number::kFloat64, Combine::kAverage, 1, 2, 5), 8.0 / 3.0);
+  EXPECT_EQ(combined<float>(Number::kFloat32, Combine::kAverage, 1, 2, 5), 8.0f / 3.0f);
+  EXPECT_EQ(combined<std::int32_t>(Number::kInt32, Combine::kAverage, -1, -2, -5), -2);
+  const double factors[3] = {0.5, 3, -1};
+  EXPECT_EQ(combined<float>(Number::kFloat32, Combine::kScaledSum, 8, 5, 2, factors), 17);
+  EXPECT_EQ(combined<double>(Number::kFloat64, Combine::kScaledSum, 8, 5, 2, factors), 17);
+  EXPECT_TRUE(can_combine(Number::kBFloat16, Combine::kScaledSum));
+  EXPECT_FALSE(can_combine(Number::kInt64, Combine::kScaledSum));
+  EXPECT_FALSE(can_combine(Number::kFloat32, Combine::kAnd));
+}
+
+TEST(Reduce, AverageOfManyIsThatOfFew) {  // the passes for 2, 3 and 4 ranks and the general one agree
+  for (int count : {2, 3, 4}) {
+    std::vector<std::vector<float>> inputs(static_cast<std::size_t>(count), std::vector<float>(1000));
+    std::vector<const void*> in;
+    std::mt19937 random(11);
+    for (auto& input : inputs) {
+      for (float& x : input) x = std::uniform_real_distribution<float>(-1, 1)(random);
+      in.push_back(input.data());
+    }
+    std::vector<std::vector<float>> many(static_cast<std::size_t>(count), std::vector<float>(1000));
+    std::vector<float> one(1000);
+    std::vector<void*> out;
+    for (auto& output : many) out.push_back(output.data());
+    void* single[1] = {one.data()};
+    reduce_slices(Number::kFloat32, Combine::kAverage, in.data(), count, 0, 1000, out.data(), count);
+    reduce_slices(Number::kFloat32, Combine::kAverage, in.data(), count, 0, 1000, single, 1);
+    for (const auto& output : many) EXPECT_EQ(output, one);
+  }
+}
+
+TEST(Reduce, BitsAndBooleans) {
+  EXPECT_EQ(combined<std::uint8_t>(Number::kUInt8, Combine::kAnd, 0xfc, 0x3f, 0x18), 0x18);
+  EXPECT_EQ(combined<std::uint8_t>(Number::kUInt8, Combine::kOr, 0x80, 0x01, 0x10), 0x91);
+  EXPECT_EQ(combined<std::int64_t>(Number::kInt64, Combine::kXor, -1, 5, 1), ~std::int64_t{4});
+  for (int bits = 0; bits < 8; ++bits) {
+    const std::uint8_t a = bits & 1, b = bits >> 1 & 1, c = bits >> 2 & 1;
+    const auto all = [&](Combine combine) { return combined<std::uint8_t>(Number::kBool, combine, a, b, c); };
+    EXPECT_EQ(all(Combine::kSum), a | b | c);
+    EXPECT_EQ(all(Combine::kMax), a | b | c);
+    EXPECT_EQ(all(Combine::kOr), a | b | c);
+    EXPECT_EQ(all(Combine::kProduct), a & b & c);
+    EXPECT_EQ(all(Combine::kMin), a & b & c);
+    EXPECT_EQ(all(Combine::kAnd), a & b & c);
+    EXPECT_EQ(all(Combine::kXor), a ^ b ^ c);
+  }
+  EXPECT_EQ(combined<std::uint8_t>(Number::kBool, Combine::kSum, 2, 0, 4), 1) << "a bool is 0 or 1";
+  EXPECT_FALSE(can_combine(Number::kBool, Combine::kAverage));
+}
+
 TEST(Reduce, OrderIsThatOfTheInputsWhateverTheCut) {
   constexpr int kCount = 5;
   constexpr std::int64_t kN = 4001;

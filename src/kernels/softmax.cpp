@@ -129,7 +129,7 @@ template <typename T>
 ISOGRAD_ALWAYS_INLINE void row_sums_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
                                          const bool* mask, RowSum* sums) {
   for (std::int64_t t = 0; t < rows; ++t)
-    if (mask[t]) sums[t] = row_sum(logits + t * vocabulary, vocabulary);
+    if (!mask || mask[t]) sums[t] = row_sum(logits + t * vocabulary, vocabulary);
 }
 
 template <typename T>
@@ -154,6 +154,49 @@ ISOGRAD_ALWAYS_INLINE void gradient_body(const T* logits, std::int64_t rows, std
 }
 
 template <typename T>
+ISOGRAD_ALWAYS_INLINE void softmax_gradient_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
+                                                 const bool* mask, const std::int64_t* targets,
+                                                 const RowGradient* of, T* gradient) {
+  using C = typename Computing<T>::type;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    const T* row = logits + t * vocabulary;
+    T* out = gradient + t * vocabulary;
+    if (mask && !mask[t]) {
+      for (std::int64_t j = 0; j < vocabulary; ++j) out[j] = T{};
+      continue;
+    }
+    const C maximum = static_cast<C>(of[t].maximum), factor = static_cast<C>(of[t].factor),
+            uniform = static_cast<C>(of[t].uniform);
+    const bool has_target = targets[t] >= 0 && targets[t] < vocabulary;
+    const C at_target = has_target ? factor * exponential(load(row[targets[t]]) - maximum) -
+                                         static_cast<C>(of[t].uniform + of[t].at_target)
+                                   : C(0);
+#pragma GCC ivdep  // out is row itself or does not overlap it
+    for (std::int64_t j = 0; j < vocabulary; ++j)
+      store(factor * exponential(load(row[j]) - maximum) - uniform, out + j);
+    if (has_target) store(at_target, out + targets[t]);
+  }
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE void logit_sums_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
+                                           const bool* mask, double* sums) {
+  for (std::int64_t t = 0; t < rows; ++t) {
+    if (mask && !mask[t]) continue;
+    const T* row = logits + t * vocabulary;
+    const std::int64_t whole = vocabulary - vocabulary % kLanes;
+    double lanes[kLanes] = {};
+    double sum = 0;
+    for (std::int64_t j = whole; j < vocabulary; ++j) sum += load(row[j]);
+    for (std::int64_t j = 0; j < whole; j += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += load(row[j + lane]);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    sums[t] = sum + lanes[0];
+  }
+}
+
+template <typename T>
 ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* results) {
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) results[i] = exponential(values[i]);
@@ -170,7 +213,16 @@ ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* resu
                    (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
                     const std::int64_t* targets, const RowSum* sums, double scale, T* gradient),     \
                    (logits, rows, vocabulary, mask, targets, sums, scale, gradient),                 \
-                   gradient_body(logits, rows, vocabulary, mask, targets, sums, scale, gradient))
+                   gradient_body(logits, rows, vocabulary, mask, targets, sums, scale, gradient))    \
+  ISOGRAD_VERSIONS(void, softmax_gradient,                                                           \
+                   (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
+                    const std::int64_t* targets, const RowGradient* of, T* gradient),                \
+                   (logits, rows, vocabulary, mask, targets, of, gradient),                          \
+                   softmax_gradient_body(logits, rows, vocabulary, mask, targets, of, gradient))     \
+  ISOGRAD_VERSIONS(                                                                                  \
+      void, logit_sums,                                                                              \
+      (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask, double* sums), \
+      (logits, rows, vocabulary, mask, sums), logit_sums_body(logits, rows, vocabulary, mask, sums))
 ISOGRAD_FOR_TYPE(float)
 ISOGRAD_FOR_TYPE(double)
 ISOGRAD_FOR_TYPE(Bfloat16)

@@ -15,7 +15,8 @@ struct RowSum {
   double sum = 0;
 };
 
-// For each row of logits [rows, vocabulary] whose mask is non-zero; the others are left alone.
+// For each row of logits [rows, vocabulary] whose mask is non-zero; the others are left alone; a null mask is
+// all ones.
 void row_sums(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
               RowSum* sums);
 void row_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
@@ -33,6 +34,31 @@ void cross_entropy_gradient(const double* logits, std::int64_t rows, std::int64_
 void cross_entropy_gradient(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary,
                             const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
                             Bfloat16* gradient);
+
+// What a row's gradient is made of: factor · exp(x_j − maximum) − uniform − at_target · [j = target].
+struct RowGradient {
+  double maximum = 0;
+  double factor = 0;
+  double uniform = 0;
+  double at_target = 0;
+};
+
+// gradient[t, j] for every row: exactly 0 in rows whose mask is zero; a null mask is all ones. A target
+// outside [0, vocabulary) is none: logits may be a tile of a wider row. `gradient` may be `logits` itself.
+void softmax_gradient(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                      const std::int64_t* targets, const RowGradient* of, float* gradient);
+void softmax_gradient(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                      const std::int64_t* targets, const RowGradient* of, double* gradient);
+void softmax_gradient(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                      const std::int64_t* targets, const RowGradient* of, Bfloat16* gradient);
+
+// Σ_j x_j of each row whose mask is non-zero; the others are left alone; a null mask is all ones.
+void logit_sums(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                double* sums);
+void logit_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                double* sums);
+void logit_sums(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
+                double* sums);
 
 // e^x for x ≤ 0 (or NaN) as the rows use it: within 2 units in the last place, 0 where the result would be
 // subnormal.

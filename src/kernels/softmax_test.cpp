@@ -82,6 +82,45 @@ TYPED_TEST(Softmax, SumsAndGradientsAreThoseOfTheTwin) {
   }
 }
 
+// A target's tile, a tile without it, and a row that counts for nothing.
+TYPED_TEST(Softmax, GeneralGradientAndLogitSumsAreThoseOfTheTwin) {
+  using T = TypeParam;
+  std::mt19937_64 bits(4);
+  std::normal_distribution<double> normal(0, 4);
+  for (std::int64_t vocabulary : {1, 2, 31, 32, 33, 258, 2500}) {
+    const std::int64_t rows = 3;
+    std::vector<T> logits(rows * vocabulary), gradient(logits.size(), make<T>(99));
+    for (T& x : logits) x = make<T>(normal(bits) - 20);
+    for (std::int64_t j = 0; j < vocabulary; ++j) logits[vocabulary + j] = make<T>(std::nan(""));
+    const bool mask[rows] = {true, false, true};
+    const std::int64_t targets[rows] = {vocabulary - 1, 0, vocabulary};
+    const RowGradient each{.maximum = 3, .factor = 0.3, .uniform = 0.01, .at_target = -0.7};
+    const std::vector<RowGradient> of(rows, each);
+    softmax_gradient(logits.data(), rows, vocabulary, mask, targets, of.data(), gradient.data());
+    std::vector<double> totals(rows, 5);
+    logit_sums(logits.data(), rows, vocabulary, mask, totals.data());
+    EXPECT_EQ(totals[1], 5) << "a row that counts for nothing is left alone";
+    for (std::int64_t j = 0; j < vocabulary; ++j) EXPECT_EQ(naive::load(gradient[vocabulary + j]), 0);
+    for (std::int64_t t : {0, 2}) {
+      double total = 0, size = 0;
+      for (std::int64_t j = 0; j < vocabulary; ++j) {
+        const double x = naive::load(logits[t * vocabulary + j]),
+                     power = each.factor * std::exp(x - each.maximum);
+        const bool here = j == targets[t];
+        const double wanted = power - each.uniform - (here ? each.at_target : 0);
+        // exp of a difference of size <= 60 rounded once, then three roundings.
+        EXPECT_NEAR(naive::load(gradient[t * vocabulary + j]), wanted,
+                    power * (4 + 60) * kComputing<T> + 4 * kComputing<T> * (each.uniform + 0.7 * here) +
+                        2 * kStored<T> * std::fabs(wanted));
+        total += x, size += std::fabs(x);
+      }
+      EXPECT_NEAR(totals[t], total, size * vocabulary * 0x1p-53);
+    }
+    softmax_gradient(logits.data(), rows, vocabulary, mask, targets, of.data(), logits.data());  // in place
+    EXPECT_EQ(std::memcmp(logits.data(), gradient.data(), logits.size() * sizeof(T)), 0);
+  }
+}
+
 TYPED_TEST(Softmax, NotANumberIsNeverSwallowed) {
   using T = TypeParam;
   const std::unique_ptr<bool[]> mask(new bool[1]{true});

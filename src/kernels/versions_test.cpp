@@ -88,6 +88,13 @@ void check_softmax() {
     std::string bytes;
     append(bytes, sums);
     append(bytes, gradient);
+    const std::vector<RowGradient> of(rows,
+                                      {.maximum = 30, .factor = 0.3, .uniform = 1e-3, .at_target = 0.7});
+    softmax_gradient(logits.data(), rows, vocabulary, mask, targets, of.data(), gradient.data());
+    append(bytes, gradient);
+    std::vector<double> totals(rows);
+    logit_sums(logits.data(), rows, vocabulary, mask, totals.data());
+    append(bytes, totals);
     return bytes;
   });
 }
