@@ -7,7 +7,9 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <source_location>
 #include <string>
+#include <vector>
 
 namespace c10d {
 class Backend;
@@ -15,8 +17,9 @@ class Backend;
 
 namespace isograd {
 
-// There is no mean: gradients are only ever summed, and one place divides (docs/losses.md).
-enum class ReduceOp { kSum, kMax, kMin };
+// kAverage is there to be refused with a reason (ConfigError): gradients are only ever summed, and one place
+// divides (docs/losses.md).
+enum class ReduceOp { kSum, kMax, kMin, kProduct, kAverage };
 
 // A collective under way. Destroying it without wait() is allowed only after an error.
 class Pending {
@@ -35,14 +38,36 @@ class Pending {
   std::shared_ptr<State> state_;
 };
 
-// Copyable handle. Every rank of the group calls the same operations in the same order. Tensors are on the
-// device the backend serves; they must be contiguous unless said otherwise. A group of one rank does nothing.
+struct GroupOptions {
+  // A known-answer test of every collective before the group is used: a few KB, PeerError on all ranks that
+  // names the collective that gave a wrong answer. Makes the constructor collective.
+  bool self_test = true;
+  // Builds every collective from send and receive, as rings (src/comm/ring.hpp): for backends that have
+  // nothing else. Callers' own messages then have tags below 32000.
+  bool ring = false;
+};
+
+// The rows (dim 0) that each of `parts` ranks gets of `rows`: as even as possible, the first ones get one
+// more.
+std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
+
+// Copyable handle. Every rank of the group calls the same operations in the same order; send and receive
+// concern two ranks only. Tensors are on the device the backend serves, of any size including 0; one that is
+// not contiguous goes through a contiguous copy and back. bool is combined as sum = or, product = and.
+// Every operation has an asynchronous form, which keeps its tensors alive; their contents belong to the
+// collective until wait() returns. ConfigError on arguments that do not fit, PeerError when a rank is lost,
+// late or calls something else. The call's place in the source is part of such messages.
+// A group of one rank does nothing but copy.
 class Group {
  public:
+  using Site = std::source_location;
+  using Rows = std::vector<std::int64_t>;
+
   static Group solo();  // the group of one rank: no backend, every collective is the identity
 
   // Wraps any c10d backend (shm, NCCL, Gloo, MPI, ...). `name` appears in every error.
-  Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::chrono::milliseconds timeout);
+  Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::chrono::milliseconds timeout,
+        GroupOptions options = {});
 
   int rank() const;
   int size() const;
@@ -50,20 +75,61 @@ class Group {
   std::chrono::milliseconds timeout() const;
 
   // In place. Summation order is by rank, 0 first, whatever the chunking: same bits run to run and on all
-  // ranks. bf16/fp16 sums accumulate in fp32.
-  void all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum);
-  Pending all_reduce_async(at::Tensor tensor, ReduceOp op = ReduceOp::kSum);
+  // ranks. bf16/fp16 sums accumulate in fp32. (Over other backends the order is theirs.)
+  void all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
+  Pending all_reduce_async(at::Tensor tensor, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
+
+  // In place on `root`; the others' tensors keep their values.
+  void reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
+  Pending reduce_async(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum,
+                       Site site = Site::current());
 
   // Overwrites `tensor` with root's.
-  void broadcast(at::Tensor tensor, int root);
+  void broadcast(at::Tensor tensor, int root, Site site = Site::current());
+  Pending broadcast_async(at::Tensor tensor, int root, Site site = Site::current());
 
-  // Same shape and dtype on every rank; returns [size(), ...tensor.sizes()], rank-major.
-  at::Tensor all_gather(const at::Tensor& tensor);
+  // Same shape and dtype on every rank; [size(), ...input.sizes()], by rank.
+  at::Tensor all_gather(const at::Tensor& input, Site site = Site::current());
+  Pending all_gather_async(at::Tensor output, at::Tensor input, Site site = Site::current());
 
-  void barrier();
+  // Every rank's rows one after another; ranks may have different numbers of rows (dim 0), 0 included. The
+  // first form exchanges the numbers beforehand; the second is given them, and `output` has their sum.
+  at::Tensor all_gather_rows(const at::Tensor& input, Site site = Site::current());
+  Pending all_gather_rows_async(at::Tensor output, at::Tensor input, Rows rows, Site site = Site::current());
+
+  // Combines the ranks' inputs and returns this rank's rows of the result: split_rows of dim 0, or `rows`.
+  at::Tensor reduce_scatter(const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
+                            Site site = Site::current());
+  Pending reduce_scatter_async(at::Tensor output, at::Tensor input, ReduceOp op = ReduceOp::kSum,
+                               Rows rows = {}, Site site = Site::current());
+
+  // Same shape on every rank; [size(), ...input.sizes()] on `root`, an undefined tensor elsewhere.
+  at::Tensor gather(const at::Tensor& input, int root, Site site = Site::current());
+  Pending gather_async(at::Tensor output, at::Tensor input, int root, Site site = Site::current());
+
+  // `output` becomes root's input[rank()]; `input` is [size(), ...output.sizes()] on root, ignored elsewhere.
+  void scatter(at::Tensor output, const at::Tensor& input, int root, Site site = Site::current());
+  Pending scatter_async(at::Tensor output, at::Tensor input, int root, Site site = Site::current());
+
+  // Part r (of dim 0) goes to rank r; the result is what came from rank 0, 1, ... The plain form has equal
+  // parts (ConfigError otherwise); `input_rows[r]` go to rank r and `output_rows[r]` come from it.
+  at::Tensor all_to_all(const at::Tensor& input, Site site = Site::current());
+  at::Tensor all_to_all(const at::Tensor& input, Rows output_rows, Rows input_rows,
+                        Site site = Site::current());
+  Pending all_to_all_async(at::Tensor output, at::Tensor input, Rows output_rows = {}, Rows input_rows = {},
+                           Site site = Site::current());
+
+  // Messages between two ranks arrive in the order in which they were sent, per tag. A send may return
+  // before it is received. Size and dtype must be the receiver's.
+  void send(const at::Tensor& tensor, int to, int tag = 0, Site site = Site::current());
+  Pending send_async(at::Tensor tensor, int to, int tag = 0, Site site = Site::current());
+  void recv(at::Tensor tensor, int from, int tag = 0, Site site = Site::current());
+  Pending recv_async(at::Tensor tensor, int from, int tag = 0, Site site = Site::current());
+
+  void barrier(Site site = Site::current());
 
   // Zero-filled flat tensor in memory that all ranks of the group can reach, where the backend has such
-  // memory (reductions inside it need no copy); an ordinary tensor otherwise. Collective: same arguments on
+  // memory (collectives inside it need no copy); an ordinary tensor otherwise. Collective: same arguments on
   // all ranks.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,25 +11,42 @@
 
 namespace isograd {
 
-struct World {
+class World {
+ public:
   int rank = 0;
   int size = 1;
   Group group = Group::solo();  // all ranks
   std::string host;
+
+  // A group of these ranks of the world, in this order: rank i of the group is ranks[i]. Collective over them
+  // alone, with the timeout of the world's group. Groups may overlap, and any number of them may exist; ranks
+  // that share several make them in one order. Groups of the same ranks may have the same name. ConfigError
+  // unless this rank is among them, PeerError when others do not come in time.
+  Group subgroup(const std::vector<int>& ranks, const std::string& name, GroupOptions options = {}) const;
+
+ private:
+  struct Membership;  // how the ranks find one another
+  friend struct WorldMaker;
+  std::shared_ptr<Membership> membership_;
 };
 
 struct JoinOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of every wait of the world's group
-  std::string backend = "shm";  // the only one so far; others are ConfigErrors
+  std::string backend = "shm";                                  // one of backends()
 };
 
-// Joins the ranks this process was started with: reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-// MASTER_ADDR and MASTER_PORT (launch_ranks and torchrun set them). Without them: a world of one. Throws
-// ConfigError on contradictory variables, PeerError when the other ranks do not arrive in time.
+// What carries data between ranks in this build: "shm" (one host) and, where an MPI was found, "mpi".
+std::vector<std::string> backends();
+
+// Joins the ranks this process was started with, by `isograd launch` or --ranks, torchrun, mpirun or srun
+// (src/comm/README.md says which variables are read). Without any: a world of one. With "mpi" the ranks are
+// mpirun's or srun's. Throws ConfigError on contradictory variables, PeerError when the other ranks do not
+// arrive in time.
 World join(const JoinOptions& options = {});
 
 // Ranks as threads of this process: runs `body` on `size` threads, each with its World (one intra-op thread
-// each). The first rank to throw poisons the group; its error is rethrown here with its rank in front.
+// each), over "shm". The first rank to throw poisons the group; its error is rethrown here with its rank in
+// front.
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options = {});
 
 struct LaunchOptions {
@@ -36,6 +54,7 @@ struct LaunchOptions {
   std::chrono::milliseconds grace =
       std::chrono::seconds(10);  // for the others to end by themselves after a failure
   bool prefix_output = false;    // "[rank] " before each line
+  std::string backend = "shm";   // "mpi": mpirun starts the ranks
 };
 
 // Ranks as processes of this host: starts `command` (argv, searched in PATH) `ranks` times with the variables
@@ -44,6 +63,9 @@ struct LaunchOptions {
 // Returns 0, or the status that says most: 3 if any rank was killed by a signal (named on stderr) or lost a
 // peer, else the first non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The
 // ranks read nothing from the terminal, and are killed should this process be.
+// With backend "mpi" mpirun starts them (its variables instead, no store). As soon as one fails it ends all,
+// with SIGTERM and a second later SIGKILL whatever `grace` is, and returns the status of the first that
+// failed.
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 
 }  // namespace isograd

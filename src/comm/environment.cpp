@@ -2,14 +2,18 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
+
+constexpr int kMostRanks = 1 << 20;
 
 std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);
@@ -18,11 +22,12 @@ std::optional<std::string> variable(const char* name) {
 }
 
 [[noreturn]] void refuse(const std::string& found, const std::string& expected) {
-  throw ConfigError(
-      {.where = "the environment of this rank",
-       .found = found,
-       .expected = expected,
-       .action = "Start the ranks with torchrun or --ranks N, or unset RANK and WORLD_SIZE to run alone"});
+  throw ConfigError({.where = "the environment of this rank",
+                     .found = found,
+                     .expected = expected,
+                     .action =
+                         "Start the ranks with --ranks N, isograd launch, torchrun, mpirun or srun, or unset "
+                         "these variables to run alone"});
 }
 
 std::optional<int> number(const char* name, int low, int high) {
@@ -36,43 +41,165 @@ std::optional<int> number(const char* name, int low, int high) {
   return value;
 }
 
-}  // namespace
+// The four variables in which each launcher says who a process is.
+struct Names {
+  RankEnvironment::Launcher launcher;
+  const char *rank, *size, *local_rank, *local_size;
+};
 
-std::optional<RankEnvironment> read_rank_environment() {
-  const auto size = number("WORLD_SIZE", 1, 1 << 20);
-  const auto rank = number("RANK", 0, 1 << 20);
-  if (!size && !rank) return std::nullopt;
-  if (!size || !rank) refuse(size ? "WORLD_SIZE without RANK" : "RANK without WORLD_SIZE", "both or neither");
-  if (*rank >= *size)
-    refuse(fmt::format("RANK={} with WORLD_SIZE={}", *rank, *size), "RANK below WORLD_SIZE");
+using Launcher = RankEnvironment::Launcher;
+constexpr Names kVariables{Launcher::kVariables, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+constexpr Names kOpenMpi{Launcher::kMpirun, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
+constexpr Names kPmi{Launcher::kMpirun, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+constexpr Names kSrun{Launcher::kSrun, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nullptr};
 
-  const auto local_rank = number("LOCAL_RANK", 0, 1 << 20),
-             local_size = number("LOCAL_WORLD_SIZE", 1, 1 << 20);
+std::optional<RankEnvironment> read(const Names& names) {
+  const auto size = number(names.size, 1, kMostRanks), rank = number(names.rank, 0, kMostRanks);
+  if (!size && (!rank || names.launcher == Launcher::kSrun)) return std::nullopt;
+  if (!size || !rank) {
+    refuse(fmt::format("{} without {}", size ? names.size : names.rank, size ? names.rank : names.size),
+           "both or neither");
+  }
+  if (*rank >= *size) {
+    refuse(fmt::format("{}={} with {}={}", names.rank, *rank, names.size, *size),
+           fmt::format("{} below {}", names.rank, names.size));
+  }
+  const auto local_rank = number(names.local_rank, 0, kMostRanks);
+  const auto local_size = names.local_size ? number(names.local_size, 1, kMostRanks) : std::nullopt;
   if (local_size && *local_size > *size) {
-    refuse(fmt::format("LOCAL_WORLD_SIZE={} with WORLD_SIZE={}", *local_size, *size), "at most WORLD_SIZE");
+    refuse(fmt::format("{}={} with {}={}", names.local_size, *local_size, names.size, *size),
+           fmt::format("at most {}", names.size));
   }
   if (local_rank && *local_rank >= local_size.value_or(*size)) {
-    refuse(fmt::format("LOCAL_RANK={} of {} ranks on this host", *local_rank, local_size.value_or(*size)),
-           "LOCAL_RANK below LOCAL_WORLD_SIZE");
+    refuse(fmt::format("{}={} of {} ranks on this host", names.local_rank, *local_rank,
+                       local_size.value_or(*size)),
+           "a lower number");
   }
-  if (local_size && *local_size != *size) {
-    refuse(fmt::format("{} of {} ranks on this host", *local_size, *size),
-           "all ranks on one host, which the shm backend needs");
-  }
-
   RankEnvironment environment;
+  environment.launcher = names.launcher;
   environment.rank = *rank;
   environment.size = *size;
-  if (*size == 1) return environment;
+  environment.local_size = local_size.value_or(0);
+  return environment;
+}
+
+// The first of "node[003-005,9],other" is node003.
+std::string first_host(const std::string& list) {
+  const auto bracket = list.find_first_of("[,");
+  if (bracket == std::string::npos || list[bracket] == ',') return list.substr(0, bracket);
+  const auto close = list.find(']', bracket);
+  if (close == std::string::npos) refuse("a node list '" + list + "'", "a closing ]");
+  const auto first = list.substr(bracket + 1, list.find_first_of("-,]", bracket) - bracket - 1);
+  return list.substr(0, bracket) + first + first_host(list.substr(close + 1));
+}
+
+std::optional<RankEnvironment> read_mpirun() {
+  auto environment = read(kOpenMpi);
+  if (!environment) environment = read(kPmi);
+  const auto pmix = number("PMIX_RANK", 0, kMostRanks);
+  if (environment && pmix && *pmix != environment->rank) {
+    refuse(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank), "one rank");
+  }
+  if (!environment) return environment;
+  for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"}) {
+    if (environment->session_folder.empty()) environment->session_folder = variable(name).value_or("");
+  }
+  return environment;
+}
+
+std::optional<RankEnvironment> read_srun() {
+  auto environment = read(kSrun);
+  if (!environment) {
+    if (number("PMIX_RANK", 0, kMostRanks)) {
+      refuse("PMIX_RANK without the number of ranks", "what mpirun or srun set beside it");
+    }
+    return environment;
+  }
+  auto hosts = number("SLURM_STEP_NUM_NODES", 1, kMostRanks);
+  if (!hosts) hosts = number("SLURM_NNODES", 1, kMostRanks);
+  const auto list =
+      variable("SLURM_STEP_NODELIST") ? variable("SLURM_STEP_NODELIST") : variable("SLURM_JOB_NODELIST");
+  environment->hosts = hosts.value_or(0);
+  if (environment->hosts == 1) {
+    environment->address = "127.0.0.1";
+  } else if (list) {
+    environment->address = first_host(*list);
+  }
+  if (const auto job = number("SLURM_JOB_ID", 0, std::numeric_limits<int>::max())) {
+    environment->port = 15000 + *job % 10000;
+  }
+  return environment;
+}
+
+}  // namespace
+
+bool says_rank(const std::string& variable) {
+  for (const Names& names : {kVariables, kOpenMpi, kPmi, kSrun}) {
+    for (const char* name : {names.rank, names.size, names.local_rank, names.local_size}) {
+      if (name && variable == name) return true;
+    }
+  }
+  for (const char* begin : {"OMPI_COMM_WORLD_", "OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "PMIX_",
+                            "PMI_", "TORCHELASTIC_"}) {
+    if (variable.rfind(begin, 0) == 0) return true;
+  }
+  return variable == kLaunchedVariable || variable == "MASTER_ADDR" || variable == "MASTER_PORT";
+}
+
+std::optional<RankEnvironment> read_rank_environment() {
+  const auto agent = variable("TORCHELASTIC_USE_AGENT_STORE");
+  const bool launched = variable(kLaunchedVariable).has_value();
+  auto environment = read(kVariables);
+  if (!environment || !(launched || variable("TORCHELASTIC_RUN_ID"))) {
+    auto other = read_mpirun();
+    if (!other) other = read_srun();
+    if (environment && other && other->size > 1 &&
+        (other->size != environment->size || other->rank != environment->rank)) {
+      refuse(fmt::format("RANK={} and WORLD_SIZE={} in rank {} of {} of {}", environment->rank,
+                         environment->size, other->rank, other->size,
+                         other->launcher == Launcher::kSrun ? "srun" : "mpirun"),
+             "one rank");
+    }
+    // A launcher of one process may stand around one that sets RANK.
+    if (other && (!environment || other->size == environment->size)) environment = other;
+  }
+  if (!environment || environment->size == 1) return environment;
   const auto address = variable("MASTER_ADDR");
   const auto port = number("MASTER_PORT", 1, 65535);
-  if (!address || !port) refuse(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");
-  environment.address = *address;
-  environment.port = *port;
-  const auto agent = variable("TORCHELASTIC_USE_AGENT_STORE");
-  environment.store_is_hosted = variable(kLaunchedVariable) || (agent && (*agent == "True" || *agent == "1"));
-  environment.attempt = variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  if (address) environment->address = *address;
+  if (port) environment->port = *port;
+  environment->store_is_hosted = launched || (agent && (*agent == "True" || *agent == "1"));
+  environment->attempt = variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;
+}
+
+void check_mpi(const RankEnvironment& environment) {
+  if (environment.launcher != Launcher::kVariables || variable("OMPI_COMM_WORLD_SIZE") ||
+      variable("PMI_SIZE") || variable("PMIX_RANK")) {
+    return;
+  }
+  throw ConfigError(
+      {.where = "the environment of this rank",
+       .found = fmt::format("RANK={} and WORLD_SIZE={}, and no mpirun", environment.rank, environment.size),
+       .expected = "ranks that mpirun or srun started, which the backend 'mpi' needs",
+       .action = "Use isograd launch --backend mpi, or mpirun -n N"});
+}
+
+void check_one_host(const RankEnvironment& environment) {
+  if (environment.local_size != 0 && environment.local_size != environment.size) {
+    refuse(fmt::format("{} of {} ranks on this host", environment.local_size, environment.size),
+           "all ranks on one host, which the shm backend needs (--backend mpi does not)");
+  }
+  if (environment.hosts > 1) {
+    refuse(fmt::format("{} hosts", environment.hosts),
+           "all ranks on one host, which the shm backend needs (--backend mpi does not)");
+  }
+  const bool address = !environment.address.empty(), port = environment.port != 0;
+  const bool handed_over = environment.launcher == Launcher::kMpirun && !environment.session_folder.empty();
+  if (address && port) return;
+  if (handed_over && !address && !port) return;
+  refuse(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");
 }
 
 }  // namespace isograd

@@ -1,4 +1,4 @@
-// The variables with which ranks are started (those of torchrun, which our own launcher sets too).
+// The variables with which launchers start ranks: ours, torchrun, mpirun and srun.
 #pragma once
 
 #include <optional>
@@ -7,18 +7,44 @@
 namespace isograd {
 
 struct RankEnvironment {
+  enum class Launcher {
+    kVariables,
+    kMpirun,
+    kSrun
+  };  // kVariables: RANK and so on, by ours, torchrun or hand
+  Launcher launcher = Launcher::kVariables;
   int rank = 0;
   int size = 1;
-  std::string address;  // of the store; empty when size == 1
+  int local_size = 0;   // ranks on this host; 0 where the launcher does not say
+  int hosts = 0;        // likewise
+  std::string address;  // of the store; empty where nobody says
   int port = 0;
   bool store_is_hosted = false;  // by the launcher; otherwise rank 0 hosts it
+  std::string session_folder;    // of mpirun's job, on each host
   std::string attempt = "0";     // differs between restarts of the same ranks, which may share a store
 };
 
 // Set by launch_ranks(): the launcher hosts the store.
 inline constexpr const char* kLaunchedVariable = "ISOGRAD_LAUNCHED";
 
-// Empty when neither RANK nor WORLD_SIZE is set. ConfigError, naming the variable, when they contradict.
+// Whether a variable says which rank a process is: a launcher does not pass on what it was itself started
+// with.
+bool says_rank(const std::string& variable);
+
+// Empty when no launcher has started this process. ConfigError, naming the variables, when they contradict.
+// 1. RANK and WORLD_SIZE (ours, torchrun's, or set by hand). What torchrun or we have set goes before all
+// else,
+//    as these may themselves have been started by mpirun or srun; set by hand it must agree with the others.
+// 2. mpirun: OMPI_COMM_WORLD_RANK and _SIZE (Open MPI), or PMI_RANK and PMI_SIZE (MPICH and others).
+// 3. srun: SLURM_PROCID and SLURM_STEP_NUM_TASKS. A batch script has the former alone and is no rank.
+// MASTER_ADDR and MASTER_PORT say where the store is. Without them it is on loopback under an srun of one
+// host, else on the step's first host; its port is 15000 + the last four digits of the job's number.
 std::optional<RankEnvironment> read_rank_environment();
+
+// ConfigError unless mpirun or srun has started the ranks, which MPI needs.
+void check_mpi(const RankEnvironment& environment);
+
+// ConfigError unless all ranks are on this host and their store can be found.
+void check_one_host(const RankEnvironment& environment);
 
 }  // namespace isograd

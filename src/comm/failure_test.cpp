@@ -141,7 +141,7 @@ TEST(Failure, RankThatLeavesIsNamed) {
     if (world.rank == 1) return;
     message = peer_error([&] { world.group.barrier(); });
   });
-  EXPECT_THAT(message, AllOf(HasSubstr("barrier #0"), HasSubstr("rank 1"), HasSubstr("left the group")));
+  EXPECT_THAT(message, AllOf(HasSubstr("barrier #"), HasSubstr("rank 1"), HasSubstr("left the group")));
 }
 
 TEST(Failure, RankThatLeavesAfterItsPartHarmsNobody) {

@@ -1,28 +1,24 @@
 // Ranks as processes: starting them, passing signals and output on, ending all when one fails.
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/environment.hpp"
+#include "comm/launch_mpi.hpp"
 #include "comm/launch_output.hpp"
+#include "comm/launch_process.hpp"
+#include "comm/launch_signals.hpp"
 #include "comm/listen.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
-
-extern char** environ;
 
 namespace isograd {
 namespace {
@@ -30,85 +26,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kStatusPeerLost = 3;
-constexpr int kForwarded[] = {SIGINT, SIGTERM, SIGHUP};
-
-// Signals that arrived, one count for each of kForwarded; the pipe wakes the loop.
-std::atomic<int> arrived[3];
-std::atomic<int> wake_pipe{-1};
-
-void on_signal(int signal) {
-  const int kept = errno;
-  for (int i = 0; i < 3; ++i) {
-    if (kForwarded[i] == signal) arrived[i].fetch_add(1);
-  }
-  const char byte = 0;
-  if (wake_pipe.load() >= 0) (void)!::write(wake_pipe.load(), &byte, 1);
-  errno = kept;
-}
-
-// Catches the signals above while it lives.
-class SignalScope {
- public:
-  SignalScope() {
-    if (::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK) != 0) {
-      throw ConfigError({.where = "starting ranks",
-                         .found = fmt::format("no pipe: {}", std::strerror(errno)),
-                         .expected = "a few free file descriptors",
-                         .action = "Raise the limit on open files (ulimit -n)"});
-    }
-    for (auto& count : arrived) count = 0;
-    wake_pipe = pipe_[1];
-    struct sigaction action {};
-    action.sa_handler = on_signal;
-    sigemptyset(&action.sa_mask);
-    for (int i = 0; i < 3; ++i) ::sigaction(kForwarded[i], &action, &before_[i]);
-    action.sa_handler = SIG_DFL;  // were it ignored, nobody could ask how a rank ended
-    ::sigaction(SIGCHLD, &action, &child_before_);
-  }
-  ~SignalScope() {
-    for (int i = 0; i < 3; ++i) ::sigaction(kForwarded[i], &before_[i], nullptr);
-    ::sigaction(SIGCHLD, &child_before_, nullptr);
-    wake_pipe = -1;
-    ::close(pipe_[0]);
-    ::close(pipe_[1]);
-  }
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
-  int readable() const { return pipe_[0]; }
-  void drain() const {
-    char bytes[64];
-    while (::read(pipe_[0], bytes, sizeof(bytes)) > 0) {
-    }
-  }
-
- private:
-  int pipe_[2] = {-1, -1};
-  struct sigaction before_[3]{};
-  struct sigaction child_before_ {};
-};
-
-// The file that execve() needs, found before fork(): afterwards only little may be called.
-std::string find_program(const std::string& name) {
-  std::vector<std::string> candidates;
-  if (name.find('/') != std::string::npos) {
-    candidates.push_back(name);
-  } else {
-    const char* path = std::getenv("PATH");
-    std::string folders = path ? path : "/usr/bin:/bin";
-    for (std::size_t begin = 0; begin <= folders.size();) {
-      const std::size_t end = std::min(folders.find(':', begin), folders.size());
-      candidates.push_back((end > begin ? folders.substr(begin, end - begin) : ".") + "/" + name);
-      begin = end + 1;
-    }
-  }
-  for (const std::string& candidate : candidates) {
-    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
-  }
-  throw ConfigError({.where = "starting ranks",
-                     .found = fmt::format("no program '{}'", name),
-                     .expected = "an executable file, or a name found in PATH",
-                     .action = "Check the command after --"});
-}
 
 std::vector<std::string> rank_environment(int rank, int ranks, int port) {
   std::vector<std::string> variables = {fmt::format("RANK={}", rank),
@@ -119,76 +36,7 @@ std::vector<std::string> rank_environment(int rank, int ranks, int port) {
                                         fmt::format("MASTER_PORT={}", port),
                                         fmt::format("{}=1", kLaunchedVariable)};
   if (!std::getenv("OMP_NUM_THREADS")) variables.push_back("OMP_NUM_THREADS=1");
-  // A launcher that itself runs under torchrun must not pass that one's store on.
-  for (char** entry = environ; *entry; ++entry) {
-    const std::string variable = *entry;
-    const std::string name = variable.substr(0, variable.find('=') + 1);
-    const bool ours = std::any_of(variables.begin(), variables.end(),
-                                  [&](const std::string& other) { return other.rfind(name, 0) == 0; });
-    if (!ours && name.rfind("TORCHELASTIC_", 0) != 0) variables.push_back(variable);
-  }
-  return variables;
-}
-
-std::vector<char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<char*> list;
-  for (const std::string& text : texts) list.push_back(const_cast<char*>(text.c_str()));
-  list.push_back(nullptr);
-  return list;
-}
-
-struct Child {
-  pid_t pid = -1;
-  int pidfd = -1;
-  bool running = false;
-  int status = 0;            // of waitpid
-  bool ended_by_us = false;  // after another rank had failed
-};
-
-// Starts one rank in a process group of its own, so that a terminal's Ctrl-C reaches it once: through us. It
-// is killed should the launcher die.
-Child start(const std::string& program, const std::vector<std::string>& command, int rank,
-            const LaunchOptions& options, int port, OutputForwarder* output) {
-  const auto environment = rank_environment(rank, options.ranks, port);
-  const auto variables = pointers(environment);
-  const auto arguments = pointers(command);
-  int out = -1, err = -1;
-  if (output) std::tie(out, err) = output->open(rank);
-  const pid_t launcher = ::getpid();
-  const pid_t pid = ::fork();
-  if (pid == 0) {  // async-signal-safe calls only: other threads of the launcher may hold any lock
-    ::setpgid(0, 0);
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (::getppid() != launcher) ::_exit(kStatusPeerLost);
-    sigset_t none;
-    sigemptyset(&none);
-    ::sigprocmask(SIG_SETMASK, &none, nullptr);
-    for (int signal : kForwarded) ::signal(signal, SIG_DFL);
-    ::signal(SIGPIPE, SIG_DFL);
-    const int null = ::open("/dev/null", O_RDONLY);  // a background process group may not read the terminal
-    if (null >= 0) ::dup2(null, STDIN_FILENO);
-    if (out >= 0) ::dup2(out, STDOUT_FILENO);
-    if (err >= 0) ::dup2(err, STDERR_FILENO);
-    ::execve(program.c_str(), arguments.data(), variables.data());
-    constexpr char kMessage[] = "launch: the command could not be executed\n";
-    (void)!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
-    ::_exit(2);
-  }
-  const int error = errno;
-  if (out >= 0) ::close(out);
-  if (err >= 0) ::close(err);
-  if (pid < 0) {
-    throw ConfigError({.where = fmt::format("starting rank {}", rank),
-                       .found = fmt::format("fork failed: {}", std::strerror(error)),
-                       .expected = fmt::format("{} processes", options.ranks),
-                       .action = "Start fewer ranks, or raise the limit on processes (ulimit -u)"});
-  }
-  ::setpgid(pid, pid);  // also here: whoever comes first
-  Child child;
-  child.pid = pid;
-  child.running = true;
-  child.pidfd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));  // -1 on old kernels: polled by time
-  return child;
+  return environment_with(std::move(variables));
 }
 
 class Launch {
@@ -205,7 +53,10 @@ class Launch {
     if (options.prefix_output) output_ = std::make_unique<OutputForwarder>();
     try {
       for (int rank = 0; rank < options.ranks; ++rank) {
-        children_.push_back(start(program, command, rank, options, listener.port, output_.get()));
+        const auto [out, err] = output_ ? output_->open(rank) : std::pair{-1, -1};
+        children_.push_back(start_process(program, command,
+                                          rank_environment(rank, options.ranks, listener.port), out, err,
+                                          fmt::format("rank {} of {}", rank, options.ranks)));
       }
     } catch (...) {
       signal_all(SIGKILL);
@@ -252,13 +103,10 @@ class Launch {
   }
 
   void forward_signals() {
-    signals_.drain();
-    for (int i = 0; i < 3; ++i) {
-      for (int n = arrived[i].exchange(0); n > 0; --n) {
-        user_signal_ = kForwarded[i];
-        signal_all(kForwarded[i]);
-      }
-    }
+    signals_.take([this](int signal) {
+      user_signal_ = signal;
+      signal_all(signal);
+    });
   }
 
   void reap() {
@@ -336,6 +184,13 @@ int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& o
                        .found = command.empty() ? "no command" : fmt::format("{} ranks", options.ranks),
                        .expected = "a command and 1 rank or more",
                        .action = "Use -n N -- COMMAND"});
+  }
+  if (options.backend == "mpi") return launch_through_mpirun(command, options);
+  if (options.backend != "shm") {
+    throw ConfigError({.where = "starting ranks",
+                       .found = fmt::format("the backend '{}'", options.backend),
+                       .expected = "'shm' or 'mpi'",
+                       .action = "Use --backend shm or --backend mpi"});
   }
   return Launch(command, options).run();
 }

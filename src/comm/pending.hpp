@@ -1,4 +1,4 @@
-// What a Pending holds: one kind for our own backend, one for any other.
+// What a Pending holds.
 #pragma once
 
 #include "isograd/group.hpp"

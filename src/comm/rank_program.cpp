@@ -1,4 +1,4 @@
-// A program for the tests that need ranks as processes: rank_program MODE [ARGUMENTS].
+// A program for the tests that need ranks as processes: rank_program BACKEND MODE [ARGUMENTS].
 // Files it leaves in the folder it is given tell the test what each rank saw.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -12,9 +12,14 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <numeric>
 #include <sstream>
 #include <thread>
 
+#include "comm/backend_testing.hpp"
+#include "comm/environment.hpp"
+#include "comm/group_testing.hpp"
+#include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -36,16 +41,77 @@ void leave(const std::string& folder, const std::string& name, const std::string
 }
 
 int own_rank() {
-  return std::atoi(std::getenv("RANK"));
+  return read_rank_environment()->rank;
+}
+
+std::string backend_name = "shm";
+
+World join_by_backend(std::chrono::milliseconds timeout = std::chrono::minutes(5)) {
+  return join({.timeout = timeout, .backend = backend_name});
 }
 
 at::Tensor encode(int rank, std::int64_t numel) {
   return at::arange(numel, at::kDouble).add(1000.0 * rank);
 }
 
+// The operations that move something of each rank's own: what is wrong, or nothing. Rank a has (a + b) % 3
+// rows for rank b.
+std::string check_exchanges(Group& group) {
+  const int rank = group.rank(), size = group.size(), root = size - 1;
+  std::string wrong;
+  const auto expect = [&](const char* name, const at::Tensor& found, const at::Tensor& expected) {
+    if (!at::equal(found, expected)) wrong += fmt::format("wrong {} ", name);
+  };
+  const auto rows_of = [](int r, std::int64_t count) { return encode(r, 2 * count).view({count, 2}); };
+  const auto from_all = [&](auto&& part) {
+    std::vector<at::Tensor> parts;
+    for (int r = 0; r < size; ++r) parts.push_back(part(r));
+    return at::cat(parts);
+  };
+  const double ranks = size, all_ranks = 1000.0 * size * (size - 1) / 2;
+
+  at::Tensor reduced = encode(rank, 9);
+  group.reduce(reduced, root);
+  expect("reduce", reduced, rank == root ? encode(0, 9).mul(ranks).add(all_ranks) : encode(rank, 9));
+  expect("all_gather_rows", group.all_gather_rows(rows_of(rank, rank)),
+         from_all([&](int r) { return rows_of(r, r); }));
+  const auto rows = split_rows(7, size);
+  const std::int64_t begin = std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
+  expect("reduce_scatter", group.reduce_scatter(rows_of(rank, 7)),
+         rows_of(0, 7).mul(ranks).add(all_ranks).narrow(0, begin, rows[static_cast<std::size_t>(rank)]));
+  const at::Tensor gathered = group.gather(encode(rank, 4), root);
+  if (rank == root) expect("gather", gathered, from_all([](int r) { return encode(r, 4); }).view({size, 4}));
+  at::Tensor part = at::zeros({3}, at::kDouble);
+  group.scatter(part, rank == root ? encode(7, 3 * size).view({size, 3}) : at::Tensor(), root);
+  expect("scatter", part, encode(7, 3 * size).narrow(0, 3 * rank, 3));
+  expect("all_to_all", group.all_to_all(rows_of(rank, size)),
+         from_all([&](int r) { return rows_of(r, size).narrow(0, rank, 1); }));
+  const auto sent = [](int from, int to) { return encode(10 * from + to, (from + to) % 3); };
+  Group::Rows in, out;
+  std::vector<at::Tensor> mine;
+  for (int r = 0; r < size; ++r) {
+    mine.push_back(sent(rank, r));
+    in.push_back(mine.back().numel());
+    out.push_back((r + rank) % 3);
+  }
+  expect("uneven all_to_all", group.all_to_all(at::cat(mine), out, in),
+         from_all([&](int r) { return sent(r, rank); }));
+  Pending sending = group.send_async(encode(rank, 11), (rank + 1) % size, 5);
+  at::Tensor message = at::zeros({11}, at::kDouble);
+  group.recv(message, (rank + size - 1) % size, 5);
+  sending.wait();
+  expect("recv", message, encode((rank + size - 1) % size, 11));
+  at::Tensor halves = at::full({5}, rank + 1, at::kBFloat16), flags = at::full({3}, rank == root, at::kBool);
+  group.all_reduce(halves);
+  group.all_reduce(flags);
+  expect("bf16 all_reduce", halves, at::full({5}, size * (size + 1) / 2, at::kBFloat16));
+  expect("bool all_reduce", flags, at::ones({3}, at::kBool));
+  return wrong;
+}
+
 // Every operation once, with the right answers known.
 int check_operations(const Arguments& arguments) {
-  World world = join();
+  World world = join_by_backend();
   Group& group = world.group;
   const int size = world.size;
   const std::int64_t numel = 300'001;  // several chunks of staging
@@ -62,9 +128,21 @@ int check_operations(const Arguments& arguments) {
   bool right =
       at::equal(plain, expected) && at::equal(shared, expected) && at::equal(sent, encode(size - 1, 77));
   for (int r = 0; r < size; ++r) right = right && at::equal(gathered[r], encode(r, 5));
+  const std::string more = size > 1 ? check_exchanges(group) : "";
+  right = right && more.empty();
   leave(arguments.at(0), fmt::format("{}.done", world.rank),
-        fmt::format("{} threads={} host={}", right ? "right" : "wrong", at::get_num_threads(), world.host));
+        fmt::format("{} threads={} host={}", right ? "right" : "wrong " + more, at::get_num_threads(),
+                    world.host));
   return right ? 0 : 1;
+}
+
+// The correctness matrix of matrix_test, between processes.
+int check_matrix(const Arguments& arguments) {
+  World world = join_by_backend();
+  const auto failures = testing::check_operations(world.group);
+  leave(arguments.at(0), fmt::format("{}.done", world.rank),
+        failures.empty() ? "right" : fmt::format("{} wrong, the first: {}", failures.size(), failures[0]));
+  return failures.empty() ? 0 : 1;
 }
 
 // Reductions without end; rank `victim` kills itself (SIGKILL) or stops itself (SIGSTOP) after a while. The
@@ -75,7 +153,7 @@ int lose_a_rank(const Arguments& arguments) {
   const auto delay = std::chrono::milliseconds(std::stoi(arguments.at(3)));
   const bool absent = arguments.at(4) == "absent";  // the victim dies outside of any operation
   const bool in_shared = arguments.at(4) == "shared";
-  World world = join({.timeout = std::chrono::milliseconds(std::stoi(arguments.at(5)))});
+  World world = join_by_backend(std::chrono::milliseconds(std::stoi(arguments.at(5))));
   at::Tensor tensor = in_shared ? world.group.empty_shared(500'000, at::kFloat) : at::zeros({500'000});
   world.group.barrier();
   std::thread assassin;
@@ -100,7 +178,7 @@ int lose_a_rank(const Arguments& arguments) {
 }
 
 int throw_in_one_rank(const Arguments& arguments) {
-  World world = join();
+  World world = join_by_backend();
   try {
     if (world.rank == 1)
       throw ConfigError(
@@ -116,7 +194,7 @@ int throw_in_one_rank(const Arguments& arguments) {
 
 // A limit of this process on file sizes stands for a machine whose shared memory is used up.
 int run_out_of_memory(const Arguments& arguments) {
-  World world = join();
+  World world = join_by_backend();
   if (world.rank == 1) {
     ::signal(SIGXFSZ, SIG_DFL);
     const rlimit limit{8 << 20, 8 << 20};
@@ -132,6 +210,104 @@ int run_out_of_memory(const Arguments& arguments) {
   world.group.all_reduce(one);
   leave(arguments.at(0), fmt::format("{}.error", world.rank), fmt::format("{}\n{}", one.item<float>(), text));
   return 0;
+}
+
+// Overlapping groups that live side by side, some with one name, each made by its members only.
+int check_subgroups(const Arguments& arguments) {
+  World world = join_by_backend();
+  const int size = world.size;
+  bool right = true;
+  const auto sum = [&](Group& group) {
+    at::Tensor tensor = at::full({3}, 1 << world.rank, at::kLong);
+    group.all_reduce(tensor);
+    return tensor[1].item<std::int64_t>();
+  };
+  std::vector<std::pair<Group, std::int64_t>> groups;
+  for (int round = 0; round < 2; ++round) {
+    for (int r = 0; r < size; ++r) {  // neighbours on a ring, in both orders
+      const std::vector<int> ranks = {(r + round) % size, (r + 1 - round + size) % size};
+      if (std::find(ranks.begin(), ranks.end(), world.rank) == ranks.end()) continue;
+      Group group = world.subgroup(ranks, "pair");
+      right = right && group.size() == 2 && ranks[static_cast<std::size_t>(group.rank())] == world.rank;
+      groups.emplace_back(group, (1 << ranks[0]) + (1 << ranks[1]));
+    }
+    std::vector<int> backwards;
+    for (int r = size - 1; r >= 0; --r) backwards.push_back(r);
+    groups.emplace_back(world.subgroup(backwards, "pair"), (1 << size) - 1);
+    right = right && groups.back().first.rank() == size - 1 - world.rank;
+  }
+  for (auto& [group, expected] : groups) right = right && sum(group) == expected;
+  right = right && sum(world.group) == (1 << size) - 1;
+  right = right && world.subgroup({world.rank}, "alone").size() == 1;
+  for (const std::vector<int>& wrong : {std::vector<int>{},
+                                        {(world.rank + 1) % size},
+                                        {world.rank, world.rank},
+                                        {world.rank, size},
+                                        {-1, world.rank}}) {
+    try {
+      world.subgroup(wrong, "wrong");
+      right = false;
+    } catch (const ConfigError&) {
+    }
+  }
+  leave(arguments.at(0), fmt::format("{}.done", world.rank), right ? "right" : "wrong");
+  return right ? 0 : 1;
+}
+
+// The backend's own surface, whole and in pieces of few elements.
+int check_mpi_backend(const Arguments& arguments) {
+  World world = join_by_backend();
+  std::string text;
+  for (const std::int64_t most : {mpi::kMostElements, std::int64_t{300}}) {
+    auto backend = mpi::make_world("checked", std::chrono::minutes(1), most);
+    if (most < 1000) {  // only what can be cut
+      std::vector<at::Tensor> tensors{encode(world.rank, 1000)}, sent{encode(world.rank, 1000)},
+          got{at::zeros({1000}, at::kDouble)};
+      backend->allreduce(tensors)->wait();
+      backend->broadcast(sent)->wait();
+      const at::Tensor sum = encode(0, 1000).mul(world.size).add(1000.0 * world.size * (world.size - 1) / 2);
+      if (!at::equal(tensors[0], sum)) text += "all_reduce in pieces\n";
+      if (!at::equal(sent[0], encode(0, 1000))) text += "broadcast in pieces\n";
+      std::vector<at::Tensor> message{encode(world.rank, 1000)};
+      auto send = backend->send(message, (world.rank + 1) % world.size, 0);
+      const int left = (world.rank + world.size - 1) % world.size;
+      backend->recv(got, left, 0)->wait();
+      send->wait();
+      if (!at::equal(got[0], encode(left, 1000))) text += "recv in pieces\n";
+      at::Tensor output = at::zeros({1000 * world.size}, at::kDouble), input = encode(world.rank, 1000);
+      try {
+        backend->_allgather_base(output, input);
+        text += "no ConfigError\n";
+      } catch (const ConfigError&) {
+      }
+    } else {
+      for (const std::string& problem : testing::check_backend(*backend)) text += problem + "\n";
+    }
+  }
+  leave(arguments.at(0), fmt::format("{}.done", world.rank), text.empty() ? "right" : text);
+  return text.empty() ? 0 : 1;
+}
+
+// The last rank comes to a reduction later than the timeout, without stopping.
+int come_late(const Arguments& arguments) {
+  World world = join_by_backend(std::chrono::milliseconds(300));
+  world.group.barrier();
+  const bool late = world.rank == world.size - 1;
+  if (late) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  std::string text;
+  at::Tensor tensor = at::ones({1000});
+  for (int i = 0; i < 2; ++i) {
+    const double begin = now();
+    try {
+      world.group.all_reduce(tensor);
+      text += "no error\n";
+    } catch (const PeerError& error) {
+      text += fmt::format("{} {}\n", now() - begin, error.what());
+    }
+  }
+  leave(arguments.at(0), fmt::format("{}.late", world.rank), text);
+  if (!late) std::this_thread::sleep_for(std::chrono::milliseconds(2000));  // so that nobody is ended before
+  return 3;
 }
 
 int list_listeners(const Arguments& arguments) {
@@ -161,10 +337,19 @@ int sleep_long(const Arguments& arguments) {
 }
 
 int run(const std::string& mode, const Arguments& arguments, const std::string& program) {
-  const std::map<std::string, int (*)(const Arguments&)> modes = {
-      {"operations", check_operations}, {"lose", lose_a_rank},         {"throw", throw_in_one_rank},
-      {"memory", run_out_of_memory},    {"listeners", list_listeners}, {"sleep", sleep_long}};
-  if (mode == "launch") return launch_ranks({program, "sleep", arguments.at(0)}, {.ranks = 2});
+  const std::map<std::string, int (*)(const Arguments&)> modes = {{"subgroups", check_subgroups},
+                                                                  {"backend", check_mpi_backend},
+                                                                  {"late", come_late},
+                                                                  {"operations", check_operations},
+                                                                  {"matrix", check_matrix},
+                                                                  {"lose", lose_a_rank},
+                                                                  {"throw", throw_in_one_rank},
+                                                                  {"memory", run_out_of_memory},
+                                                                  {"listeners", list_listeners},
+                                                                  {"sleep", sleep_long}};
+  if (mode == "launch")
+    return launch_ranks({program, backend_name, "sleep", arguments.at(0)},
+                        {.ranks = 2, .backend = backend_name});
   return modes.at(mode)(arguments);
 }
 
@@ -174,7 +359,8 @@ int run(const std::string& mode, const Arguments& arguments, const std::string& 
 int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   try {
-    return isograd::run(arguments.at(0), {arguments.begin() + 1, arguments.end()}, argv[0]);
+    isograd::backend_name = arguments.at(0);
+    return isograd::run(arguments.at(1), {arguments.begin() + 2, arguments.end()}, argv[0]);
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return isograd::exit_status(error);

@@ -2,19 +2,26 @@
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/environment.hpp"
+#include "comm/hand_over.hpp"
 #include "comm/listen.hpp"
+#include "comm/mpi/mpi.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 
@@ -24,10 +31,10 @@ namespace {
 constexpr const char* kWorldName = "world";
 
 void check(const JoinOptions& options) {
-  if (options.backend != "shm") {
+  if (options.backend != "shm" && options.backend != "mpi") {
     throw ConfigError({.where = "the backend of the world's group",
                        .found = fmt::format("'{}'", options.backend),
-                       .expected = "'shm'",
+                       .expected = "'shm' or 'mpi'",
                        .action = "Use --backend shm, or wrap a backend of your own in a Group"});
   }
   if (options.timeout.count() < 1) {
@@ -44,32 +51,30 @@ std::string host_name() {
   return name;
 }
 
-World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const JoinOptions& options) {
-  World world;
-  world.rank = rank;
-  world.size = size;
-  world.host = host_name();
-  auto backend = c10::make_intrusive<ShmBackend>(std::move(store), rank, size, kWorldName, options.timeout);
-  world.group = Group(std::move(backend), kWorldName, options.timeout);
-  return world;
-}
-
-c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment,
+c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, HandedOverPort* handed_over,
                                         std::chrono::milliseconds timeout) {
+  std::string address = environment.address;
+  int port = environment.port;
   c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(environment.port);
   options.waitWorkers = false;
   options.timeout = timeout;
-  if (!environment.store_is_hosted && environment.rank == 0) {
-    options.isServer = true;
-    options.masterListenFd = listen_on(environment.address, environment.port).descriptor;
+  options.isServer = !environment.store_is_hosted && environment.rank == 0;
+  if (options.isServer) {
+    const Listener listener = listen_on(handed_over ? "127.0.0.1" : address, port);
+    options.masterListenFd = listener.descriptor;
+    if (handed_over) handed_over->give(listener.port);
   }
+  if (handed_over) {
+    address = "127.0.0.1";
+    port = handed_over->take();
+  }
+  options.port = static_cast<std::uint16_t>(port);
   try {
-    return c10::make_intrusive<c10d::TCPStore>(environment.address, options);
+    return c10::make_intrusive<c10d::TCPStore>(address, options);
   } catch (const std::exception& error) {
     throw PeerError({.where = fmt::format("joining as rank {} of {}", environment.rank, environment.size),
-                     .found = fmt::format("no store at {}:{} within {} ms: {}", environment.address,
-                                          environment.port, timeout.count(), error.what()),
+                     .found = fmt::format("no store at {}:{} within {} ms: {}", address, port,
+                                          timeout.count(), error.what()),
                      .expected = "the launcher's store, or rank 0's",
                      .action = "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and "
                                "MASTER_PORT are theirs"});
@@ -98,8 +103,67 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment,
 
 }  // namespace
 
+struct World::Membership {
+  c10::intrusive_ptr<c10d::Store> store;  // null: over MPI
+  std::mutex mutex;
+  std::map<std::string, int> groups_made;  // by ranks and name, which their members count alike
+};
+
+struct WorldMaker {
+  // Over shared memory where there is a store, else over MPI.
+  static World make(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const JoinOptions& options) {
+    World world;
+    world.rank = rank;
+    world.size = size;
+    world.host = host_name();
+    world.membership_ = std::make_shared<World::Membership>();
+    world.membership_->store = store;
+    c10::intrusive_ptr<c10d::Backend> backend;
+    if (store) {
+      backend = c10::make_intrusive<ShmBackend>(std::move(store), rank, size, kWorldName, options.timeout);
+    } else {
+      backend = mpi::make_world(kWorldName, options.timeout);
+    }
+    world.group = Group(std::move(backend), kWorldName, options.timeout);
+    return world;
+  }
+};
+
+Group World::subgroup(const std::vector<int>& ranks, const std::string& name, GroupOptions options) const {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank);
+  const std::set<int> distinct(ranks.begin(), ranks.end());
+  if (own == ranks.end() || distinct.size() != ranks.size() || *distinct.begin() < 0 ||
+      *distinct.rbegin() >= size) {
+    throw ConfigError({.where = fmt::format("making group '{}' on rank {} of {}", name, rank, size),
+                       .found = fmt::format("ranks {}", fmt::join(ranks, ", ")),
+                       .expected = fmt::format("different ranks from 0 to {}, {} among them", size - 1, rank),
+                       .action = "Make a group on its members only"});
+  }
+  if (ranks.size() == 1) return Group::solo();
+  std::string key = fmt::format("{} {}", fmt::join(ranks, ","), name);
+  {
+    const std::lock_guard lock(membership_->mutex);
+    key += fmt::format(" {}", membership_->groups_made[key]++);
+  }
+  const auto timeout = group.timeout();
+  c10::intrusive_ptr<c10d::Backend> backend;
+  if (membership_->store) {
+    auto store = c10::make_intrusive<c10d::PrefixStore>("group " + key, membership_->store);
+    backend = c10::make_intrusive<ShmBackend>(std::move(store), static_cast<int>(own - ranks.begin()),
+                                              static_cast<int>(ranks.size()), name, timeout);
+  } else {
+    backend = mpi::make_subgroup(ranks, name, key, timeout);
+  }
+  return Group(std::move(backend), name, timeout, options);
+}
+
+std::vector<std::string> backends() {
+  return mpi::built() ? std::vector<std::string>{"shm", "mpi"} : std::vector<std::string>{"shm"};
+}
+
 World join(const JoinOptions& options) {
   check(options);
+  if (options.backend == "mpi") mpi::require();
   const auto environment = read_rank_environment();
   if (!environment || environment->size == 1) {
     World world;
@@ -107,15 +171,40 @@ World join(const JoinOptions& options) {
     return world;
   }
   if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);  // the ranks share the cores
+  if (options.backend == "mpi") {
+    check_mpi(*environment);
+    const mpi::Rank found = mpi::start(options.timeout);
+    if (found.rank != environment->rank || found.size != environment->size) {
+      throw ConfigError({.where = "joining through MPI",
+                         .found = fmt::format("rank {} of {} where the launcher says {} of {}", found.rank,
+                                              found.size, environment->rank, environment->size),
+                         .expected = "a launcher that this MPI understands",
+                         .action =
+                             "Start the ranks with the mpirun of the MPI isograd was built with, or with the "
+                             "right srun --mpi=..."});
+    }
+    return WorldMaker::make(nullptr, environment->rank, environment->size, options);
+  }
+  check_one_host(*environment);
   // A process may join more than once, all ranks alike; a restarted one may meet its predecessors' keys.
   static std::atomic<int> joins{0};
-  const std::string prefix = fmt::format("isograd/{}/{}", environment->attempt, joins++);
-  auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(*environment, options.timeout));
-  return make_world(std::move(store), environment->rank, environment->size, options);
+  const int count = joins++;
+  std::optional<HandedOverPort> port;
+  if (environment->address.empty()) port.emplace(*environment, count, options.timeout);
+  auto store = connect(*environment, port ? &*port : nullptr, options.timeout);
+  const std::string prefix = fmt::format("isograd/{}/{}", environment->attempt, count);
+  return WorldMaker::make(c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store)), environment->rank,
+                          environment->size, options);
 }
 
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options) {
   check(options);
+  if (options.backend != "shm") {
+    throw ConfigError({.where = "run_ranks",
+                       .found = fmt::format("the backend '{}'", options.backend),
+                       .expected = "'shm', as ranks are threads here",
+                       .action = "Start processes for other backends: isograd launch --backend mpi"});
+  }
   if (size < 1) {
     throw ConfigError({.where = "run_ranks",
                        .found = fmt::format("{} ranks", size),
@@ -131,7 +220,7 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
     World world;
     world.host = host_name();
     try {
-      if (size > 1) world = make_world(store, rank, size, options);
+      if (size > 1) world = WorldMaker::make(store, rank, size, options);
       body(world);
     } catch (...) {
       std::string reason = "an exception that is no std::exception";

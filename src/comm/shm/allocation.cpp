@@ -1,5 +1,6 @@
 // Memory of all ranks that operations use in place.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -19,7 +20,7 @@ std::uint64_t Allocation::segment_bytes(std::uint64_t bytes) {
 
 Allocation::Allocation(std::int64_t id, int rank, std::uint64_t bytes,
                        std::vector<std::shared_ptr<Segment>> segments)
-    : id_(id), rank_(rank), bytes_(bytes), segments_(std::move(segments)) {}
+    : id_(id), rank_(rank), process_(::getpid()), bytes_(bytes), segments_(std::move(segments)) {}
 
 bool Allocation::holds(const void* begin, std::uint64_t bytes) const {
   const auto* first = static_cast<const std::byte*>(begin);
@@ -31,6 +32,7 @@ std::atomic<std::uint32_t>& Allocation::releases() const {
 }
 
 void Allocation::release() {
+  if (::getpid() != process_) return;  // a forked child throws its copy away: the rank still has its own
   releases().fetch_add(1, std::memory_order_acq_rel);
 }
 
@@ -39,12 +41,15 @@ bool Allocation::released_by_all() const {
 }
 
 Location Engine::locate(const void* begin, std::uint64_t bytes) const {
-  for (const auto& [id, allocation] : allocations_) {
-    if (bytes > 0 && allocation->holds(begin, bytes)) {
-      return {id, static_cast<std::uint64_t>(static_cast<const std::byte*>(begin) - allocation->own())};
-    }
+  if (bytes == 0) return {};
+  const auto* first = static_cast<const std::byte*>(begin);
+  const auto after = places_.upper_bound(first);
+  if (after != places_.begin()) {
+    const Allocation& allocation = *std::prev(after)->second;
+    if (allocation.holds(begin, bytes))
+      return {allocation.id(), static_cast<std::uint64_t>(first - allocation.own())};
   }
-  return {};
+  return {.allocation = Location::kPrivate};
 }
 
 std::byte* Engine::shared_data(int rank, const Location& location) const {
@@ -55,7 +60,23 @@ std::byte* Engine::shared_data(int rank, const Location& location) const {
 
 void Engine::sweep() {
   const std::lock_guard lock(mutex_);
-  std::erase_if(allocations_, [](const auto& entry) { return entry.second->released_by_all(); });
+  std::erase_if(allocations_, [this](const auto& entry) {
+    if (!entry.second->released_by_all()) return false;  // asked once: a peer may let go at any moment
+    places_.erase(entry.second->own());
+    return true;
+  });
+}
+
+void Engine::remember(const std::shared_ptr<Allocation>& allocation) {
+  const std::lock_guard lock(mutex_);
+  allocations_[allocation->id()] = allocation;
+  places_[allocation->own()] = allocation.get();
+}
+
+void Engine::forget(const Allocation& allocation) {
+  const std::lock_guard lock(mutex_);
+  places_.erase(allocation.own());
+  allocations_.erase(allocation.id());
 }
 
 std::vector<Payload> Engine::exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
@@ -122,12 +143,20 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dt
       segments.push_back(r == rank_ ? mine : Segment::open(other, purpose));
     }
   });
-  agree_on_trouble(exchange(2, dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
+  // Known before any rank can be through: a peer that is may name it in a message at once, for a receive that
+  // this rank has had under way all along.
+  std::shared_ptr<Allocation> allocation;
+  attempt([&] {
+    allocation = std::make_shared<Allocation>(id, rank_, bytes, std::move(segments));
+    remember(allocation);
+  });
+  try {
+    agree_on_trouble(exchange(2, dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
+  } catch (...) {
+    if (allocation) forget(*allocation);
+    throw;
+  }
   mine->close_descriptor();
-
-  auto allocation = std::make_shared<Allocation>(id, rank_, bytes, std::move(segments));
-  const std::lock_guard lock(mutex_);
-  allocations_[id] = allocation;
   return allocation;
 }
 

@@ -3,110 +3,15 @@
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 
-#include <limits>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
-namespace {
 
-std::byte* bytes_of(const at::Tensor& tensor) {
-  return static_cast<std::byte*>(tensor.data_ptr());
-}
-
-std::int8_t code_of(const at::Tensor& tensor) {
-  return static_cast<std::int8_t>(tensor.scalar_type());
-}
-
-kernels::Number number_of(const at::Tensor& tensor, const char* operation) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return kernels::Number::kFloat64;
-    case at::kFloat:
-      return kernels::Number::kFloat32;
-    case at::kBFloat16:
-      return kernels::Number::kBFloat16;
-    case at::kHalf:
-      return kernels::Number::kFloat16;
-    case at::kLong:
-      return kernels::Number::kInt64;
-    case at::kInt:
-      return kernels::Number::kInt32;
-    case at::kByte:
-      return kernels::Number::kUInt8;
-    default:
-      throw ConfigError({.where = operation,
-                         .found = fmt::format("a tensor of {}", c10::toString(tensor.scalar_type())),
-                         .expected = "float64, float32, bfloat16, float16, int64, int32 or uint8",
-                         .action = "Convert the tensor first"});
-  }
-}
-
-kernels::Combine combine_of(const c10d::ReduceOp& op, const char* operation) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return kernels::Combine::kSum;
-    case c10d::ReduceOp::MAX:
-      return kernels::Combine::kMax;
-    case c10d::ReduceOp::MIN:
-      return kernels::Combine::kMin;
-    default:
-      throw ConfigError({.where = operation,
-                         .found = fmt::format("reduction number {} of c10d", static_cast<int>(op.op_)),
-                         .expected = "SUM, MAX or MIN",
-                         .action = "Sum, then divide once where the loss is normalised"});
-  }
-}
-
-}  // namespace
-
-ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, std::shared_ptr<shm::Operation> operation, int rank,
-                 c10d::OpType type, std::vector<at::Tensor> results, std::chrono::milliseconds timeout)
-    : c10d::Work(rank, type),
-      engine_(std::move(engine)),
-      operation_(std::move(operation)),
-      results_(std::move(results)),
-      timeout_(timeout) {}
-
-bool ShmWork::progress() {
-  if (auto error = exception()) std::rethrow_exception(error);
-  if (c10d::Work::isCompleted()) return true;
-  if (!engine_->progress(*operation_)) return false;
-  finish();
-  return true;
-}
-
-bool ShmWork::isCompleted() {
-  try {
-    return progress();
-  } catch (...) {
-    finish(std::current_exception());
-    return true;
-  }
-}
-
-bool ShmWork::isSuccess() const {
-  return operation_->complete();
-}
-
-bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  if (auto error = exception()) std::rethrow_exception(error);
-  if (c10d::Work::isCompleted()) return true;
-  try {
-    engine_->wait(*operation_, timeout == kNoTimeout ? timeout_ : timeout);
-  } catch (...) {
-    finish(std::current_exception());
-    throw;
-  }
-  finish();
-  return true;
-}
-
-std::uint64_t ShmWork::getSequencenumber() const {
-  return operation_->sequence();
-}
+using shm::code_of;
+using shm::Piece;
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                        std::chrono::milliseconds timeout, shm::EngineOptions options)
@@ -114,129 +19,282 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       store_(c10::make_intrusive<c10d::PrefixStore>("shm/" + name, std::move(store))),
       name_(std::move(name)),
       timeout_(timeout),
-      engine_(std::make_shared<shm::Engine>(*store_, rank, size, name_, timeout, options)) {}
+      engine_(std::make_shared<shm::Engine>(*store_, rank, size, name_, timeout, std::move(options))) {}
 
-ShmBackend::Works ShmBackend::start(std::shared_ptr<shm::Operation> operation, c10d::OpType type,
-                                    Tensors used, Tensors results, std::chrono::milliseconds timeout) {
-  operation->keep_alive = std::make_shared<Tensors>(std::move(used));
-  engine_->start(operation);
-  return c10::make_intrusive<ShmWork>(engine_, std::move(operation), rank_, type, std::move(results),
+ShmBackend::Task ShmBackend::start(Task task, Tensors used) {
+  task->keep_alive = std::make_shared<Tensors>(std::move(used));
+  engine_->start(task);
+  return task;
+}
+
+ShmBackend::Works ShmBackend::work(std::vector<Task> tasks, c10d::OpType type, Tensors results,
+                                   std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<ShmWork>(engine_, std::move(tasks), rank_, type, std::move(results),
                                       timeout == c10d::kUnsetTimeout ? timeout_ : timeout);
 }
 
-void ShmBackend::check(const at::Tensor& tensor, const char* operation) const {
-  std::string found;
-  if (!tensor.defined()) {
-    found = "an undefined tensor";
-  } else if (!tensor.device().is_cpu()) {
-    found = "a tensor on " + tensor.device().str();
-  } else if (tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
-    found = "a tensor that is not contiguous";
-  }
-  if (found.empty()) return;
-  throw ConfigError(
-      {.where = fmt::format("{} of group '{}' (shm)", operation, name_),
-       .found = found,
-       .expected = "a contiguous tensor on the CPU",
-       .action = "Call contiguous() or cpu() first, or give the group a backend of that device"});
-}
-
-const at::Tensor& ShmBackend::only(const Tensors& tensors, const char* operation) const {
-  if (tensors.size() != 1) {
-    throw ConfigError({.where = fmt::format("{} of group '{}' (shm)", operation, name_),
-                       .found = fmt::format("{} tensors", tensors.size()),
-                       .expected = "one tensor",
-                       .action = "Call it once for each tensor"});
-  }
-  check(tensors[0], operation);
-  return tensors[0];
+ShmBackend::Task ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                            const char* operation) {
+  const auto check = arguments(operation);
+  const Piece piece = check.piece(tensor);
+  return start(shm::all_reduce(piece.data, tensor.numel(), code_of(tensor), check.reduction(tensor, op)),
+               {tensor});
 }
 
 ShmBackend::Works ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor& tensor = only(tensors, "all_reduce");
-  return start(shm::all_reduce(bytes_of(tensor), tensor.numel(), code_of(tensor),
-                               number_of(tensor, "all_reduce"), combine_of(options.reduceOp, "all_reduce")),
-               c10d::OpType::ALLREDUCE, tensors, tensors, options.timeout);
+  const at::Tensor& tensor = arguments("all_reduce").only(tensors);
+  return work({all_reduce_one(tensor, options.reduceOp, "all_reduce")}, c10d::OpType::ALLREDUCE, tensors,
+              options.timeout);
+}
+
+ShmBackend::Works ShmBackend::allreduce_coalesced(Tensors& tensors,
+                                                  const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<Task> tasks;
+  for (const at::Tensor& tensor : tensors)
+    tasks.push_back(all_reduce_one(tensor, options.reduceOp, "all_reduce"));
+  return work(std::move(tasks), c10d::OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const auto check = arguments("reduce");
+  const at::Tensor& tensor = check.only(tensors);
+  const int root = check.root(options.rootRank);
+  const Piece piece = check.piece(tensor);
+  return work({start(shm::reduce(piece.data, tensor.numel(), code_of(tensor),
+                                 check.reduction(tensor, options.reduceOp), root),
+                     tensors)},
+              c10d::OpType::REDUCE, tensors, options.timeout);
 }
 
 ShmBackend::Works ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const at::Tensor& tensor = only(tensors, "broadcast");
-  if (options.rootRank < 0 || options.rootRank >= size_) {
-    throw ConfigError({.where = fmt::format("broadcast of group '{}' (shm)", name_),
-                       .found = fmt::format("root {}", options.rootRank),
-                       .expected = fmt::format("0 to {}", size_ - 1),
-                       .action = "Name a rank of the group"});
-  }
-  const int root = static_cast<int>(options.rootRank);
-  return start(shm::broadcast(bytes_of(tensor), tensor.numel(), code_of(tensor), tensor.element_size(), root,
-                              size_, rank_ == root),
-               c10d::OpType::BROADCAST, tensors, tensors, options.timeout);
+  const auto check = arguments("broadcast");
+  const at::Tensor& tensor = check.only(tensors);
+  const int root = check.root(options.rootRank);
+  return work(
+      {start(shm::broadcast(check.piece(tensor), tensor.numel(), code_of(tensor), root, size_, rank_ == root),
+             tensors)},
+      c10d::OpType::BROADCAST, tensors, options.timeout);
 }
 
-ShmBackend::Works ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                        const c10d::AllgatherOptions& options) {
-  const at::Tensor& input = only(inputs, "all_gather");
-  std::vector<std::byte*> places;
-  for (const Tensors& list : outputs) {
-    for (const at::Tensor& output : list) {
-      check(output, "all_gather");
-      if (output.numel() == input.numel() && output.scalar_type() == input.scalar_type()) {
-        places.push_back(bytes_of(output));
-      }
-    }
+ShmBackend::Works ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  return work({start(shm::barrier(), {})}, c10d::OpType::BARRIER, {}, options.timeout);
+}
+
+ShmBackend::Task ShmBackend::all_gather_list(const Tensors& outputs, const at::Tensor& input) {
+  const auto check = arguments("all_gather");
+  auto places = check.list(outputs, input, -1);
+  const at::Tensor& own = outputs[static_cast<std::size_t>(rank_)];
+  if (own.numel() != input.numel()) {
+    check.refuse(
+        fmt::format("an output of {} elements for this rank's input of {}", own.numel(), input.numel()),
+        "as many elements", "Size the outputs after the ranks' inputs");
   }
-  if (outputs.size() != 1 || places.size() != static_cast<std::size_t>(size_)) {
-    throw ConfigError({.where = fmt::format("all_gather of group '{}' (shm)", name_),
-                       .found = fmt::format("{} outputs of the input's size and type", places.size()),
-                       .expected = fmt::format("{}, one for each rank", size_),
-                       .action = "Give one tensor like the input for each rank"});
-  }
-  Tensors used = outputs[0];
+  const Piece piece = check.piece(input);
+  check.apart(piece, places);
+  Tensors used = outputs;
   used.push_back(input);
-  return start(shm::all_gather(bytes_of(input), places, input.numel(), code_of(input), input.element_size()),
-               c10d::OpType::ALLGATHER, used, outputs[0], options.timeout);
+  return start(shm::all_gather(piece, std::move(places), input.numel(), code_of(input)), std::move(used));
+}
+
+ShmBackend::Works ShmBackend::allgather(Lists& outputs, Tensors& inputs,
+                                        const c10d::AllgatherOptions& options) {
+  const auto check = arguments("all_gather");
+  const at::Tensor& input = check.only(inputs);
+  if (outputs.size() != 1) {
+    check.refuse(fmt::format("{} lists of outputs", outputs.size()), "one", "Give one list");
+  }
+  return work({all_gather_list(outputs[0], input)}, c10d::OpType::ALLGATHER, outputs[0], options.timeout);
+}
+
+// The same, the outputs sorted by rank first.
+ShmBackend::Works ShmBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
+                                                  const c10d::AllgatherOptions& options) {
+  const auto check = arguments("all_gather");
+  std::vector<Task> tasks;
+  Tensors results;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    Tensors list;
+    for (const Tensors& of_rank : outputs) {
+      if (of_rank.size() != inputs.size()) {
+        check.refuse(fmt::format("{} outputs of a rank for {} inputs", of_rank.size(), inputs.size()),
+                     "one output for each input", "Give each rank as many outputs as there are inputs");
+      }
+      list.push_back(of_rank[i]);
+    }
+    tasks.push_back(all_gather_list(list, inputs[i]));
+    results.insert(results.end(), list.begin(), list.end());
+  }
+  return work(std::move(tasks), c10d::OpType::ALLGATHER_COALESCED, std::move(results), options.timeout);
+}
+
+ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::Tensor& input,
+                                            const char* operation) {
+  const auto check = arguments(operation);
+  const Piece piece = check.piece(input);
+  auto places = check.cut(output, input);
+  check.apart(piece, places);
+  return start(shm::all_gather(piece, std::move(places), input.numel(), code_of(input)), {output, input});
 }
 
 ShmBackend::Works ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::AllgatherOptions& options) {
-  check(input, "all_gather");
-  check(output, "all_gather");
-  if (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type()) {
-    throw ConfigError({.where = fmt::format("all_gather of group '{}' (shm)", name_),
-                       .found = fmt::format("an output of {} {} for an input of {} {}", output.numel(),
-                                            c10::toString(output.scalar_type()), input.numel(),
-                                            c10::toString(input.scalar_type())),
-                       .expected = fmt::format("the input's type and {} times its elements", size_),
-                       .action = "Give an output with a place for each rank's input"});
+  return work({all_gather_one(output, input, "all_gather")}, c10d::OpType::_ALLGATHER_BASE, {output},
+              options.timeout);
+}
+
+ShmBackend::Works ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                              const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size()) {
+    arguments("all_gather")
+        .refuse(fmt::format("{} outputs for {} inputs", outputs.size(), inputs.size()),
+                "as many outputs as inputs", "Give one output for each input");
   }
-  std::vector<std::byte*> places;
-  for (int r = 0; r < size_; ++r)
-    places.push_back(bytes_of(output) + r * static_cast<std::int64_t>(input.nbytes()));
-  return start(shm::all_gather(bytes_of(input), places, input.numel(), code_of(input), input.element_size()),
-               c10d::OpType::_ALLGATHER_BASE, {output, input}, {output}, options.timeout);
+  std::vector<Task> tasks;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    tasks.push_back(all_gather_one(outputs[i], inputs[i], "all_gather"));
+  return work(std::move(tasks), c10d::OpType::ALLGATHER_COALESCED, outputs, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
+                                             const c10d::ReduceScatterOptions& options) {
+  const auto check = arguments("reduce_scatter");
+  const at::Tensor& output = check.only(outputs);
+  const Piece to = check.piece(output);
+  auto pieces = check.list(inputs, output, -1);
+  const at::Tensor& own = inputs[0][static_cast<std::size_t>(rank_)];
+  if (own.numel() != output.numel()) {
+    check.refuse(
+        fmt::format("an output of {} elements for this rank's part of {}", output.numel(), own.numel()),
+        "as many elements", "Size the output after this rank's part");
+  }
+  check.apart(to, pieces);
+  Tensors used = inputs[0];
+  used.push_back(output);
+  return work({start(shm::reduce_scatter(std::move(pieces), to, code_of(output),
+                                         check.reduction(output, options.reduceOp)),
+                     std::move(used))},
+              c10d::OpType::REDUCE_SCATTER, {output}, options.timeout);
+}
+
+// The output may be this rank's own part of the input: no peer reads that.
+ShmBackend::Task ShmBackend::reduce_scatter_one(const at::Tensor& output, const at::Tensor& input,
+                                                const c10d::ReduceOp& op) {
+  const auto check = arguments("reduce_scatter");
+  const Piece to = check.piece(output);
+  auto pieces = check.cut(input, output);
+  check.apart(to, pieces);
+  return start(shm::reduce_scatter(std::move(pieces), to, code_of(input), check.reduction(input, op)),
+               {output, input});
 }
 
 ShmBackend::Works ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                    const c10d::ReduceScatterOptions& options) {
-  check(input, "reduce_scatter");
-  check(output, "reduce_scatter");
-  if (input.numel() != output.numel() * size_ || output.scalar_type() != input.scalar_type()) {
-    throw ConfigError({.where = fmt::format("reduce_scatter of group '{}' (shm)", name_),
-                       .found = fmt::format("an input of {} {} for an output of {} {}", input.numel(),
-                                            c10::toString(input.scalar_type()), output.numel(),
-                                            c10::toString(output.scalar_type())),
-                       .expected = fmt::format("the output's type and {} times its elements", size_),
-                       .action = "Pad the input to a multiple of the group's size"});
-  }
-  // The output may be this rank's own part of the input: no peer reads that.
-  return start(
-      shm::reduce_scatter(bytes_of(input), bytes_of(output), output.numel(), size_, code_of(input),
-                          number_of(input, "reduce_scatter"), combine_of(options.reduceOp, "reduce_scatter")),
-      c10d::OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, options.timeout);
+  return work({reduce_scatter_one(output, input, options.reduceOp)}, c10d::OpType::_REDUCE_SCATTER_BASE,
+              {output}, options.timeout);
 }
 
-ShmBackend::Works ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(shm::barrier(), c10d::OpType::BARRIER, {}, {}, options.timeout);
+ShmBackend::Works ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                              const c10d::ReduceScatterOptions& options) {
+  if (outputs.size() != inputs.size()) {
+    arguments("reduce_scatter")
+        .refuse(fmt::format("{} outputs for {} inputs", outputs.size(), inputs.size()),
+                "as many outputs as inputs", "Give one output for each input");
+  }
+  std::vector<Task> tasks;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    tasks.push_back(reduce_scatter_one(outputs[i], inputs[i], options.reduceOp));
+  return work(std::move(tasks), c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  const auto check = arguments("gather");
+  const at::Tensor& input = check.only(inputs);
+  const int root = check.root(options.rootRank);
+  std::vector<Piece> places;
+  Tensors used{input}, results;
+  if (rank_ == root) {
+    places = check.list(outputs, input, input.numel());
+    check.apart(check.piece(input), places);
+    results = outputs[0];
+    used.insert(used.end(), results.begin(), results.end());
+  }
+  return work({start(shm::gather(check.piece(input), std::move(places), input.numel(), code_of(input), root),
+                     std::move(used))},
+              c10d::OpType::GATHER, std::move(results), options.timeout);
+}
+
+ShmBackend::Works ShmBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) {
+  const auto check = arguments("scatter");
+  const at::Tensor& output = check.only(outputs);
+  const int root = check.root(options.rootRank);
+  std::vector<Piece> pieces;
+  Tensors used{output};
+  if (rank_ == root) {
+    pieces = check.list(inputs, output, output.numel());
+    check.apart(check.piece(output), pieces);
+    used.insert(used.end(), inputs[0].begin(), inputs[0].end());
+  }
+  return work({start(shm::scatter(check.piece(output), std::move(pieces), output.numel(), code_of(output),
+                                  root, size_),
+                     std::move(used))},
+              c10d::OpType::SCATTER, outputs, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
+                                            Splits& input_splits, const c10d::AllToAllOptions& options) {
+  const auto check = arguments("all_to_all");
+  check.same_type(output, input);
+  auto places = check.cut_rows(output, output_splits);
+  auto pieces = check.cut_rows(input, input_splits);
+  check.apart(pieces, places);
+  return work({start(shm::all_to_all(std::move(places), std::move(pieces), code_of(input)), {output, input})},
+              c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                       const c10d::AllToAllOptions& options) {
+  const auto check = arguments("all_to_all");
+  if (inputs.empty()) check.refuse("an empty list of inputs", "one tensor for each rank", "Give one each");
+  auto places = check.list(outputs, inputs[0], -1);
+  auto pieces = check.list(inputs, inputs[0], -1);
+  check.apart(pieces, places);
+  Tensors used = outputs;
+  used.insert(used.end(), inputs.begin(), inputs.end());
+  return work(
+      {start(shm::all_to_all(std::move(places), std::move(pieces), code_of(inputs[0])), std::move(used))},
+      c10d::OpType::ALLTOALL, outputs, options.timeout);
+}
+
+ShmBackend::Works ShmBackend::send(Tensors& tensors, int to, int tag) {
+  const auto check = arguments("send");
+  const at::Tensor& tensor = check.only(tensors);
+  const Piece piece = check.piece(tensor);
+  return work({start(std::make_shared<shm::Send>(piece.data, piece.bytes, tensor.numel(), code_of(tensor),
+                                                 check.peer(to), tag),
+                     tensors)},
+              c10d::OpType::SEND, {}, c10d::kUnsetTimeout);
+}
+
+ShmBackend::Task ShmBackend::receive_one(const Tensors& tensors, int from, int tag) {
+  const auto check = arguments("recv");
+  const at::Tensor& tensor = check.only(tensors);
+  const Piece piece = check.piece(tensor);
+  return start(std::make_shared<shm::Receive>(piece.data, piece.bytes, tensor.numel(), code_of(tensor),
+                                              from < 0 ? from : check.peer(from), tag),
+               tensors);
+}
+
+ShmBackend::Works ShmBackend::recv(Tensors& tensors, int from, int tag) {
+  arguments("recv").peer(from);
+  return work({receive_one(tensors, from, tag)}, c10d::OpType::RECV, tensors, c10d::kUnsetTimeout);
+}
+
+ShmBackend::Works ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  return work({receive_one(tensors, -1, tag)}, c10d::OpType::RECVANYSOURCE, tensors, c10d::kUnsetTimeout);
+}
+
+ShmBackend::Works ShmBackend::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
+  arguments("all_reduce").refuse("sparse tensors", "dense ones", "Call to_dense() first");
 }
 
 at::Tensor ShmBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {
@@ -252,62 +310,6 @@ at::Tensor ShmBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {
   std::byte* data = allocation->own();
   return at::from_blob(
       data, {numel}, [allocation](void*) { allocation->release(); }, at::TensorOptions(dtype));
-}
-
-void ShmBackend::refuse(const char* operation) const {
-  throw ConfigError(
-      {.where = fmt::format("{} of group '{}'", operation, name_),
-       .found = "an operation that the shm backend does not have",
-       .expected = "allreduce, broadcast, allgather, _allgather_base, _reduce_scatter_base or barrier",
-       .action = "Use one of these, or give the group another backend"});
-}
-
-ShmBackend::Works ShmBackend::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  refuse("allreduce_sparse");
-}
-ShmBackend::Works ShmBackend::allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) {
-  refuse("allreduce_coalesced");
-}
-ShmBackend::Works ShmBackend::reduce(Tensors&, const c10d::ReduceOptions&) {
-  refuse("reduce");
-}
-ShmBackend::Works ShmBackend::allgather_coalesced(std::vector<Tensors>&, Tensors&,
-                                                  const c10d::AllgatherOptions&) {
-  refuse("allgather_coalesced");
-}
-ShmBackend::Works ShmBackend::allgather_into_tensor_coalesced(Tensors&, Tensors&,
-                                                              const c10d::AllgatherOptions&) {
-  refuse("allgather_into_tensor_coalesced");
-}
-ShmBackend::Works ShmBackend::gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) {
-  refuse("gather");
-}
-ShmBackend::Works ShmBackend::scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) {
-  refuse("scatter");
-}
-ShmBackend::Works ShmBackend::reduce_scatter(Tensors&, std::vector<Tensors>&,
-                                             const c10d::ReduceScatterOptions&) {
-  refuse("reduce_scatter (of lists)");
-}
-ShmBackend::Works ShmBackend::reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
-                                                              const c10d::ReduceScatterOptions&) {
-  refuse("reduce_scatter_tensor_coalesced");
-}
-ShmBackend::Works ShmBackend::alltoall_base(at::Tensor&, at::Tensor&, std::vector<std::int64_t>&,
-                                            std::vector<std::int64_t>&, const c10d::AllToAllOptions&) {
-  refuse("alltoall_base");
-}
-ShmBackend::Works ShmBackend::alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) {
-  refuse("alltoall");
-}
-ShmBackend::Works ShmBackend::send(Tensors&, int, int) {
-  refuse("send");
-}
-ShmBackend::Works ShmBackend::recv(Tensors&, int, int) {
-  refuse("recv");
-}
-ShmBackend::Works ShmBackend::recvAnysource(Tensors&, int) {
-  refuse("recvAnysource");
 }
 
 }  // namespace isograd

@@ -4,8 +4,7 @@
 // Memory order. A rank writes data, then publishes a token (Slot::ready or Slot::done); whoever has read the
 // token sees the data. Publishing stores are sequentially consistent, which contains release, because the
 // publisher then looks for sleepers: either it sees the sleeper, or the sleeper, who registers first and
-// looks at the tokens after, sees the token (Dekker's argument). Reading loads are acquire, and sequentially
-// consistent after registering as a sleeper.
+// looks at the tokens after a fence, sees the token (Dekker's argument). Reading loads are acquire.
 #pragma once
 
 #include <atomic>
@@ -15,7 +14,20 @@
 
 namespace isograd::shm {
 
-enum class Kind : std::uint8_t { kBarrier, kAllReduce, kBroadcast, kAllGather, kReduceScatter, kAllocate };
+enum class Kind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kAllocate,
+  kSend,  // these two have no slot and no sequence number of the group
+  kReceive
+};
 
 // What every rank must say alike about operation number `sequence`; the group fails when they do not.
 struct Fingerprint {
@@ -24,14 +36,28 @@ struct Fingerprint {
   std::int8_t dtype = -1;    // c10::ScalarType
   std::uint8_t stage = 0;    // of an operation made of several exchanges
   std::int32_t root = 0;
-  std::int64_t count = 0;  // elements of this rank's input
+  std::int64_t count = 0;   // elements of each rank's input; 0 where they may differ
+  std::uint64_t sizes = 0;  // hash of the sizes where they differ and every rank knows all of them; else 0
   bool operator==(const Fingerprint&) const = default;
 };
 
 // Where this rank's data lies; may differ between ranks.
 struct Location {
-  std::int64_t allocation = -1;  // -1: in private memory, goes through this rank's staging buffers
-  std::uint64_t offset = 0;      // bytes from the allocation's start
+  static constexpr std::int64_t kPrivate = -1;  // goes through this rank's staging buffers
+  static constexpr std::int64_t kNothing = -2;  // no bytes at all
+  std::int64_t allocation = kNothing;
+  std::uint64_t offset = 0;  // bytes from the allocation's start
+};
+
+// What a rank has for another one, where each gets a part of its own.
+struct Span {
+  std::uint64_t offset = 0;  // bytes from the Location, where that is no staging buffer
+  std::uint64_t bytes = 0;
+};
+
+// The place of a call in the source, for messages: the end of the file's name.
+struct SiteText {
+  char text[56] = {};
 };
 
 // A few words that an exchange carries to every rank.
@@ -44,12 +70,14 @@ struct Slot {
   // (sequence + 1) << kStepBits | step, growing for ever: a reader never mistakes an old operation for its
   // own.
   alignas(64) std::atomic<std::uint64_t> ready;  // step 1: announced; 1 + c: chunks 0 .. c - 1 may be read
-  Fingerprint fingerprint;                       // these three are published by `ready` ...
+  Fingerprint fingerprint;                       // these five are published by `ready` ...
   Location location;
-  Payload payload;
+  std::uint64_t chunks;                         // that this rank's data takes if it is staged
   alignas(64) std::atomic<std::uint64_t> done;  // step c: this rank has dealt with chunks 0 .. c - 1;
-};                                              // ... and may be rewritten once every rank is done
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Slot) == 128);
+  Payload payload;                              // ... and may be rewritten once every rank is done
+  alignas(64) SiteText site;
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Slot) == 192);
 
 constexpr int kSlots = 64;  // operations that may be under way at once
 constexpr int kStepBits = 24;
@@ -91,20 +119,27 @@ struct Poison {
 };
 
 struct Control {
-  static constexpr std::uint64_t kMagic = 0x69736f67726164'01;  // changes with this layout
+  static constexpr std::uint64_t kMagic = 0x69736f67726164'02;  // changes with this layout
   std::uint64_t magic;
   std::int32_t size;
   Bell bell;
   Poison poison;
-  // followed by Member[size] and Slot[size][kSlots]
+  // followed by Member[size], Slot[size][kSlots] and Span[size][kSlots][size]
 
   Member& member(int rank) { return reinterpret_cast<Member*>(this + 1)[rank]; }
   Slot& slot(int rank, std::uint64_t sequence) {
     auto* slots = reinterpret_cast<Slot*>(reinterpret_cast<Member*>(this + 1) + size);
     return slots[static_cast<std::size_t>(rank) * kSlots + sequence % kSlots];
   }
+  // What `rank` has for each rank in operation `sequence`; published by Slot::ready.
+  Span* spans(int rank, std::uint64_t sequence) {
+    auto* spans = reinterpret_cast<Span*>(&slot(0, 0) + static_cast<std::size_t>(size) * kSlots);
+    return spans +
+           (static_cast<std::size_t>(rank) * kSlots + sequence % kSlots) * static_cast<std::size_t>(size);
+  }
   static std::uint64_t bytes(int size) {
-    return sizeof(Control) + static_cast<std::uint64_t>(size) * (sizeof(Member) + kSlots * sizeof(Slot));
+    const auto n = static_cast<std::uint64_t>(size);
+    return sizeof(Control) + n * (sizeof(Member) + kSlots * (sizeof(Slot) + n * sizeof(Span)));
   }
 };
 static_assert(sizeof(Control) % 64 == 0 && sizeof(Member) == 64);

@@ -1,6 +1,7 @@
 #include "comm/shm/engine.hpp"
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -27,6 +28,19 @@ constexpr long kNapNanoseconds = 10'000'000;    // between looks at the peers' l
 // The groups in which operations that this thread started may be under way.
 thread_local std::vector<std::weak_ptr<Engine>> busy;
 
+// Forks that have led to this process.
+std::atomic<unsigned> forks{0};
+unsigned count_forks() {
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  ISOGRAD_INVARIANT(registered == 0, "pthread_atfork failed");
+  return forks.load(std::memory_order_relaxed);
+}
+
+// "For ever" is more than a clock can be asked to add.
+std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
+  return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365 * 10));
+}
+
 // Registered as a sleeper while it lives.
 struct Listener {
   explicit Listener(Bell& which) : bell(which), seen(bell.listen()) {}
@@ -45,24 +59,41 @@ void pause_briefly() {
 #endif
 }
 
-constexpr const char* kRestart = "Look at that rank's output for the reason, then restart all ranks";
+// As much for the messages of a rank as for its collectives, but enough for each peer.
+std::uint64_t ring_bytes_for(int size) {
+  constexpr std::uint64_t kAll = 4 << 20, kLeast = 16 << 10, kMost = 256 << 10;
+  return std::clamp(kAll / static_cast<std::uint64_t>(size) / 64 * 64, kLeast, kMost);
+}
 
 }  // namespace
 
 Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::chrono::milliseconds timeout,
                EngineOptions options)
-    : rank_(rank), size_(size), name_(std::move(name)), options_(options) {
+    : rank_(rank),
+      size_(size),
+      name_(std::move(name)),
+      options_(std::move(options)),
+      ring_bytes_(options_.ring_bytes ? options_.ring_bytes : ring_bytes_for(size)),
+      forks_(count_forks()),
+      sent_(static_cast<std::size_t>(size)),
+      inboxes_(static_cast<std::size_t>(size)),
+      warned_of_(static_cast<std::size_t>(size)) {
   ISOGRAD_INVARIANT(rank_ >= 0 && rank_ < size_, fmt::format("rank {} of {}", rank_, size_));
   ISOGRAD_INVARIANT(options_.chunks >= 1 && options_.chunk_bytes % 64 == 0 &&
                         options_.chunk_bytes >= 8 * static_cast<std::uint64_t>(size_),
                     fmt::format("{} chunks of {} bytes", options_.chunks, options_.chunk_bytes));
+  ISOGRAD_INVARIANT(ring_bytes_ >= 64 && ring_bytes_ % 64 == 0,
+                    fmt::format("rings of {} bytes", ring_bytes_));
+  timeout = bounded(timeout);
+  std::shared_ptr<Segment> staging;  // stays until the others can know why this rank gives up
   try {
     MemberInfo mine = describe_self();
-    const std::uint64_t staging_bytes = options_.chunks * options_.chunk_bytes;
+    const std::uint64_t staging_bytes =
+        options_.chunks * options_.chunk_bytes + static_cast<std::uint64_t>(size_) * channel_bytes();
     const std::string staging_purpose = fmt::format("the staging buffers of group '{}'", name_);
     const std::string control_purpose = fmt::format("the control block of group '{}'", name_);
     require_memory(staging_bytes * static_cast<std::uint64_t>(size_), available_memory(), staging_purpose);
-    auto staging = Segment::create(staging_bytes, staging_purpose);
+    staging = Segment::create(staging_bytes, staging_purpose);
     mine.staging = staging->id();
     if (rank_ == 0) {
       control_segment_ = Segment::create(Control::bytes(size_), control_purpose);
@@ -73,13 +104,13 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
     }
     members_ = meet(store, rank_, size_, mine, name_, timeout);
     watch_ = std::make_unique<Watch>(members_);
-    control_segment_ = Segment::open(members_[0].control, control_purpose);
+    control_segment_ = open(store, 0, members_[0].control, control_purpose);
     control_ = reinterpret_cast<Control*>(control_segment_->data());
     ISOGRAD_INVARIANT(control_->magic == Control::kMagic && control_->size == size_,
                       fmt::format("magic {:x}, size {}", control_->magic, control_->size));
     for (int r = 0; r < size_; ++r) {
       const SegmentId& id = members_[static_cast<std::size_t>(r)].staging;
-      staging_.push_back(r == rank_ ? staging : Segment::open(id, staging_purpose));
+      staging_.push_back(r == rank_ ? staging : open(store, r, id, staging_purpose));
     }
     arrive(store, timeout);
     staging->close_descriptor();
@@ -91,9 +122,51 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
   }
 }
 
+// A forked child has copies of its parent's groups. It may throw them away but is no rank itself.
+bool Engine::inherited() const {
+  return forks.load(std::memory_order_relaxed) != forks_;
+}
+
+void Engine::throw_if_inherited() const {
+  if (!inherited()) return;
+  throw ConfigError({.where = fmt::format("group '{}' on rank {} of {}", name_, rank_, size_),
+                     .found = "a process that was forked when the group existed already",
+                     .expected = "the process that joined the group",
+                     .action = "Join after the fork, or leave all communication to the parent"});
+}
+
 Engine::~Engine() {
+  if (inherited()) return;
   control_->member(rank_).left.store(1, std::memory_order_seq_cst);
   control_->bell.ring();
+}
+
+void Engine::throw_not_joined(const std::string& found) const {
+  throw PeerError({.where = fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_),
+                   .found = found,
+                   .expected = "every rank to join",
+                   .action = "Look at that rank's output for the reason, then restart all ranks"});
+}
+
+// Owners keep their descriptors until all have arrived. One that is missing tells that its owner is going,
+// which may take a moment to show.
+std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const SegmentId& id,
+                                      const std::string& purpose) {
+  constexpr auto kMoment = std::chrono::milliseconds(500);
+  try {
+    return Segment::open(id, purpose);
+  } catch (const ConfigError&) {
+    for (const auto begin = Clock::now(); Clock::now() - begin < kMoment;) {
+      if (const auto reason = given_up(store); !reason.empty()) throw_not_joined(reason);
+      const auto dead = watch_->dead();
+      if (std::find(dead.begin(), dead.end(), owner) != dead.end()) {
+        throw_not_joined(describe(owner, members_[static_cast<std::size_t>(owner)]) +
+                         " ended before it had joined");
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    throw;
+  }
 }
 
 // Nobody closes the descriptors through which others find a segment before everyone has found it.
@@ -103,42 +176,40 @@ void Engine::arrive(c10d::Store& store, std::chrono::milliseconds timeout) {
   auto nap = std::chrono::microseconds(20);
   for (;;) {
     const auto dead = watch_->dead();
-    std::string missing;
-    bool lost = false;
+    std::string missing, lost;
     for (int r = 0; r < size_; ++r) {
       if (control_->member(r).arrived.load(std::memory_order_acquire)) continue;
-      lost |= std::find(dead.begin(), dead.end(), r) != dead.end();
-      missing += (missing.empty() ? "" : ", ") + describe(r, members_[static_cast<std::size_t>(r)]);
+      const std::string name = describe(r, members_[static_cast<std::size_t>(r)]);
+      missing += (missing.empty() ? "" : ", ") + name;
+      if (std::find(dead.begin(), dead.end(), r) != dead.end()) lost += (lost.empty() ? "" : ", ") + name;
     }
     if (missing.empty()) return;
-    std::string found;
-    if (lost) found = missing + " ended before it had joined";
+    if (const auto reason = given_up(store); !reason.empty()) throw_not_joined(reason);
+    if (!lost.empty()) throw_not_joined(lost + " ended before it had joined");
     if (Clock::now() >= deadline)
-      found = missing + fmt::format(" did not join within {} ms", timeout.count());
-    if (const auto reason = given_up(store); !reason.empty()) found = reason;
-    if (!found.empty()) {
-      throw PeerError({.where = fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_),
-                       .found = found,
-                       .expected = "every rank to join",
-                       .action = kRestart});
-    }
+      throw_not_joined(missing + fmt::format(" did not join within {} ms", timeout.count()));
     std::this_thread::sleep_for(nap);
     nap = std::min<std::chrono::microseconds>(nap * 2, std::chrono::milliseconds(5));
   }
 }
 
-void Engine::start(const std::shared_ptr<Operation>& operation) {
+Channel& Engine::channel(int from, int to) const {
+  std::byte* first =
+      staging_[static_cast<std::size_t>(from)]->data() + options_.chunks * options_.chunk_bytes;
+  return *reinterpret_cast<Channel*>(first + static_cast<std::uint64_t>(to) * channel_bytes());
+}
+
+void Engine::start(const std::shared_ptr<Task>& task) {
+  throw_if_inherited();
   {
     const std::lock_guard lock(mutex_);
-    operation->engine_ = this;
-    operation->sequence_ = next_sequence_++;
-    operation->is_local_source_ = operation->is_source(rank_);
-    if (operation->is_local_source_) {
-      operation->local_ = locate(operation->source_data(), operation->source_bytes());
-    }
-    under_way_.push_back(operation);
+    task->engine_ = this;
+    task->site_ = current_call_site();
+    task->enter();
+    history_.begin(task->fingerprint_, task->site_, task->number_);
+    under_way_.push_back(task);
   }
-  if (progress(*operation)) return;
+  if (step(*task) == Moved::kComplete) return;
   const auto same = [this](const std::weak_ptr<Engine>& entry) { return entry.lock().get() == this; };
   if (std::none_of(busy.begin(), busy.end(), same)) busy.push_back(weak_from_this());
 }
@@ -159,50 +230,56 @@ bool Engine::slot_is_free(std::uint64_t sequence) {
 bool Engine::advance_all() {
   bool moved = false, staging_free = true;
   for (std::size_t i = 0; i < under_way_.size(); ++i) {
-    Operation& operation = *under_way_[i];
-    bool may_announce = operation.announced_;
-    if (!may_announce) {
-      may_announce = slot_is_free(operation.sequence_);
-      for (std::size_t j = 0; j < i && may_announce; ++j) {
-        may_announce = under_way_[j]->complete_ || !operation.shares_memory_with(*under_way_[j]);
-      }
+    Task& task = *under_way_[i];
+    if (task.complete_) continue;  // left over where another one failed
+    // Not even asked while there is no slot: hundreds may be waiting for one.
+    bool may_start = task.started_ || task.can_start();
+    for (std::size_t j = 0; j < i && may_start && !task.started_; ++j) {
+      may_start = under_way_[j]->complete_ || !task.must_follow(*under_way_[j]);
     }
-    moved |= operation.advance(may_announce, staging_free);
-    staging_free &= !operation.holds_staging();
-    if (operation.all_done_) free_of_[operation.sequence_ % kSlots] = operation.sequence_ + 1;
+    try {
+      moved |= task.advance(may_start, staging_free);
+    } catch (const std::exception& error) {  // whatever it is, the task cannot go on from the middle
+      poison(error.what());
+      throw;
+    }
+    staging_free &= task.complete_ || !task.holds_staging();
   }
-  std::erase_if(under_way_, [](const auto& operation) { return operation->complete_; });
+  std::erase_if(under_way_, [](const auto& task) { return task->complete_; });
   return moved;
 }
 
-Engine::Moved Engine::step(Operation& operation) {
+Engine::Moved Engine::step(Task& task) {
+  throw_if_inherited();
   const std::lock_guard lock(mutex_);
-  if (operation.complete_) return Moved::kComplete;
+  if (task.complete_) return Moved::kComplete;
   const bool moved = advance_all();
-  if (operation.complete_) return Moved::kComplete;
+  if (task.complete_) return Moved::kComplete;
   if (poisoned()) {
     advance_all();  // what was published before the poison still counts
-    if (operation.complete_) return Moved::kComplete;
-    throw_poison(operation);
+    if (task.complete_) return Moved::kComplete;
+    throw_poison(task);
   }
   return moved ? Moved::kSomething : Moved::kNothing;
 }
 
-bool Engine::operation_is_complete(const Operation& operation) {
+bool Engine::task_is_complete(const Task& task) {
   const std::lock_guard lock(mutex_);
-  return operation.complete_;
+  return task.complete_;
 }
 
-bool Engine::progress(Operation& operation) {
-  const Moved moved = step(operation);
+bool Engine::progress(Task& task, std::chrono::milliseconds timeout) {
+  const Moved moved = step(task);
   if (moved != Moved::kNothing) return moved == Moved::kComplete;
-  // A caller may poll for ever: look after the peers here too.
-  const std::int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  if (now - last_look_.load(std::memory_order_relaxed) > kLookEvery / std::chrono::nanoseconds(1)) {
-    last_look_.store(now, std::memory_order_relaxed);
-    throw_if_lost(operation);
+  // A caller may poll for ever: look after the peers and the time here too.
+  const auto now = Clock::now();
+  const std::lock_guard lock(mutex_);
+  if (task.polled_since_ == Clock::time_point{}) task.polled_since_ = now;
+  if (now - last_look_ > kLookEvery) {
+    last_look_ = now;
+    look_after_peers(task, task.polled_since_, bounded(timeout));
   }
-  return operation_is_complete(operation);
+  return task.complete_;
 }
 
 // A peer may wait in another group for what this rank has under way there.
@@ -210,26 +287,27 @@ bool Engine::step_others() {
   bool moved = false;
   std::erase_if(busy, [&](const std::weak_ptr<Engine>& entry) {
     const std::shared_ptr<Engine> other = entry.lock();
-    if (!other) return true;
+    if (!other || other->inherited()) return true;
     if (other.get() == this) return false;
     const std::unique_lock lock(other->mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     try {
       moved |= other->advance_all();
-    } catch (const Error&) {  // that group is poisoned now: whoever waits in it hears of it
+    } catch (const std::exception&) {  // that group is poisoned now: whoever waits in it hears of it
     }
     return other->under_way_.empty();
   });
   return moved;
 }
 
-void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
-  if (step(operation) == Moved::kComplete) return;
-  const auto begin = Clock::now();
-  auto last_moved = begin;
+void Engine::wait(Task& task, std::chrono::milliseconds timeout) {
+  if (step(task) == Moved::kComplete) return;
+  timeout = bounded(timeout);
+  const auto since = Clock::now();
+  auto last_moved = since, last_look = since;
   int spins = 0;
   for (;;) {
-    Moved moved = step(operation);
+    Moved moved = step(task);
     if (moved == Moved::kComplete) return;
     if (step_others() || moved == Moved::kSomething) {
       spins = 0;
@@ -246,91 +324,34 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
     }
     {
       const Listener listener(control_->bell);
-      moved = step(operation);
+      moved = step(task);
       // Other groups have bells of their own.
       if (moved == Moved::kNothing) {
         control_->bell.sleep(listener.seen, busy.size() > 1 ? kShortNapNanoseconds : kNapNanoseconds);
       }
     }
     if (moved == Moved::kComplete) return;
-    throw_if_lost(operation);
-    if (operation_is_complete(operation)) return;
-    if (Clock::now() - begin >= timeout) {
-      std::string names;
-      for (int r : awaited(operation)) {
-        names += (names.empty() ? "" : ", ") + describe(r, members_[static_cast<std::size_t>(r)]);
-      }
-      fail(operation, fmt::format("{} did not arrive within {} ms", names, timeout.count()),
-           "Look at what kept those ranks, or raise the timeout; then restart all ranks");
+    // A short timeout is kept to the nap; looking at the peers costs some system calls.
+    const auto now = Clock::now();
+    if (now - last_look >= std::min<Clock::duration>(kLookEvery, timeout / 4)) {
+      last_look = now;
+      look_after_peers(task, since, timeout);
+    }
+    if (task_is_complete(task)) return;
+  }
+}
+
+void Engine::nap(std::chrono::microseconds longest) {
+  const Listener listener(control_->bell);
+  bool moved = false;
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      moved = advance_all();
+    } catch (const std::exception&) {  // the group is poisoned now: whoever waits in it hears of it
     }
   }
-}
-
-std::vector<int> Engine::awaited(const Operation& operation) {
-  const std::lock_guard lock(mutex_);
-  std::vector<int> ranks;
-  for (const auto& other : under_way_) {  // an earlier one may be what holds `operation` back
-    if (other->sequence() > operation.sequence()) break;
-    for (int r : other->awaited()) {
-      if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
-    }
-  }
-  std::sort(ranks.begin(), ranks.end());
-  return ranks;
-}
-
-// A rank that ends after it has done its part harms nobody: so look at the deaths first, then at the parts.
-void Engine::throw_if_lost(Operation& operation) {
-  std::vector<int> lost = watch_->dead();
-  const auto dead = lost.size();
-  for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && control_->member(r).left.load(std::memory_order_acquire)) lost.push_back(r);
-  }
-  if (lost.empty() || step(operation) == Moved::kComplete) return;
-  for (int r : awaited(operation)) {
-    const auto found = std::find(lost.begin(), lost.end(), r);
-    if (found == lost.end()) continue;
-    const bool died = static_cast<std::size_t>(found - lost.begin()) < dead;
-    const MemberInfo& member = members_[static_cast<std::size_t>(r)];
-    const std::string who = member.pid == members_[static_cast<std::size_t>(rank_)].pid
-                                ? fmt::format("rank {} (a thread of this process)", r)
-                                : fmt::format("rank {} (host {}, pid {})", r, member.host, member.pid);
-    fail(operation, fmt::format("{} {}", who, died ? "has ended" : "left the group"), kRestart);
-  }
-}
-
-std::string Engine::where(const Operation& operation) const {
-  return fmt::format("{} of group '{}' on rank {} of {}", operation.name(), name_, rank_, size_);
-}
-
-bool Engine::poisoned() const {
-  return control_->poison.state.load(std::memory_order_acquire) == Poison::kWritten;
-}
-
-void Engine::throw_poison(const Operation& operation) {
-  const Poison& poison = control_->poison;
-  throw PeerError({.where = where(operation),
-                   .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
-                   .expected = "every rank to take part",
-                   .action = "Mend what that rank reports, then restart all ranks"});
-}
-
-void Engine::fail(const Operation& operation, const std::string& found, const std::string& action) {
-  poison(fmt::format("{}: {}", operation.name(), found));
-  throw PeerError(
-      {.where = where(operation), .found = found, .expected = "every rank to take part", .action = action});
-}
-
-void Engine::poison(const std::string& reason) noexcept {
-  Poison& poison = control_->poison;
-  std::uint32_t clean = Poison::kClean;
-  if (!poison.state.compare_exchange_strong(clean, Poison::kBeingWritten, std::memory_order_acq_rel)) return;
-  poison.rank = rank_;
-  const std::size_t length = std::min(reason.size(), sizeof(poison.text) - 1);
-  std::memcpy(poison.text, reason.data(), length);
-  poison.text[length] = 0;
-  poison.state.store(Poison::kWritten, std::memory_order_seq_cst);
-  control_->bell.ring();
+  if (!moved) control_->bell.sleep(listener.seen, std::chrono::nanoseconds(longest).count());
 }
 
 }  // namespace isograd::shm

@@ -6,14 +6,18 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "comm/shm/channel.hpp"
 #include "comm/shm/control.hpp"
+#include "comm/shm/history.hpp"
 #include "comm/shm/members.hpp"
+#include "comm/shm/message.hpp"
 #include "comm/shm/segment.hpp"
 
 namespace c10d {
@@ -22,12 +26,14 @@ class Store;
 
 namespace isograd::shm {
 
-class Operation;
-
 struct EngineOptions {
   // Speed. Tests shrink them so that a few elements reach the many-chunk paths.
   std::uint64_t chunk_bytes = 512 << 10;  // of staging, a multiple of 64
   std::uint64_t chunks = 4;               // staging buffers of a rank, used in turn
+  std::uint64_t ring_bytes = 0;  // of a channel between two ranks, a multiple of 64; 0: by group size
+  // Called at each phase of each task of this rank; a test lets the rank fail there.
+  std::function<void(Phase, const Task&)> observer = {};
+  bool print_history = true;  // the last operations, on standard error, when the group fails
 };
 
 // One call of allocate() on all ranks: a segment of each.
@@ -50,6 +56,7 @@ class Allocation {
   std::atomic<std::uint32_t>& releases() const;
   std::int64_t id_;
   int rank_;
+  std::int32_t process_;
   std::uint64_t bytes_;
   std::vector<std::shared_ptr<Segment>> segments_;
 };
@@ -68,25 +75,45 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string& name() const { return name_; }
   const EngineOptions& options() const { return options_; }
 
-  // Gives `operation` the next sequence number and does what can be done at once.
-  void start(const std::shared_ptr<Operation>& operation);
-  // Does what can be done now, for all operations under way. True once `operation` is complete. Throws
-  // PeerError when the group has failed.
-  bool progress(Operation& operation);
-  // Until `operation` is complete; moves the other groups of this thread meanwhile. Throws PeerError naming
-  // who keeps it, and poisons the group.
-  void wait(Operation& operation, std::chrono::milliseconds timeout);
+  // Takes `task` on and does what can be done at once.
+  void start(const std::shared_ptr<Task>& task);
+  // Does what can be done now, for all tasks under way. True once `task` is complete. Throws PeerError when
+  // the group has failed or the first call for `task` was longer than `timeout` ago.
+  bool progress(Task& task, std::chrono::milliseconds timeout);
+  // Until `task` is complete; moves the other groups of this thread meanwhile. Throws PeerError naming who
+  // keeps it, and poisons the group.
+  void wait(Task& task, std::chrono::milliseconds timeout);
+  // Sleeps until something may have moved, at most that long.
+  void nap(std::chrono::microseconds longest);
 
   // Collective: zero-filled memory of each rank, mapped by all. ConfigError on all ranks when it does not
   // fit.
   std::shared_ptr<Allocation> allocate(std::uint64_t bytes, std::int8_t dtype, std::int64_t count,
                                        std::chrono::milliseconds timeout);
 
+  // Collectives begun so far.
+  std::uint64_t sequence();
+  // The last operations of this rank, a line each, oldest first.
+  std::string history();
+
   // The first reason given is what every rank reports. Safe at any time, from any thread.
   void poison(const std::string& reason) noexcept;
 
-  // For operations.
+  // ---- for tasks; all with the lock held ----
+  std::uint64_t take_sequence() { return next_sequence_++; }
+  std::uint64_t take_message_number(int to) { return sent_[static_cast<std::size_t>(to)]++; }
+  Inbox& inbox(int from) { return inboxes_[static_cast<std::size_t>(from)]; }
+  Channel& channel(int from, int to) const;
+  std::uint64_t ring_bytes() const { return ring_bytes_; }
+  Location locate(const void* begin, std::uint64_t bytes) const;
+  bool slot_is_free(std::uint64_t sequence);
+  const std::vector<std::shared_ptr<Task>>& under_way() const { return under_way_; }
+  void slot_left_by_all(std::uint64_t sequence) { free_of_[sequence % kSlots] = sequence + 1; }
+  void observe(Phase phase, const Task& task) {
+    if (options_.observer) options_.observer(phase, task);
+  }
   Slot& slot(int rank, std::uint64_t sequence) const { return control_->slot(rank, sequence); }
+  Span* spans(int rank, std::uint64_t sequence) const { return control_->spans(rank, sequence); }
   std::byte* staging(int rank, std::uint64_t chunk) const {
     return staging_[static_cast<std::size_t>(rank)]->data() +
            (chunk % options_.chunks) * options_.chunk_bytes;
@@ -94,42 +121,64 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::byte* shared_data(int rank, const Location& location) const;
   void ring() { control_->bell.ring(); }
   // Poisons the group with `found` and throws it as a PeerError.
-  [[noreturn]] void fail(const Operation& operation, const std::string& found, const std::string& action);
+  [[noreturn]] void fail(const Task& task, const std::string& found, const std::string& action);
 
  private:
   enum class Moved { kNothing, kSomething, kComplete };
-  Moved step(Operation& operation);
+  Moved step(Task& task);
   bool step_others();
-  bool operation_is_complete(const Operation& operation);
-  bool advance_all();                                             // needs mutex_
-  bool slot_is_free(std::uint64_t sequence);                      // needs mutex_
-  Location locate(const void* begin, std::uint64_t bytes) const;  // needs mutex_
-  std::vector<int> awaited(const Operation& operation);
+  bool task_is_complete(const Task& task);
+  bool advance_all();  // needs mutex_
+  std::vector<int> awaited(const Task& task);
   bool poisoned() const;
-  [[noreturn]] void throw_poison(const Operation& operation);
-  void throw_if_lost(Operation& operation);
+  [[noreturn]] void throw_poison(const Task& task);
+  std::vector<const Task*> holding_up(const Task& task) const;  // needs mutex_
+  void look_after_peers(Task& task, std::chrono::steady_clock::time_point since,
+                        std::chrono::milliseconds timeout);
+  void throw_if_lost(Task& task);
+  void warn_of_stopped(const Task& task);
+  [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
+  void print_history() noexcept;
+  std::string who(int rank) const;
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);
+  std::shared_ptr<Segment> open(c10d::Store& store, int owner, const SegmentId& id,
+                                const std::string& purpose);
+  [[noreturn]] void throw_not_joined(const std::string& found) const;
+  bool inherited() const;  // by a forked child, which is no rank
+  void throw_if_inherited() const;
   void sweep();
+  void remember(const std::shared_ptr<Allocation>& allocation);
+  void forget(const Allocation& allocation);
+  std::uint64_t channel_bytes() const { return sizeof(Channel) + ring_bytes_; }
   std::vector<Payload> exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
                                 const Payload& mine, std::chrono::milliseconds timeout);
-  std::string where(const Operation& operation) const;
+  std::string where(const Task& task) const;
 
   const int rank_;
   const int size_;
   const std::string name_;
   const EngineOptions options_;
+  const std::uint64_t ring_bytes_;
   std::vector<MemberInfo> members_;
   std::unique_ptr<Watch> watch_;
   std::shared_ptr<Segment> control_segment_;
   Control* control_ = nullptr;
   std::vector<std::shared_ptr<Segment>> staging_;
 
-  std::atomic<std::int64_t> last_look_{0};  // at the peers' lives, by progress()
-  std::mutex mutex_;                        // autograd may call from several threads of one rank
+  const unsigned forks_;  // that had led to the process of this rank
+  // Recursive: a task that fails while it is moved on prints the history.
+  std::recursive_mutex mutex_;                       // autograd may call from several threads of one rank
+  std::chrono::steady_clock::time_point last_look_;  // at the peers' lives, by progress()
   std::uint64_t next_sequence_ = 0;
-  std::vector<std::shared_ptr<Operation>> under_way_;  // by sequence
+  std::vector<std::shared_ptr<Task>> under_way_;  // in the order of the calls
+  std::vector<std::uint64_t> sent_;               // messages to each rank
+  std::vector<Inbox> inboxes_;                    // of each rank
+  History history_;
+  std::vector<bool> warned_of_;  // ranks known to be stopped
+  std::atomic<bool> printed_history_{false};
   std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot everyone has left
   std::map<std::int64_t, std::shared_ptr<Allocation>> allocations_;
+  std::map<const std::byte*, Allocation*> places_;  // the same by where this rank's memory begins
 };
 
 }  // namespace isograd::shm

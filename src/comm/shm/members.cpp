@@ -1,11 +1,14 @@
 #include "comm/shm/members.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cerrno>
 #include <fstream>
 #include <sstream>
 #include <thread>
@@ -15,17 +18,22 @@
 namespace isograd::shm {
 namespace {
 
-constexpr int kVersion = 1;  // of the text below and of the layout in control.hpp
+constexpr int kVersion = 2;  // of the text below and of the layout in control.hpp
 
 struct ProcessStatus {
-  char state = 0;  // as in ps; 0: no such process
+  char state = 0;  // as in ps; 0: no such process; '?': cannot be known
   std::uint64_t started = 0;
 };
 
 ProcessStatus status_of(std::int32_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string text;
-  if (!std::getline(file, text)) return {};
+  const int file = ::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC);
+  // Out of descriptors, say: no reason to believe that a peer has ended.
+  if (file < 0) return {.state = ::kill(pid, 0) == 0 || errno == EPERM ? '?' : '\0'};
+  char buffer[1024];
+  const ssize_t length = ::read(file, buffer, sizeof(buffer));
+  ::close(file);
+  if (length <= 0) return {};
+  const std::string text(buffer, static_cast<std::size_t>(length));
   // The command's name may hold anything; the fields after its closing bracket are the state and numbers.
   std::istringstream fields(text.substr(text.rfind(')') + 1));
   ProcessStatus status;
@@ -37,6 +45,7 @@ ProcessStatus status_of(std::int32_t pid) {
 }
 
 bool gone(const ProcessStatus& status, const MemberInfo& member) {
+  if (status.state == '?') return false;
   return status.state == 0 || status.state == 'Z' || status.state == 'X' || status.started != member.started;
 }
 
@@ -152,7 +161,8 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
 
 void give_up(c10d::Store& store, int rank, const std::string& reason) noexcept {
   try {
-    store.set(kGivenUp, fmt::format("rank {} failed: {}", rank, reason));
+    if (given_up(store).empty())  // the first reason is the cause of the later ones
+      store.set(kGivenUp, fmt::format("rank {} failed: {}", rank, reason));
   } catch (...) {  // the store is lost too: the others notice that by themselves
   }
 }
@@ -199,10 +209,18 @@ std::vector<int> Watch::dead() {
   return ranks;
 }
 
+bool is_stopped(const MemberInfo& member) {
+  if (member.pid == ::getpid()) return false;
+  const ProcessStatus status = status_of(member.pid);
+  return !gone(status, member) && (status.state == 'T' || status.state == 't');
+}
+
 std::string describe(int rank, const MemberInfo& member) {
   if (member.pid == ::getpid()) return fmt::format("rank {} (a thread of this process)", rank);
   const ProcessStatus status = status_of(member.pid);
-  const char* note = gone(status, member) ? ", ended" : status.state == 'T' ? ", stopped" : "";
+  const char* note = gone(status, member)                         ? ", ended"
+                     : status.state == 'T' || status.state == 't' ? ", stopped"
+                                                                  : "";
   return fmt::format("rank {} (host {}, pid {}{})", rank, member.host, member.pid, note);
 }
 

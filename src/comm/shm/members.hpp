@@ -56,6 +56,8 @@ class Watch {
   std::vector<pollfd> descriptors_;  // negative: nothing to poll
 };
 
+bool is_stopped(const MemberInfo& member);
+
 // "rank 2 (host alpha, pid 4711, stopped)": what the kernel says about it now is added where it tells much.
 std::string describe(int rank, const MemberInfo& member);
 

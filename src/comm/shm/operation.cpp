@@ -1,142 +1,141 @@
 #include "comm/shm/operation.hpp"
 
-#include <c10/core/ScalarType.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "comm/shm/engine.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::shm {
-namespace {
-
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::kBarrier:
-      return "barrier";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kAllocate:
-      return "empty_shared";
-  }
-  return "an unknown operation";
-}
-
-}  // namespace
 
 std::string Operation::name() const {
-  return fmt::format("{} #{}", name_of(fingerprint_.kind), sequence_);
+  return fmt::format("{} #{}", name_of(fingerprint_.kind), number_);
 }
 
-std::string Operation::call_of(const Fingerprint& fingerprint) {
-  if (fingerprint.kind == Kind::kBarrier) return "barrier";
-  static constexpr const char* kCombine[] = {"sum", "max", "min"};
-  std::string detail;
-  if (fingerprint.kind == Kind::kAllReduce || fingerprint.kind == Kind::kReduceScatter) {
-    detail = fmt::format("({})", kCombine[fingerprint.combine]);
-  } else if (fingerprint.kind == Kind::kBroadcast) {
-    detail = fmt::format(" from rank {}", fingerprint.root);
-  }
-  return fmt::format("{}{} of {} {}", name_of(fingerprint.kind), detail, fingerprint.count,
-                     c10::toString(static_cast<c10::ScalarType>(fingerprint.dtype)));
-}
-
-bool Operation::shares_memory_with(const Operation& other) const {
-  for (const Extent& mine : extents_) {
-    for (const Extent& theirs : other.extents_) {
-      if (mine.overlaps(theirs)) return true;
-    }
-  }
-  return false;
+std::string Operation::call() const {
+  return call_of(fingerprint_) + at(to_text(site_));
 }
 
 const Slot& Operation::slot(int rank) const {
-  return engine_->slot(rank, sequence_);
+  return engine().slot(rank, number_);
+}
+
+const Span& Operation::span_for_me(int rank) const {
+  return engine().spans(rank, number_)[engine().rank()];
+}
+
+int Operation::rank() const {
+  return engine().rank();
+}
+int Operation::size() const {
+  return engine().size();
 }
 
 std::byte* Operation::chunk_data(int rank, std::uint64_t chunk, std::uint64_t offset) const {
-  if (staged(rank)) return engine_->staging(rank, chunk);
-  return engine_->shared_data(rank, locations_[static_cast<std::size_t>(rank)]) + offset;
+  if (staged(rank)) return engine().staging(rank, chunk);
+  return engine().shared_data(rank, locations_[static_cast<std::size_t>(rank)]) + offset;
 }
 
 void Operation::publish_ready(std::uint64_t step) {
-  engine_->slot(engine_->rank(), sequence_).ready.store(token(sequence_, step), std::memory_order_seq_cst);
-  engine_->ring();
+  engine().slot(rank(), number_).ready.store(token(number_, step), std::memory_order_seq_cst);
+  engine().ring();
 }
 
 void Operation::publish_done(std::uint64_t step) {
-  engine_->slot(engine_->rank(), sequence_).done.store(token(sequence_, step), std::memory_order_seq_cst);
-  engine_->ring();
+  engine().slot(rank(), number_).done.store(token(number_, step), std::memory_order_seq_cst);
+  engine().ring();
+}
+
+void Operation::enter() {
+  number_ = engine().take_sequence();
+  is_local_source_ = is_source(rank());
+  if (is_local_source_) local_ = engine().locate(source_data(), source_bytes());
 }
 
 void Operation::announce(bool staging_free) {
-  Slot& mine = engine_->slot(engine_->rank(), sequence_);
+  engine().observe(Phase::kStart, *this);
+  Slot& mine = engine().slot(rank(), number_);
   mine.fingerprint = fingerprint_;
   mine.location = local_;
   mine.payload = payload_;
-  announced_ = true;
-  if (!uses_staging()) return publish_ready(kEverything);
-  chunks_ = chunk_count(true);
-  ISOGRAD_INVARIANT(chunks_ + 1 < kEverything, fmt::format("{} chunks", chunks_));
-  if (staging_free) copy_in(in_++);  // saves the others one look
-  publish_ready(1 + in_);
+  mine.chunks = is_local_source_ ? staged_chunks() : 1;
+  if (site_.file) {
+    mine.site = to_text(site_);
+  } else {
+    mine.site.text[0] = 0;
+  }
+  if (is_local_source_) write_spans(engine().spans(rank(), number_));
+  started_ = true;
+  if (!uses_staging()) {
+    publish_ready(kEverything);
+  } else {
+    set_chunks(true);
+    chunks_ = mine.chunks;
+    ISOGRAD_INVARIANT(chunks_ + 1 < kEverything, fmt::format("{} chunks", chunks_));
+    if (staging_free) copy_in(in_++);  // saves the others one look
+    publish_ready(1 + in_);
+  }
+  engine().observe(Phase::kAnnounced, *this);
 }
 
 // Compares with each rank as it comes: a mismatch is told even while others are missing.
 bool Operation::agree() {
-  const int size = engine_->size();
+  const int ranks = size();
   bool all = true, any_staged = false;
-  for (int r = 0; r < size; ++r) {
+  std::uint64_t most = 1;
+  for (int r = 0; r < ranks; ++r) {
     const Slot& theirs = slot(r);
-    if (step_of(theirs.ready.load(std::memory_order_acquire), sequence_) == 0) {
+    if (step_of(theirs.ready.load(std::memory_order_acquire), number_) == 0) {
       all = false;
       continue;
     }
     if (theirs.fingerprint != fingerprint_) {
-      engine_->fail(
+      engine().fail(
           *this,
-          fmt::format("the ranks disagreed: rank {} called {}, rank {} called {}", engine_->rank(), call(), r,
-                      call_of(theirs.fingerprint)),
+          fmt::format("the ranks disagreed: rank {} called {}, rank {} called {}", rank(), call(), r,
+                      call_of(theirs.fingerprint) + at(theirs.site)),
           "Make every rank call the same operations with the same sizes and types in the same order");
     }
-    any_staged |= is_source(r) && theirs.location.allocation < 0;
+    if (!is_source(r)) continue;
+    any_staged |= theirs.location.allocation == Location::kPrivate;
+    most = std::max(most, theirs.chunks);
   }
   if (!all) return false;
-  for (int r = 0; r < size; ++r) locations_.push_back(slot(r).location);
-  chunks_ = chunk_count(any_staged);
+  locations_.reserve(static_cast<std::size_t>(ranks));
+  for (int r = 0; r < ranks; ++r) locations_.push_back(slot(r).location);
+  check_spans();
+  set_chunks(any_staged);
+  chunks_ = any_staged ? most : 1;
   agreed_ = true;
   return true;
 }
 
 std::uint64_t Operation::least_ready() const {
   std::uint64_t least = kEverything;
-  for (int r = 0; r < engine_->size(); ++r) {
+  for (int r = 0; r < size(); ++r) {
     if (is_source(r))
-      least = std::min(least, step_of(slot(r).ready.load(std::memory_order_acquire), sequence_));
+      least = std::min(least, step_of(slot(r).ready.load(std::memory_order_acquire), number_));
   }
   return least - 1;  // step 1 is the announcement, which all have made
 }
 
 std::uint64_t Operation::least_done() const {
   std::uint64_t least = kEverything;
-  for (int r = 0; r < engine_->size(); ++r) {
-    least = std::min(least, step_of(slot(r).done.load(std::memory_order_acquire), sequence_));
+  for (int r = 0; r < size(); ++r) {
+    least = std::min(least, step_of(slot(r).done.load(std::memory_order_acquire), number_));
   }
   return least;
 }
 
-bool Operation::advance(bool may_announce, bool staging_free) {
+bool Operation::can_start() {
+  return engine().slot_is_free(number_);
+}
+
+bool Operation::advance(bool may_start, bool staging_free) {
   bool moved = false;
-  if (!announced_) {
-    if (!may_announce) return false;
+  if (!started_) {
+    if (!may_start) return false;
     announce(staging_free);
     moved = true;
   }
@@ -144,13 +143,14 @@ bool Operation::advance(bool may_announce, bool staging_free) {
   const bool fills = uses_staging() && staging_free;
   for (bool again = true; again;) {
     again = false;
-    if (fills && in_ < chunks_ && in_ - out_ < engine_->options().chunks) {
+    if (fills && in_ < chunks_ && in_ - out_ < engine().options().chunks) {
       copy_in(in_++);
       publish_ready(1 + in_);
       again = true;
     }
     if (agreed_ && worked_ < chunks_ && least_ready() > worked_) {
       work(worked_++);
+      if (worked_ == chunks_) engine().observe(Phase::kWorked, *this);
       publish_done(worked_ == chunks_ ? kEverything : worked_);
       again = true;
     }
@@ -160,28 +160,29 @@ bool Operation::advance(bool may_announce, bool staging_free) {
     }
     moved |= again;
   }
-  all_done_ = agreed_ && out_ == chunks_;
-  complete_ = all_done_ || (agreed_ && worked_ == chunks_ && !waits_for_all());
+  const bool all_done = agreed_ && out_ == chunks_;
+  if (all_done) engine().slot_left_by_all(number_);
+  if (all_done || (agreed_ && worked_ == chunks_ && !waits_for_all())) complete_now();
   return moved;
 }
 
 std::vector<int> Operation::awaited() const {
   std::vector<int> ranks;
   if (complete_) return ranks;
-  for (int r = 0; r < engine_->size(); ++r) {
+  for (int r = 0; r < size(); ++r) {
     const Slot& theirs = slot(r);
-    const std::uint64_t ready = step_of(theirs.ready.load(std::memory_order_acquire), sequence_);
-    const std::uint64_t done = step_of(theirs.done.load(std::memory_order_acquire), sequence_);
+    const std::uint64_t ready = step_of(theirs.ready.load(std::memory_order_acquire), number_);
+    const std::uint64_t done = step_of(theirs.done.load(std::memory_order_acquire), number_);
     bool late = false;
-    if (!announced_) {  // its slot is still in use by the operation kSlots earlier, or one before it is
-      late = sequence_ >= kSlots &&
-             step_of(theirs.done.load(std::memory_order_acquire), sequence_ - kSlots) < kEverything;
+    if (!started_) {  // its slot is still in use by the operation kSlots earlier, or one before it is
+      late = number_ >= kSlots &&
+             step_of(theirs.done.load(std::memory_order_acquire), number_ - kSlots) < kEverything;
     } else if (!agreed_) {
       late = ready == 0;
     } else {
       late = (worked_ < chunks_ && is_source(r) && ready <= worked_ + 1) || (out_ < worked_ && done <= out_);
     }
-    if (late && r != engine_->rank()) ranks.push_back(r);
+    if (late && r != rank()) ranks.push_back(r);
   }
   return ranks;
 }

@@ -110,11 +110,15 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string&
   segment->descriptor_ = ::memfd_create("isograd", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->descriptor_ < 0) refuse("memfd_create failed", errno);
   if (::fchmod(segment->descriptor_, 0600) != 0) refuse("fchmod failed", errno);
-  int error = 0;
-  do {  // returns its error; a signal in between only means to go on
-    error = ::posix_fallocate(segment->descriptor_, 0, static_cast<off_t>(bytes));
-  } while (error == EINTR);
-  if (error != 0) refuse("reserving the pages failed", error);
+  // A signal may undo a call: in pieces that are done before the next tick of any timer.
+  constexpr std::uint64_t kPiece = 4 << 20;
+  for (std::uint64_t done = 0; done < bytes;) {
+    const std::uint64_t piece = std::min(kPiece, bytes - done);
+    const int error =  // returned, not in errno
+        ::posix_fallocate(segment->descriptor_, static_cast<off_t>(done), static_cast<off_t>(piece));
+    if (error != 0 && error != EINTR) refuse("reserving the pages failed", error);
+    if (error == 0) done += piece;
+  }
   ::fcntl(segment->descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   struct stat status {};
   if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);

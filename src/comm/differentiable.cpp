@@ -1,0 +1,179 @@
+#include "isograd/differentiable.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <functional>
+#include <numeric>
+
+namespace isograd::differentiable {
+namespace {
+
+using Map = std::function<at::Tensor(const at::Tensor&)>;
+
+// A collective and its dual, for autograd to carry.
+struct Duals final : torch::CustomClassHolder {
+  Duals(Map a, Map b) : forward(std::move(a)), backward(std::move(b)) {}
+  Map forward, backward;
+};
+
+struct Collective final : torch::autograd::Function<Collective> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
+                            const c10::intrusive_ptr<Duals>& duals) {
+    context->saved_data["duals"] = c10::IValue::make_capsule(duals);
+    return duals->forward(input);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto capsule = context->saved_data["duals"].toCapsule();
+    return {static_cast<Duals*>(capsule.get())->backward(gradients[0]), {}};
+  }
+};
+
+// `backward` is made of the functions below, so that it can be differentiated again.
+at::Tensor apply(const at::Tensor& input, Map forward, Map backward) {
+  const bool has_gradient = at::GradMode::is_enabled() && (at::isFloatingType(input.scalar_type()) ||
+                                                           at::isComplexType(input.scalar_type()));
+  if (!has_gradient) return forward(input.detach());
+  // Other ranks need this rank in the backward even if nobody here asks for a gradient.
+  const at::Tensor anchored = input.requires_grad() ? input : input.detach().requires_grad_();
+  return Collective::apply(anchored, c10::make_intrusive<Duals>(std::move(forward), std::move(backward)));
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) {
+  return tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+std::vector<std::int64_t> with_rows(std::int64_t rows, at::IntArrayRef rest) {
+  std::vector<std::int64_t> sizes{rows};
+  sizes.insert(sizes.end(), rest.begin(), rest.end());
+  return sizes;
+}
+
+}  // namespace
+
+at::Tensor all_reduce(Group group, const at::Tensor& input) {
+  const auto sum = [group](const at::Tensor& x) mutable {
+    at::Tensor result = copy_of(x);
+    group.all_reduce(result);
+    return result;
+  };
+  return apply(input, sum, [group](const at::Tensor& gradient) { return all_reduce(group, gradient); });
+}
+
+at::Tensor reduce(Group group, const at::Tensor& input, int root) {
+  const auto sum = [group, root](const at::Tensor& x) mutable {
+    at::Tensor result = copy_of(x);
+    group.reduce(result, root);
+    return group.rank() == root ? result : result.zero_();
+  };
+  return apply(input, sum,
+               [group, root](const at::Tensor& gradient) { return broadcast(group, gradient, root); });
+}
+
+at::Tensor broadcast(Group group, const at::Tensor& input, int root) {
+  const auto send_all = [group, root](const at::Tensor& x) mutable {
+    at::Tensor result = copy_of(x);
+    group.broadcast(result, root);
+    return result;
+  };
+  return apply(input, send_all,
+               [group, root](const at::Tensor& gradient) { return reduce(group, gradient, root); });
+}
+
+at::Tensor all_gather(Group group, const at::Tensor& input) {
+  const auto stack = [group](const at::Tensor& x) mutable { return group.all_gather(x); };
+  return apply(input, stack, [group](const at::Tensor& gradient) {
+    return reduce_scatter(group, gradient).squeeze(0);  // one row for each rank
+  });
+}
+
+at::Tensor all_gather_rows(Group group, const at::Tensor& input) {
+  const at::Tensor all = group.all_gather(at::full({1}, input.dim() > 0 ? input.size(0) : 0, at::kLong));
+  const std::int64_t* rows = all.data_ptr<std::int64_t>();
+  return all_gather_rows(group, input, Group::Rows(rows, rows + all.numel()));
+}
+
+at::Tensor all_gather_rows(Group group, const at::Tensor& input, const Group::Rows& rows) {
+  const auto join = [group, rows](const at::Tensor& x) mutable {
+    const auto total = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    at::Tensor result = at::empty(with_rows(total, x.sizes().slice(1)), x.options());
+    group.all_gather_rows_async(result, x, rows).wait();
+    return result;
+  };
+  return apply(input, join,
+               [group, rows](const at::Tensor& gradient) { return reduce_scatter(group, gradient, rows); });
+}
+
+at::Tensor reduce_scatter(Group group, const at::Tensor& input, const Group::Rows& rows) {
+  const Group::Rows parts = rows.empty() ? split_rows(input.size(0), group.size()) : rows;
+  const auto sum = [group, parts](const at::Tensor& x) mutable {
+    const auto own = parts.at(static_cast<std::size_t>(group.rank()));
+    at::Tensor result = at::empty(with_rows(own, x.sizes().slice(1)), x.options());
+    group.reduce_scatter_async(result, x, ReduceOp::kSum, parts).wait();
+    return result;
+  };
+  return apply(input, sum, [group, parts](const at::Tensor& gradient) {
+    return all_gather_rows(group, gradient, parts);
+  });
+}
+
+at::Tensor gather(Group group, const at::Tensor& input, int root) {
+  const auto stack = [group, root](const at::Tensor& x) mutable {
+    const at::Tensor all = group.gather(x, root);
+    return all.defined() ? all : at::empty(with_rows(0, x.sizes()), x.options());
+  };
+  return apply(input, stack,
+               [group, root](const at::Tensor& gradient) { return scatter(group, gradient, root); });
+}
+
+at::Tensor scatter(Group group, const at::Tensor& input, int root) {
+  const auto deal = [group, root](const at::Tensor& x) mutable {
+    at::Tensor result = at::empty(x.sizes().slice(1), x.options());
+    group.scatter(result, x, root);
+    return result;
+  };
+  const auto rows = input.size(0);
+  return apply(input, deal, [group, root, rows](const at::Tensor& gradient) {
+    const at::Tensor all = gather(group, gradient, root);
+    // Added to, not replaced: a second backward must reach the gather.
+    return all.size(0) == rows ? all : at::cat({all, gradient.new_zeros(with_rows(rows, gradient.sizes()))});
+  });
+}
+
+at::Tensor all_to_all(Group group, const at::Tensor& input, const Group::Rows& output_rows,
+                      const Group::Rows& input_rows) {
+  const auto exchange = [group, output_rows, input_rows](const at::Tensor& x) mutable {
+    return output_rows.empty() && input_rows.empty() ? group.all_to_all(x)
+                                                     : group.all_to_all(x, output_rows, input_rows);
+  };
+  return apply(input, exchange, [group, output_rows, input_rows](const at::Tensor& gradient) {
+    return all_to_all(group, gradient, input_rows, output_rows);
+  });
+}
+
+at::Tensor send(Group group, const at::Tensor& input, int to, int tag) {
+  const auto hand_over = [group, to, tag](const at::Tensor& x) mutable {
+    group.send(x, to, tag);
+    return at::empty({0}, x.options());
+  };
+  return apply(input, hand_over, [group, sizes = input.sizes().vec(), to, tag](const at::Tensor& gradient) {
+    // The gradient has no elements: it gives the sizes nothing but the graph of a second backward.
+    return recv(group, gradient.sum().expand(sizes), to, tag);
+  });
+}
+
+at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
+  const auto take = [group, from, tag](const at::Tensor& x) mutable {
+    at::Tensor result = at::empty(x.sizes(), x.options());
+    group.recv(result, from, tag);
+    return result;
+  };
+  return apply(like, take, [group, from, tag](const at::Tensor& gradient) {
+    // The result has no elements: what it is added to carries the graph of a second backward.
+    return gradient.new_zeros(gradient.sizes()) + send(group, gradient, from, tag).sum();
+  });
+}
+
+}  // namespace isograd::differentiable

@@ -1,0 +1,130 @@
+// What the operations of Group share: checking arguments, calling the backend, completing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "comm/call_site.hpp"
+#include "comm/pending.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+
+class ShmBackend;
+
+// A call of the user's, kept for messages. Nothing is formatted before there is something to say.
+struct Call {
+  const char* operation;
+  Group::Site site;
+  int other = -1;  // the root, or the other end of a message
+};
+
+// The backend has no such operation; known on all ranks before anything is sent.
+class MissingOperation final : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
+
+// A collective that the backend has begun.
+struct Started {
+  c10::intrusive_ptr<c10d::Work> work;  // null: there was nothing to do, or it is done
+  std::vector<at::Tensor> kept;         // what the backend reads and writes
+  struct Copy {
+    at::Tensor to, from;
+  };
+  std::vector<Copy> copies;  // of results that arrive elsewhere, once the work is done
+};
+
+// What split_rows gives part number `part`.
+inline std::int64_t rows_of_part(std::int64_t rows, int parts, int part) {
+  return rows / parts + (part < rows % parts ? 1 : 0);
+}
+
+struct Group::Impl {
+  c10::intrusive_ptr<c10d::Backend> backend;  // null: alone
+  ShmBackend* shm = nullptr;                  // the same, where it is ours
+  std::string name;
+  std::chrono::milliseconds timeout{};
+  int rank = 0;
+  int size = 1;
+
+  bool alone() const { return size == 1; }
+  // Other backends are spared empty tensors, which some of them do not know.
+  bool nothing_to_send(const at::Tensor& tensor) const { return !shm && tensor.numel() == 0; }
+
+  // Checks: ConfigError saying which call, what was found, what is expected and what to do
+  // (group_checks.cpp).
+  void check(const Call& call, const at::Tensor& tensor, const char* which) const;
+  void check_reduction(const Call& call, const at::Tensor& tensor, ReduceOp op) const;
+  void check_root(const Call& call, int root) const;
+  void check_peer(const Call& call, int peer, int tag) const;
+  // `whole` is [first, ...rest of part's sizes], of its type; `skip` sizes of part are left out of the rest.
+  void check_stack(const Call& call, const at::Tensor& whole, const char* which, std::int64_t first,
+                   const at::Tensor& part, std::int64_t skip) const;
+  void check_has_rows(const Call& call, const at::Tensor& tensor, const char* which) const;
+  // One number for each rank, that are `total` together.
+  void check_rows(const Call& call, const Rows& rows, std::int64_t total, const char* which) const;
+  [[noreturn]] void refuse(const Call& call, std::string found, std::string expected,
+                           std::string action) const;
+  [[noreturn]] void lost(const Call& call, const char* what) const;
+  [[noreturn]] void aborted(const Call& call) const;
+  std::string where(const Call& call) const;
+
+  // Runs `action` of the backend; what a foreign one throws becomes an error that says where.
+  template <typename Action>
+  auto guarded(const Call& call, Action&& action) const {
+    const CallSiteScope scope({call.site.file_name(), static_cast<unsigned>(call.site.line())});
+    try {
+      return action();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      lost(call, error.what());
+    }
+  }
+
+  void complete(const Call& call, Started& started) const {
+    if (started.work && !guarded(call, [&] { return started.work->wait(timeout); })) aborted(call);
+    if (!started.copies.empty()) copy_results(started);
+  }
+  static void copy_results(Started& started);
+  static Pending pend(const std::shared_ptr<Impl>& impl, const Call& call, Started started);
+
+  // The tensor in a form that backends can read: itself or a copy.
+  static at::Tensor readable(at::Tensor tensor) {
+    return is_plain(tensor) ? std::move(tensor) : plain_copy(tensor);
+  }
+  // The same for one that is written to; a copy is copied back on completion. `read`: its values matter.
+  at::Tensor writable(const Call& call, at::Tensor tensor, bool read, Started& started) const {
+    return is_plain(tensor) ? std::move(tensor) : plain_twin(call, tensor, read, started);
+  }
+  static bool is_plain(const at::Tensor& tensor) {
+    return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  }
+  static at::Tensor plain_copy(const at::Tensor& tensor);
+  at::Tensor plain_twin(const Call& call, const at::Tensor& tensor, bool read, Started& started) const;
+
+  // The operations: check, then begin.
+  Started all_reduce(const Call& call, at::Tensor tensor, ReduceOp op) const;
+  Started reduce(const Call& call, at::Tensor tensor, int root, ReduceOp op) const;
+  Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op,
+                         const Rows& rows) const;
+  Started broadcast(const Call& call, at::Tensor tensor, int root) const;
+  Started all_gather(const Call& call, at::Tensor output, at::Tensor input) const;
+  Started all_gather_rows(const Call& call, at::Tensor output, at::Tensor input, const Rows& rows) const;
+  Started gather(const Call& call, at::Tensor output, at::Tensor input, int root) const;
+  Started scatter(const Call& call, at::Tensor output, at::Tensor input, int root) const;
+  Started all_to_all(const Call& call, at::Tensor output, at::Tensor input, Rows output_rows,
+                     Rows input_rows) const;
+  Started send(const Call& call, at::Tensor tensor, int to, int tag) const;
+  Started recv(const Call& call, at::Tensor tensor, int from, int tag) const;
+  Started barrier(const Call& call) const;
+
+  // The numbers of rows that all_gather_rows needs.
+  Rows exchange_rows(const Call& call, const at::Tensor& input) const;
+};
+
+}  // namespace isograd

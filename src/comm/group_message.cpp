@@ -1,0 +1,63 @@
+// The operations of Group that concern two ranks, or no data: send, recv, barrier.
+#include "comm/group_impl.hpp"
+
+namespace isograd {
+
+Started Group::Impl::send(const Call& call, at::Tensor tensor, int to, int tag) const {
+  check(call, tensor, "tensor");
+  check_peer(call, to, tag);
+  Started started;
+  if (nothing_to_send(tensor)) return started;
+  started.kept.push_back(readable(std::move(tensor)));
+  started.work = guarded(call, [&] { return backend->send(started.kept, to, tag); });
+  return started;
+}
+
+Started Group::Impl::recv(const Call& call, at::Tensor tensor, int from, int tag) const {
+  check(call, tensor, "tensor");
+  check_peer(call, from, tag);
+  Started started;
+  if (nothing_to_send(tensor)) return started;
+  started.kept.push_back(writable(call, std::move(tensor), false, started));
+  started.work = guarded(call, [&] { return backend->recv(started.kept, from, tag); });
+  return started;
+}
+
+Started Group::Impl::barrier(const Call& call) const {
+  Started started;
+  if (alone()) return started;
+  c10d::BarrierOptions options;
+  options.timeout = timeout;
+  started.work = guarded(call, [&] { return backend->barrier(options); });
+  return started;
+}
+
+void Group::send(const at::Tensor& tensor, int to, int tag, Site site) {
+  const Call call{"send", site, to};
+  Started started = impl_->send(call, tensor, to, tag);
+  impl_->complete(call, started);
+}
+
+Pending Group::send_async(at::Tensor tensor, int to, int tag, Site site) {
+  const Call call{"send", site, to};
+  return Impl::pend(impl_, call, impl_->send(call, std::move(tensor), to, tag));
+}
+
+void Group::recv(at::Tensor tensor, int from, int tag, Site site) {
+  const Call call{"recv", site, from};
+  Started started = impl_->recv(call, std::move(tensor), from, tag);
+  impl_->complete(call, started);
+}
+
+Pending Group::recv_async(at::Tensor tensor, int from, int tag, Site site) {
+  const Call call{"recv", site, from};
+  return Impl::pend(impl_, call, impl_->recv(call, std::move(tensor), from, tag));
+}
+
+void Group::barrier(Site site) {
+  const Call call{"barrier", site};
+  Started started = impl_->barrier(call);
+  impl_->complete(call, started);
+}
+
+}  // namespace isograd

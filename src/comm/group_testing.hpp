@@ -1,0 +1,29 @@
+// A test's helper: every operation of Group with inputs and answers that every rank can compute.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "isograd/group.hpp"
+
+namespace isograd::testing {
+
+struct OperationCases {
+  std::vector<std::int64_t> numels = {0, 1, 7, 1000};
+  std::vector<at::ScalarType> dtypes = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
+                                        at::kInt,    at::kShort, at::kChar,     at::kByte, at::kBool};
+  // Each operation, type and size with shared or private memory × contiguous or strided × blocking or
+  // asynchronous; otherwise these take turns, so that each operation meets each of them with some type and
+  // size.
+  bool every_layout = false;
+};
+
+// Collective. What was wrong, a line each; empty when all is right.
+std::vector<std::string> check_operations(Group group, const OperationCases& cases = {});
+
+// ISOGRAD_FULL_TESTS=1: the whole matrix, which takes minutes; see src/comm/README.md.
+bool full_tests();
+
+}  // namespace isograd::testing

@@ -1,0 +1,10 @@
+// launch_ranks() by way of mpirun.
+#pragma once
+
+#include "isograd/world.hpp"
+
+namespace isograd {
+
+int launch_through_mpirun(const std::vector<std::string>& command, const LaunchOptions& options);
+
+}  // namespace isograd

@@ -1,0 +1,164 @@
+// Process ranks over each backend, and what MPI promises instead of what shm does.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "comm/launch_testing.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+class EachBackend : public Launch, public testing::WithParamInterface<std::string> {
+ protected:
+  void all_right(int ranks, const std::string& mode, const std::string& said = "right") {
+    ASSERT_EQ(launch(ranks, {mode, folder_}, 3000, GetParam()), 0) << mode << " on " << ranks;
+    for (int r = 0; r < ranks; ++r) {
+      EXPECT_THAT(left(std::to_string(r) + ".done"), HasSubstr(said)) << mode << ", " << r << " of " << ranks;
+    }
+    for (const auto& entry : fs::directory_iterator(folder_)) fs::remove(entry);
+  }
+};
+
+TEST_P(EachBackend, ProcessRanksCommunicate) {
+  for (const int ranks : {1, 2, 3, 4}) all_right(ranks, "operations", "right threads=1 host=");
+}
+
+TEST_P(EachBackend, EveryOperationOfEveryTypeAndSize) {
+  for (const int ranks : {2, 4}) all_right(ranks, "matrix");
+}
+
+TEST_P(EachBackend, SubgroupsOverlapAndCoexist) {
+  for (const int ranks : {2, 3, 4}) all_right(ranks, "subgroups");
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, EachBackend, testing::ValuesIn(backends()));
+
+class Mpi : public Launch {
+ protected:
+  void SetUp() override {
+    if (backends().size() < 2)
+      GTEST_SKIP()
+          << "needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without";
+    Launch::SetUp();
+  }
+  void TearDown() override {
+    if (backends().size() == 2) Launch::TearDown();
+  }
+  static int shell(int ranks, const std::string& script, const std::string& argument = "") {
+    return launch_ranks({"sh", "-c", script, argument}, {.ranks = ranks, .backend = "mpi"});
+  }
+};
+
+// Every operation of c10d::Backend, and those that can be cut, in pieces.
+TEST_F(Mpi, BackendHasEveryOperation) {
+  for (const int ranks : {2, 3, 4}) {
+    ASSERT_EQ(launch(ranks, {"backend", folder_}, 3000, "mpi"), 0) << left("0.done");
+    for (int r = 0; r < ranks; ++r) EXPECT_EQ(left(std::to_string(r) + ".done"), "right");
+  }
+}
+
+// mpirun sets no MASTER_ADDR: the ranks find their store through the job's folder.
+TEST_F(Mpi, RanksOfMpirunTalkThroughSharedMemoryToo) {
+  for (const int ranks : {1, 2, 4}) {
+    ASSERT_EQ(launch_ranks({kProgram, "shm", "operations", folder_}, {.ranks = ranks, .backend = "mpi"}), 0);
+    for (int r = 0; r < ranks; ++r) EXPECT_THAT(left(std::to_string(r) + ".done"), HasSubstr("right"));
+  }
+}
+
+TEST_F(Mpi, LateRankIsAPeerErrorAtTheTimeoutAndThenAtOnce) {
+  EXPECT_EQ(launch(2, {"late", folder_}, 3000, "mpi"), 3);
+  std::istringstream lines(left("0.late"));
+  std::string first, second;
+  std::getline(lines, first);
+  std::getline(lines, second);
+  EXPECT_GE(std::stod(first), 300);
+  EXPECT_LT(std::stod(first), 1300);
+  EXPECT_THAT(first, AllOf(HasSubstr("PeerError: all_reduce"), HasSubstr("#"),
+                           HasSubstr("group 'world' (mpi)"), HasSubstr("not complete within 300 ms")));
+  EXPECT_LT(std::stod(second), 100);
+  EXPECT_THAT(second, HasSubstr("failed earlier"));
+}
+
+// mpirun ends the survivors, sooner or later than they notice themselves.
+TEST_F(Mpi, KilledRankEndsTheJob) {
+  for (const int victim : {0, 1}) {
+    const auto begin = std::chrono::steady_clock::now();
+    testing::internal::CaptureStderr();
+    EXPECT_NE(
+        launch(3, {"lose", folder_, std::to_string(victim), std::to_string(SIGKILL), "50", "staged", "60000"},
+               1000, "mpi"),
+        0);
+    testing::internal::GetCapturedStderr();
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
+}
+
+TEST_F(Mpi, StoppedRankEndsTheJobAtTheTimeout) {
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(launch(2, {"lose", folder_, "1", std::to_string(SIGSTOP), "20", "staged", "300"}, 1000, "mpi"),
+            3);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_THAT(left("0.error"), HasSubstr("not complete within 300 ms"));
+}
+
+TEST_F(Mpi, RankThatThrowsEndsTheJobWithItsStatus) {
+  EXPECT_EQ(launch(3, {"throw", folder_}, 1000, "mpi"), 2);
+  EXPECT_THAT(left("1.error"), HasSubstr("ConfigError: rank 1's file"));
+}
+
+TEST_F(Mpi, StatusSaysWhatHappened) {
+  EXPECT_EQ(shell(3, "exit 0"), 0);
+  EXPECT_EQ(shell(3, "[ $OMPI_COMM_WORLD_RANK$PMI_RANK != 1 ] || exit 7"), 7);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(shell(2, "[ $OMPI_COMM_WORLD_RANK = 0 ] || kill -11 $$"), 3);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("signal 11"));
+  EXPECT_THROW(launch_ranks({"no-such-program-here"}, {.ranks = 2, .backend = "mpi"}), ConfigError);
+  EXPECT_THROW(launch_ranks({"true"}, {.ranks = 2, .backend = "carrier-pigeon"}), ConfigError);
+}
+
+TEST_F(Mpi, OutputCarriesTheRank) {
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch_ranks({"sh", "-c", "printf o; printf 'ne\\nno '; echo to stderr >&2; printf end"},
+                         {.ranks = 2, .prefix_output = true, .backend = "mpi"}),
+            0);
+  const std::string out = testing::internal::GetCapturedStdout(),
+                    err = testing::internal::GetCapturedStderr();
+  for (const std::string rank : {"[0] ", "[1] "}) {
+    EXPECT_THAT(out, AllOf(HasSubstr(rank + "one\n"), HasSubstr(rank + "no end\n")));
+    EXPECT_THAT(err, HasSubstr(rank + "to stderr\n"));
+  }
+}
+
+TEST_F(Mpi, SignalIsPassedOnOnceAndTheRanksDecide) {
+  std::thread user([&] {
+    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+    ::kill(::getpid(), SIGTERM);
+  });
+  EXPECT_EQ(shell(2,
+                  "n=0; trap 'n=$((n+1))' TERM; cd \"$0\"; r=$OMPI_COMM_WORLD_RANK$PMI_RANK; echo > $r.pid; "
+                  "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.1; printf $n > $r.count",
+                  folder_),
+            0);
+  user.join();
+  EXPECT_EQ(left("0.count"), "1");
+  EXPECT_EQ(left("1.count"), "1");
+}
+
+TEST_F(Mpi, RanksEndedByAPassedOnSignalGiveItsStatus) {
+  std::thread user([&] {
+    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+    ::kill(::getpid(), SIGINT);
+  });
+  EXPECT_EQ(shell(2, "echo > \"$0\"/$OMPI_COMM_WORLD_RANK$PMI_RANK.pid; exec sleep 60", folder_),
+            128 + SIGINT);
+  user.join();
+}
+
+}  // namespace
+}  // namespace isograd

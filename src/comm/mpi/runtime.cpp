@@ -1,0 +1,201 @@
+#include "comm/mpi/runtime.hpp"
+
+#include <fmt/format.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "comm/mpi/mpi.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kStatusPeerLost = 3;
+// A rank that is done waits for those that still write reports; mpirun ends it should one fail.
+constexpr std::chrono::milliseconds kLeastFinish = std::chrono::minutes(5);
+
+// MPI_Init and MPI_Finalize wait for all ranks, without a timeout and in the same thread. That thread is
+// kept, so that others can wait for it as long as they like. Never destroyed: it may outlive static objects.
+struct Keeper {
+  std::mutex mutex;
+  std::condition_variable changed;
+  enum class Phase { kNotStarted, kStarting, kRunning, kFinalizing, kFinalized } phase = Phase::kNotStarted;
+  int code = MPI_SUCCESS;
+  int level = MPI_THREAD_SINGLE;
+  bool ours = false;  // we initialised it, so we finalise it
+  MPI_Comm control = MPI_COMM_NULL;
+  std::chrono::milliseconds timeout{};
+  std::atomic<bool> running{false}, serial{true}, abandoned{false};
+  std::mutex calls;
+
+  void run() {
+    int provided = MPI_THREAD_SINGLE;
+    int result = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided);
+    MPI_Comm copy = MPI_COMM_NULL;
+    if (result == MPI_SUCCESS) result = MPI_Comm_dup(MPI_COMM_WORLD, &copy);
+    std::unique_lock lock(mutex);
+    settle(result, provided, copy);
+    changed.wait(lock, [this] { return phase == Phase::kFinalizing; });
+    lock.unlock();
+    MPI_Comm_free(&copy);
+    MPI_Finalize();
+    lock.lock();
+    phase = Phase::kFinalized;
+    changed.notify_all();
+  }
+
+  void settle(int result, int provided, MPI_Comm copy) {  // REQUIRES: mutex held
+    code = result;
+    level = provided;
+    control = copy;
+    if (result == MPI_SUCCESS) MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
+    serial = provided < MPI_THREAD_MULTIPLE;
+    running = result == MPI_SUCCESS;
+    phase = Phase::kRunning;
+    changed.notify_all();
+  }
+};
+
+Keeper& keeper() {
+  static Keeper* kept = new Keeper;
+  return *kept;
+}
+
+// A rank that fails leaves without MPI_Finalize, which would wait for ranks that wait for this one.
+void finalize_at_exit(int status, void*) {
+  Keeper& kept = keeper();
+  std::unique_lock lock(kept.mutex);
+  if (kept.phase != Keeper::Phase::kRunning || !kept.ours) return;
+  kept.running = false;
+  if (status != 0 || kept.abandoned) return;
+  kept.phase = Keeper::Phase::kFinalizing;
+  kept.changed.notify_all();
+  if (kept.changed.wait_for(lock, kept.timeout, [&] { return kept.phase == Keeper::Phase::kFinalized; }))
+    return;
+  std::fprintf(stderr, "isograd: the other ranks did not come to MPI_Finalize within %lld ms\n",
+               static_cast<long long>(kept.timeout.count()));
+  std::_Exit(kStatusPeerLost);
+}
+
+}  // namespace
+
+bool built() {
+  return true;
+}
+
+void require() {}
+
+CallScope::CallScope() {
+  if (keeper().serial) lock_ = std::unique_lock(keeper().calls);
+}
+
+void check(int code, const std::string& where) {
+  if (code == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  throw PeerError(
+      {.where = where,
+       .found = "MPI says: " + std::string(text, static_cast<std::size_t>(length)),
+       .expected = "a completed operation",
+       .action = "See whether all ranks call the same operation with the same sizes, and still run"});
+}
+
+MPI_Comm control() {
+  return keeper().control;
+}
+
+bool running() {
+  return keeper().running;
+}
+
+void abandon() {
+  keeper().abandoned = true;
+}
+
+bool poll(const std::function<bool()>& done, std::chrono::milliseconds timeout) {
+  constexpr int kSpins = 64;
+  constexpr auto kYieldTime = std::chrono::milliseconds(1);
+  constexpr auto kLongestNap = std::chrono::microseconds(1000);
+  for (int i = 0; i < kSpins; ++i) {
+    if (done()) return true;
+  }
+  const auto begin = Clock::now();
+  auto nap = std::chrono::microseconds(20);
+  for (;;) {
+    if (done()) return true;
+    const auto waited = Clock::now() - begin;
+    if (waited >= timeout) return false;
+    if (waited < kYieldTime) {
+      ::sched_yield();
+    } else {
+      std::this_thread::sleep_for(nap);
+      nap = std::min(2 * nap, kLongestNap);
+    }
+  }
+}
+
+Rank start(std::chrono::milliseconds timeout) {
+  timeout = std::max<std::chrono::milliseconds>(timeout, kLeastStart);
+  Keeper& kept = keeper();
+  std::unique_lock lock(kept.mutex);
+  kept.timeout = std::max({kept.timeout, timeout, kLeastFinish});
+  if (kept.phase == Keeper::Phase::kNotStarted) {
+    int initialized = 0;
+    MPI_Initialized(&initialized);
+    if (initialized) {  // by the program we are part of, which finalises it
+      int provided = MPI_THREAD_SINGLE;
+      MPI_Query_thread(&provided);
+      MPI_Comm copy = MPI_COMM_NULL;
+      const int result = MPI_Comm_dup(MPI_COMM_WORLD, &copy);
+      kept.settle(result, provided, copy);
+    } else {
+      kept.ours = true;
+      kept.phase = Keeper::Phase::kStarting;
+      std::thread([&kept] { kept.run(); }).detach();
+      ::on_exit(finalize_at_exit, nullptr);
+    }
+  }
+  if (!kept.changed.wait_for(lock, timeout, [&] { return kept.phase >= Keeper::Phase::kRunning; })) {
+    throw PeerError(
+        {.where = "joining through MPI",
+         .found = fmt::format("MPI_Init still waits for other ranks after {} ms", timeout.count()),
+         .expected = "all ranks to start",
+         .action = "See which rank does not start, or raise parallel.timeout_seconds"});
+  }
+  check(kept.code, "joining through MPI");
+  if (kept.ours && kept.level < MPI_THREAD_SERIALIZED) {
+    throw ConfigError({.where = "joining through MPI",
+                       .found = "an MPI that only the thread which initialised it may call",
+                       .expected = "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE",
+                       .action = "Use an MPI that was built with support for threads"});
+  }
+  if (!kept.running) {
+    throw ConfigError({.where = "joining through MPI",
+                       .found = "MPI that is finalised",
+                       .expected = "a process that has not begun to exit",
+                       .action = "Join earlier"});
+  }
+  Rank rank;
+  MPI_Comm_rank(kept.control, &rank.rank);
+  MPI_Comm_size(kept.control, &rank.size);
+  return rank;
+}
+
+std::vector<std::string> launcher(int ranks) {
+  std::vector<std::string> command = {"mpirun", "-n", std::to_string(ranks)};
+#ifdef OPEN_MPI  // others bind nothing and take any number
+  command.insert(command.end(), {"-q", "--oversubscribe", "--bind-to", "none"});
+#endif
+  return command;
+}
+
+}  // namespace isograd::mpi

@@ -1,0 +1,288 @@
+#include "comm/self_test.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <fstream>
+#include <functional>
+#include <optional>
+
+#include "comm/group_impl.hpp"
+
+namespace isograd {
+namespace {
+
+using Rows = Group::Rows;
+
+// What goes in: less than 4093, so that sums over 4096 ranks are exact, and too fine for 16 bits.
+double value(int rank, int slot, std::int64_t index) {
+  return static_cast<double>((rank * 1009 + slot * 101 + index * 7 + 1) % 4093);
+}
+
+struct Finding {
+  int question = 0;  // which collective
+  std::int64_t index = 0;
+  double found = 0, expected = 0;
+};
+
+using Answer = std::function<double(std::int64_t index)>;
+
+class Exam {
+ public:
+  Exam(Group group, c10::Device device) : group_(std::move(group)), device_(device) {}
+
+  void run() {
+    reductions();
+    copies();
+    parts();
+    messages();
+    barrier();
+    agree();
+  }
+
+ private:
+  int rank() const { return group_.rank(); }
+  int size() const { return group_.size(); }
+
+  // Runs one collective; its slot is its number.
+  void ask(const char* name, const std::function<void(int slot)>& collective) {
+    names_.push_back(name);
+    try {
+      collective(static_cast<int>(names_.size()));
+    } catch (const MissingOperation&) {  // on all ranks alike, before anything is sent
+    }
+  }
+
+  at::Tensor tensor(std::int64_t numel, const Answer& content) const {
+    at::Tensor result = at::empty({numel}, at::kFloat);
+    for (std::int64_t i = 0; i < numel; ++i) result.data_ptr<float>()[i] = static_cast<float>(content(i));
+    return result.to(device_);
+  }
+  at::Tensor input(std::int64_t numel, int slot) const {
+    return tensor(numel, [&](std::int64_t i) { return value(rank(), slot, i); });
+  }
+  at::Tensor blank(std::int64_t numel) const { return at::full({numel}, -1.0f, device_); }
+
+  void check(const at::Tensor& output, const Answer& answer) {
+    const at::Tensor found = output.cpu();
+    for (std::int64_t i = 0; i < found.numel(); ++i) {
+      const double got = static_cast<double>(found.data_ptr<float>()[i]), expected = answer(i);
+      if (got != expected) return note(i, got, expected);
+    }
+  }
+  void note(std::int64_t index, double found, double expected) {
+    if (!finding_) finding_ = Finding{static_cast<int>(names_.size()) - 1, index, found, expected};
+  }
+
+  double sum(int slot, std::int64_t index) const {
+    double result = 0;
+    for (int r = 0; r < size(); ++r) result += value(r, slot, index);
+    return result;
+  }
+  double extreme(int slot, std::int64_t index, bool largest) const {
+    double result = value(0, slot, index);
+    for (int r = 1; r < size(); ++r) {
+      const double other = value(r, slot, index);
+      result = largest ? std::max(result, other) : std::min(result, other);
+    }
+    return result;
+  }
+
+  void reductions() {
+    const std::int64_t numel = 2 * size() + 3;
+    ask("all_reduce(sum)", [&](int slot) {
+      const at::Tensor x = input(numel, slot);
+      group_.all_reduce(x);
+      check(x, [&](auto i) { return sum(slot, i); });
+    });
+    for (const bool largest : {true, false}) {
+      ask(largest ? "all_reduce(max)" : "all_reduce(min)", [&](int slot) {
+        const at::Tensor x = input(numel, slot);
+        group_.all_reduce(x, largest ? ReduceOp::kMax : ReduceOp::kMin);
+        check(x, [&](auto i) { return extreme(slot, i, largest); });
+      });
+    }
+    ask("all_reduce(product)", [&](int) {  // of each element, one rank has a factor
+      const auto factor = [](auto i) { return static_cast<double>(i % 7 + 2); };
+      const at::Tensor x = tensor(numel, [&](auto i) { return i % size() == rank() ? factor(i) : 1; });
+      group_.all_reduce(x, ReduceOp::kProduct);
+      check(x, factor);
+    });
+    const int root = size() - 1;
+    ask("reduce(sum)", [&](int slot) {
+      const at::Tensor x = input(numel, slot);
+      group_.reduce(x, root);
+      check(x, [&](auto i) { return rank() == root ? sum(slot, i) : value(rank(), slot, i); });
+    });
+    for (const std::int64_t rest : {0, 1}) {
+      ask(rest ? "reduce_scatter(sum) of uneven rows" : "reduce_scatter(sum)", [&](int slot) {
+        const Rows rows = split_rows(3 * size() + rest, size());
+        const at::Tensor x = input(3 * size() + rest, slot);
+        const at::Tensor output = blank(rows[static_cast<std::size_t>(rank())]);
+        group_.reduce_scatter_async(output, x, ReduceOp::kSum, rows).wait();
+        const std::int64_t first = 3 * rank() + (rank() > 0 ? rest : 0);  // rank 0 has the row more
+        check(output, [&](auto i) { return sum(slot, first + i); });
+      });
+    }
+  }
+
+  void copies() {
+    const int root = size() - 1;
+    ask("broadcast", [&](int slot) {
+      const at::Tensor x = input(5, slot);
+      group_.broadcast(x, root);
+      check(x, [&](auto i) { return value(root, slot, i); });
+    });
+    const auto by_rank = [](int slot) {
+      return [slot](std::int64_t i) { return value(static_cast<int>(i / 5), slot, i % 5); };
+    };
+    ask("all_gather", [&](int slot) { check(group_.all_gather(input(5, slot)), by_rank(slot)); });
+    ask("all_gather of uneven rows", [&](int slot) {
+      Rows rows(static_cast<std::size_t>(size()), 5);
+      rows.back() = 2;
+      const at::Tensor output = blank(5 * size() - 3);
+      group_.all_gather_rows_async(output, input(rows[static_cast<std::size_t>(rank())], slot), rows).wait();
+      check(output, by_rank(slot));
+    });
+    ask("gather", [&](int slot) {
+      const at::Tensor output = group_.gather(input(5, slot), root);
+      if (rank() == root) check(output, by_rank(slot));
+    });
+    ask("scatter", [&](int slot) {
+      const at::Tensor output = blank(5);
+      group_.scatter(output, rank() == root ? input(5 * size(), slot).view({size(), 5}) : at::Tensor(), root);
+      check(output, [&](auto i) { return value(root, slot, 5 * rank() + i); });
+    });
+  }
+
+  void parts() {
+    ask("all_to_all", [&](int slot) {
+      check(group_.all_to_all(input(2 * size(), slot)),
+            [&](auto i) { return value(static_cast<int>(i / 2), slot, 2 * rank() + i % 2); });
+    });
+    ask("all_to_all of uneven rows", [&](int slot) {  // rank r is sent 1 + r % 2 rows by everyone
+      const std::int64_t mine = 1 + rank() % 2;
+      Rows to, from(static_cast<std::size_t>(size()), mine);
+      std::int64_t total = 0, first = 0;
+      for (int r = 0; r < size(); ++r) {
+        to.push_back(1 + r % 2);
+        if (r < rank()) first += to.back();
+        total += to.back();
+      }
+      check(group_.all_to_all(input(total, slot), from, to),
+            [&](auto i) { return value(static_cast<int>(i / mine), slot, first + i % mine); });
+    });
+  }
+
+  void messages() {
+    ask("send and recv", [&](int slot) {
+      const int left = (rank() + size() - 1) % size(), right = (rank() + 1) % size();
+      const at::Tensor output = blank(5);
+      Pending received = group_.recv_async(output, left);
+      group_.send_async(input(5, slot), right).wait();
+      received.wait();
+      check(output, [&](auto i) { return value(left, slot, i); });
+    });
+  }
+
+  // Nobody may leave before the last has come. Told by the clock, which ranks of one host share; the last
+  // rank comes a little late.
+  void barrier() {
+    ask("barrier", [&](int) {
+      const auto now = [] { return std::chrono::steady_clock::now().time_since_epoch().count(); };
+      const auto begin = now();
+      while (rank() == size() - 1 && now() - begin < 100'000) {
+      }
+      at::Tensor mine = at::empty({3}, at::kLong);
+      auto* numbers = mine.data_ptr<std::int64_t>();
+      numbers[0] = host();
+      numbers[1] = now();
+      group_.barrier();
+      numbers[2] = now();
+      const at::Tensor all = group_.all_gather(mine.to(device_)).cpu();
+      for (int r = 0; r < size(); ++r) {
+        const auto* theirs = all.data_ptr<std::int64_t>() + 3 * r;
+        if (theirs[0] != numbers[0] || numbers[0] == 0 || theirs[1] <= numbers[2]) continue;
+        return note(r, static_cast<double>(numbers[2] - theirs[1]) * 1e-3, 0);
+      }
+    });
+  }
+
+  // The same on ranks that share a clock; 0 if unknown.
+  static std::int64_t host() {
+    std::string id;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+    return id.empty() ? 0 : static_cast<std::int64_t>(std::hash<std::string>()(id) >> 2);
+  }
+
+  // Any collective may be the wrong one, so each rank's finding travels in two ways.
+  void agree() {
+    constexpr int kFields = 5;
+    at::Tensor mine = at::zeros({kFields}, at::kDouble);
+    if (finding_) {
+      auto* fields = mine.data_ptr<double>();
+      fields[0] = 1;
+      fields[1] = finding_->question;
+      fields[2] = static_cast<double>(finding_->index);
+      fields[3] = finding_->found;
+      fields[4] = finding_->expected;
+    }
+    at::Tensor summed = at::zeros({size(), kFields}, at::kDouble), gathered = summed.clone();
+    summed[rank()].copy_(mine);
+    summed = summed.to(device_);
+    ask("agreement", [&](int) { group_.all_reduce(summed); });
+    ask("agreement", [&](int) { gathered = group_.all_gather(mine.to(device_)); });
+    const auto sum_failed = report(gathered.cpu());
+    const bool sum_is_wrong = sum_failed && names_[static_cast<std::size_t>(sum_failed->second.question)] ==
+                                                std::string_view("all_reduce(sum)");
+    auto verdict = sum_is_wrong ? sum_failed : report(summed.cpu());
+    if (!verdict) verdict = sum_failed;
+    if (!verdict && finding_) verdict = {rank(), *finding_};
+    if (verdict) fail(verdict->first, verdict->second);
+  }
+
+  // The first rank that found something, and what.
+  std::optional<std::pair<int, Finding>> report(const at::Tensor& findings) const {
+    for (int r = 0; r < size(); ++r) {
+      const double* fields = findings.data_ptr<double>() + 5 * r;
+      const bool sound =
+          fields[0] == 1 && fields[1] >= 0 && fields[1] < static_cast<double>(names_.size()) - 2;
+      if (!sound) continue;
+      return {{r, Finding{static_cast<int>(fields[1]), static_cast<std::int64_t>(fields[2]), fields[3],
+                          fields[4]}}};
+    }
+    return {};
+  }
+
+  [[noreturn]] void fail(int where, const Finding& finding) const {
+    const std::string_view name = names_[static_cast<std::size_t>(finding.question)];
+    std::string found =
+        fmt::format("{} gave {} in element {} on rank {}", name, finding.found, finding.index, where);
+    std::string expected = fmt::format("{}", finding.expected);
+    if (name == "barrier") {
+      found = fmt::format("rank {} left the barrier {} us before rank {} came", where, -finding.found,
+                          finding.index);
+      expected = "nobody to leave before all have come";
+    }
+    throw PeerError(
+        {.where = fmt::format("self-test of group '{}' on rank {} of {}", group_.name(), rank(), size()),
+         .found = std::move(found),
+         .expected = std::move(expected),
+         .action = "Do not train with this backend: its results are wrong. Try another version of it, or "
+                   "GroupOptions::ring"});
+  }
+
+  Group group_;
+  c10::Device device_;
+  std::vector<const char*> names_;  // of the collectives asked so far
+  std::optional<Finding> finding_;  // this rank's first
+};
+
+}  // namespace
+
+void self_test(Group group, c10::Device device) {
+  if (group.size() > 1) Exam(std::move(group), device).run();
+}
+
+}  // namespace isograd

@@ -1,0 +1,215 @@
+// Operations that move data: broadcast, gather and all-gather (everyone reads the whole of a source), scatter
+// and all-to-all (a source has a part for each rank); and those without data.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/shm/engine.hpp"
+#include "comm/shm/operation.hpp"
+#include "comm/shm/sizes.hpp"
+
+namespace isograd::shm {
+namespace {
+
+std::vector<Extent> extents_of(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) {
+  std::vector<Extent> extents;
+  add_extents(inputs, false, extents);
+  add_extents(outputs, true, extents);
+  return extents;
+}
+
+void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+// The whole of each source goes to `outputs_[source]`; no outputs: this rank only gives.
+class Copies : public Operation {
+ protected:
+  Copies(Fingerprint print, std::vector<Extent> extents, Piece input, std::vector<Piece> outputs)
+      : Operation(print, std::move(extents)), input_(input), outputs_(std::move(outputs)) {}
+
+  std::uint64_t source_bytes() const override { return input_.bytes; }
+  const std::byte* source_data() const override { return input_.data; }
+  std::uint64_t staged_chunks() const override {
+    return chunks_of(input_.bytes, engine().options().chunk_bytes);
+  }
+  void set_chunks(bool any_staged) override {
+    length_ = any_staged ? engine().options().chunk_bytes : ~std::uint64_t{0} >> 1;
+  }
+  void copy_in(std::uint64_t chunk) override {
+    const Piece part = part_of(input_, chunk, length_);
+    copy_bytes(engine().staging(rank(), chunk), part.data, part.bytes);
+  }
+  void work(std::uint64_t chunk) override {
+    if (outputs_.empty()) return;
+    for (int r = 0; r < size(); ++r) {
+      if (!is_source(r)) continue;
+      const Piece to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, length_);
+      if (to.bytes == 0) continue;
+      const std::uint64_t offset = chunk * length_;
+      copy_bytes(to.data, r == rank() ? input_.data + offset : chunk_data(r, chunk, offset), to.bytes);
+    }
+  }
+
+  Piece input_;
+  std::vector<Piece> outputs_;  // by rank
+  std::uint64_t length_ = 0;    // bytes of a chunk
+};
+
+class Broadcast final : public Copies {
+ public:
+  Broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size, bool is_root)
+      : Copies({.kind = Kind::kBroadcast, .dtype = dtype, .root = root, .count = count},
+               {{data.data, data.bytes, !is_root}}, data,
+               std::vector<Piece>(static_cast<std::size_t>(size), data)),
+        is_root_(is_root) {}
+
+ private:
+  bool is_source(int rank) const override { return rank == fingerprint_.root; }
+  bool waits_for_all() const override { return is_root_; }
+  bool is_root_;
+};
+
+class Gather final : public Copies {
+ public:
+  Gather(Fingerprint print, Piece input, std::vector<Piece> outputs)
+      : Copies(print, extents_of({input}, outputs), input, outputs) {}
+
+ private:
+  bool is_source(int) const override { return true; }
+};
+
+// Each source has a part for each rank. A staged chunk holds a part of each part, one after another; what a
+// rank has for itself is copied directly.
+class Parts final : public Operation {
+ public:
+  Parts(Fingerprint print, std::vector<Piece> outputs, std::vector<Piece> inputs, Piece hull, bool is_root)
+      : Operation(print, extents_of(inputs, outputs)),
+        outputs_(std::move(outputs)),
+        inputs_(std::move(inputs)),
+        hull_(hull),
+        waits_(print.kind == Kind::kAllToAll || is_root) {}
+
+ private:
+  bool is_source(int rank) const override {
+    return fingerprint_.kind == Kind::kAllToAll || rank == fingerprint_.root;
+  }
+  bool waits_for_all() const override { return waits_; }
+  std::uint64_t source_bytes() const override { return hull_.bytes; }
+  const std::byte* source_data() const override { return hull_.data; }
+  void write_spans(Span* spans) const override { list_spans(inputs_, hull_, spans); }
+
+  std::uint64_t staged_part() const { return part_bytes(engine().options().chunk_bytes, size()); }
+  std::uint64_t staged_chunks() const override { return chunks_of(largest_of(inputs_), staged_part()); }
+  void set_chunks(bool any_staged) override { part_ = any_staged ? staged_part() : ~std::uint64_t{0} >> 1; }
+
+  void check_spans() override {
+    for (int r = 0; r < size(); ++r) {
+      if (!is_source(r)) continue;
+      const std::uint64_t given = span_for_me(r).bytes,
+                          expected = outputs_[static_cast<std::size_t>(r)].bytes;
+      if (given == expected) continue;
+      engine().fail(*this,
+                    fmt::format("the ranks disagreed: rank {} has {} bytes for rank {}, which expects {}", r,
+                                given, rank(), expected),
+                    "Make what each rank sends another the same as what that one expects");
+    }
+  }
+
+  void copy_in(std::uint64_t chunk) override {
+    copy_parts_in(inputs_, rank(), chunk, part_, engine().staging(rank(), chunk));
+  }
+  void work(std::uint64_t chunk) override {
+    const auto self = static_cast<std::uint64_t>(rank());
+    for (int r = 0; r < size(); ++r) {
+      if (!is_source(r)) continue;
+      const Piece to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, part_);
+      if (to.bytes == 0) continue;
+      const std::byte* from = r == rank() ? part_of(inputs_[self], chunk, part_).data
+                              : staged(r) ? chunk_data(r, chunk, 0) + self * part_
+                                          : chunk_data(r, chunk, span_for_me(r).offset + chunk * part_);
+      copy_bytes(to.data, from, to.bytes);
+    }
+  }
+
+  std::vector<Piece> outputs_;  // by source
+  std::vector<Piece> inputs_;   // by the rank they are for
+  Piece hull_;
+  bool waits_;
+  std::uint64_t part_ = 0;
+};
+
+// No data besides what the announcement carries.
+class Exchange final : public Operation {
+ public:
+  Exchange(Fingerprint print, const Payload& mine, std::shared_ptr<std::vector<Payload>> received)
+      : Operation(print, {}), received_(std::move(received)) {
+    payload_ = mine;
+  }
+
+ private:
+  bool is_source(int) const override { return false; }
+  std::uint64_t source_bytes() const override { return 0; }
+  const std::byte* source_data() const override { return nullptr; }
+  std::uint64_t staged_chunks() const override { return 1; }
+  void set_chunks(bool) override {}
+  void copy_in(std::uint64_t) override {}
+  void work(std::uint64_t) override {
+    if (!received_) return;
+    for (int r = 0; r < size(); ++r) received_->push_back(slot(r).payload);
+  }
+  bool waits_for_all() const override { return false; }
+  std::shared_ptr<std::vector<Payload>> received_;
+};
+
+}  // namespace
+
+OperationPointer broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size,
+                           bool is_root) {
+  return std::make_shared<Broadcast>(data, count, dtype, root, size, is_root);
+}
+
+OperationPointer all_gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype) {
+  const std::uint64_t sizes = hash_if_uneven(outputs);
+  return std::make_shared<Gather>(
+      Fingerprint{.kind = Kind::kAllGather, .dtype = dtype, .count = sizes ? 0 : count, .sizes = sizes},
+      input, std::move(outputs));
+}
+
+OperationPointer gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype,
+                        int root) {
+  return std::make_shared<Gather>(
+      Fingerprint{.kind = Kind::kGather, .dtype = dtype, .root = root, .count = count}, input,
+      std::move(outputs));
+}
+
+OperationPointer scatter(Piece output, std::vector<Piece> inputs, std::int64_t count, std::int8_t dtype,
+                         int root, int size) {
+  std::vector<Piece> outputs(static_cast<std::size_t>(size));
+  outputs[static_cast<std::size_t>(root)] = output;
+  const Piece hull = hull_of(inputs);
+  const bool is_root = !inputs.empty();
+  return std::make_shared<Parts>(
+      Fingerprint{.kind = Kind::kScatter, .dtype = dtype, .root = root, .count = count}, std::move(outputs),
+      std::move(inputs), hull, is_root);
+}
+
+OperationPointer all_to_all(std::vector<Piece> outputs, std::vector<Piece> inputs, std::int8_t dtype) {
+  const Piece hull = hull_of(inputs);
+  return std::make_shared<Parts>(Fingerprint{.kind = Kind::kAllToAll, .dtype = dtype}, std::move(outputs),
+                                 std::move(inputs), hull, true);
+}
+
+OperationPointer barrier() {
+  return std::make_shared<Exchange>(Fingerprint{}, Payload{}, nullptr);
+}
+
+OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
+                          std::shared_ptr<std::vector<Payload>> received) {
+  return std::make_shared<Exchange>(
+      Fingerprint{.kind = Kind::kAllocate, .dtype = dtype, .stage = stage, .count = count}, mine,
+      std::move(received));
+}
+
+}  // namespace isograd::shm

@@ -1,0 +1,170 @@
+// What an Engine does when a peer is lost, late, stopped or in disagreement: everyone is told, by name.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+
+#include "comm/shm/engine.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd::shm {
+namespace {
+constexpr const char* kRestart = "Look at that rank's output for the reason, then restart all ranks";
+}
+
+std::string Engine::who(int rank) const {
+  return describe(rank, members_[static_cast<std::size_t>(rank)]);
+}
+
+std::string Engine::where(const Task& task) const {
+  return fmt::format("{} of group '{}' on rank {} of {}{}", task.name(), name_, rank_, size_,
+                     at(to_text(task.site_)));
+}
+
+// `task` and the earlier ones that may be what holds it back: of a collective all earlier collectives, of any
+// task those whose memory or whose turn it waits for.
+std::vector<const Task*> Engine::holding_up(const Task& task) const {
+  const auto self = std::find_if(under_way_.begin(), under_way_.end(),
+                                 [&](const auto& other) { return other.get() == &task; });
+  if (self == under_way_.end()) return {};
+  std::vector<const Task*> found{&task};
+  for (auto other = self; other != under_way_.begin();) {
+    const Task& earlier = **--other;
+    const bool holds = std::any_of(found.begin(), found.end(), [&](const Task* later) {
+      return (!later->is_message() && !earlier.is_message()) ||
+             (!later->started_ && later->must_follow(earlier));
+    });
+    if (holds && !earlier.complete_) found.push_back(&earlier);
+  }
+  return found;
+}
+
+std::vector<int> Engine::awaited(const Task& task) {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const Task* each : holding_up(task)) {
+    for (int r : each->awaited()) {
+      if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
+    }
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+void Engine::look_after_peers(Task& task, std::chrono::steady_clock::time_point since,
+                              std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(mutex_);
+  throw_if_lost(task);
+  if (task.complete_) return;
+  warn_of_stopped(task);
+  // This rank may have been the one that was stopped: what came meanwhile counts.
+  if (std::chrono::steady_clock::now() - since >= timeout && step(task) == Moved::kNothing)
+    time_out(task, timeout);
+}
+
+// A rank that ends after it has done its part harms nobody: so look at the deaths first, then at the parts.
+void Engine::throw_if_lost(Task& task) {
+  std::vector<int> lost = watch_->dead();
+  const auto dead = lost.size();
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && control_->member(r).left.load(std::memory_order_acquire)) lost.push_back(r);
+  }
+  if (lost.empty() || step(task) == Moved::kComplete) return;
+  const auto is_lost = [&](int r) { return std::find(lost.begin(), lost.end(), r) != lost.end(); };
+  std::vector<int> missed;
+  for (const Task* each : holding_up(task)) {
+    const std::vector<int> ranks = each->awaited();
+    if (each->any_will_do() && !std::all_of(ranks.begin(), ranks.end(), is_lost)) continue;
+    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(missed), is_lost);
+  }
+  if (missed.empty()) return;
+  const int r = *std::min_element(missed.begin(), missed.end());
+  const bool died = std::find(lost.begin(), lost.end(), r) - lost.begin() < static_cast<std::ptrdiff_t>(dead);
+  const MemberInfo& member = members_[static_cast<std::size_t>(r)];
+  const std::string name = member.pid == members_[static_cast<std::size_t>(rank_)].pid
+                               ? fmt::format("rank {} (a thread of this process)", r)
+                               : fmt::format("rank {} (host {}, pid {})", r, member.host, member.pid);
+  fail(task, fmt::format("{} {}", name, died ? "has ended" : "left the group"), kRestart);
+}
+
+// Stopped by a debugger or a signal: it may go on, so this is no error before the timeout.
+void Engine::warn_of_stopped(const Task& task) {
+  for (int r : awaited(task)) {
+    const bool stopped = is_stopped(members_[static_cast<std::size_t>(r)]);
+    const auto index = static_cast<std::size_t>(r);
+    if (stopped && !warned_of_[index]) {
+      std::fprintf(stderr, "isograd: %s waits for %s\n", where(task).c_str(), who(r).c_str());
+      std::fflush(stderr);
+    }
+    warned_of_[index] = stopped;
+  }
+}
+
+void Engine::time_out(const Task& task, std::chrono::milliseconds timeout) {
+  std::string names;
+  for (int r : awaited(task)) names += (names.empty() ? "" : ", ") + who(r);
+  if (names.empty()) names = "no rank that is known to be late: the operation";
+  fail(task, fmt::format("{} did not arrive within {} ms", names, timeout.count()),
+       "Look at what kept those ranks, or raise the timeout; then restart all ranks");
+}
+
+bool Engine::poisoned() const {
+  return control_->poison.state.load(std::memory_order_acquire) == Poison::kWritten;
+}
+
+void Engine::throw_poison(const Task& task) {
+  print_history();
+  const Poison& poison = control_->poison;
+  throw PeerError({.where = where(task),
+                   .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
+                   .expected = "every rank to take part",
+                   .action = "Mend what that rank reports, then restart all ranks"});
+}
+
+void Engine::fail(const Task& task, const std::string& found, const std::string& action) {
+  poison(fmt::format("{}: {}", task.name(), found));
+  throw PeerError(
+      {.where = where(task), .found = found, .expected = "every rank to take part", .action = action});
+}
+
+void Engine::poison(const std::string& reason) noexcept {
+  if (inherited()) return;
+  print_history();
+  Poison& poison = control_->poison;
+  std::uint32_t clean = Poison::kClean;
+  if (!poison.state.compare_exchange_strong(clean, Poison::kBeingWritten, std::memory_order_acq_rel)) return;
+  poison.rank = rank_;
+  const std::size_t length = std::min(reason.size(), sizeof(poison.text) - 1);
+  std::memcpy(poison.text, reason.data(), length);
+  poison.text[length] = 0;
+  poison.state.store(Poison::kWritten, std::memory_order_seq_cst);
+  control_->bell.ring();
+}
+
+std::uint64_t Engine::sequence() {
+  const std::lock_guard lock(mutex_);
+  return next_sequence_;
+}
+
+std::string Engine::history() {
+  const std::lock_guard lock(mutex_);
+  return history_.text(under_way_);
+}
+
+// Once: several operations may fail one after another.
+void Engine::print_history() noexcept {
+  if (!options_.print_history || printed_history_.exchange(true)) return;
+  try {
+    const std::string text = history();
+    if (text.empty()) return;
+    const std::string all = fmt::format(
+        "isograd: the last operations of rank {} in group '{}', oldest first:\n{}", rank_, name_, text);
+    std::fwrite(all.data(), 1, all.size(), stderr);
+    std::fflush(stderr);
+  } catch (...) {  // what failed is told in any case
+  }
+}
+
+}  // namespace isograd::shm

@@ -1,0 +1,306 @@
+#include "comm/shm/message.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/shm/engine.hpp"
+
+namespace isograd::shm {
+namespace {
+
+std::string describe(const Fingerprint& print, int tag) {
+  return call_of(print) + (tag ? fmt::format(" with tag {}", tag) : "");
+}
+
+Fingerprint fingerprint_of(Kind kind, std::int64_t count, std::int8_t dtype, int peer) {
+  return {.kind = kind, .dtype = dtype, .root = peer, .count = count};
+}
+
+// Copies between memory and a ring, around the ring's end.
+void to_ring(std::byte* ring, std::uint64_t ring_bytes, std::uint64_t position, const std::byte* from,
+             std::uint64_t bytes) {
+  const std::uint64_t begin = position % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+  std::memcpy(ring + begin, from, first);
+  std::memcpy(ring, from + first, bytes - first);
+}
+
+void from_ring(std::byte* to, const std::byte* ring, std::uint64_t ring_bytes, std::uint64_t position,
+               std::uint64_t bytes) {
+  const std::uint64_t begin = position % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+  std::memcpy(to, ring + begin, first);
+  std::memcpy(to + first, ring, bytes - first);
+}
+
+void finish(Envelope& envelope, std::uint64_t number) {
+  envelope.finished.store(number + 1, std::memory_order_seq_cst);
+}
+
+// Moves on behind the oldest message that is not finished.
+void let_go(Inbox& inbox, Channel& way) {
+  while (inbox.taken.contains(inbox.first) &&
+         way.envelope(inbox.first).finished.load(std::memory_order_relaxed) == inbox.first + 1) {
+    inbox.taken.erase(inbox.first++);
+  }
+}
+
+}  // namespace
+
+Send::Send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int to, int tag)
+    : Task(fingerprint_of(Kind::kSend, count, dtype, to), {{data, bytes, false}}),
+      data_(data),
+      bytes_(bytes),
+      tag_(tag) {}
+
+std::string Send::name() const {
+  return fmt::format("send #{} to rank {}", number_, fingerprint_.root);
+}
+
+std::string Send::call() const {
+  return describe(fingerprint_, tag_) + at(to_text(site_));
+}
+
+std::vector<int> Send::awaited() const {
+  return complete_ ? std::vector<int>{} : std::vector<int>{fingerprint_.root};
+}
+
+Channel& Send::channel() const {
+  return engine().channel(engine().rank(), fingerprint_.root);
+}
+
+void Send::enter() {
+  number_ = engine().take_message_number(fingerprint_.root);
+  local_ = engine().locate(data_, bytes_);
+}
+
+void Send::post(Envelope& envelope) {
+  engine().observe(Phase::kStart, *this);
+  envelope.tag = tag_;
+  envelope.dtype = fingerprint_.dtype;
+  envelope.count = fingerprint_.count;
+  envelope.bytes = bytes_;
+  envelope.location = local_;
+  envelope.site = to_text(site_);
+  if (bytes_ > 0 && bytes_ <= Envelope::kInline) std::memcpy(envelope.data, data_, bytes_);
+  envelope.posted.store(number_ + 1, std::memory_order_seq_cst);
+  engine().ring();
+  started_ = true;
+  engine().observe(Phase::kAnnounced, *this);
+}
+
+bool Send::can_start() {
+  return number_ < Channel::kEnvelopes || channel().envelope(number_).finished.load(
+                                              std::memory_order_acquire) == number_ - Channel::kEnvelopes + 1;
+}
+
+bool Send::advance(bool may_start, bool) {
+  Channel& way = channel();
+  Envelope& envelope = way.envelope(number_);
+  bool moved = false;
+  if (!started_) {
+    if (!may_start) return false;
+    post(envelope);
+    moved = true;
+  }
+  bool done = bytes_ <= Envelope::kInline;
+  if (!done && local_.allocation >= 0) {  // read where it lies
+    done = envelope.finished.load(std::memory_order_acquire) == number_ + 1;
+  } else if (!done && way.accepted.load(std::memory_order_acquire) == number_ + 1) {
+    const std::uint64_t ring_bytes = engine().ring_bytes();
+    const std::uint64_t before = way.written.load(std::memory_order_relaxed);  // this rank alone writes it
+    const std::uint64_t room = ring_bytes - (before - way.read.load(std::memory_order_acquire));
+    // A quarter at a time, so that the receiver works meanwhile.
+    const std::uint64_t bytes = std::min({room, bytes_ - written_, ring_bytes / 4});
+    if (bytes > 0) {
+      to_ring(way.ring(), ring_bytes, before, data_ + written_, bytes);
+      written_ += bytes;
+      way.written.store(before + bytes, std::memory_order_seq_cst);
+      engine().ring();
+      moved = true;
+    }
+    done = written_ == bytes_;
+  }
+  if (done) {
+    engine().observe(Phase::kWorked, *this);
+    complete_now();
+  }
+  return moved || done;
+}
+
+Receive::Receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int from,
+                 int tag)
+    : Task(fingerprint_of(Kind::kReceive, count, dtype, from), {{data, bytes, true}}),
+      data_(data),
+      bytes_(bytes),
+      tag_(tag),
+      source_(from) {}
+
+std::string Receive::name() const {
+  const int from = source_;
+  return from < 0 ? "recv from any rank" : fmt::format("recv from rank {}", from);
+}
+
+std::string Receive::call() const {
+  return describe(fingerprint_, tag_) + at(to_text(site_));
+}
+
+std::vector<int> Receive::awaited() const {
+  if (complete_) return {};
+  if (source_ >= 0) return {source_};
+  std::vector<int> ranks;
+  for (int r = 0; r < engine().size(); ++r) {
+    if (r != engine().rank()) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+Channel& Receive::channel() const {
+  return engine().channel(source_, engine().rank());
+}
+
+// Messages of one tag go to the calls in their order. One from any rank need not wait for one from a certain
+// rank: see claimed().
+bool Receive::must_follow(const Task& earlier) const {
+  if (Task::must_follow(earlier)) return true;
+  const auto* other = dynamic_cast<const Receive*>(&earlier);
+  return other && !other->started_ && other->tag_ == tag_ &&
+         (other->fingerprint_.root < 0 || other->fingerprint_.root == fingerprint_.root);
+}
+
+// An earlier receive that waits for this very rank comes first.
+bool Receive::claimed(int from) const {
+  for (const auto& task : engine().under_way()) {
+    if (task.get() == this) return false;
+    const auto* other = dynamic_cast<const Receive*>(task.get());
+    if (other && !other->started_ && other->tag_ == tag_ && other->fingerprint_.root == from) return true;
+  }
+  return false;
+}
+
+void Receive::check(const Envelope& envelope) {
+  if (envelope.count == fingerprint_.count && envelope.dtype == fingerprint_.dtype) return;
+  const Fingerprint sent = fingerprint_of(Kind::kSend, envelope.count, envelope.dtype, engine().rank());
+  engine().fail(*this,
+                fmt::format("the ranks disagreed: rank {} called {}, rank {} called {}", engine().rank(),
+                            call(), source_, describe(sent, envelope.tag) + at(envelope.site)),
+                "Make both ends agree on the number of elements and their type");
+}
+
+// Every envelope holds a message with another tag, and the right one may be waiting for an envelope: room is
+// made by keeping copies of those messages that travel in theirs.
+void Receive::set_aside(Inbox& inbox, Channel& way) {
+  bool moved = false;
+  for (std::uint64_t n = inbox.first; n < inbox.first + Channel::kEnvelopes; ++n) {
+    Envelope& envelope = way.envelope(n);
+    if (inbox.taken.contains(n) || envelope.bytes > Envelope::kInline) continue;
+    const auto copy = std::make_shared<Envelope>();
+    copy->tag = envelope.tag;
+    copy->dtype = envelope.dtype;
+    copy->count = envelope.count;
+    copy->bytes = envelope.bytes;
+    copy->site = envelope.site;
+    std::memcpy(copy->data, envelope.data, envelope.bytes);
+    inbox.set_aside[n] = copy;
+    inbox.taken.insert(n);
+    finish(envelope, n);
+    moved = true;
+  }
+  if (!moved) return;  // nobody is woken for nothing
+  let_go(inbox, way);
+  engine().ring();
+}
+
+// The oldest with the right tag, among the envelopes and what was set aside.
+bool Receive::match(int from) {
+  Inbox& inbox = engine().inbox(from);
+  Channel& way = engine().channel(from, engine().rank());
+  const auto aside = std::find_if(inbox.set_aside.begin(), inbox.set_aside.end(),
+                                  [&](const auto& entry) { return entry.second->tag == tag_; });
+  const bool has_aside = aside != inbox.set_aside.end();
+  const std::uint64_t end = inbox.first + Channel::kEnvelopes;
+  std::uint64_t n = inbox.first;
+  bool here = false;
+  for (; n < end; ++n) {
+    if (inbox.taken.contains(n)) continue;
+    if (way.envelope(n).posted.load(std::memory_order_acquire) != n + 1) break;
+    here = way.envelope(n).tag == tag_;
+    if (here) break;
+  }
+  if (!here && !has_aside) {
+    if (n == end) set_aside(inbox, way);
+    return false;
+  }
+  if (fingerprint_.root < 0 && claimed(from)) return false;
+  const bool use_aside = has_aside && !(here && n < aside->first);
+  source_ = from;
+  number_ = use_aside ? aside->first : n;
+  check(use_aside ? *aside->second : way.envelope(n));
+  started_ = true;  // never, where they disagree: nothing is delivered then, however often it is asked
+  if (use_aside) {
+    copy_ = aside->second;
+    inbox.set_aside.erase(aside);
+  } else {
+    inbox.taken.insert(n);
+  }
+  engine().observe(Phase::kAnnounced, *this);
+  return true;
+}
+
+bool Receive::take(const Envelope& envelope) {
+  if (bytes_ <= Envelope::kInline) {
+    if (bytes_ > 0) std::memcpy(data_, envelope.data, bytes_);
+    return true;
+  }
+  if (envelope.location.allocation >= 0) {
+    std::memcpy(data_, engine().shared_data(source_, envelope.location), bytes_);
+    return true;
+  }
+  Inbox& inbox = engine().inbox(source_);
+  if (inbox.in_ring && inbox.in_ring != this) return false;
+  Channel& way = channel();
+  if (!inbox.in_ring) {
+    inbox.in_ring = this;
+    way.accepted.store(number_ + 1, std::memory_order_seq_cst);
+    engine().ring();
+  }
+  const std::uint64_t before = way.read.load(std::memory_order_relaxed);  // this rank alone writes it
+  const std::uint64_t bytes = way.written.load(std::memory_order_acquire) - before;
+  if (bytes > 0) {
+    from_ring(data_ + read_, way.ring(), engine().ring_bytes(), before, bytes);
+    read_ += bytes;
+    way.read.store(before + bytes, std::memory_order_seq_cst);
+    engine().ring();
+  }
+  if (read_ == bytes_) inbox.in_ring = nullptr;
+  return read_ == bytes_;
+}
+
+bool Receive::advance(bool may_start, bool) {
+  bool moved = false;
+  if (!started_) {
+    if (!may_start) return false;
+    if (fingerprint_.root >= 0) {
+      if (!match(fingerprint_.root)) return false;
+    } else {
+      for (int r = 0; r < engine().size() && !started_; ++r) {
+        if (r != engine().rank()) match(r);
+      }
+      if (!started_) return false;
+    }
+    moved = true;
+  }
+  Envelope& envelope = channel().envelope(number_);
+  const std::uint64_t before = read_;
+  if (!take(copy_ ? *copy_ : envelope)) return moved || read_ != before;
+  engine().observe(Phase::kWorked, *this);
+  if (!copy_) {
+    finish(envelope, number_);
+    engine().ring();
+    let_go(engine().inbox(source_), channel());
+  }
+  complete_now();
+  return true;
+}
+
+}  // namespace isograd::shm

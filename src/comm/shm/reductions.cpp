@@ -1,0 +1,194 @@
+// Operations that combine numbers: how their data is cut into chunks and slices, who reads and writes what.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "comm/shm/engine.hpp"
+#include "comm/shm/operation.hpp"
+#include "comm/shm/sizes.hpp"
+
+namespace isograd::shm {
+namespace {
+
+constexpr std::int64_t kCacheLine = 64;
+
+class Reducing : public Operation {
+ protected:
+  Reducing(Fingerprint print, std::vector<Extent> extents, Reduction reduction)
+      : Operation(print, std::move(extents)),
+        reduction_(reduction),
+        width_(static_cast<std::int64_t>(kernels::bytes_of(reduction.number))) {
+    fingerprint_.combine = static_cast<std::uint8_t>(reduction.combine);
+    payload_.words[0] = std::bit_cast<std::uint64_t>(reduction.factor);
+  }
+  bool is_source(int) const override { return true; }
+
+  // Of all ranks, for a scaled sum.
+  const double* factors() {
+    if (reduction_.combine != kernels::Combine::kScaledSum) return nullptr;
+    factors_.clear();
+    for (int r = 0; r < size(); ++r) factors_.push_back(std::bit_cast<double>(slot(r).payload.words[0]));
+    return factors_.data();
+  }
+  void combine(std::int64_t begin, std::int64_t end, void* const* outputs, int outputs_count) {
+    kernels::reduce_slices(reduction_.number, reduction_.combine, places_.data(), size(), begin, end, outputs,
+                           outputs_count, factors());
+  }
+
+  Reduction reduction_;
+  std::int64_t width_;
+  std::vector<void*> places_;  // by rank: where its data lies
+ private:
+  std::vector<double> factors_;
+};
+
+// All-reduce and reduce: rank r combines slice r of each chunk and writes it to all ranks, or to the root. A
+// rank's own slice never goes through its staging buffer: nobody else reads it there.
+class AllReduce final : public Reducing {
+ public:
+  AllReduce(Kind kind, std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction, int root)
+      : Reducing({.kind = kind, .dtype = dtype, .root = root, .count = count},
+                 {{data, static_cast<std::uint64_t>(count) * kernels::bytes_of(reduction.number)}},
+                 reduction),
+        data_(data),
+        count_(count),
+        to_all_(kind == Kind::kAllReduce) {}
+
+ private:
+  std::uint64_t source_bytes() const override { return static_cast<std::uint64_t>(count_ * width_); }
+  const std::byte* source_data() const override { return data_; }
+
+  std::uint64_t staged_chunks() const override {
+    return chunks_of(static_cast<std::uint64_t>(count_), static_cast<std::uint64_t>(staged_length()));
+  }
+  std::int64_t staged_length() const {
+    return static_cast<std::int64_t>(engine().options().chunk_bytes) / width_;
+  }
+  // Without staging the whole is one chunk: each rank's slice is then one long run.
+  void set_chunks(bool any_staged) override { length_ = any_staged ? staged_length() : count_; }
+
+  std::byte* private_data(std::uint64_t chunk) const {
+    return data_ + static_cast<std::int64_t>(chunk) * length_ * width_;
+  }
+  std::int64_t size_of(std::uint64_t chunk) const {
+    return std::max<std::int64_t>(0, std::min(length_, count_ - static_cast<std::int64_t>(chunk) * length_));
+  }
+  struct Slice {
+    std::int64_t begin, end, all;
+  };
+  Slice own_slice(std::uint64_t chunk) const {
+    const std::int64_t n = size_of(chunk), ranks = size();
+    const std::int64_t line = kCacheLine / width_;  // no two ranks write to one cache line
+    const std::int64_t part = (n + ranks * line - 1) / (ranks * line) * line;
+    const std::int64_t begin = std::min(n, part * rank());
+    return {begin, std::min(n, begin + part), n};
+  }
+  // Everything but this rank's slice.
+  void copy_around(const Slice& own, std::byte* to, const std::byte* from) const {
+    std::memcpy(to, from, static_cast<std::size_t>(own.begin * width_));
+    std::memcpy(to + own.end * width_, from + own.end * width_,
+                static_cast<std::size_t>((own.all - own.end) * width_));
+  }
+
+  void copy_in(std::uint64_t chunk) override {
+    copy_around(own_slice(chunk), engine().staging(rank(), chunk), private_data(chunk));
+  }
+
+  void work(std::uint64_t chunk) override {
+    const Slice own = own_slice(chunk);
+    if (own.begin >= own.end) return;
+    const std::uint64_t offset = chunk * static_cast<std::uint64_t>(length_ * width_);
+    places_.clear();
+    for (int r = 0; r < size(); ++r) {
+      const bool mine = r == rank();
+      places_.push_back(mine ? private_data(chunk) : chunk_data(r, chunk, offset));
+    }
+    void* const* outputs = to_all_ ? places_.data() : &places_[static_cast<std::size_t>(fingerprint_.root)];
+    combine(own.begin, own.end, outputs, to_all_ ? size() : 1);
+  }
+
+  void copy_out(std::uint64_t chunk) override {
+    if (!staged(rank()) || !(to_all_ || rank() == fingerprint_.root)) return;
+    copy_around(own_slice(chunk), private_data(chunk), engine().staging(rank(), chunk));
+  }
+
+  std::byte* data_;
+  std::int64_t count_;
+  bool to_all_;
+  std::int64_t length_ = 0;  // elements of a chunk
+};
+
+// A staged chunk holds a part for each rank, one after another; the own part stays where it is.
+class ReduceScatter final : public Reducing {
+ public:
+  ReduceScatter(std::vector<Piece> pieces, Piece hull, Piece output, std::int8_t dtype, Reduction reduction)
+      : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, output), reduction),
+        pieces_(std::move(pieces)),
+        hull_(hull),
+        output_(output.data) {}
+
+ private:
+  static Fingerprint fingerprint_of(const std::vector<Piece>& pieces, std::int8_t dtype,
+                                    const Reduction& reduction) {
+    const std::uint64_t sizes = hash_if_uneven(pieces);
+    const auto width = static_cast<std::int64_t>(kernels::bytes_of(reduction.number));
+    const std::int64_t count = sizes ? 0 : static_cast<std::int64_t>(pieces.front().bytes) / width;
+    return {.kind = Kind::kReduceScatter, .dtype = dtype, .count = count, .sizes = sizes};
+  }
+  static std::vector<Extent> extents_of(const std::vector<Piece>& pieces, const Piece& output) {
+    std::vector<Extent> extents;
+    add_extents(pieces, false, extents);
+    add_extents({output}, true, extents);
+    return extents;
+  }
+  std::uint64_t source_bytes() const override { return hull_.bytes; }
+  const std::byte* source_data() const override { return hull_.data; }
+  void write_spans(Span* spans) const override { list_spans(pieces_, hull_, spans); }
+
+  std::uint64_t staged_part() const { return part_bytes(engine().options().chunk_bytes, size()); }
+  std::uint64_t staged_chunks() const override { return chunks_of(largest_of(pieces_), staged_part()); }
+  void set_chunks(bool any_staged) override {
+    part_ = any_staged ? staged_part() : std::max<std::uint64_t>(1, largest_of(pieces_));
+  }
+
+  void copy_in(std::uint64_t chunk) override {
+    copy_parts_in(pieces_, rank(), chunk, part_, engine().staging(rank(), chunk));
+  }
+  void work(std::uint64_t chunk) override {
+    const auto self = static_cast<std::uint64_t>(rank());
+    const Piece mine = part_of(pieces_[self], chunk, part_);
+    if (mine.bytes == 0) return;
+    places_.clear();
+    for (int r = 0; r < size(); ++r) {
+      places_.push_back(r == rank() ? mine.data
+                        : staged(r) ? chunk_data(r, chunk, 0) + self * part_
+                                    : chunk_data(r, chunk, span_for_me(r).offset + chunk * part_));
+    }
+    void* output = output_ + chunk * part_;
+    combine(0, static_cast<std::int64_t>(mine.bytes) / width_, &output, 1);
+  }
+
+  std::vector<Piece> pieces_;  // by rank
+  Piece hull_;
+  std::byte* output_;
+  std::uint64_t part_ = 0;  // bytes of a chunk that are for one rank
+};
+
+}  // namespace
+
+OperationPointer all_reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction) {
+  return std::make_shared<AllReduce>(Kind::kAllReduce, data, count, dtype, reduction, 0);
+}
+
+OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction,
+                        int root) {
+  return std::make_shared<AllReduce>(Kind::kReduce, data, count, dtype, reduction, root);
+}
+
+OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
+                                Reduction reduction) {
+  const Piece hull = hull_of(pieces);
+  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction);
+}
+
+}  // namespace isograd::shm

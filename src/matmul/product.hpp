@@ -1,0 +1,21 @@
+// Matrix products without gradient, by the fastest kernel that LibTorch has for them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace isograd {
+
+// a bᵀ (+ addend) (+ bias over rows); a [m, k], b [n, k], addend [m, n], bias [n]; a and b may be transposed
+// views, addend and bias undefined. On the CPU in fp32 and bf16 by oneDNN, which on many processors is twice
+// as fast as the BLAS behind at::mm; in fp64, for few rows and on other devices by at::mm. Accumulates in
+// fp32 (fp64 for fp64); the same bits run to run.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
+                   const at::Tensor& bias = {});
+
+// The same by at::addmm alone.
+namespace naive {
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
+                   const at::Tensor& bias = {});
+}
+
+}  // namespace isograd

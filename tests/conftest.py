@@ -1,0 +1,25 @@
+"""The backends that process ranks talk through: every test of process ranks runs once with each."""
+import functools
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
+
+
+@functools.cache
+def built_backends():
+    text = subprocess.run([str(BINARY), "launch", "--help"], capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"build has the backends ([a-z, ]+)", text)
+    return [name for name in ("shm", "mpi") if re.search(rf"\b{name}\b", found.group(1))]
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def backend(request):
+    if request.param not in built_backends():
+        pytest.skip("needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without")
+    return request.param
