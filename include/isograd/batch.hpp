@@ -19,12 +19,20 @@ struct Batch {
   std::vector<std::int64_t> cu_seqlens{0};   // [F + 1], first 0, last T_local
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
+  // [T_local] floating or bool, finite, >= 0; undefined: all 1. What each token's loss is multiplied by in a
+  // sum. Normalizer::prepare() replaces it where the mean needs that (w_i / T_b under the sample mean).
+  at::Tensor weights;
+  // Set by Normalizer::prepare(), for further terms of the same forward: the weights as the caller gave them,
+  // and w_i / T_b where samples are counted.
+  at::Tensor given_weights, sample_weights;
 
   std::int64_t num_tokens() const { return cu_seqlens.back(); }
   std::int64_t num_fragments() const { return static_cast<std::int64_t>(sample_ids.size()); }
   // Targets that carry loss, counted exactly.
   std::int64_t num_targets() const;
 };
+
+Batch empty_batch();  // no token, with tensors of the right types
 
 using MicroBatches = std::vector<Batch>;  // this rank's part of one step, in order
 

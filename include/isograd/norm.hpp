@@ -16,6 +16,9 @@ struct GlobalNorm {
 
 // Local fp64 sum of squares over owned elements, then one all-reduce, which carries the logged loss along.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group);
+// The same with more numbers to be summed over the ranks on the way, the loss first. `local_sums` (equally
+// many on every rank) becomes their sums; one that is not finite counts like a loss that is not.
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group);
 
 // min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank.
 double clip_coefficient(double norm, double max_norm);

@@ -11,33 +11,15 @@
 #include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "kernels/softmax.hpp"
+#include "loss/checks.hpp"
+#include "loss/elements.hpp"
+#include "loss/rows.hpp"
 
 namespace isograd {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-static_assert(sizeof(kernels::Bfloat16) == sizeof(at::BFloat16));
-
-// Calls pass(typed pointer to the logits' elements).
-template <typename F>
-void with_elements(const at::Tensor& logits, F&& pass) {
-  void* data = const_cast<void*>(logits.const_data_ptr());
-  switch (logits.scalar_type()) {
-    case at::kFloat:
-      return pass(static_cast<float*>(data));
-    case at::kDouble:
-      return pass(static_cast<double*>(data));
-    default:
-      return pass(static_cast<kernels::Bfloat16*>(data));
-  }
-}
-
-std::int64_t rows_per_task(std::int64_t vocabulary) {
-  constexpr std::int64_t kTaskElements = 1 << 15;
-  return std::max<std::int64_t>(1, kTaskElements / std::max<std::int64_t>(1, vocabulary));
-}
 
 // Sums of the rows that have a target, and the loss. `sums` [T, 2] fp64 holds kernels::RowSum.
 double forward_pass(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mask,
@@ -54,12 +36,7 @@ double forward_pass(const at::Tensor& logits, const at::Tensor& targets, const a
     });
     for (std::int64_t t = 0; t < rows; ++t)
       if (valid[t]) {
-        const auto logit = elements[t * vocabulary + target[t]];
-        double value;
-        if constexpr (std::is_same_v<std::remove_cv_t<decltype(logit)>, kernels::Bfloat16>)
-          value = kernels::to_float(logit);
-        else
-          value = logit;
+        const double value = value_of(elements[t * vocabulary + target[t]]);
         losses[t] = row_sums[t].maximum - value + std::log(row_sums[t].sum);
       }
   });
@@ -76,6 +53,14 @@ bool may_overwrite(const at::Tensor& logits) {
          logits.storage().use_count() == 1 && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
+void refuse_second_derivatives() {
+  if (at::GradMode::is_enabled())
+    throw ConfigError({.where = "cross_entropy_sum",
+                       .found = "a backward with create_graph",
+                       .expected = "first derivatives only",
+                       .action = "Use at::cross_entropy_loss where second derivatives are needed"});
+}
+
 struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits, const at::Tensor& targets,
                             const at::Tensor& mask) {
@@ -88,11 +73,7 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list upstream) {
-    if (at::GradMode::is_enabled())
-      throw ConfigError({.where = "cross_entropy_sum",
-                         .found = "a backward with create_graph",
-                         .expected = "first derivatives only",
-                         .action = "Use at::cross_entropy_loss where second derivatives are needed"});
+    refuse_second_derivatives();
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &logits = saved[0], &targets = saved[1], &mask = saved[2], &sums = saved[3];
     const std::int64_t vocabulary = logits.size(1);
@@ -115,38 +96,91 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
   }
 };
 
-void check_arguments(const at::Tensor& logits, const at::Tensor& targets) {
-  const auto refuse = [](std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = "cross_entropy_sum",
-                       .found = std::move(found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
-  };
-  const auto type = logits.scalar_type();
-  if (!logits.device().is_cpu() || !targets.device().is_cpu() ||
-      (type != at::kFloat && type != at::kDouble && type != at::kBFloat16))
-    refuse(fmt::format("logits of {} on {}, targets on {}", c10::toString(type), logits.device().str(),
-                       targets.device().str()),
-           "float64, float32 or bfloat16 on the CPU", "Convert the logits");
-  if (logits.dim() != 2 || targets.dim() != 1 || logits.size(0) != targets.size(0) ||
-      targets.scalar_type() != at::kLong)
-    refuse(fmt::format("logits {}, targets {} of {}", c10::str(logits.sizes()), c10::str(targets.sizes()),
-                       c10::toString(targets.scalar_type())),
+// Every row's ℓ [T] in fp64; 0 where the mask is false. Two passes over the logits, as above.
+struct RowLosses : torch::autograd::Function<RowLosses> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits, const at::Tensor& targets,
+                            const at::Tensor& mask, double cross_entropy, double label_smoothing,
+                            double z_loss) {
+    const RowLoss loss{cross_entropy, label_smoothing, z_loss};
+    RowStatistics rows = begin_rows(logits.size(0), loss, logits.device());
+    take_in(logits.contiguous(), 0, targets, mask, rows);
+    ctx->save_for_backward({logits, targets, mask, rows.sums});
+    ctx->saved_data["loss"] = std::vector<double>{cross_entropy, label_smoothing, z_loss};
+    return at::where(mask, losses(rows, loss, logits.size(1)), 0.0);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list upstream) {
+    refuse_second_derivatives();
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &logits = saved[0], &targets = saved[1], &mask = saved[2];
+    const auto terms = ctx->saved_data["loss"].toDoubleVector();
+    const at::Tensor rows = logits.contiguous();
+    const bool in_place = may_overwrite(logits);
+    at::Tensor gradient = in_place ? logits.detach() : at::empty_like(rows);
+    const at::Tensor coefficients =
+        gradient_coefficients({.sums = saved[3], .target = {}, .total = {}},
+                              {.cross_entropy = terms[0], .label_smoothing = terms[1], .z_loss = terms[2]},
+                              logits.size(1), upstream[0].to(at::kDouble));
+    write_gradient(rows, 0, targets, mask, coefficients, gradient);
+    if (in_place) logits.unsafeGetTensorImpl()->bump_version();
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+void check_arguments(const std::string& where, const at::Tensor& logits, const at::Tensor& targets) {
+  check_type(where, "logits", logits);
+  if (logits.dim() != 2 || !targets.defined() || targets.dim() != 1 || logits.size(0) != targets.size(0))
+    refuse(where,
+           fmt::format("logits {}, targets {}", c10::str(logits.sizes()),
+                       targets.defined() ? c10::str(targets.sizes()) : "undefined"),
            "logits [T, V] and targets [T] of int64", "Flatten the leading dims of both");
-  const auto* target = targets.const_data_ptr<std::int64_t>();
-  for (std::int64_t t = 0; t < targets.size(0); ++t)
-    if (target[t] != kIgnoreIndex && (target[t] < 0 || target[t] >= logits.size(1)))
-      refuse(fmt::format("targets[{}] = {}", t, target[t]),
-             fmt::format("0 to {} (the vocabulary), or {} for no loss", logits.size(1) - 1, kIgnoreIndex),
-             "Check that the data were tokenized for this model");
+  if (logits.device() != targets.device())
+    refuse(where, fmt::format("logits on {}, targets on {}", logits.device().str(), targets.device().str()),
+           "one device", "Move the targets to the logits");
+  check_targets(where, targets, logits.size(0), logits.size(1));
+}
+
+at::Tensor row_losses(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mask,
+                      const RowLoss& loss) {
+  return RowLosses::apply(logits, targets, mask, loss.cross_entropy, loss.label_smoothing, loss.z_loss);
 }
 
 }  // namespace
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets) {
   const at::Tensor wanted = targets.contiguous();
-  check_arguments(logits, wanted);
+  check_arguments("cross_entropy_sum", logits, wanted);
+  if (!logits.is_cpu()) return cross_entropy_sum(logits, wanted, CrossEntropyOptions{});
   return CrossEntropySum::apply(logits, wanted, wanted.ne(kIgnoreIndex));
+}
+
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
+                             const CrossEntropyOptions& options) {
+  const std::string where = "cross_entropy_sum";
+  const at::Tensor wanted = targets.contiguous();
+  check_arguments(where, logits, wanted);
+  check_coefficients(where, options.label_smoothing, options.z_loss);
+  const TokenWeights tokens = token_weights(where, options.weights, wanted, logits.size(0), logits.device());
+  const at::Tensor each =
+      row_losses(logits, wanted, tokens.mask,
+                 {.cross_entropy = 1, .label_smoothing = options.label_smoothing, .z_loss = options.z_loss});
+  return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
+}
+
+at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& weights) {
+  const at::Tensor wanted = targets.contiguous();
+  check_arguments("z_loss_sum", logits, wanted);
+  const TokenWeights tokens = token_weights("z_loss_sum", weights, wanted, logits.size(0), logits.device());
+  const at::Tensor each = row_losses(logits, wanted, tokens.mask, {.cross_entropy = 0, .z_loss = 1});
+  return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
+}
+
+at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& targets) {
+  const at::Tensor wanted = targets.contiguous();
+  check_arguments("token_log_probabilities", logits, wanted);
+  // Subtracted from 0, not negated: an ignored token has 0, not −0.
+  return at::rsub(row_losses(logits, wanted, wanted.ne(kIgnoreIndex), {}), 0.0)
+      .to(computing_type(logits.scalar_type()));
 }
 
 }  // namespace isograd

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/flat.hpp"
@@ -31,19 +32,30 @@ double squared_norm(const at::Tensor& flat, Range range) {
 }  // namespace
 
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group) {
+  std::vector<double> sums = {local_loss_sum};
+  return global_norm(buckets, sums, group);
+}
+
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group) {
+  const auto all_finite = [](const std::vector<double>& numbers) {
+    return std::all_of(numbers.begin(), numbers.end(), [](double number) { return std::isfinite(number); });
+  };
   double squares = 0;
   for (const Bucket& bucket : buckets) squares += squared_norm(bucket.gradients, bucket.owned);
-  const double bad = std::isfinite(squares) && std::isfinite(local_loss_sum) ? 0 : 1;
-  double sums[3] = {squares, local_loss_sum, bad};  // of this rank, then of all
+  std::vector<double> sums = local_sums;  // of this rank, then of all
+  sums.push_back(squares);
+  sums.push_back(all_finite(sums) ? 0 : 1);
   if (group.size() > 1) {
-    at::Tensor message = at::tensor(at::ArrayRef<double>(sums, 3), at::kDouble);
+    at::Tensor message = at::tensor(sums, at::kDouble);
     group.all_reduce(message);
-    for (int i = 0; i < 3; ++i) sums[i] = message.const_data_ptr<double>()[i];
+    std::copy_n(message.const_data_ptr<double>(), sums.size(), sums.begin());
   }
-  // Finite parts can still overflow when summed.
-  return {.norm = std::sqrt(sums[0]),
-          .loss_sum = sums[1],
-          .finite = sums[2] == 0 && std::isfinite(sums[0]) && std::isfinite(sums[1])};
+  const double bad = sums.back();
+  sums.pop_back();
+  const double total = sums.back();
+  const bool finite = bad == 0 && all_finite(sums);  // finite parts can still overflow when summed
+  std::copy_n(sums.begin(), local_sums.size(), local_sums.begin());
+  return {.norm = std::sqrt(total), .loss_sum = local_sums.front(), .finite = finite};
 }
 
 double clip_coefficient(double norm, double max_norm) {

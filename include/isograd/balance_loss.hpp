@@ -1,0 +1,54 @@
+// Router balance: a loss term that is a product of batch averages, so that it does not decompose over
+// micro-batches and ranks by itself (docs/losses.md).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "isograd/normalizer.hpp"
+
+namespace isograd {
+
+// The batch that the averages are taken over.
+enum class Scope {
+  kMicroBatch,  // the i-th micro-batches of all ranks together; the loss is the mean over these
+  kStep,        // the whole step, all micro-batches of all ranks
+};
+
+struct BalanceLossOptions {
+  std::string name = "balance";
+  std::int64_t experts = 0;
+  double weight = 1;  // in the step's loss; the logged value is without it
+  Scope scope = Scope::kMicroBatch;
+};
+
+// E · Σ_e f_e P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4): f_e the fraction of routed places that expert
+// e got, not differentiated; P_e the mean router probability of e. Both over the tokens of the scope, on all
+// ranks. f_e is all-reduced, then P_e is a summed term.
+//
+// Scope kMicroBatch: term() in the forward. One collective a call, so every rank calls it equally often
+// (StepOptions::even_micro_batches gives ranks with fewer micro-batches empty ones).
+// Scope kStep: a first pass without gradient calls collect() for each micro-batch, then finish_collecting(),
+// collective, once; then term() in each forward.
+class BalanceLoss {
+ public:
+  BalanceLoss(BalanceLossOptions options, Group data);  // ConfigError: no experts
+
+  // probabilities [T, E] (differentiable), chosen [T, k] int64 in [0, E). T may be 0.
+  LossTerm term(const at::Tensor& probabilities, const at::Tensor& chosen);
+
+  void collect(const at::Tensor& chosen);
+  void finish_collecting();
+
+ private:
+  at::Tensor counts_of(const at::Tensor& chosen) const;  // [E + 1] int64: places by expert, tokens
+
+  BalanceLossOptions options_;
+  Group data_;
+  at::Tensor counts_;  // of the step: this rank's while collecting, then all ranks'
+  bool collected_ = false;
+};
+
+}  // namespace isograd

@@ -1,0 +1,135 @@
+// A loss that does not decompose, in both scopes, against plain code over the whole batch.
+#include "isograd/balance_loss.hpp"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr std::int64_t kExperts = 5, kWidth = 4;
+
+at::Tensor features(int rank, int round) {  // uneven; rank 1 has no tokens in round 1
+  auto generator =
+      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(100 + 10 * rank + round));
+  const std::int64_t tokens = rank == 1 && round == 1 ? 0 : 3 + (5 * rank + 2 * round) % 7;
+  return at::randn({tokens, kWidth}, generator, at::TensorOptions(at::kDouble));
+}
+
+at::Tensor router() {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+  return at::randn({kExperts, kWidth}, generator, at::TensorOptions(at::kDouble)).requires_grad_(true);
+}
+
+struct Routed {
+  at::Tensor probabilities, chosen;
+};
+Routed route(const at::Tensor& x, const at::Tensor& weight) {
+  const at::Tensor p = at::softmax(at::linear(x, weight), 1);
+  return {p, std::get<1>(p.topk(2, 1))};
+}
+
+// E Σ_e f_e P_e over these tokens, plainly.
+at::Tensor plain(const std::vector<at::Tensor>& tokens, const at::Tensor& weight) {
+  const Routed routed = route(at::cat(tokens), weight);
+  const at::Tensor places = at::one_hot(routed.chosen, kExperts).to(at::kDouble).sum(1);  // [T, E]
+  return kExperts * (places.mean(0) / 2 * routed.probabilities.mean(0)).sum();
+}
+
+class BalanceAt : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, BalanceAt, testing::Values(1, 2, 3, 5));
+
+TEST_P(BalanceAt, IsTheLossOfTheWholeBatchInBothScopes) {
+  const int ranks = GetParam(), rounds = 3;
+  for (const Scope scope : {Scope::kMicroBatch, Scope::kStep}) {
+    const at::Tensor weight = router();
+    std::vector<std::vector<at::Tensor>> by_round(rounds);
+    std::vector<at::Tensor> all;
+    for (int round = 0; round < rounds; ++round)
+      for (int rank = 0; rank < ranks; ++rank) {
+        by_round[static_cast<std::size_t>(round)].push_back(features(rank, round));
+        all.push_back(features(rank, round));
+      }
+    at::Tensor wanted = plain(all, weight);
+    if (scope == Scope::kMicroBatch) {
+      wanted = at::zeros({}, at::kDouble);
+      for (const auto& tokens : by_round) wanted = wanted + plain(tokens, weight) / rounds;
+    }
+    const at::Tensor gradient = torch::autograd::grad({wanted}, {weight})[0];
+    // The other scope is another loss.
+    EXPECT_GT(std::abs(plain(all, weight).item<double>() - plain(by_round[0], weight).item<double>()), 1e-3);
+
+    run_ranks(ranks, [&](World& world) {
+      const at::Tensor own = router();
+      NoDenominator mean;
+      const MicroBatches batches(rounds, empty_batch());
+      const Denominator denominator = mean.denominator(mean.count(batches, world.group, false));
+      BalanceLoss balance({.experts = kExperts, .weight = 0.25, .scope = scope}, world.group);
+      for (int step = 0; step < 2; ++step) {
+        own.mutable_grad() = at::Tensor();
+        if (scope == Scope::kStep) {
+          for (int round = 0; round < rounds; ++round)
+            balance.collect(route(features(world.rank, round), own).chosen);
+          balance.finish_collecting();
+        }
+        at::Tensor value = at::zeros({}, at::kDouble);
+        for (int round = 0; round < rounds; ++round) {
+          const Routed routed = route(features(world.rank, round), own);
+          const at::Tensor share =
+              mean.scale({balance.term(routed.probabilities, routed.chosen)}, denominator);
+          if (share.requires_grad()) share.backward();
+          value += share.detach();
+        }
+        at::Tensor sum = own.grad().clone();
+        world.group.all_reduce(sum);
+        world.group.all_reduce(value);
+        EXPECT_NEAR(value.item<double>(), 0.25 * wanted.item<double>(), 1e-13);
+        EXPECT_LT((sum - 0.25 * gradient).norm().item<double>(), 1e-12 * gradient.norm().item<double>());
+      }
+    });
+  }
+}
+
+// f_e of the rank's own tokens only, a mistake of real trainers, is another loss.
+TEST(Balance, WithItsOwnRanksFractionsIsSeen) {
+  run_ranks(3, [](World& world) {
+    const at::Tensor weight = router();
+    Group alone = Group::solo();
+    BalanceLoss local({.experts = kExperts}, alone);
+    const Routed routed = route(features(world.rank, 0), weight);
+    at::Tensor value = local.term(routed.probabilities, routed.chosen).sum.detach() / 3;
+    world.group.all_reduce(value);
+    const at::Tensor wanted = plain({features(0, 0), features(1, 0), features(2, 0)}, weight);
+    EXPECT_GT(std::abs(value.item<double>() - wanted.item<double>()), 1e-4);
+  });
+}
+
+TEST(Balance, RefusesWhatDoesNotFit) {
+  Group alone = Group::solo();
+  const auto error_of = [](const std::function<void()>& call) -> std::string {
+    try {
+      call();
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  EXPECT_THAT(error_of([&] { BalanceLoss({}, alone); }), HasSubstr("0 experts"));
+  BalanceLoss step({.experts = 3, .scope = Scope::kStep}, alone), batch({.experts = 3}, alone);
+  const at::Tensor p = at::full({2, 3}, 1.0 / 3), chosen = at::zeros({2, 1}, at::kLong);
+  EXPECT_THAT(error_of([&] { step.term(p, chosen); }), HasSubstr("before the routing of the step is known"));
+  EXPECT_THAT(error_of([&] { batch.collect(chosen); }), HasSubstr("scope micro-batch"));
+  EXPECT_THAT(error_of([&] { batch.term(at::ones({2, 4}), chosen); }), HasSubstr("[2, 4]"));
+  EXPECT_THAT(error_of([&] { batch.term(p, chosen + 3); }), HasSubstr("from 0 to 2"));
+  EXPECT_EQ(batch.term(at::ones({0, 3}), at::zeros({0, 1}, at::kLong)).sum.item<double>(), 0);
+}
+
+}  // namespace
+}  // namespace isograd

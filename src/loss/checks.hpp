@@ -1,0 +1,37 @@
+// What every token-level loss asks of its arguments.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+namespace isograd {
+
+// The valid tokens of a loss and what each weighs.
+struct TokenWeights {
+  at::Tensor mask;     // [T] bool
+  at::Tensor weights;  // [T] fp64, 0 where the mask is false
+};
+
+// fp64 for fp64, else fp32.
+at::ScalarType computing_type(at::ScalarType type);
+
+[[noreturn]] void refuse(const std::string& where, std::string found, std::string expected,
+                         std::string action);
+
+// fp64, fp32 or bf16.
+void check_type(const std::string& where, const std::string& name, const at::Tensor& values);
+
+// ε in [0, 1], z ≥ 0 and finite.
+void check_coefficients(const std::string& where, double label_smoothing, double z_loss);
+
+// [tokens] int64 in [0, vocabulary) or kIgnoreIndex.
+void check_targets(const std::string& where, const at::Tensor& targets, std::int64_t tokens,
+                   std::int64_t vocabulary);
+
+// Undefined weights are 1. Targets, when defined, must have been checked.
+TokenWeights token_weights(const std::string& where, const at::Tensor& weights, const at::Tensor& targets,
+                           std::int64_t tokens, const at::Device& device);
+
+}  // namespace isograd

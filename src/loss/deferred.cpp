@@ -1,0 +1,120 @@
+// Means whose denominator is known only when the step ends.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "isograd/error.hpp"
+#include "isograd/own_loop.hpp"
+
+namespace isograd {
+namespace {
+
+template <typename Number>
+void add(std::vector<Number>& sums, const std::vector<Number>& more) {
+  sums.resize(std::max(sums.size(), more.size()));
+  for (std::size_t i = 0; i < more.size(); ++i) sums[i] += more[i];
+}
+
+void add(Census& total, const Census& call) {
+  total.targets += call.targets;
+  total.tokens += call.tokens;
+  total.micro_batches += call.micro_batches;
+  total.stop_requested |= call.stop_requested;
+  add(total.targets_by_rank, call.targets_by_rank);
+  total.rank = call.rank;
+  total.rounds += call.rounds;
+  total.weights += call.weights;
+  total.samples += call.samples;
+  total.silent += call.silent;
+  total.cut += call.cut;
+  add(total.weights_by_rank, call.weights_by_rank);
+  add(total.samples_by_rank, call.samples_by_rank);
+  add(total.micro_batches_by_rank, call.micro_batches_by_rank);
+  total.sample_sizes = call.sample_sizes;  // those of earlier calls have been used
+}
+
+const Normalizer& checked(const std::unique_ptr<Normalizer>& of) {
+  if (!of || of->deferred() || of->options().replicas > 1)
+    throw ConfigError({.where = "Deferred",
+                       .found = !of              ? "no mean"
+                                : of->deferred() ? "a mean that is deferred already"
+                                                 : "a mean of per-replica means",
+                       .expected = "a mean over all ranks: one denominator, known when the step ends",
+                       .action = "Defer a TokenMean, SampleMean, WeightedMean, FixedDenominator or "
+                                 "NoDenominator"});
+  return *of;
+}
+
+}  // namespace
+
+Deferred::Deferred(std::unique_ptr<Normalizer> of)
+    : Normalizer(checked(of).mean(), of->options()), of_(std::move(of)) {}
+
+void Deferred::begin_step() {
+  total_ = {};
+  samples_.clear();
+}
+
+Census Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
+  add(total_, of_->count(micro_batches, data, stop_requested, samples_));
+  if (mean() == Mean::kSamples)
+    for (const Batch& batch : micro_batches)
+      samples_.insert(batch.sample_ids.begin(), batch.sample_ids.end());
+  return total_;
+}
+
+Denominator Deferred::denominator(const Census& census) const {
+  Denominator result = of_->denominator(census);
+  if (result.value != 0) {
+    result.gradient_scale = 1 / result.value;
+    result.value = 1;
+  }
+  return result;
+}
+
+at::Tensor Deferred::scale(const LossTerms& terms, const Denominator& denominator) const {
+  LossTerms raw = terms;
+  for (LossTerm& term : raw) {
+    if (term.mean != Mean::kStep && term.mean != mean())
+      throw ConfigError(
+          {.where = fmt::format("loss term '{}'", term.name),
+           .found = fmt::format("{} in a gradient buffer that is divided by {} at the end of the step",
+                                name_of(term.mean), denominator.of),
+           .expected = "one denominator for each deferred gradient buffer",
+           .action = "Give the term the step's mean, or accumulate it in a buffer of its own"});
+    term.mean = Mean::kStep;
+  }
+  return of_->scale(raw, denominator);
+}
+
+DeferredAccumulator::DeferredAccumulator(std::unique_ptr<Normalizer> mean, Group data)
+    : mean_(std::move(mean)), data_(std::move(data)) {}
+
+MicroBatches DeferredAccumulator::begin_call(const MicroBatches& micro_batches) {
+  census_ = mean_.count(micro_batches, data_, false);
+  denominator_ = mean_.denominator(census_);
+  MicroBatches prepared;
+  for (const Batch& batch : micro_batches) prepared.push_back(mean_.prepare(batch, denominator_));
+  return prepared;
+}
+
+at::Tensor DeferredAccumulator::raw_loss(const LossTerms& terms) {
+  const at::Tensor raw = mean_.scale(terms, denominator_);
+  sum_ += raw.item<double>();
+  return raw;
+}
+
+DeferredAccumulator::Result DeferredAccumulator::finish() {
+  at::Tensor sum = at::full({1}, sum_, at::kDouble);
+  if (data_.size() > 1) data_.all_reduce(sum);
+  Result result{.gradient_scale = denominator_.value == 0 ? 0 : denominator_.gradient_scale,
+                .census = census_};
+  result.loss = sum.item<double>() * result.gradient_scale;
+  sum_ = 0;
+  census_ = {};
+  denominator_ = {};
+  mean_.begin_step();
+  return result;
+}
+
+}  // namespace isograd

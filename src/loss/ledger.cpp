@@ -1,0 +1,107 @@
+#include "loss/ledger.hpp"
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+// The message: the loss; over ranks that have terms Σ of a mark of their names, and how many they are; that
+// mark from the rank that names; then each term's value and name, six letters to an fp64 number.
+enum : std::size_t { kLoss, kMarks, kRanks, kMark, kFirstTerm };
+constexpr std::size_t kLettersOfNumber = 6, kNumbersOfName = TermLedger::kLongestName / kLettersOfNumber,
+                      kNumbersOfTerm = 1 + kNumbersOfName;
+
+double mark_of(const std::vector<TermValue>& terms) {
+  std::uint32_t mark = 2166136261u;  // FNV-1a
+  for (const auto& term : terms)
+    for (const char letter : term.name + '\n') mark = (mark ^ static_cast<unsigned char>(letter)) * 16777619u;
+  return mark;
+}
+
+[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+  throw ConfigError({.where = "loss terms",
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+}  // namespace
+
+void TermLedger::clear() {
+  loss_ = 0;
+  terms_.clear();
+}
+
+void TermLedger::add(const LossTerms& terms, double share, const Denominator& denominator,
+                     const Census& census) {
+  loss_ += share;
+  if (terms_.empty()) {
+    if (terms.size() > kMostTerms)
+      refuse(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
+             "Add some of them up");
+    for (const LossTerm& term : terms) {
+      if (term.name.empty() || term.name.size() > kLongestName)
+        refuse(fmt::format("a term named '{}'", term.name), fmt::format("1 to {} letters", kLongestName),
+               "Rename it");
+      terms_.push_back({term.name, 0});
+    }
+  }
+  if (terms.size() != terms_.size())
+    refuse(fmt::format("{} terms after {} in the step's first micro-batch", terms.size(), terms_.size()),
+           "the same terms in every micro-batch", "Return a sum of 0 for a term that has nothing to add");
+  for (std::size_t i = 0; i < terms.size(); ++i) {
+    const LossTerm& term = terms[i];
+    if (term.name != terms_[i].name)
+      refuse(fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
+             "the same terms in the same order in every micro-batch", "Return them in one order");
+    const double divisor = denominator.of_term(term);
+    if (divisor == 0) continue;
+    const double value = term.sum.item<double>() / divisor;
+    if (term.replicated && census.rank != census.first_with_micro_batches())
+      loss_ -= term.weight * value;  // another rank logs it
+    else
+      terms_[i].value += value;
+  }
+}
+
+std::vector<double> TermLedger::message(const Census& census) const {
+  std::vector<double> message(kFirstTerm + kMostTerms * kNumbersOfTerm);
+  message[kLoss] = loss_;
+  if (terms_.empty()) return message;
+  message[kMarks] = mark_of(terms_);
+  message[kRanks] = 1;
+  const bool names = census.rank == census.first_with_micro_batches();
+  if (names) message[kMark] = mark_of(terms_);
+  for (std::size_t i = 0; i < terms_.size(); ++i) {
+    double* term = &message[kFirstTerm + i * kNumbersOfTerm];
+    term[0] = terms_[i].value;
+    if (!names) continue;
+    for (std::size_t letter = terms_[i].name.size(); letter-- > 0;) {
+      double& number = term[1 + letter / kLettersOfNumber];
+      number = number * 256 + static_cast<unsigned char>(terms_[i].name[letter]);
+    }
+  }
+  return message;
+}
+
+std::vector<TermValue> TermLedger::read(const std::vector<double>& sums) {
+  if (sums[kMarks] != sums[kRanks] * sums[kMark])
+    refuse("terms with other names or in another order on some rank", "the same terms on every rank",
+           "Return a sum of 0 for a term that has nothing to add");
+  std::vector<TermValue> terms;
+  for (std::size_t i = 0; i < kMostTerms; ++i) {
+    const double* term = &sums[kFirstTerm + i * kNumbersOfTerm];
+    TermValue read{.name = {}, .value = term[0]};
+    for (std::size_t n = 1; n <= kNumbersOfName; ++n)
+      for (auto letters = static_cast<std::uint64_t>(term[n]); letters != 0; letters /= 256)
+        read.name += static_cast<char>(letters % 256);
+    if (read.name.empty()) break;
+    terms.push_back(std::move(read));
+  }
+  return terms;
+}
+
+}  // namespace isograd

@@ -1,0 +1,302 @@
+// The one division.
+#include "isograd/normalizer.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "loss/counting.hpp"
+#include "loss/share.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void refuse(std::string where, std::string found, std::string expected, std::string action) {
+  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+}
+
+// Σ over terms of factor · sum. A node of its own, so that a share is known for what it is wherever it turns
+// up again.
+struct Share : torch::autograd::Function<Share> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::TensorList sums,
+                            const std::vector<double>& factors) {
+    at::Tensor share;
+    torch::autograd::variable_list kept(sums.begin(), sums.end());
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+      const at::Tensor part = kept[i].reshape({}).to(at::kDouble) * factors[i];
+      share = share.defined() ? share + part : part;
+    }
+    ctx->save_for_backward(kept);  // for their shapes and types
+    ctx->saved_data["factors"] = factors;
+    return share;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list upstream) {
+    torch::autograd::variable_list gradients;
+    const auto factors = ctx->saved_data["factors"].toDoubleVector();
+    const auto sums = ctx->get_saved_variables();
+    for (std::size_t i = 0; i < sums.size(); ++i)
+      gradients.push_back((upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
+    gradients.emplace_back();
+    return gradients;
+  }
+};
+
+void check_terms(const LossTerms& terms) {
+  if (terms.empty())
+    refuse("forward", "no loss term", "one sum or more for each micro-batch, 0 for an empty one",
+           "Return the loss terms from the forward function");
+  for (const LossTerm& term : terms) {
+    const std::string where = fmt::format("loss term '{}'", term.name);
+    if (!term.sum.defined() || term.sum.numel() != 1)
+      refuse(where,
+             term.sum.defined() ? fmt::format("shape {}", c10::str(term.sum.sizes())) : "an undefined tensor",
+             "a scalar: the sum over the micro-batch's tokens",
+             "Sum the per-token losses; do not take their mean");
+    if (!std::isfinite(term.weight))
+      refuse(where, fmt::format("weight {}", term.weight), "a finite number", "Mend it");
+    if (is_share(term.sum))
+      refuse(where, "a value that the normaliser has divided already", "a sum that nothing has divided",
+             "Divide once: return sums from the forward function, or use NoDenominator for a loss that is "
+             "normalised already");
+  }
+}
+
+}  // namespace
+
+bool is_share(const at::Tensor& value) {
+  // From a scalar towards what made it, as long as that is a scalar too.
+  constexpr int kFar = 64;
+  auto node = value.grad_fn();
+  for (int i = 0; node && i < kFar; ++i) {
+    if (node->name().find("Share") != std::string::npos && node->name().find("isograd") != std::string::npos)
+      return true;
+    decltype(node) next;
+    for (const auto& edge : node->next_edges())
+      if (edge.function && edge.function->num_inputs() == 1 &&
+          edge.function->input_metadata(0).shape_as_dim_vector().empty() && !next)
+        next = edge.function;
+    node = next;
+  }
+  return false;
+}
+
+const char* name_of(Mean mean) {
+  switch (mean) {
+    case Mean::kStep:
+      return "the step's";
+    case Mean::kTargets:
+      return "token_mean";
+    case Mean::kSamples:
+      return "sample_mean";
+    case Mean::kWeights:
+      return "weighted_mean";
+    case Mean::kMicroBatches:
+      return "mean over micro-batches";
+    case Mean::kFixed:
+      return "fixed";
+    case Mean::kNone:
+      break;
+  }
+  return "none";
+}
+
+int Census::first_with_micro_batches() const {
+  for (std::size_t r = 0; r < micro_batches_by_rank.size(); ++r)
+    if (micro_batches_by_rank[r] > 0) return static_cast<int>(r);
+  return 0;
+}
+
+double Denominator::of_term(const LossTerm& term) const {
+  switch (term.mean) {
+    case Mean::kStep:
+      return value;
+    case Mean::kTargets:
+      return targets;
+    case Mean::kSamples:
+      if (samples == 0 && targets > 0 && sample_sizes.empty() && mean != Mean::kSamples)
+        refuse(fmt::format("loss term '{}'", term.name), "a sample mean in a step that counts no samples",
+               "samples counted beforehand", "Make the normaliser with count_samples = true");
+      return samples;
+    case Mean::kWeights:
+      return weights;
+    case Mean::kMicroBatches:
+      return micro_batches;
+    case Mean::kFixed:
+      if (!(term.denominator > 0 && std::isfinite(term.denominator)))
+        refuse(fmt::format("loss term '{}'", term.name), fmt::format("denominator {}", term.denominator),
+               "a finite number above 0", "Mend it");
+      return term.denominator;
+    case Mean::kNone:
+      break;
+  }
+  return 1;
+}
+
+Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
+    : mean_(mean), options_(options), fixed_(fixed) {
+  if (!(fixed > 0 && std::isfinite(fixed)))
+    refuse("FixedDenominator", fmt::format("{}", fixed), "a finite number above 0", "Mend it");
+  if (options.replicas < 1)
+    refuse("normalise_over", fmt::format("{} replicas", options.replicas), "1 or more", "Mend it");
+  if (options.replicas > 1 && (mean == Mean::kFixed || mean == Mean::kNone))
+    refuse(
+        "normalise_over", fmt::format("a mean of per-replica means under {}", name_of(mean)),
+        "one of two readings: a sum over all ranks divided by the given number, or a mean that is counted in "
+        "each replica",
+        "Leave normalise_over alone for the first, or choose token_mean, sample_mean or weighted_mean");
+}
+
+Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
+  return count(micro_batches, data, stop_requested, {});
+}
+
+Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
+                         const std::set<std::int64_t>& earlier_samples) {
+  const counting::Rule rule{.mean = mean_,
+                            .samples = mean_ == Mean::kSamples || options_.count_samples,
+                            .replicas = options_.replicas,
+                            .fixed = fixed_};
+  const auto own = counting::tally(micro_batches, rule, stop_requested, earlier_samples);
+  at::Tensor slots = at::zeros({data.size(), counting::kSlotWidth}, at::kLong);  // [W, kSlotWidth]
+  std::copy(own.slot.begin(), own.slot.end(),
+            slots.mutable_data_ptr<std::int64_t>() + data.rank() * counting::kSlotWidth);
+  if (data.size() > 1) data.all_reduce(slots);
+  Census census = counting::merge(slots, data.rank(), rule);
+  counting::resolve_samples(own, slots, rule, data, census);
+  return census;
+}
+
+Denominator Normalizer::denominator(const Census& census) const {
+  const int size = static_cast<int>(census.targets_by_rank.size());
+  const int replicas = std::clamp(options_.replicas, 1, std::max(1, size)), ranks = size / replicas;
+  // Σ over all ranks; with replicas, R · the sum over each replica's ranks.
+  const auto global = [&](const auto& by_rank, double sum) -> std::vector<double> {
+    if (replicas == 1) return {sum};
+    std::vector<double> by_replica(static_cast<std::size_t>(replicas));
+    double counting = 0;
+    for (std::size_t r = 0; r < by_replica.size(); ++r) {
+      for (int i = 0; i < ranks; ++i)
+        by_replica[r] +=
+            static_cast<double>(by_rank[r * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(i)]);
+      if (by_replica[r] > 0) ++counting;
+    }
+    // A replica that holds nothing divides nothing: any number but 0, which would say that the step is empty.
+    if (counting > 0)
+      for (double& n : by_replica) n = counting * (n > 0 ? n : 1);
+    return by_replica;
+  };
+  const auto mine = [&](const std::vector<double>& values) {
+    return values[values.size() == 1 ? 0 : static_cast<std::size_t>(census.rank / ranks)];
+  };
+  const auto targets = global(census.targets_by_rank, static_cast<double>(census.targets));
+  const auto weights = global(census.weights_by_rank, census.weights);
+  const auto samples = global(census.samples_by_rank, static_cast<double>(census.samples));
+
+  Denominator result;
+  result.mean = mean_;
+  result.targets = mine(targets);
+  result.weights = mine(weights);
+  result.samples = mine(samples);
+  result.micro_batches = static_cast<double>(census.rounds);
+  result.sample_sizes = census.sample_sizes;
+  if (replicas > 1) result.over = fmt::format("data but dp_replicate, then a mean of {} replicas", replicas);
+  const auto choose = [&](const char* of, const std::vector<double>& values) {
+    result.of = of;
+    result.value = mine(values);
+    if (replicas > 1) result.by_replica = values;
+  };
+  // Without a valid target the step is empty under every mean.
+  const double given = census.targets > 0 ? fixed_ : 0;
+  switch (mean_) {
+    case Mean::kSamples:
+      choose("samples", samples);
+      break;
+    case Mean::kWeights:
+      choose("weights", weights);
+      break;
+    case Mean::kFixed:
+      choose("a fixed number", {given});
+      break;
+    case Mean::kNone:
+      choose("nothing", {given});
+      break;
+    default:
+      choose("targets", targets);
+  }
+  return result;
+}
+
+Batch Normalizer::prepare(const Batch& batch, const Denominator& denominator) const {
+  Batch prepared = batch;
+  prepared.given_weights = batch.weights;
+  const bool samples = denominator.mean == Mean::kSamples || options_.count_samples;
+  if (!samples) return prepared;
+  const std::int64_t length = batch.num_tokens();
+  at::Tensor shares = batch.weights.defined() ? batch.weights.detach().to(at::kCPU, at::kDouble, false, true)
+                                              : at::ones({length}, at::kDouble);
+  auto* share = shares.mutable_data_ptr<double>();
+  for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+    const auto size = denominator.sample_sizes.find(batch.sample_ids[f]);
+    // Nothing of this sample is valid here: its tokens carry no loss, whatever they weigh.
+    const double t_b = size != denominator.sample_sizes.end() ? size->second : 0;
+    for (auto t = batch.cu_seqlens[f]; t < batch.cu_seqlens[f + 1]; ++t)
+      share[t] = t_b > 0 ? share[t] / t_b : 0;
+  }
+  prepared.sample_weights = batch.targets.defined() ? shares.to(batch.targets.device()) : shares;
+  if (denominator.mean == Mean::kSamples) prepared.weights = prepared.sample_weights;
+  return prepared;
+}
+
+at::Tensor weights_for(const Batch& prepared, Mean mean) {
+  if (mean == Mean::kStep) return prepared.weights;
+  if (mean != Mean::kSamples) return prepared.given_weights;
+  if (!prepared.sample_weights.defined())
+    refuse("weights_for", "a sample mean in a step that counts no samples", "samples counted beforehand",
+           "Make the normaliser with count_samples = true");
+  return prepared.sample_weights;
+}
+
+at::Tensor Normalizer::scale(const LossTerms& terms, const Denominator& denominator) const {
+  check_terms(terms);
+  // A term without denominator is a zero that hangs on nothing, so that a NaN of the model cannot reach a
+  // gradient as NaN · 0.
+  std::vector<at::Tensor> sums;
+  std::vector<double> factors;
+  for (const LossTerm& term : terms)
+    if (const double divisor = denominator.of_term(term); divisor != 0 && term.weight != 0) {
+      sums.push_back(term.sum);
+      factors.push_back(term.weight / divisor);
+    }
+  if (sums.empty()) return at::zeros({}, terms.front().sum.options().dtype(at::kDouble)).requires_grad_(true);
+  return Share::apply(at::TensorList(sums), factors);
+}
+
+bool debug_build() {
+#ifdef ISOGRAD_DEBUG_CHECKS
+  return true;
+#else
+  return false;
+#endif
+}
+
+void check_agreement(const Denominator& denominator, Group& data) {
+  if (data.size() == 1) return;
+  std::vector<double> numbers = {static_cast<double>(denominator.mean), denominator.gradient_scale,
+                                 denominator.micro_batches};
+  if (denominator.by_replica.empty())
+    numbers.insert(numbers.end(),
+                   {denominator.value, denominator.targets, denominator.weights, denominator.samples});
+  else
+    numbers.insert(numbers.end(), denominator.by_replica.begin(), denominator.by_replica.end());
+  const at::Tensor all = data.all_gather(at::tensor(numbers, at::kDouble));  // [W, numbers]
+  for (int rank = 1; rank < data.size(); ++rank)
+    ISOGRAD_INVARIANT(at::equal(all[rank], all[0]), fmt::format("rank {} divides by {}, rank 0 by {}", rank,
+                                                                c10::str(all[rank]), c10::str(all[0])));
+}
+
+}  // namespace isograd

@@ -1,0 +1,243 @@
+// The one division: the numbers of docs/losses.md by hand, terms, deferred means, and what is logged.
+#include "isograd/normalizer.hpp"
+
+#include "loss/ledger.hpp"
+#include "loss/normalizer_testing.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace normalizer_testing;
+using testing::AllOf;
+using testing::HasSubstr;
+
+at::Tensor loss_sum(const Batch& prepared, Mean mean = Mean::kStep) {
+  const at::Tensor valid = prepared.targets.ne(kIgnoreIndex).to(at::kDouble);
+  const at::Tensor weights = weights_for(prepared, mean);
+  const at::Tensor losses = prepared.targets.to(at::kDouble) * valid;
+  return weights.defined() ? (losses * weights).sum() : losses.sum();
+}
+
+template <typename MeanType, typename... Arguments>
+double loss_of(const std::vector<MicroBatches>& by_rank, Arguments... arguments) {
+  double loss = 0;
+  run_ranks(static_cast<int>(by_rank.size()), [&](World& world) {
+    MeanType mean(arguments...);
+    const MicroBatches& own = by_rank[static_cast<std::size_t>(world.rank)];
+    const Denominator denominator = mean.denominator(mean.count(own, world.group, false));
+    check_agreement(denominator, world.group);
+    at::Tensor sum = at::zeros({1}, at::kDouble);
+    for (const Batch& batch : own)
+      sum += mean.scale({{"loss", loss_sum(mean.prepare(batch, denominator))}}, denominator);
+    world.group.all_reduce(sum);
+    if (world.rank == 0) loss = sum.item<double>();
+  });
+  return loss;
+}
+
+TEST(MeansByHand, NineHundredAndOneHundred) {
+  const std::vector<MicroBatches> batches = {{batch_of({{1, 900, 900, 1}})}, {batch_of({{2, 100, 100, 11}})}};
+  EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches), 2.0);
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>(batches), 6.0);
+  EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches, NormalizerOptions{.replicas = 2}), 6.0);  // declared as such
+  EXPECT_DOUBLE_EQ(loss_of<FixedDenominator>(batches, 500.0), 4.0);
+  EXPECT_DOUBLE_EQ(loss_of<NoDenominator>(batches), 2000.0);
+}
+
+TEST(MeansByHand, TenAndAThousandTokens) {
+  const std::vector<MicroBatches> one = {{batch_of({{7, 10, 10, 1}, {8, 1000, 1000, 3}})}};
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>(one), 2.0);
+  EXPECT_NEAR(loss_of<TokenMean>(one), 2.980198, 5e-7);
+  // The same, the long sample on two ranks and in three micro-batches.
+  const std::vector<MicroBatches> cut = {
+      {batch_of({{8, 300, 1000, 3}}), batch_of({{7, 10, 10, 1}, {8, 1, 1000, 3}})},
+      {batch_of({{8, 699, 1000, 3}})}};
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>(cut), 2.0);
+  EXPECT_NEAR(loss_of<TokenMean>(cut), 2.980198, 5e-7);
+}
+
+// ℓ = 1..8, cut 5/3 over two context ranks; the same in three fragments on two ranks.
+TEST(MeansByHand, EightTokensCutFiveAndThree) {
+  const auto piece = [](std::int64_t begin, std::int64_t end) {
+    Batch batch = batch_of({{4, end - begin, 8}});
+    batch.targets = at::arange(begin + 1, end + 1);
+    return batch;
+  };
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>({{piece(0, 5)}, {piece(5, 8)}}), 4.5);
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>({{piece(0, 2), piece(2, 5)}, {piece(5, 8)}}), 4.5);
+  // Mean of local means, and fragments counted as samples: (3 + 7) / 2, and (1.5 + 4 + 7) / 3 for three.
+  const auto as_samples = [](Batch batch, std::int64_t id) {
+    batch.sample_ids = {id};
+    batch.sample_targets = {batch.num_targets()};
+    return batch;
+  };
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>({{as_samples(piece(0, 5), 1)}, {as_samples(piece(5, 8), 2)}}), 5.0);
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>({{as_samples(piece(0, 2), 1), as_samples(piece(2, 5), 2)},
+                                        {as_samples(piece(5, 8), 3)}}),
+                   12.5 / 3);
+}
+
+TEST(MeansByHand, Weights) {
+  // Σ wℓ / Σ w = (0.5·1 + 2·3) / 2.5; per sample (0.5·1/0.5 + (2·3 + 0·3)/2) / 2.
+  const std::vector<MicroBatches> batches = {{batch_of({{1, 1, 1, 1}}, {0.5})},
+                                             {batch_of({{2, 2, 2, 3}}, {2, 0})}};
+  EXPECT_DOUBLE_EQ(loss_of<WeightedMean>(batches), 2.6);
+  EXPECT_DOUBLE_EQ(loss_of<SampleMean>(batches), 2.0);
+  EXPECT_DOUBLE_EQ(loss_of<FixedDenominator>(batches, 4.0), 1.625);
+  // A rank without weights weighs 1 each. A mask is a weight.
+  EXPECT_DOUBLE_EQ(loss_of<WeightedMean>(std::vector<MicroBatches>{{batch_of({{1, 1, 1, 5}})},
+                                                                   {batch_of({{2, 2, 2, 3}}, {2, 0})}}),
+                   11.0 / 3);
+  Batch masked = batch_of({{1, 4, 4, 2}});
+  masked.weights = at::tensor({1, 0, 1, 0}).to(at::kBool);
+  EXPECT_DOUBLE_EQ(loss_of<WeightedMean>(std::vector<MicroBatches>{{masked}}), 2.0);
+}
+
+TEST(SampleMean, DropsSilentSamplesAndSaysHowMany) {
+  Group alone = Group::solo();
+  SampleMean mean;
+  Batch batch = batch_of({{1, 3, 3, 2}, {2, 2, 0, 9}, {3, 1, 1, 4}}, {1, 1, 1, 1, 1, 0});
+  batch.targets.narrow(0, 3, 2).fill_(kIgnoreIndex);
+  const Census census = mean.count({batch}, alone, false);
+  EXPECT_EQ(census.samples, 1);
+  EXPECT_EQ(census.silent, 2);  // one without target, one whose weights are 0
+  const Denominator denominator = mean.denominator(census);
+  EXPECT_EQ(denominator.of, "samples");
+  EXPECT_EQ(denominator.value, 1);
+  EXPECT_DOUBLE_EQ(loss_sum(mean.prepare(batch, denominator)).item<double>(), 2.0);
+}
+
+// A last fragment whose only token ends the document holds no target: the rest of the sample is whole.
+TEST(SampleMean, AFragmentWithoutTargetIsNoCut) {
+  Batch tail = batch_of({{1, 1, 6}});
+  tail.targets.fill_(kIgnoreIndex);
+  run_ranks(2, [&](World& world) {
+    const Census census =
+        SampleMean().count({world.rank == 0 ? batch_of({{1, 6, 6, 5}}) : tail}, world.group, false);
+    EXPECT_EQ(census.samples, 1);
+    EXPECT_EQ(census.cut, 0);
+  });
+}
+
+TEST(Replicas, AreMeansOfTheirOwn) {
+  // Four ranks, two replicas: means (1·2 + 5·2)/4 = 3 and 9; an empty replica does not count.
+  std::vector<MicroBatches> batches = {
+      {batch_of({{1, 2, 2, 1}})}, {batch_of({{2, 2, 2, 5}})}, {batch_of({{3, 7, 7, 9}})}, {}};
+  EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches, NormalizerOptions{.replicas = 2}), 6.0);
+  batches[2] = {};
+  EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches, NormalizerOptions{.replicas = 2}), 3.0);
+}
+
+// ---- scaling ----
+
+TEST(Scale, GivesEachTermItsOwnDenominator) {
+  Group alone = Group::solo();
+  TokenMean mean({.count_samples = true});
+  const Batch batch = batch_of({{1, 3, 3, 2}, {2, 1, 1, 6}});
+  const Denominator denominator =
+      mean.denominator(mean.count({batch, batch_of({{9, 4, 4, 1}})}, alone, false));
+  EXPECT_EQ(denominator.targets, 8);
+  EXPECT_EQ(denominator.samples, 3);
+  EXPECT_EQ(denominator.micro_batches, 2);
+  const Batch prepared = mean.prepare(batch, denominator);
+  EXPECT_FALSE(weights_for(prepared, Mean::kStep).defined());
+  EXPECT_DOUBLE_EQ(loss_sum(prepared, Mean::kSamples).item<double>(), 8.0);
+  at::Tensor x = at::ones({5}, at::kDouble).requires_grad_(true);
+  const auto at_x = [&](int i) { return x[i].reshape({}); };
+  const at::Tensor share = mean.scale({{"a", at_x(0)},
+                                       {"b", at_x(1), Mean::kSamples, 2.0},
+                                       {"c", at_x(2), Mean::kMicroBatches},
+                                       {"d", at_x(3), Mean::kFixed, 0.5, 10.0},
+                                       {"e", at_x(4), Mean::kNone}},
+                                      denominator);
+  EXPECT_DOUBLE_EQ(share.item<double>(), 1.0 / 8 + 2.0 / 3 + 0.5 + 0.05 + 1);
+  share.backward();
+  const double wanted[] = {1.0 / 8, 2.0 / 3, 0.5, 0.05, 1};
+  for (int i = 0; i < 5; ++i) EXPECT_DOUBLE_EQ(x.grad()[i].item<double>(), wanted[i]);
+}
+
+TEST(Scale, RefusesToDivideTwice) {
+  TokenMean mean;
+  at::Tensor x = at::ones({}, at::kDouble).requires_grad_(true);
+  const Denominator denominator{.value = 4};
+  const at::Tensor share = mean.scale({{"a", x * 2}}, denominator);
+  for (const at::Tensor& twice : {share, share * 3, (share + 1).to(at::kFloat)})
+    EXPECT_THAT(error_of([&] {
+                  mean.scale({{"again", twice}}, denominator);
+                }),
+                AllOf(HasSubstr("'again'"), HasSubstr("divided already")));
+  EXPECT_EQ(error_of([&] { mean.scale({{"a", x * 2}}, denominator); }), "no error");
+  EXPECT_THAT(error_of([&] {
+                mean.scale({{"a", x, Mean::kSamples}}, {.value = 4, .targets = 4});
+              }),
+              HasSubstr("count_samples"));
+  EXPECT_THAT(error_of([&] {
+                mean.scale({{"a", x, Mean::kFixed, 1.0, 0.0}}, denominator);
+              }),
+              HasSubstr("denominator 0"));
+}
+
+// ---- deferred ----
+
+TEST(Deferred, RefusesWhatCannotShareABuffer) {
+  Group alone = Group::solo();
+  Deferred mean(std::make_unique<SampleMean>());
+  const auto count = [&](const Batch& batch) { return error_of([&] { mean.count({batch}, alone, false); }); };
+  EXPECT_EQ(count(batch_of({{1, 3, 3}})), "no error");
+  EXPECT_THAT(count(batch_of({{1, 2, 2}})), HasSubstr("a sample of an earlier call of the same step"));
+  EXPECT_THAT(count(batch_of({{2, 2, 5}})), HasSubstr("in another step or call"));
+  mean.begin_step();
+  const Census census = mean.count({batch_of({{1, 2, 2}})}, alone, false);
+  const Denominator denominator = mean.denominator(census);
+  EXPECT_THAT(error_of([&] {
+                mean.scale({{"a", at::ones({})}, {"z", at::ones({}), Mean::kTargets}}, denominator);
+              }),
+              AllOf(HasSubstr("'z'"), HasSubstr("one denominator for each deferred gradient buffer")));
+  EXPECT_THAT(error_of([] { Deferred(std::make_unique<TokenMean>(NormalizerOptions{.replicas = 2})); }),
+              HasSubstr("per-replica"));
+  EXPECT_THAT(error_of([] { Deferred(nullptr); }), HasSubstr("no mean"));
+}
+
+// ---- what is logged ----
+
+TEST(TermLedger, CarriesNamesFromTheFirstRankThatHasThem) {
+  Census census;
+  census.micro_batches_by_rank = {0, 2, 1};
+  const Denominator denominator{.value = 2};
+  std::vector<double> sums;
+  for (int rank = 0; rank < 3; ++rank) {
+    census.rank = rank;
+    TermLedger ledger;
+    for (int i = 0; i < census.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
+      ledger.add({{"cross_entropy", at::full({}, 3.0)},
+                  {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
+                 1.5 + 2.5, denominator, census);
+    const auto message = ledger.message(census);
+    sums.resize(message.size());
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += message[i];
+  }
+  const auto terms = TermLedger::read(sums);
+  ASSERT_EQ(terms.size(), 2u);
+  EXPECT_EQ(terms[0].name, "cross_entropy");
+  EXPECT_DOUBLE_EQ(terms[0].value, 4.5);
+  EXPECT_EQ(terms[1].name, "a_name_of_thirty_letters______");
+  EXPECT_DOUBLE_EQ(terms[1].value, 10);              // rank 1's two, not rank 2's
+  EXPECT_DOUBLE_EQ(sums[0], 3 * 1.5 + 2 * 0.5 * 5);  // the loss
+
+  TermLedger one, other;
+  census.rank = 1;
+  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, 0, denominator, census);
+  EXPECT_THAT(error_of([&] {
+                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+              }),
+              HasSubstr("'b' where"));
+  auto mixed = one.message(census);
+  census.rank = 2;
+  other.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+  const auto more = other.message(census);
+  for (std::size_t i = 0; i < mixed.size(); ++i) mixed[i] += more[i];
+  EXPECT_THAT(error_of([&] { TermLedger::read(mixed); }), HasSubstr("in another order on some rank"));
+}
+
+}  // namespace
+}  // namespace isograd

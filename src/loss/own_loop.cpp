@@ -1,0 +1,110 @@
+#include "isograd/own_loop.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "loss/share.hpp"
+
+namespace isograd {
+namespace {
+
+// Passes `fraction` back; its forward value was made by the collective. Its name ends in Share, so that a
+// second division is seen.
+struct AccumulatedShare : torch::autograd::Function<AccumulatedShare> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& mean_loss, double value,
+                            double fraction) {
+    ctx->saved_data["fraction"] = fraction;
+    ctx->save_for_backward({mean_loss});
+    return at::full({}, value, mean_loss.options());
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list upstream) {
+    const double fraction = ctx->saved_data["fraction"].toDouble();
+    const at::Tensor like = ctx->get_saved_variables()[0];
+    // A micro-batch without tokens: exactly zero, whatever comes from above.
+    at::Tensor gradient = fraction == 0 ? at::zeros_like(like) : (upstream[0] * fraction).expand_as(like);
+    return {gradient, at::Tensor(), at::Tensor()};
+  }
+};
+
+[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+  throw ConfigError({.where = "gradient_accumulate_loss",
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+}  // namespace
+
+std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data) {
+  std::int64_t count = 0;
+  for (const Batch& batch : micro_batches) count += batch.num_targets();
+  at::Tensor sum = at::full({1}, count, at::kLong);
+  if (data.size() > 1) data.all_reduce(sum);
+  return sum.item<std::int64_t>();
+}
+
+at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
+                                    std::int64_t global_valid, Group& data) {
+  if (!mean_loss.defined() || mean_loss.numel() != 1)
+    refuse(mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
+           "a scalar: the mean over this micro-batch's valid tokens",
+           "Take the mean, and pass its token count");
+  if (local_valid < 0 || local_valid > global_valid)
+    refuse(fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
+           "0 to as many as in the whole step",
+           "Count with count_valid_tokens over all micro-batches and ranks");
+  if (is_share(mean_loss))
+    refuse("a value that was divided already", "the mean over this micro-batch's valid tokens",
+           "Divide once: pass the plain mean");
+  double value = 0;
+  if (local_valid > 0)
+    value = mean_loss.detach().to(at::kDouble).item<double>() * static_cast<double>(local_valid);
+  // The third number notices calls of different steps that met: their global counts differ.
+  const auto valid = static_cast<double>(global_valid);
+  double sums[] = {value, valid, valid * valid};
+  if (data.size() > 1) {
+    at::Tensor message = at::tensor(at::ArrayRef<double>(sums, 3), at::kDouble);
+    try {
+      data.all_reduce(message);
+    } catch (const PeerError& error) {
+      ErrorText text = error.text();
+      text.where = "gradient_accumulate_loss: " + text.where;
+      text.expected = "every rank calls it equally often; " + text.expected;
+      text.action =
+          "Give ranks with fewer micro-batches a constant loss and local_valid = 0 for those they "
+          "lack; " +
+          text.action;
+      throw PeerError(text);
+    }
+    for (int i = 0; i < 3; ++i) sums[i] = message.const_data_ptr<double>()[i];
+    const double ranks = data.size();
+    if (sums[1] != ranks * valid || std::abs(sums[2] - ranks * valid * valid) > 1e-9 * ranks * valid * valid)
+      refuse(
+          fmt::format(
+              "{} valid tokens in the step on this rank, {:.17g} on the ranks together, each counting all",
+              global_valid, sums[1]),
+          "the same global_valid on every rank and equally many calls on each",
+          "Count once for the step, and call this once for each of the most micro-batches that a rank has");
+  }
+  const double divisor = global_valid > 0 ? valid : 1;
+  return AccumulatedShare::apply(mean_loss, sums[0] / divisor, static_cast<double>(local_valid) / divisor);
+}
+
+void sync_context_gradients(const std::vector<at::Tensor>& parameters, Group& context) {
+  if (context.size() == 1) return;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor gradient = parameter.grad();
+    if (!gradient.defined()) {
+      gradient = at::zeros_like(parameter.detach());
+      parameter.mutable_grad() = gradient;
+    }
+    context.all_reduce(gradient);
+  }
+}
+
+}  // namespace isograd

@@ -1,0 +1,183 @@
+#include "isograd/own_loop.hpp"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::AllOf;
+using testing::HasSubstr;
+
+Batch batch_of(std::int64_t valid, std::int64_t ignored = 0, std::int64_t id = 1) {
+  Batch batch = empty_batch();
+  batch.targets = at::cat({at::ones({valid}, at::kLong), at::full({ignored}, kIgnoreIndex, at::kLong)});
+  batch.tokens = batch.positions = at::zeros({valid + ignored}, at::kLong);
+  batch.cu_seqlens = {0, valid + ignored};
+  batch.sample_ids = {id};
+  batch.sample_targets = {valid};
+  return batch;
+}
+
+at::Tensor parameter(double value) {
+  return at::full({}, value, at::kDouble).requires_grad_(true);
+}
+
+TEST(CountValidTokens, AddsMicroBatchesAndRanks) {
+  run_ranks(3, [](World& world) {
+    const MicroBatches own = world.rank == 1
+                                 ? MicroBatches{}
+                                 : MicroBatches{batch_of(4 + world.rank, 3), batch_of(1), empty_batch()};
+    EXPECT_EQ(count_valid_tokens(own, world.group), 5 + 7);
+  });
+}
+
+// 900 tokens of loss 1 and 100 of loss 11, as means, in two calls a rank; a gradient of mean · n_k / N.
+TEST(GradientAccumulateLoss, IsTheTokenMean) {
+  run_ranks(2, [](World& world) {
+    at::Tensor x = parameter(1);
+    const double level = world.rank == 0 ? 1 : 11;
+    const std::int64_t valid = world.rank == 0 ? 450 : 50;
+    double loss = 0;
+    for (int i = 0; i < 2; ++i) {
+      const at::Tensor share = gradient_accumulate_loss(x * level, valid, 1000, world.group);
+      share.backward();
+      loss += share.item<double>();
+    }
+    EXPECT_DOUBLE_EQ(loss, 2.0);  // the same on both ranks
+    EXPECT_DOUBLE_EQ(x.grad().item<double>(), level * 2 * static_cast<double>(valid) / 1000);
+    at::Tensor gradient = x.grad().clone();
+    world.group.all_reduce(gradient);
+    EXPECT_DOUBLE_EQ(gradient.item<double>(), 2.0);
+  });
+}
+
+TEST(GradientAccumulateLoss, OfNoTokensIsExactlyZeroThoughItsMeanIsNaN) {
+  run_ranks(2, [](World& world) {
+    at::Tensor x = parameter(3);
+    const at::Tensor mean = world.rank == 0 ? x * 2 : x * std::nan("");
+    const at::Tensor share = gradient_accumulate_loss(mean, world.rank == 0 ? 5 : 0, 5, world.group);
+    EXPECT_EQ(share.item<double>(), 6);
+    at::Tensor at_mean = torch::autograd::grad({share}, {mean}, {}, true)[0];
+    EXPECT_EQ(at_mean.item<double>(), world.rank == 0 ? 1 : 0);
+    const at::Tensor nothing = gradient_accumulate_loss(x * std::nan(""), 0, 0, world.group);
+    EXPECT_EQ(nothing.item<double>(), 0);
+    EXPECT_EQ(
+        torch::autograd::grad({gradient_accumulate_loss(x * 7, 0, 0, world.group)}, {x})[0].item<double>(),
+        0);
+  });
+}
+
+template <typename F>
+std::string error_of(F&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(GradientAccumulateLoss, RefusesBadCountsAndASecondDivision) {
+  Group alone = Group::solo();
+  at::Tensor x = parameter(1);
+  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(x, 6, 5, alone); }),
+              HasSubstr("6 valid tokens here of 5"));
+  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(x, -1, 5, alone); }), HasSubstr("-1 valid"));
+  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(at::ones({2}), 1, 5, alone); }),
+              HasSubstr("shape [2]"));
+  const at::Tensor share = gradient_accumulate_loss(x * 1, 2, 5, alone);
+  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(share, 2, 5, alone); }), HasSubstr("divided already"));
+}
+
+TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
+  // Rank 1 has gone on to the reduction of its gradients.
+  std::vector<std::string> errors(2);
+  try {
+    run_ranks(2,
+              [&](World& world) {
+                const auto call = [&] { gradient_accumulate_loss(parameter(1), 1, 4, world.group); };
+                call();
+                errors[static_cast<std::size_t>(world.rank)] = error_of([&] {
+                  if (world.rank == 0) return call();
+                  at::Tensor gradient = at::zeros({100});
+                  world.group.all_reduce(gradient);
+                });
+              },
+              {.timeout = 10s});
+  } catch (const Error&) {
+  }
+  EXPECT_THAT(errors[0],
+              AllOf(HasSubstr("gradient_accumulate_loss"), HasSubstr("every rank calls it equally often")));
+  EXPECT_NE(errors[1], "no error");
+  // Calls of different steps that meet.
+  run_ranks(3, [](World& world) {
+    const std::string error =
+        error_of([&] { gradient_accumulate_loss(parameter(1), 1, world.rank == 2 ? 9 : 4, world.group); });
+    EXPECT_THAT(error, AllOf(HasSubstr("ConfigError"), HasSubstr("the same global_valid on every rank")));
+  });
+}
+
+TEST(SyncContextGradients, SumsOnceAndGivesMissingOnesZeros) {
+  run_ranks(3, [](World& world) {
+    at::Tensor a = parameter(1), b = parameter(2);
+    (a * static_cast<double>(world.rank + 1)).backward();
+    if (world.rank == 1) (b * 4).backward();
+    sync_context_gradients({a, b}, world.group);
+    EXPECT_EQ(a.grad().item<double>(), 6);  // not 2: nothing averages (B19)
+    EXPECT_EQ(b.grad().item<double>(), 4);
+  });
+}
+
+// Three calls of unequal content; the result is that of one.
+TEST(DeferredAccumulator, DividesOnceAtTheEnd) {
+  run_ranks(2, [](World& world) {
+    DeferredAccumulator accumulator(std::make_unique<TokenMean>(), world.group);
+    for (int step = 0; step < 2; ++step) {  // the second starts from nothing
+      at::Tensor x = parameter(1);
+      const auto call = [&](const MicroBatches& batches) {
+        for (const Batch& batch : accumulator.begin_call(batches))
+          accumulator
+              .raw_loss({{"loss", x * static_cast<double>(world.rank + 1) *
+                                      static_cast<double>(batch.num_targets())}})
+              .backward();
+      };
+      call({batch_of(3, 1), batch_of(2)});
+      call(world.rank == 0 ? MicroBatches{} : MicroBatches{batch_of(7)});
+      call({batch_of(1)});
+      const auto result = accumulator.finish();
+      at::Tensor gradient = x.grad().clone();
+      EXPECT_DOUBLE_EQ(gradient.item<double>(), world.rank == 0 ? 6 : 26);  // raw
+      world.group.all_reduce(gradient);
+      EXPECT_DOUBLE_EQ(result.gradient_scale, 1.0 / 19);
+      EXPECT_DOUBLE_EQ(gradient.item<double>() * result.gradient_scale, 32.0 / 19);
+      EXPECT_DOUBLE_EQ(result.loss, 32.0 / 19);
+      EXPECT_EQ(result.census.targets, 19);
+      EXPECT_EQ(result.census.micro_batches, 7);
+    }
+  });
+}
+
+TEST(DeferredAccumulator, OfNothingScalesByZero) {
+  Group alone = Group::solo();
+  DeferredAccumulator accumulator(std::make_unique<SampleMean>(), alone);
+  for (const Batch& batch : accumulator.begin_call({batch_of(0, 3)})) {
+    at::Tensor x = parameter(1);
+    accumulator.raw_loss({{"loss", x * std::nan("")}}).backward();
+    EXPECT_FALSE(x.grad().defined());
+    EXPECT_EQ(batch.num_tokens(), 3);
+  }
+  const auto result = accumulator.finish();
+  EXPECT_EQ(result.gradient_scale, 0);
+  EXPECT_EQ(result.loss, 0);
+}
+
+}  // namespace
+}  // namespace isograd
