@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import built_backends
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
@@ -47,7 +48,8 @@ tokens = 8
 
 
 def isograd(*arguments, cwd=None, **environment):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+             and not k.startswith(("OMPI_COMM_WORLD_", "PMIX_", "PMI_"))}
     return subprocess.run([str(BINARY), *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT, cwd=cwd,
                           env=dict(clean, **environment))
 
@@ -92,7 +94,7 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["config"], ["launch"]]:
+                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["launch"]]:
         done = isograd(*verb, "--help")
         assert done.returncode == 0, done.stderr
         assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
@@ -166,8 +168,10 @@ def test_every_key_is_read_somewhere():
                    if not p.name.startswith("config") and not p.name.endswith("_test.cpp"))
     # Handed over as a whole to the model and the optimizer, which test their own options.
     whole = {"model.shape": "model.shape", "optimizer.adamw": "optimizer.adamw", "schedule": "config.schedule"}
+    # Asked through a function; what other trainers call the reduction only has to agree with the axes.
+    asked = {"loss.normalise_over": "normalises_by_replica", "loss.dp_replicate_reduction": "normalises_by_replica"}
     for field in fields:
-        name = next((used for prefix, used in whole.items() if field.startswith(prefix + ".")), field)
+        name = next((used for prefix, used in whole.items() if field.startswith(prefix + ".")), asked.get(field, field))
         assert re.search(rf"\b{re.escape(name)}\b", read), f"{field} is read by nobody"
 
 
@@ -187,8 +191,9 @@ def test_more_ranks_than_packs_is_said_once(config):
     assert said.count("ConfigError") == 1
 
 
-def test_bad_input_found_by_the_ranks_is_said_once(config):
-    done = isograd("train", config, "--ranks", 2, "--set", f"data.text={config.parent}/nothing-here")
+def test_bad_input_found_by_the_ranks_is_said_once(config, backend):
+    done = isograd("train", config, "--ranks", 2, "--backend", backend, "--set",
+                   f"data.text={config.parent}/nothing-here")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("ConfigError") == 1, done.stderr
 
@@ -208,17 +213,51 @@ def test_launch_gives_ranks_and_passes_the_status_on():
     kill = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)"
     done = isograd("launch", "-n", 2, "--grace", "0.2", "--", sys.executable, "-c", kill)
     assert done.returncode == 3 and "rank 1" in done.stderr, done.stderr
+    assert "carrier-pigeon" in refused("launch", "-n", 2, "--backend", "carrier-pigeon", "--", "true")
     assert "no command" in refused("launch", "-n", 2)
     assert "--ranks" in refused("launch", "--", "true")
     assert isograd("launch", "-n", 1, "--", "/no/such/program").returncode != 0
 
 
+def test_launch_through_mpirun(backend):
+    """What mpirun's ranks see, their output with the rank in front, and what becomes of their status."""
+    name = {"shm": "RANK", "mpi": "OMPI_COMM_WORLD_RANK"}[backend]
+    launch = ["launch", "-n", 2, "--backend", backend, "--prefix", "--", sys.executable, "-c"]
+    done = isograd(*launch, f"import os, sys; print('I am', os.environ['{name}'], sys.argv[1:])", "--x", "[a,b]")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] I am {r} ['--x', '[a,b]']" for r in range(2)]
+    assert isograd(*launch, "raise SystemExit(7)").returncode == 7
+    done = isograd(*launch, f"import os, time\nif os.environ['{name}'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)")
+    assert done.returncode == 3 and "signal 9" in done.stderr, done.stderr
+
+
+def test_mpi_is_there_or_the_build_says_how_to_get_it(config):
+    if "mpi" in built_backends():
+        assert isograd("launch", "-n", 2, "--backend", "mpi", "--", "true").returncode == 0
+        return
+    for command in (["launch", "-n", 2, "--backend", "mpi", "--", "true"], ["train", config, "--backend", "mpi"]):
+        said = refused(*command)
+        assert "libopenmpi-dev" in said and "--backend shm" in said
+
+
+def test_mpirun_by_hand(config, backend):
+    """Ranks that mpirun starts find one another over either backend, without a MASTER_ADDR."""
+    if "mpi" not in built_backends():
+        pytest.skip("needs mpirun (openmpi-bin), as this build was configured without MPI")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.getuid() == 0 else {}
+    done = subprocess.run(["mpirun", "-n", "2", "--oversubscribe", str(BINARY), "train", str(config), "--backend",
+                           backend], capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **root})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
+    assert done.stdout.count("PASS") == 1, done.stdout
+
+
 # Every verb on something small
 
 
-def test_train_verify_and_sample(config):
+def test_train_verify_and_sample(config, backend):
     log = config.parent / "log.jsonl"
-    done = isograd("train", config, "--ranks", 2, "--json-log", log)
+    done = isograd("train", config, "--ranks", 2, "--backend", backend, "--json-log", log)
     assert done.returncode == 0, done.stderr
     assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
     run = config.parent / "run"
@@ -235,8 +274,8 @@ def test_train_verify_and_sample(config):
     assert isograd("sample", checkpoint, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout == first.stdout
 
     verdict, page = config.parent / "verdict.json", config.parent / "verdict.html"
-    done = isograd("verify", config, "--ranks", 2, "--layout", "naive", "--layout", "bucketed", "--json", verdict,
-                   "--report", page)
+    done = isograd("verify", config, "--ranks", 2, "--backend", backend, "--layout", "naive", "--layout", "bucketed",
+                   "--json", verdict, "--report", page)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout
     told = json.loads(verdict.read_text())

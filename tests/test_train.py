@@ -61,8 +61,9 @@ tokens = 8
 
 
 class Workplace:
-    def __init__(self, folder):
+    def __init__(self, folder, backend):
         self.folder = folder
+        self.backend = backend
         self.text = folder / "text"
         self.text.mkdir()
         rng = random.Random(11)
@@ -77,7 +78,8 @@ class Workplace:
 
     def command(self, name="run", ranks=2, **changes):
         sets = [x for key, value in changes.items() for x in ("--set", f"{key.replace('__', '.')}={value}")]
-        return [str(BINARY), "train", str(self.config(name)), "--ranks", str(ranks), *sets]
+        return [str(BINARY), "train", str(self.config(name)), "--ranks", str(ranks), "--backend", self.backend,
+                *sets]
 
     def run(self, *args, **kwargs):
         return subprocess.run(self.command(*args, **kwargs), capture_output=True, text=True, timeout=LIMIT)
@@ -117,8 +119,13 @@ class Workplace:
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Workplace(tmp_path)
+def place(tmp_path, backend):
+    return Workplace(tmp_path, backend)
+
+
+def names_lost_ranks(backend):
+    """What only shm promises. MPI does not know who is missing; mpirun ends the survivors itself."""
+    return backend == "shm"
 
 
 def ranks_of(process):
@@ -134,8 +141,9 @@ def ranks_of(process):
             environment = dict(x.split("=", 1) for x in (path / "environ").read_text().split("\0") if "=" in x)
         except OSError:
             continue
-        if "RANK" in environment:
-            found[int(environment["RANK"])] = int(path.name)
+        for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+            if name in environment:
+                found[int(environment[name])] = int(path.name)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -257,7 +265,8 @@ def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
     status, out = finish(process)
     assert time.time() - started < 20, "the others waited for longer than the timeout"
     assert status == 3, out
-    assert re.search(rf"rank {rank}\b", out), out
+    if names_lost_ranks(place.backend):
+        assert re.search(rf"rank {rank}\b", out), out
     assert whole(place.checkpoints()[-1])
     steps = int(place.checkpoints()[-1].name[5:]) + 3
     done = place.run(checkpoint__resume="latest", train__steps=steps, ranks=2)
@@ -279,7 +288,10 @@ def test_a_hung_rank_ends_the_run_within_the_timeout(place):
     assert status == 3, out
     # The timeout, the launcher's grace for the rest (10 s), and its time between SIGTERM and SIGKILL.
     assert time.time() - started < 30
-    assert re.search(r"rank 1\b", out), out
+    if names_lost_ranks(place.backend):
+        assert re.search(r"rank 1\b", out), out
+    else:
+        assert "not complete within 2000 ms" in out, out
 
 
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(place):

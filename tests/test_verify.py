@@ -45,8 +45,9 @@ def verify(*arguments):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_verify_proves_the_configured_run(config, tmp_path, ranks):
-    result = verify(config, "--ranks", ranks, "--json", tmp_path / "v.json", "--report", tmp_path / "v.html")
+def test_verify_proves_the_configured_run(config, tmp_path, ranks, backend):
+    result = verify(config, "--ranks", ranks, "--backend", backend, "--json", tmp_path / "v.json", "--report",
+                    tmp_path / "v.html")
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"parity PASS: {ranks} rank" in result.stdout
     document = json.loads((tmp_path / "v.json").read_text())
@@ -61,11 +62,41 @@ def test_verify_proves_the_configured_run(config, tmp_path, ranks):
     assert "<html" in page and "parity PASS" in page
 
 
-def test_verify_tries_every_layout_asked_for(config, tmp_path):
-    result = verify(config, "--ranks", 2, "--layout", "bucketed", "--layout", "naive", "--json", tmp_path / "v.json")
+def test_verify_tries_every_layout_asked_for(config, tmp_path, backend):
+    result = verify(config, "--ranks", 2, "--backend", backend, "--layout", "bucketed", "--layout", "naive", "--json",
+                    tmp_path / "v.json")
     assert result.returncode == 0, result.stdout + result.stderr
     document = json.loads((tmp_path / "v.json").read_text())
     assert set(document["grades"]) == {"bucketed", "naive"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("train", [False, True])
+def test_the_sample_mean_of_documents_longer_than_the_pack(config, tmp_path, ranks, train):
+    changes = ["--set", "loss.kind=sample_mean", "--set", "data.shuffle_packs=false", "--set", "data.pack_length=20"]
+    if not train:
+        result = verify(config, "--ranks", ranks, *changes, "--json", tmp_path / "v.json")
+        document = json.loads((tmp_path / "v.json").read_text())
+        assert document["verdict"] == "pass" and document["loss"] == "sample mean"
+        assert "sample mean" in result.stdout
+    else:
+        result = subprocess.run([BUILD / "bin/isograd", "train", str(config), "--ranks", str(ranks), *changes, "--set",
+                                 "train.steps=6", "--set", "sample.tokens=0"], cwd=ROOT, text=True, capture_output=True,
+                                timeout=300)
+        assert f"parity PASS: {ranks} ranks = 1 device" in result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_mean_of_per_replica_means_is_compared_as_such(config, tmp_path):
+    result = verify(config, "--ranks", 2, "--set", 'loss.normalise_over=["dp_shard", "cp_ring", "cp_ulysses"]')
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "mean of per-replica token means, which depends on the layout" in result.stdout
+
+
+def test_a_contradictory_loss_is_explained(config):
+    result = verify(config, "--ranks", 2, "--set", "loss.dp_replicate_reduction=mean")
+    assert result.returncode == 2
+    assert "one of two readings" in result.stderr
 
 
 def test_verify_refuses_an_unknown_layout(config):

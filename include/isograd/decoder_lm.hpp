@@ -64,7 +64,10 @@ class DecoderLM : public torch::nn::Module {
   const DecoderConfig& config() const;
   // Differentiable once. ConfigError when a token is outside the vocabulary or the batch contradicts itself.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
-  at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]
+  at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
+  // [vocabulary, hidden], for a loss that makes the logits itself (linear_cross_entropy); tied output: the
+  // embedding.
+  const at::Tensor& output_weight() const;
   // Parameters in registration order; tied output appears once, under the embedding's name.
   std::vector<std::pair<std::string, at::Tensor>> named();
 

@@ -34,6 +34,17 @@ struct LayoutUnderTest {
   MakeDataParallel make;
 };
 
+// The loss that the run declares, as the oracle computes it: by its own plain code.
+struct DeclaredLoss {
+  Mean mean = Mean::kTargets;  // kTargets, kSamples, kWeights, kFixed or kNone
+  double denominator = 1;      // kFixed
+  // Means of replicas: the whole step as the replicas see it, for the oracle; called on rank 0. The loss is
+  // the mean of their own means, over those that have anything to count. Not given: one mean over `whole`.
+  std::function<std::vector<MicroBatches>()> replicas;
+
+  std::string text() const;  // "token mean", "mean of per-replica sample means", ...
+};
+
 // One step, as every rank would make it. Each rank fills in its own.
 struct VerifyProblem {
   // A fresh model in the given dtype. Values of `dtype` (below) are then copied into the fp64 models, so that
@@ -46,7 +57,8 @@ struct VerifyProblem {
   at::ScalarType dtype = at::kFloat;    // the run's precision
   StepOptions step;
   std::vector<LayoutUnderTest> layouts;
-  // The denominators of the step under test; not given: TokenMean.
+  DeclaredLoss loss;
+  // The denominators of the step under test; not given: TokenMean, SampleMean, ... of `loss`.
   MakeNormalizer make_normalizer;
 };
 
@@ -104,6 +116,7 @@ struct Verdict {
   bool passed = false;
   int ranks = 1;
   std::string precision;  // "fp32", ...
+  std::string loss;       // what was compared with: DeclaredLoss::text()
   StepFigures oracle;
   bool parameters_agree = false;  // initial values, over ranks
   bool batch_agrees = false;      // the ranks together saw every token of the whole step exactly once

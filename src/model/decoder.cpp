@@ -182,6 +182,10 @@ at::Tensor DecoderLM::logits(const Batch& batch) {
   return impl_->logits(hidden(batch));
 }
 
+const at::Tensor& DecoderLM::output_weight() const {
+  return impl_->output();
+}
+
 std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
   return impl_->in_order;
 }

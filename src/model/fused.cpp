@@ -3,7 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include "isograd/error.hpp"
-#include "model/product.hpp"
+#include "matmul/product.hpp"
 #include "model/rows.hpp"
 
 namespace isograd {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
-#include "model/product.hpp"
+#include "matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -157,8 +157,19 @@ std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& cor
 
 ForwardLossTerms forward_loss(DecoderLM& model) {
   return [&model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+    return {
+        {"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets, {.weights = batch.weights})}};
   };
+}
+
+std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
+  const NormalizerOptions options{.replicas = normalises_by_replica(config) ? ranks : 1};
+  const std::string& kind = config.loss.kind;
+  if (kind == "sample_mean") return std::make_unique<SampleMean>(options);
+  if (kind == "weighted_mean") return std::make_unique<WeightedMean>(options);
+  if (kind == "fixed") return std::make_unique<FixedDenominator>(config.loss.denominator, options);
+  if (kind == "none") return std::make_unique<NoDenominator>(options);
+  return std::make_unique<TokenMean>(options);
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group) {

@@ -45,6 +45,9 @@ std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& cor
 // -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy".
 ForwardLossTerms forward_loss(DecoderLM& model);
 
+// The configured mean. In the strategies there are so far every rank is a replica.
+std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
+
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);

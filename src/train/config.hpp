@@ -41,6 +41,13 @@ struct RunConfig {
     DecoderConfig shape;
   } model;
   struct {
+    std::string kind = "token_mean";  // token_mean | sample_mean | weighted_mean | fixed | none
+    double denominator = 0;           // fixed
+    // Axes inside which the mean is taken. Without dp_replicate: the mean of per-replica means.
+    std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
+    std::string dp_replicate_reduction = "derived";  // derived | sum | mean
+  } loss;
+  struct {
     std::int64_t steps = 200;
     std::string dtype = "float32";  // float64 | float32 | bfloat16
     double max_norm = 1.0;
@@ -83,6 +90,8 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 // The same from a text; `file` is for messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
+// The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
+bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).
 void check(const RunConfig& config, int ranks);
 // docs/configuration.md, from the same table.

@@ -190,6 +190,24 @@ std::vector<ConfigKey> make_keys() {
       KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
           "Of `yarn`. 0: follows from the factor."),
 
+      KEY("loss.kind", loss.kind, "", one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}),
+          "What the sum over tokens is divided by: the targets of the whole step, each sample's own tokens "
+          "and "
+          "then the samples, the weights, `loss.denominator`, or nothing. Counted over all ranks and "
+          "micro-batches before any backward, so that the loss does not depend on how the batch is cut "
+          "(`docs/losses.md`)."),
+      KEY("loss.denominator", loss.denominator, "", at_least(0), "What `fixed` divides by. 0: not given."),
+      KEY("loss.normalise_over", loss.normalise_over, "", any(),
+          "Data axes inside which the mean is taken. Without `dp_replicate` the loss is the mean of "
+          "per-replica "
+          "means: another loss, which depends on how samples are dealt to the replicas. In `bucketed` and "
+          "`naive` every rank is a replica."),
+      KEY("loss.dp_replicate_reduction", loss.dp_replicate_reduction, "", one_of({"derived", "sum", "mean"}),
+          "What other trainers call the reduction over replicas. `derived`: follows from `normalise_over`. "
+          "Said "
+          "otherwise it must agree: `sum` with one mean over all replicas, `mean` with a mean of per-replica "
+          "means."),
+
       KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
       KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
           "Number type of parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters."),
@@ -232,8 +250,10 @@ std::vector<ConfigKey> make_keys() {
       KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
           {.least = 0, .most = 1e6, .above_least = true},
           "The longest wait for another rank, after which it counts as lost (exit status 3)."),
-      KEY("parallel.backend", parallel.backend, "", one_of({"shm"}),
-          "What carries data between ranks: `shm`, the shared memory of one host."),
+      KEY("parallel.backend", parallel.backend, "", one_of({"shm", "mpi"}),
+          "What carries data between ranks: `shm`, the shared memory of one host; `mpi`, over several hosts "
+          "as "
+          "well, in a build that found an MPI."),
 
       KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps),
           "How often a checkpoint is saved. 0: only at the end."),
@@ -272,6 +292,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"batch", "What one step sees."},
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},
       {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
+      {"loss", "Who divides what (`docs/losses.md`)."},
       {"train", "The loop around the step."},
       {"optimizer", "How a gradient becomes an update. The learning rate is `schedule`'s."},
       {"schedule", "The learning rate over the steps."},

@@ -135,7 +135,7 @@ TEST(Config, ImpossibleValuesAreRefused) {
         "[schedule]\nfloor = 1.01", "[train]\nmax_norm = -0.1", "[data]\nvalidation_fraction = 1.0",
         "[optimizer]\nbeta2 = 1.0", "[parallel]\ntimeout_seconds = 0", "[run]\ndirectory = \"\"",
         "[checkpoint]\nkeep = 0", "[data]\nend_of_text = -2", "[run]\nseed = -1", "[train]\nsteps = 0",
-        "[parallel]\nbackend = \"mpi\""})
+        "[parallel]\nbackend = \"pigeon\""})
     EXPECT_THAT(refused(line), HasSubstr("run.toml:2: ")) << line;
   EXPECT_THAT(refused("[optimizer]\nkind = \"adamW\"\n"),
               AllOf(HasSubstr("found \"adamW\""), HasSubstr("one of \"adamw\", \"sgd\""),
@@ -171,6 +171,31 @@ TEST(Config, KeysWithoutEffectAreRefused) {
   EXPECT_THAT(refused("[data]\nend_of_text = 3\n"), HasSubstr("data.end_of_text"));
   EXPECT_THAT(refused("[data]\ntext = [\"a\"]\nshards = [\"b\"]\n"),
               HasSubstr("both data.text and data.shards"));
+}
+
+TEST(Config, ALossThatContradictsItselfIsExplainedByBothReadings) {
+  const auto loss = [](const std::string& keys) { return refused("[loss]\n" + keys); };
+  const std::string without = "normalise_over = [\"dp_shard\", \"cp_ring\", \"cp_ulysses\"]\n";
+  EXPECT_EQ(loss("kind = \"sample_mean\""), "accepted");
+  EXPECT_EQ(loss("kind = \"fixed\"\ndenominator = 1024"), "accepted");
+  EXPECT_EQ(loss(without), "accepted");
+  EXPECT_EQ(loss(without + "dp_replicate_reduction = \"mean\""), "accepted");
+  EXPECT_EQ(loss("dp_replicate_reduction = \"sum\""), "accepted");
+  EXPECT_THAT(loss("kind = \"token_means\""),
+              AllOf(HasSubstr("run.toml:2"), HasSubstr("Did you mean \"token_mean\"?")));
+  EXPECT_THAT(loss("kind = \"fixed\""), HasSubstr("Set loss.denominator"));
+  EXPECT_THAT(loss("kind = \"sample_mean\"\ndenominator = 8"),
+              AllOf(HasSubstr("one of two readings"), HasSubstr("set loss.kind = \"fixed\" for the second")));
+  EXPECT_THAT(
+      loss("dp_replicate_reduction = \"mean\""),
+      AllOf(HasSubstr("one mean over every token of the batch"), HasSubstr("the mean of per-replica means")));
+  EXPECT_THAT(loss(without + "dp_replicate_reduction = \"sum\""), HasSubstr("one of two readings"));
+  EXPECT_THAT(loss("kind = \"none\"\n" + without), HasSubstr("one of two readings"));
+  EXPECT_THAT(loss("normalise_over = [\"dp_replicate\", \"dp_shard\", \"cp_ring\"]"),
+              HasSubstr("Add cp_ulysses"));
+  EXPECT_THAT(loss("normalise_over = [\"tp\"]"), HasSubstr("which would be counted twice"));
+  EXPECT_THAT(loss("normalise_over = [\"dp\"]"), HasSubstr("loss.normalise_over with \"dp\""));
+  EXPECT_THAT(loss("normalise_over = [\"cp_ring\", \"cp_ring\"]"), HasSubstr("cp_ring twice"));
 }
 
 TEST(Config, OverridesGoThroughTheSameTable) {
@@ -264,6 +289,10 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.model.shape.initializer_range = *rc::gen::inRange<std::int64_t>(0, 1 << 20) / 3.0;
   if (!config.data.text.empty()) config.data.shards.clear();
   if (config.data.shards.empty()) config.data.end_of_text = -1;
+  config.loss.normalise_over = RunConfig{}.loss.normalise_over;
+  if (config.loss.kind != "fixed") config.loss.denominator = 0;
+  if (config.loss.kind == "fixed" && config.loss.denominator == 0) config.loss.denominator = 1;
+  if (config.loss.dp_replicate_reduction == "mean") config.loss.dp_replicate_reduction = "sum";
   if (config.optimizer.kind == "adamw") config.optimizer.momentum = 0;
   if (config.optimizer.kind == "sgd") {
     const double decay = config.optimizer.adamw.weight_decay;

@@ -114,7 +114,78 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   return best;
 }
 
+namespace {
+
+// What [loss] declares must be one loss. A contradiction is explained by both of its readings.
+void check_loss(const RunConfig& config, const std::string& where) {
+  const auto& loss = config.loss;
+  const auto refuse = [&](std::string found, std::string expected, std::string action) {
+    throw ConfigError({.where = where,
+                       .found = std::move(found),
+                       .expected = std::move(expected),
+                       .action = std::move(action)});
+  };
+  const bool fixed = loss.kind == "fixed", counted = !fixed && loss.kind != "none";
+  if (fixed && loss.denominator == 0)
+    refuse("loss.kind = \"fixed\" without loss.denominator", "the number to divide by",
+           "Set loss.denominator");
+  if (!fixed && loss.denominator != 0)
+    refuse(fmt::format("loss.kind = \"{}\" with loss.denominator = {:g}", loss.kind, loss.denominator),
+           fmt::format("one of two readings: {}, or the sum divided by {:g}",
+                       counted ? "a mean whose denominator is counted" : "a pure sum", loss.denominator),
+           "Leave loss.denominator out for the first, or set loss.kind = \"fixed\" for the second");
+  const std::vector<std::string> axes = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
+  std::vector<std::string> seen;
+  for (const auto& axis : loss.normalise_over) {
+    if (axis == "tp" || axis == "pp" || axis == "ep")
+      refuse(fmt::format("loss.normalise_over with {}", axis),
+             "data axes only: dp_replicate, dp_shard, cp_ring, cp_ulysses",
+             fmt::format("Leave {} out: its ranks see the same tokens, which would be counted twice", axis));
+    if (std::find(axes.begin(), axes.end(), axis) == axes.end())
+      refuse(fmt::format("loss.normalise_over with \"{}\"", axis),
+             "dp_replicate, dp_shard, cp_ring, cp_ulysses", "Correct the axis");
+    if (std::find(seen.begin(), seen.end(), axis) != seen.end())
+      refuse(fmt::format("loss.normalise_over with {} twice", axis), "each axis once",
+             "Remove the repetition");
+    seen.push_back(axis);
+  }
+  for (const auto& axis : axes)
+    if (axis != "dp_replicate" && std::find(seen.begin(), seen.end(), axis) == seen.end())
+      refuse(fmt::format("loss.normalise_over without {}", axis), "at least dp_shard, cp_ring and cp_ulysses",
+             fmt::format("Add {}: a mean of means over it depends on how one batch was cut; only replicas "
+                         "(dp_replicate) may be normalised by themselves",
+                         axis));
+  const bool by_replica = normalises_by_replica(config);
+  if (by_replica && !counted)
+    refuse(
+        fmt::format("loss.kind = \"{}\" with loss.normalise_over without dp_replicate", loss.kind),
+        fmt::format(
+            "one of two readings: the sum over all ranks divided by {}, or the mean of per-replica means",
+            fixed ? fmt::format("{:g}", loss.denominator) : "nothing"),
+        "Add dp_replicate for the first, or choose token_mean, sample_mean or weighted_mean for the second");
+  const char* const one =
+      "Set loss.dp_replicate_reduction = \"sum\" and name dp_replicate in loss.normalise_over for "
+      "the first; \"mean\" and leave it out for the second";
+  const char* const readings =
+      "one of two readings: one mean over every token of the batch, with gradients summed over "
+      "replicas; or the mean of per-replica means, which depends on how samples are dealt "
+      "to the replicas";
+  if (loss.dp_replicate_reduction == "mean" && !by_replica)
+    refuse("loss.dp_replicate_reduction = \"mean\" with dp_replicate in loss.normalise_over", readings, one);
+  if (loss.dp_replicate_reduction == "sum" && by_replica)
+    refuse("loss.dp_replicate_reduction = \"sum\" with loss.normalise_over without dp_replicate", readings,
+           one);
+}
+
+}  // namespace
+
+bool normalises_by_replica(const RunConfig& config) {
+  const auto& axes = config.loss.normalise_over;
+  return std::find(axes.begin(), axes.end(), "dp_replicate") == axes.end();
+}
+
 void check_together(const RunConfig& config, const std::string& where) {
+  check_loss(config, where);
   if (!config.data.text.empty() && !config.data.shards.empty())
     throw ConfigError({.where = where,
                        .found = "both data.text and data.shards",

@@ -15,7 +15,8 @@ std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& f
   at::NoGradGuard no_grad;
   at::Tensor loss = at::zeros({1}, at::kDouble);
   for (const auto& batch : micro_batches)
-    if (batch.num_tokens() > 0) loss += mean.scale(forward(batch), denominator).to(at::kDouble);
+    if (batch.num_tokens() > 0)
+      loss += mean.scale(forward(mean.prepare(batch, denominator)), denominator).to(at::kDouble);
   group.all_reduce(loss);
   return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};
 }

@@ -3,31 +3,48 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "isograd/error.hpp"
+#include "loss/ledger.hpp"
 
 namespace isograd {
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
            StepOptions options)
-    : forward_(std::move(forward)), layout_(layout), mean_(mean), optimizer_(optimizer), options_(options) {}
+    : forward_(std::move(forward)),
+      layout_(layout),
+      mean_(mean),
+      optimizer_(optimizer),
+      options_(options),
+      ledger_(std::make_unique<TermLedger>()) {}
+Step::~Step() = default;
 
 void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
-  layout_.zero_gradients();
-  local_loss_sum_ = 0;
+  if (!(accumulated_ && mean_.deferred())) {  // a deferred step goes on until finish()
+    layout_.zero_gradients();
+    ledger_->clear();
+    mean_.begin_step();
+  }
 
-  // (1) Count targets over all ranks, before any backward: one small collective.
+  // (1) Count over all ranks, before any backward: one small collective, two if samples are cut over ranks.
   census_ = mean_.count(micro_batches, layout_.group(), stop_requested);
   denominator_ = mean_.denominator(census_);
+  if (options_.check_denominators) check_agreement(denominator_, layout_.group());
 
-  for (std::size_t i = 0; i < micro_batches.size(); ++i) {
+  MicroBatches batches = micro_batches;
+  if (options_.even_micro_batches)
+    batches.resize(std::max(batches.size(), static_cast<std::size_t>(census_.rounds)), empty_batch());
+  for (std::size_t i = 0; i < batches.size(); ++i) {
     // (2) The one division: this micro-batch's share of the global loss.
-    const at::Tensor share = mean_.scale(forward_(micro_batches[i]), denominator_);
+    const LossTerms terms = forward_(mean_.prepare(batches[i], denominator_));
+    const at::Tensor share = mean_.scale(terms, denominator_);
 
     // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
-    layout_.begin_backward(i + 1 == micro_batches.size());
+    layout_.begin_backward(i + 1 == batches.size() && !mean_.deferred());
     // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
-    if (share.requires_grad() || micro_batches[i].num_targets() > 0) share.backward();
-    local_loss_sum_ += share.item<double>();
+    if (share.requires_grad() || batches[i].num_targets() > 0) share.backward();
+    ledger_->add(terms, share.item<double>(), denominator_, census_);
   }
   accumulated_ = true;
 }
@@ -41,24 +58,30 @@ StepReport Step::finish() {
          .action = "Call accumulate() on every rank, with no micro-batches where there are none"});
   accumulated_ = false;
 
-  // (4) Afterwards the gradients are those of one device, on every rank.
+  // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
+  // gradient_scale.
   layout_.finish_reduction();
+  const double scale = denominator_.gradient_scale;
 
-  // (5) The exact norm, each element counted by its owner; the loss travels along.
-  const GlobalNorm global = global_norm(layout_.buckets(), local_loss_sum_, layout_.group());
+  // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
+  std::vector<double> sums = ledger_->message(census_);
+  const GlobalNorm global = global_norm(layout_.buckets(), sums, layout_.group());
 
   StepReport report;
-  report.loss = global.loss_sum;
+  report.loss = global.loss_sum * scale;
+  report.terms = TermLedger::read(sums);
+  for (TermValue& term : report.terms) term.value *= scale;
   report.census = census_;
-  report.norm = global.norm;
+  report.norm = global.norm * scale;
+  report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.
   report.finite = global.finite;
   if (!global.finite || denominator_.value == 0) return report;
 
   // (7) Clip and update in one fused pass.
-  report.clip_coefficient = clip_coefficient(global.norm, options_.max_norm);
-  optimizer_.update(layout_.buckets(), report.clip_coefficient);
+  report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);
+  optimizer_.update(layout_.buckets(), report.clip_coefficient * scale);
   report.updated = true;
 
   // (8) The caller prints.

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <cmath>
 
+#include "isograd/balance_loss.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
@@ -158,6 +160,174 @@ TEST(Step, AcceptsAConstantOnlyWhereThereIsNoTarget) {
   EXPECT_TRUE(rank.step({toy::make_batch({6}, 1), toy::make_batch({}, 2)}).updated);
   constant_everywhere = true;
   EXPECT_ANY_THROW(rank.step({toy::make_batch({6}, 1)}));
+}
+
+// Three terms with denominators of their own, one of them the whole on every rank: each logged as itself.
+TEST(Step, LogsEachTermAsItsOwnGlobalValue) {
+  const int size = 3;
+  const auto batches = toy::make_step(size, 2);
+  const Batch whole = toy::concatenate(batches);
+  toy::Model model;
+  const at::Tensor logits = model.logits(whole);
+  const auto squares = [](const toy::Model& of) { return of.gain.square().sum() + of.twice.square().sum(); };
+  const at::Tensor wanted_ce =
+      at::cross_entropy_loss(logits, whole.targets, {}, at::Reduction::Mean, kIgnoreIndex);
+  const at::Tensor wanted_size = logits.square().sum() / 1000;  // over all tokens, targets or not
+  const at::Tensor wanted_weights = squares(model);
+  const auto trainable = model.trainable();
+  auto gradients = torch::autograd::grad({wanted_ce + 0.01 * wanted_size + 0.5 * wanted_weights}, trainable,
+                                         {}, false, false, /*allow_unused=*/true);
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(trainable[i].detach());
+
+  run_ranks(size, [&](World& world) {
+    toy::Model* own = nullptr;
+    const bool first = world.rank == 0;  // the replicated term's gradient comes from one rank
+    Rank rank(
+        world.group, sgd({.learning_rate = 0}), {.max_norm = 0, .check_denominators = true},
+        [&](const Batch& batch) -> LossTerms {
+          const at::Tensor x = own->logits(batch);
+          const at::Tensor norm = squares(*own);
+          // The rank's micro-batches each carry the whole: 1 of its 3 or 2.
+          const double part = 1.0 / static_cast<double>(batches[static_cast<std::size_t>(world.rank)].size());
+          return {
+              {"cross_entropy", cross_entropy_sum(x, batch.targets)},
+              {"logit_size", x.square().sum(), Mean::kFixed, 0.01, 1000},
+              {"weights", (first ? norm : norm.detach()) * part, Mean::kNone, 0.5, 1, /*replicated=*/true}};
+        });
+    own = &rank.model;
+    const StepReport report = rank.step(batches[static_cast<std::size_t>(world.rank)]);
+    ASSERT_EQ(report.terms.size(), 3u);  // rank 1 has no micro-batch and knows them too
+    EXPECT_EQ(report.terms[1].name, "logit_size");
+    EXPECT_NEAR(report.terms[0].value, wanted_ce.item<double>(), 1e-12);
+    EXPECT_NEAR(report.terms[1].value, wanted_size.item<double>(), 1e-12);
+    EXPECT_NEAR(report.terms[2].value, wanted_weights.item<double>(), 1e-12);
+    EXPECT_NEAR(
+        report.loss,
+        wanted_ce.item<double>() + 0.01 * wanted_size.item<double>() + 0.5 * wanted_weights.item<double>(),
+        1e-12);
+    std::vector<at::Tensor> found;
+    for (auto& view : rank.layout->views()) found.push_back(view.gradient);
+    EXPECT_LT(toy::worst_error(found, gradients), 1e-10);
+  });
+}
+
+// A balance term of either scope inside the step, with a rank that has fewer micro-batches.
+TEST(Step, CarriesATermThatDoesNotDecompose) {
+  const int size = 3;
+  const auto batches = toy::make_step(size, 3);  // rank 1 has none, rank 0 four
+  const auto route = [](const toy::Model& model, const Batch& batch) {
+    return at::softmax(at::linear(at::embedding(model.embedding, batch.tokens), model.twice), 1);
+  };
+  const auto plain = [&](const toy::Model& model, const MicroBatches& of) {
+    at::Tensor places = at::zeros({toy::kHidden}, at::kDouble), p = places;
+    double tokens = 0;
+    for (const Batch& batch : of) {
+      if (batch.num_tokens() == 0) continue;
+      const at::Tensor probabilities = route(model, batch);
+      places = places + at::one_hot(probabilities.argmax(1), toy::kHidden).sum(0);
+      p = p + probabilities.sum(0);
+      tokens += static_cast<double>(batch.num_tokens());
+    }
+    return tokens > 0 ? toy::kHidden * (places / tokens * (p / tokens)).sum() : at::zeros({}, at::kDouble);
+  };
+  for (const Scope scope : {Scope::kMicroBatch, Scope::kStep}) {
+    toy::Model alone;
+    MicroBatches all;
+    at::Tensor wanted = at::zeros({}, at::kDouble);
+    std::size_t rounds = 0;
+    for (const auto& of_rank : batches) rounds = std::max(rounds, of_rank.size());
+    for (std::size_t round = 0; round < rounds; ++round) {
+      MicroBatches together;
+      for (const auto& of_rank : batches)
+        if (round < of_rank.size()) together.push_back(of_rank[round]);
+      wanted = wanted + plain(alone, together) / static_cast<double>(rounds);
+      all.insert(all.end(), together.begin(), together.end());
+    }
+    if (scope == Scope::kStep) wanted = plain(alone, all);
+    const auto reference = toy::reference(alone, batches);
+    auto gradients = torch::autograd::grad({wanted}, {alone.embedding, alone.twice});
+    gradients[0] = reference.gradients[0] + 0.1 * gradients[0];
+    gradients[1] = reference.gradients[1] + 0.1 * gradients[1];
+
+    run_ranks(size, [&](World& world) {
+      const MicroBatches& own_batches = batches[static_cast<std::size_t>(world.rank)];
+      toy::Model* own = nullptr;
+      BalanceLoss balance({.experts = toy::kHidden, .weight = 0.1, .scope = scope}, world.group);
+      Rank rank(world.group, sgd({.learning_rate = 0}), {.max_norm = 0, .even_micro_batches = true},
+                [&](const Batch& batch) -> LossTerms {
+                  const at::Tensor probabilities = route(*own, batch);
+                  return {{"cross_entropy", cross_entropy_sum(own->logits(batch), batch.targets)},
+                          balance.term(probabilities, probabilities.detach().argmax(1, true))};
+                });
+      own = &rank.model;
+      if (scope == Scope::kStep) {
+        for (const Batch& batch : own_batches) balance.collect(route(*own, batch).argmax(1, true));
+        balance.finish_collecting();
+      }
+      const StepReport report = rank.step(own_batches);
+      EXPECT_NEAR(report.terms.at(1).value, wanted.item<double>(), 1e-12);
+      EXPECT_NEAR(report.loss, reference.loss + 0.1 * wanted.item<double>(), 1e-12);
+      const auto views = rank.layout->views();
+      EXPECT_LT((views[0].gradient - gradients[0]).norm().item<double>(), 1e-11);
+      EXPECT_LT((views[1].gradient - gradients[1]).norm().item<double>(), 1e-11);
+    });
+  }
+}
+
+// Raw sums and one scale at the end: the same update as that of a step whose batch is known beforehand.
+TEST(Step, DeferredUpdatesAsIfTheBatchHadBeenKnown) {
+  const auto batches = toy::make_step(2, 3);
+  run_ranks(2, [&](World& world) {
+    const MicroBatches& own = batches[static_cast<std::size_t>(world.rank)];
+    Rank plain(world.group, sgd({.learning_rate = 1}), {.max_norm = 0.05});
+    const StepReport wanted = plain.step(own);
+
+    toy::Model model;
+    auto layout = bucketed(trainable_parameters(model.named()), world.group, {.bucket_bytes = 300});
+    auto optimizer = sgd({.learning_rate = 1});
+    Deferred mean(std::make_unique<TokenMean>());
+    Step step(
+        [&](const Batch& batch) -> LossTerms {
+          return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+        },
+        *layout, mean, *optimizer, {.max_norm = 0.05});
+    step.accumulate({own.begin(), own.begin() + 1});
+    step.accumulate({});
+    step.accumulate({own.begin() + 1, own.end()});
+    const StepReport report = step.finish();
+    EXPECT_TRUE(report.updated);
+    EXPECT_EQ(report.census.targets, wanted.census.targets);
+    EXPECT_EQ(report.gradient_scale, 1.0 / static_cast<double>(wanted.census.targets));
+    EXPECT_NEAR(report.loss, wanted.loss, 1e-13);
+    EXPECT_NEAR(report.norm, wanted.norm, 1e-13);
+    EXPECT_NEAR(report.clip_coefficient, wanted.clip_coefficient, 1e-13);
+    const auto trainable = model.trainable(), others = plain.model.trainable();
+    for (std::size_t i = 0; i < trainable.size(); ++i)
+      EXPECT_LT((trainable[i] - others[i]).abs().max().item<double>(), 1e-14);
+  });
+}
+
+// On demand in any build, always in debug builds.
+TEST(Step, ChecksThatRanksDivideByTheSame) {
+  struct OnItsOwn : TokenMean {
+    Denominator denominator(const Census& census) const override {
+      Denominator own = TokenMean::denominator(census);
+      own.value = 1 + census.rank;
+      return own;
+    }
+  };
+  EXPECT_THROW(run_ranks(2,
+                         [&](World& world) {
+                           toy::Model model;
+                           auto layout = bucketed(trainable_parameters(model.named()), world.group);
+                           auto optimizer = sgd({});
+                           OnItsOwn mean;
+                           Step step([&](const Batch&) -> LossTerms { return {}; }, *layout, mean, *optimizer,
+                                     {.check_denominators = true});
+                           step({toy::make_batch({4}, 1)});
+                         }),
+               BrokenInvariant);
 }
 
 TEST(Step, FinishNeedsAccumulate) {

@@ -44,7 +44,7 @@ struct Trainer::Impl {
   std::unique_ptr<Optimizer> optimizer{};
   std::unique_ptr<TextLoader> loader{}, validation{};
   ForwardLossTerms forward{};
-  TokenMean mean{};
+  std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<Presenter> presenter{};  // rank 0 only
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
@@ -56,6 +56,7 @@ struct Trainer::Impl {
     corpus = open_corpus(config, group);
     const at::ScalarType dtype = scalar_type(config.train.dtype);
     optimizer = make_optimizer(config);
+    mean = make_normalizer(config, world.size);
     loader = make_loader(config, corpus, world.rank, world.size);
     validation = make_validation_loader(config, corpus, world.rank, world.size);
     if (config.checkpoint.resume.empty()) {
@@ -100,7 +101,7 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
-    Step step(forward, *layout, mean, *optimizer, {.max_norm = config.train.max_norm});
+    Step step(forward, *layout, *mean, *optimizer, {.max_norm = config.train.max_norm});
     while (state.step < total) {
       const auto start = Clock::now();
       optimizer->set_learning_rate(schedule.at(state.step));
@@ -151,7 +152,7 @@ struct Trainer::Impl {
 
   void measure() {
     evaluated_step = state.step;
-    const auto evaluation = evaluate(validation.get(), forward, mean, world.group, state.step);
+    const auto evaluation = evaluate(validation.get(), forward, *mean, world.group, state.step);
     if (!evaluation) return;
     outcome.validation_loss = evaluation->loss;
     if (presenter) presenter->evaluation(*evaluation);

@@ -15,9 +15,11 @@ struct OracleStep {
   std::vector<at::Tensor> gradients;  // fp64 for fp64 parameters, otherwise fp32
 };
 
-// The token-mean step of `model` on `whole`: it counts, sums, takes the norm and clips by itself, and shares
-// with the product only the model's forward. `after_micro_batch` is called after each micro-batch.
-OracleStep oracle_step(const VerifyModel& model, const MicroBatches& whole, double max_norm,
+// The step of `model` on the whole batch under the declared loss: it counts, sums, takes the norm and clips
+// by itself, and shares with the product only the model's forward. `parts`: the whole batch once, or what
+// each replica sees where the loss is a mean of theirs. `after_micro_batch` is called after each micro-batch.
+OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
+                       const DeclaredLoss& declared, double max_norm,
                        const std::function<void()>& after_micro_batch);
 
 }  // namespace isograd

@@ -180,6 +180,7 @@ std::string to_json(const Verdict& verdict) {
                    {"parameters", parameters},
                    {"diagnosis", verdict.diagnosis},
                    {"ranks", verdict.ranks},
+                   {"loss", verdict.loss},
                    {"precision", verdict.precision},
                    {"step", steps},
                    {"parameters_agree", verdict.parameters_agree},
@@ -206,6 +207,8 @@ std::string parity_line(const Verdict& verdict) {
 
 std::string to_text(const Verdict& verdict, std::size_t rows) {
   std::string text = parity_line(verdict) + "\n";
+  if (!verdict.loss.empty() && verdict.loss != "token mean")
+    text += "compared under the loss that was declared: " + verdict.loss + "\n";
   for (const auto& layout : verdict.layouts) {
     text += fmt::format("\nlayout {}, {} ranks, one step of {} targets\n", layout.name, verdict.ranks,
                         verdict.oracle.targets);

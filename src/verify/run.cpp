@@ -32,6 +32,25 @@ VerifyModel as_verify_model(std::shared_ptr<DecoderLM> model) {
   return made;
 }
 
+DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ranks) {
+  const std::string& kind = config.loss.kind;
+  DeclaredLoss loss;
+  loss.mean = kind == "sample_mean"     ? Mean::kSamples
+              : kind == "weighted_mean" ? Mean::kWeights
+              : kind == "fixed"         ? Mean::kFixed
+              : kind == "none"          ? Mean::kNone
+                                        : Mean::kTargets;
+  if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
+  if (normalises_by_replica(config))
+    loss.replicas = [&config, &corpus, ranks] {
+      std::vector<MicroBatches> replicas;
+      for (int rank = 0; rank < ranks; ++rank)
+        replicas.push_back(make_loader(config, corpus, rank, ranks)->next());
+      return replicas;
+    };
+  return loss;
+}
+
 Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, MakeVerifyModel make_model,
                     std::vector<std::string> layouts) {
   if (layouts.empty()) layouts.push_back(config.parallel.strategy);
@@ -40,6 +59,7 @@ Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus,
   problem.local = make_loader(config, corpus, world.rank, world.size)->next();
   problem.whole = [&] { return make_loader(config, corpus, 0, 1)->whole_step({}); };
   problem.alone = [&] { return make_loader(config, corpus, 0, 1)->next(); };
+  problem.loss = declared_loss(config, corpus, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   for (const auto& name : layouts) problem.layouts.push_back({name, maker(config, name)});

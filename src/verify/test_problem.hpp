@@ -99,7 +99,8 @@ inline VerifyModel model_of(const Small& small, at::ScalarType dtype) {
   return {.named = model->named(),
           .logits = [model](const Batch& batch) { return model->logits(batch); },
           .loss_terms = [model](const Batch& batch) -> LossTerms {
-            return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
+            return {{"cross_entropy",
+                     cross_entropy_sum(model->logits(batch), batch.targets, {.weights = batch.weights})}};
           }};
 }
 

@@ -63,12 +63,29 @@ struct Made {
   std::vector<at::Tensor> gradients;  // copies, as the step left them
 };
 
+std::unique_ptr<Normalizer> declared_normalizer(const DeclaredLoss& loss, int ranks) {
+  const NormalizerOptions options{.replicas = loss.replicas ? ranks : 1};
+  switch (loss.mean) {
+    case Mean::kSamples:
+      return std::make_unique<SampleMean>(options);
+    case Mean::kWeights:
+      return std::make_unique<WeightedMean>(options);
+    case Mean::kFixed:
+      return std::make_unique<FixedDenominator>(loss.denominator, options);
+    case Mean::kNone:
+      return std::make_unique<NoDenominator>(options);
+    default:
+      return std::make_unique<TokenMean>(options);
+  }
+}
+
 class LayoutRun {
  public:
   LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model, Group& group)
       : problem_(problem),
         model_(std::move(model)),
-        normalizer_(problem.make_normalizer ? problem.make_normalizer() : std::make_unique<TokenMean>()),
+        normalizer_(problem.make_normalizer ? problem.make_normalizer()
+                                            : declared_normalizer(problem.loss, group.size())),
         layout_(layout.make(trainable_parameters(model_.named), group)),
         step_(model_.loss_terms, *layout_, *normalizer_, witness_, problem.step) {}
 
@@ -101,6 +118,11 @@ struct Reference {
   std::uint64_t whole_digest = 0;
 };
 
+std::vector<MicroBatches> parts(const VerifyProblem& problem, MicroBatches whole) {
+  if (problem.loss.replicas) return problem.loss.replicas();
+  return {std::move(whole)};
+}
+
 // Rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group) {
   Reference reference;
@@ -112,12 +134,14 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   if (group.rank() == 0) {
     const MicroBatches whole = problem.whole();
     reference.whole_digest = digest(whole);
-    reference.oracle = oracle_step(initial.model(problem, at::kDouble), whole, problem.step.max_norm, tick);
+    reference.oracle = oracle_step(initial.model(problem, at::kDouble), parts(problem, whole), problem.loss,
+                                   problem.step.max_norm, tick);
     reference.scales = error_scales(reference.oracle.gradients);
   }
   if (group.rank() == last && rounds)
     alone = oracle_step(initial.model(problem, problem.dtype),
-                        problem.alone ? problem.alone() : problem.whole(), problem.step.max_norm, tick);
+                        parts(problem, problem.alone ? problem.alone() : problem.whole()), problem.loss,
+                        problem.step.max_norm, tick);
   turns.finish();
 
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
@@ -223,11 +247,21 @@ void check(const VerifyProblem& problem, const Initial& initial, Group& group) {
 
 }  // namespace
 
+std::string DeclaredLoss::text() const {
+  const std::string kind = mean == Mean::kSamples   ? "sample mean"
+                           : mean == Mean::kWeights ? "weighted mean"
+                           : mean == Mean::kFixed   ? fmt::format("sum divided by {:g}", denominator)
+                           : mean == Mean::kNone    ? "sum"
+                                                    : "token mean";
+  return replicas ? "mean of per-replica " + kind + "s, which depends on the layout" : kind;
+}
+
 Verdict verify(const VerifyProblem& problem, Group& group) {
   const auto start = std::chrono::steady_clock::now();
   Verdict verdict;
   verdict.ranks = group.size();
   verdict.precision = precision_name(problem.dtype);
+  verdict.loss = problem.loss.text();
   const Initial initial(problem.make_model(problem.dtype));
   check(problem, initial, group);
 

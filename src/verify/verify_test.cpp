@@ -85,13 +85,85 @@ TEST_P(VerifyAtRanks, TheDoubledBatchHasTheSameGradient) {
   EXPECT_FALSE(verdict.passed);
 }
 
+std::function<void(VerifyProblem&, World&)> with_loss(DeclaredLoss loss) {
+  return [loss](VerifyProblem& problem, World&) {
+    problem.loss = loss;
+    problem.layouts = {bucketed_layout(), naive_layout()};
+  };
+}
+
+// Documents longer than the pack, cut over micro-batches and ranks.
+TEST_P(VerifyAtRanks, ParityOfEveryMean) {
+  const Small small{.packs_per_step = 9, .pack_length = 24};
+  for (const Mean mean : {Mean::kSamples, Mean::kWeights, Mean::kFixed, Mean::kNone}) {
+    const Verdict verdict =
+        verify_on(GetParam(), small, with_loss({.mean = mean, .denominator = 40, .replicas = {}}));
+    expect_parity(verdict);
+    EXPECT_NE(verdict.loss, "token mean");
+    EXPECT_THAT(to_text(verdict), HasSubstr("under the loss that was declared: " + verdict.loss));
+  }
+  const auto whole = verify_test::loader_of(small, 0, 1)->whole_step({});
+  std::int64_t cut = 0;
+  for (const auto& batch : whole)
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) cut += batch.sample_targets[f] > 24;
+  EXPECT_GT(cut, 2);  // samples that cannot lie in one pack
+}
+
+// Means of replicas: another loss, and verify compares with that one.
+TEST(Verify, ParityOfAMeanOfReplicas) {
+  for (int ranks : {2, 3}) {
+    const Small small{.packs_per_step = 7};
+    const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
+      problem.loss.replicas = [=] {
+        std::vector<MicroBatches> replicas;
+        for (int rank = 0; rank < ranks; ++rank)
+          replicas.push_back(verify_test::loader_of(small, rank, ranks)->next());
+        return replicas;
+      };
+    });
+    expect_parity(verdict);
+    EXPECT_THAT(verdict.loss, HasSubstr("per-replica token means, which depends on the layout"));
+    EXPECT_NE(verdict.oracle.loss, verify_on(ranks, small).oracle.loss);
+  }
+}
+
+// A run that declares one mean and divides by another.
+TEST(Verify, AnotherMeanThanTheDeclaredOneIsFound) {
+  struct FragmentsAsSamples : SampleMean {  // T_b of the micro-batch's own tokens
+    Batch prepare(const Batch& batch, const Denominator& denominator) const override {
+      Denominator own = denominator;
+      own.sample_sizes.clear();
+      for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+        own.sample_sizes[batch.sample_ids[f]] +=
+            static_cast<double>(batch.targets.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])
+                                    .ne(kIgnoreIndex)
+                                    .sum()
+                                    .item<std::int64_t>());
+      return SampleMean::prepare(batch, own);
+    }
+  };
+  const Small small{.packs_per_step = 9, .packs_per_micro_batch = 1, .pack_length = 24};
+  const std::vector<MakeNormalizer> wrong = {[] { return std::make_unique<TokenMean>(); },
+                                             [] { return std::make_unique<FragmentsAsSamples>(); },
+                                             [] { return std::make_unique<NoDenominator>(); }};
+  for (const auto& make : wrong)
+    EXPECT_FALSE(verify_on(3, small, [&](VerifyProblem& problem, World&) {
+                   problem.loss.mean = Mean::kSamples;
+                   problem.make_normalizer = make;
+                 }).passed);
+}
+
 // The oracle against central differences of its own loss: it is right, not only equal to the product.
-TEST(Oracle, ItsGradientIsTheDerivativeOfItsLoss) {
+class OracleOf : public testing::TestWithParam<Mean> {};
+INSTANTIATE_TEST_SUITE_P(Means, OracleOf, testing::Values(Mean::kTargets, Mean::kSamples));
+
+TEST_P(OracleOf, ItsGradientIsTheDerivativeOfItsLoss) {
   const Small small;
+  const DeclaredLoss declared{.mean = GetParam(), .replicas = {}};
   VerifyModel model = verify_test::model_of(small, at::kDouble);
   const MicroBatches whole = verify_test::loader_of(small, 0, 1)->whole_step({});
   const auto nothing = [] {};
-  const OracleStep step = oracle_step(model, whole, 0, nothing);
+  const OracleStep step = oracle_step(model, {whole}, declared, 0, nothing);
   ASSERT_EQ(step.names.size(), model.named.size());
   for (std::size_t i = 0; i < step.names.size(); ++i) {
     at::Tensor flat = model.named[i].second.detach().view({-1});
@@ -99,9 +171,9 @@ TEST(Oracle, ItsGradientIsTheDerivativeOfItsLoss) {
     // Truncation h² · L'''/6 and rounding 1e-16 · L / h: both below 1e-7 here.
     const double h = 1e-5;
     flat.add_(direction, h);
-    const double above = oracle_step(model, whole, 0, nothing).figures.loss;
+    const double above = oracle_step(model, {whole}, declared, 0, nothing).figures.loss;
     flat.sub_(direction, 2 * h);
-    const double below = oracle_step(model, whole, 0, nothing).figures.loss;
+    const double below = oracle_step(model, {whole}, declared, 0, nothing).figures.loss;
     flat.add_(direction, h);
     const double norm = step.gradients[i].norm().item<double>();
     EXPECT_NEAR((above - below) / (2 * h), norm, 1e-5 * norm + 1e-8) << step.names[i];

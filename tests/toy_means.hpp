@@ -1,0 +1,323 @@
+// Samples cut into pieces and dealt to ranks and micro-batches in many ways; the loss of each kind of mean by
+// plain code from the samples themselves; and the mistakes that normalisers make.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "isograd/normalizer.hpp"
+#include "toy.hpp"
+
+namespace isograd::toy {
+
+struct Sample {
+  at::Tensor tokens, targets, weights;  // [T]
+};
+
+// Part of a sample: tokens [begin, end), in one pack of one rank's micro-batch.
+struct Piece {
+  std::int64_t sample = 0, begin = 0, end = 0;
+  int rank = 0, micro_batch = 0;
+};
+
+struct Dealt {
+  std::vector<Sample> samples;  // id = 3 · index + 1
+  std::vector<Piece> pieces;    // together every token of every sample
+  std::vector<MicroBatches> by_rank;
+};
+
+inline Sample make_sample(std::int64_t length, std::uint64_t seed, bool silent = false) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(5000 + seed);
+  const auto integers = at::TensorOptions(at::kLong);
+  const at::Tensor text = at::randint(0, kVocabulary, {length + 1}, generator, integers);
+  Sample sample{text.narrow(0, 0, length), text.narrow(0, 1, length).clone(),
+                at::randint(0, 5, {length}, generator, integers).to(at::kDouble) * 0.5};
+  sample.targets[length - 1] = kIgnoreIndex;  // the end of the document
+  if (length > 4) sample.targets[2] = kIgnoreIndex;
+  if (length > 2) sample.weights[0] = 1.5;  // not all 0
+  if (silent) sample.targets.fill_(kIgnoreIndex);
+  return sample;
+}
+
+// Micro-batches that get no piece stay empty batches; `micro_batches[r]` of rank r.
+inline void build(Dealt& dealt, const std::vector<int>& micro_batches, bool weighted) {
+  dealt.by_rank.clear();
+  for (std::size_t rank = 0; rank < micro_batches.size(); ++rank) {
+    MicroBatches batches;
+    for (int m = 0; m < micro_batches[rank]; ++m) {
+      Batch batch;
+      std::vector<at::Tensor> tokens, targets, positions, weights;
+      for (const Piece& piece : dealt.pieces) {
+        if (piece.rank != static_cast<int>(rank) || piece.micro_batch != m || piece.begin == piece.end)
+          continue;
+        const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+        const std::int64_t length = piece.end - piece.begin;
+        tokens.push_back(sample.tokens.narrow(0, piece.begin, length));
+        targets.push_back(sample.targets.narrow(0, piece.begin, length));
+        weights.push_back(sample.weights.narrow(0, piece.begin, length));
+        positions.push_back(at::arange(length));
+        batch.cu_seqlens.push_back(batch.cu_seqlens.back() + length);
+        batch.sample_ids.push_back(3 * piece.sample + 1);
+        batch.sample_targets.push_back(sample.targets.ne(kIgnoreIndex).sum().item<std::int64_t>());
+      }
+      if (tokens.empty()) {
+        batch = empty_batch();
+        if (weighted) batch.weights = at::empty({0}, at::kDouble);
+      } else {
+        batch.tokens = at::cat(tokens);
+        batch.targets = at::cat(targets);
+        batch.positions = at::cat(positions);
+        if (weighted) batch.weights = at::cat(weights);
+      }
+      batches.push_back(std::move(batch));
+    }
+    dealt.by_rank.push_back(std::move(batches));
+  }
+}
+
+inline const std::vector<std::string> kDeals = {
+    "even", "uneven", "a rank empty", "a micro-batch empty", "one sample in five", "packs", "all invalid"};
+
+// One step over `ranks` ranks with `accumulation` micro-batches each, dealt as the name says.
+inline Dealt deal(const std::string& name, int ranks, int accumulation, bool weighted) {
+  Dealt dealt;
+  std::vector<int> micro_batches(static_cast<std::size_t>(ranks), accumulation);
+  const auto whole = [&](std::int64_t length, int rank, int m, bool silent = false) {
+    const auto index = static_cast<std::int64_t>(dealt.samples.size());
+    dealt.samples.push_back(make_sample(length, static_cast<std::uint64_t>(index), silent));
+    dealt.pieces.push_back({index, 0, length, rank, m});
+  };
+  const int empty_rank = name == "a rank empty" && ranks > 1 ? ranks / 2 : -1;
+  const int places = ranks * accumulation;
+  if (name == "packs") {  // laid end to end, cut every 7 tokens, packs dealt round
+    std::int64_t position = 0;
+    for (int i = 0; i < 2 * places + 1; ++i) {
+      const std::int64_t length = 2 + (5 * i) % 17;
+      dealt.samples.push_back(make_sample(length, static_cast<std::uint64_t>(i)));
+      for (std::int64_t begin = 0; begin < length;) {
+        const std::int64_t pack = position / 7, end = std::min(length, begin + 7 - position % 7);
+        const int place = static_cast<int>(pack) % places;
+        dealt.pieces.push_back({i, begin, end, place % ranks, place / ranks});
+        position += end - begin;
+        begin = end;
+      }
+    }
+  } else {
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == empty_rank) {
+        micro_batches[static_cast<std::size_t>(rank)] = 0;
+        continue;
+      }
+      for (int m = 0; m < accumulation; ++m) {
+        if (name == "a micro-batch empty" && rank == 0 && m == 0 && places > 1) continue;
+        const bool silent = name == "all invalid";
+        whole(name == "even" ? 6 : 2 + (7 * rank + 3 * m) % 11, rank, m, silent);
+        if (name == "even" || (rank + m) % 2 == 0)
+          whole(name == "even" ? 6 : 1 + (4 * rank + m) % 6, rank, m, silent);
+      }
+    }
+    if (name == "one sample in five") {
+      const auto index = static_cast<std::int64_t>(dealt.samples.size());
+      dealt.samples.push_back(make_sample(31, 99));
+      const std::int64_t cuts[] = {0, 3, 12, 13, 24, 31};
+      for (int i = 0; i < 5; ++i)
+        dealt.pieces.push_back({index, cuts[i], cuts[i + 1], (2 * i) % ranks, i % accumulation});
+    }
+  }
+  build(dealt, micro_batches, weighted);
+  return dealt;
+}
+
+// −log p of each of the piece's targets, 0 where there is none.
+inline at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets) {
+  const at::Tensor ignored = targets.eq(kIgnoreIndex).unsqueeze(1);
+  return -at::log_softmax(logits, 1)
+              .gather(1, targets.unsqueeze(1).masked_fill(ignored, 0))
+              .masked_fill(ignored, 0)
+              .squeeze(1);
+}
+
+// The sum that a forward returns.
+inline at::Tensor weighted_sum(const at::Tensor& losses, const at::Tensor& weights) {
+  return weights.defined() ? (losses * weights.to(losses.scalar_type())).sum() : losses.sum();
+}
+
+inline constexpr double kFixedNumber = 37.5;
+
+// The loss of the declared kind on one process: piece by piece, counted from the samples.
+inline Reference reference(const Model& model, const Dealt& dealt, Mean mean, bool weighted) {
+  double targets = 0, weights = 0, counted = 0;
+  std::map<std::int64_t, double> sizes;
+  for (std::size_t s = 0; s < dealt.samples.size(); ++s) {
+    const Sample& sample = dealt.samples[s];
+    const at::Tensor valid = sample.targets.ne(kIgnoreIndex).to(at::kDouble);
+    const double weight = (weighted ? valid * sample.weights : valid).sum().item<double>();
+    targets += valid.sum().item<double>();
+    weights += weight;
+    sizes[static_cast<std::int64_t>(s)] = weight;
+    if (weight > 0) ++counted;
+  }
+  at::Tensor loss = at::zeros({}, at::kDouble);
+  for (const Piece& piece : dealt.pieces) {
+    const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+    const std::int64_t length = piece.end - piece.begin;
+    if (length == 0) continue;
+    Batch alone;
+    alone.tokens = sample.tokens.narrow(0, piece.begin, length);
+    alone.cu_seqlens = {0, length};
+    alone.sample_ids = {3 * piece.sample + 1};
+    const at::Tensor losses =
+        token_losses(model.logits(alone), sample.targets.narrow(0, piece.begin, length));
+    const at::Tensor sum =
+        weighted ? (losses * sample.weights.narrow(0, piece.begin, length)).sum() : losses.sum();
+    const double size = sizes[piece.sample];
+    const double divisor = mean == Mean::kTargets   ? targets
+                           : mean == Mean::kWeights ? weights
+                           : mean == Mean::kSamples ? size * counted
+                           : mean == Mean::kFixed   ? kFixedNumber
+                                                    : 1;
+    if (divisor > 0 && targets > 0 && size > 0) loss = loss + sum / divisor;
+  }
+  Reference result;
+  result.loss = loss.item<double>();
+  const auto parameters = model.trainable();
+  if (loss.requires_grad())
+    result.gradients = torch::autograd::grad({loss}, parameters, {}, false, false, /*allow_unused=*/true);
+  result.gradients.resize(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (!result.gradients[i].defined()) result.gradients[i] = at::zeros_like(parameters[i].detach());
+  return result;
+}
+
+inline std::unique_ptr<Normalizer> make_normalizer(Mean mean, NormalizerOptions options = {}) {
+  switch (mean) {
+    case Mean::kTargets:
+      return std::make_unique<TokenMean>(options);
+    case Mean::kSamples:
+      return std::make_unique<SampleMean>(options);
+    case Mean::kWeights:
+      return std::make_unique<WeightedMean>(options);
+    case Mean::kFixed:
+      return std::make_unique<FixedDenominator>(kFixedNumber, options);
+    default:
+      return std::make_unique<NoDenominator>(options);
+  }
+}
+
+// A normaliser with a mistake of the museum in it.
+class Mistaken : public Normalizer {
+ public:
+  Mistaken(Mean mean, std::string mistake)
+      : Normalizer(mean, {}, mean == Mean::kFixed ? kFixedNumber : 1), mistake_(std::move(mistake)) {}
+
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    census_ = Normalizer::count(micro_batches, data, stop);
+    return census_;
+  }
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = Normalizer::denominator(census);
+    const auto rank = static_cast<std::size_t>(census.rank);
+    const double ranks = static_cast<double>(census.targets_by_rank.size());
+    const double own = mean() == Mean::kSamples   ? static_cast<double>(census.samples_by_rank[rank])
+                       : mean() == Mean::kWeights ? census.weights_by_rank[rank]
+                                                  : static_cast<double>(census.targets_by_rank[rank]);
+    if (mistake_ == "B30") wrong.value = mean() == Mean::kNone ? 3 : 1;
+    if (mistake_ == "B2") wrong.value /= static_cast<double>(census.rounds);
+    if (mistake_ == "B3") wrong.value = own > 0 ? own : 1;
+    if (mistake_ == "B7") wrong.value = (own > 0 ? own : 1) * ranks;
+    if (mistake_ == "B1" || mistake_ == "B11" || mistake_ == "B12")
+      wrong.value = static_cast<double>(census.micro_batches);
+    return wrong;
+  }
+  Batch prepare(const Batch& batch, const Denominator& denominator) const override {
+    Denominator used = denominator;
+    if (mistake_ == "fragments") {  // T_b of the fragments at hand
+      used.sample_sizes.clear();
+      for (std::int64_t f = 0; f < batch.num_fragments(); ++f) {
+        const auto at = static_cast<std::size_t>(f);
+        const auto begin = batch.cu_seqlens[at], length = batch.cu_seqlens[at + 1] - begin;
+        const at::Tensor valid = batch.targets.narrow(0, begin, length).ne(kIgnoreIndex).to(at::kDouble);
+        used.sample_sizes[batch.sample_ids[at]] +=
+            (batch.weights.defined() ? valid * batch.weights.narrow(0, begin, length) : valid)
+                .sum()
+                .item<double>();
+      }
+    }
+    const at::Tensor valid = batch.targets.ne(kIgnoreIndex).to(at::kDouble);
+    own_ = (mean() == Mean::kWeights && batch.weights.defined() ? valid * batch.weights : valid)
+               .sum()
+               .item<double>();
+    return Normalizer::prepare(batch, used);
+  }
+  at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
+    if (mistake_ == "B12") return terms[0].sum / own_ / denominator.value;  // 0 / 0 where nothing is valid
+    if (mistake_ != "B1" && mistake_ != "B11") return Normalizer::scale(terms, denominator);
+    Denominator own = denominator;
+    own.value *= own_ > 0 ? own_ : 1;
+    return Normalizer::scale(terms, own);
+  }
+
+ private:
+  std::string mistake_;
+  Census census_;
+  mutable double own_ = 0;
+};
+
+// The mistakes that give another gradient on this batch. Where all ranks hold equally much, some are right.
+inline std::vector<std::string> mistakes_that_show(const Dealt& dealt, Mean mean, bool weighted) {
+  if (mean == Mean::kFixed || mean == Mean::kNone) return {"B30"};
+  const auto tally = [&](auto&& place_of) {  // Σ of what the mean counts, by place; a sample where it begins
+    std::map<int, double> sums;
+    for (const Piece& piece : dealt.pieces) {
+      const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+      const at::Tensor valid =
+          sample.targets.narrow(0, piece.begin, piece.end - piece.begin).ne(kIgnoreIndex);
+      double amount = valid.sum().item<double>();
+      if (mean == Mean::kWeights && weighted)
+        amount =
+            (valid * sample.weights.narrow(0, piece.begin, piece.end - piece.begin)).sum().item<double>();
+      sums[place_of(piece)] += amount;
+    }
+    return sums;
+  };
+  double all = 0;
+  const auto ranks = tally([](const Piece& piece) { return piece.rank; });
+  const auto batches = tally([](const Piece& piece) { return 1000 * piece.rank + piece.micro_batch; });
+  for (const auto& [rank, amount] : ranks) all += amount;
+  double number_of_batches = 0;
+  for (const auto& micro_batches : dealt.by_rank)
+    number_of_batches += static_cast<double>(micro_batches.size());
+  if (all == 0) return {"B12"};
+
+  std::vector<std::string> mistakes;
+  if (mean == Mean::kSamples) {
+    std::map<std::int64_t, std::set<int>> places;
+    for (const Piece& piece : dealt.pieces) {
+      const auto valid = dealt.samples[static_cast<std::size_t>(piece.sample)]
+                             .targets.narrow(0, piece.begin, piece.end - piece.begin)
+                             .ne(kIgnoreIndex);
+      if (valid.any().item<bool>()) places[piece.sample].insert(1000 * piece.rank + piece.micro_batch);
+    }
+    bool cut = false;
+    for (const auto& [sample, at] : places) cut = cut || at.size() > 1;
+    if (places.size() > 1) mistakes.push_back("B30");
+    if (cut) mistakes.push_back("fragments");
+    return mistakes;
+  }
+  if (all != 1) mistakes.push_back("B30");
+  for (const auto& [rank, amount] : ranks) {
+    if (amount > 0 && amount != all) mistakes.push_back("B3");
+    if (amount > 0 && amount * static_cast<double>(dealt.by_rank.size()) != all) mistakes.push_back("B7");
+  }
+  for (const auto& [batch, amount] : batches)
+    if (amount > 0 && amount * number_of_batches != all) mistakes.push_back("B1");
+  std::size_t most = 0;
+  for (const auto& micro_batches : dealt.by_rank) most = std::max(most, micro_batches.size());
+  if (most > 1) mistakes.push_back("B2");
+  std::sort(mistakes.begin(), mistakes.end());
+  mistakes.erase(std::unique(mistakes.begin(), mistakes.end()), mistakes.end());
+  return mistakes;
+}
+
+}  // namespace isograd::toy
