@@ -25,6 +25,48 @@ std::vector<std::string> bench_step_cases();
 // Returns 0 whatever the ratios are; 1 when the losses of the two differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
 
+struct BenchCommOptions {
+  std::vector<int> ranks{2};
+  std::vector<std::string> operations;    // empty: all
+  std::filesystem::path json, svg, html;  // where these go; empty: nowhere
+  bool quick = false;                     // fewer sizes, less time: under 40 s
+  bool mpi = true;                        // among the peers, where this build has it: mpirun starts the ranks
+  double patience = 1;                    // the time for each case is multiplied by this
+  std::string python;                     // empty: $PYTHON, .venv/bin/python here, python3
+};
+
+// `isograd bench comm`: each collective by isograd, Gloo, MPI and, as the limit, memcpy, taking turns in the
+// same processes. Prints times (percentiles) and ratios; records as those of bench_step, in microseconds.
+int bench_comm(const BenchCommOptions& options);
+
+struct BenchWrappedOptions {
+  std::vector<std::string> cases;  // "ddp", "fsdp2"; empty: both
+  int ranks = 2;
+  std::string size = "communication";
+  std::filesystem::path json;
+  double seconds = 24;
+  std::string python;
+};
+
+// `isograd bench wrapped`: steps of PyTorch's DDP and FSDP2 over isograd and over Gloo: the same script, with
+// another backend's name. Returns as bench_step.
+int bench_wrapped(const BenchWrappedOptions& options);
+struct BenchLossOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  std::filesystem::path json;      // where the records go; empty: nowhere
+  double seconds = 24;             // of taking turns, for each case
+};
+
+// "projection" (vocabulary 32,768), "large vocabulary" (128,256; one run each), and "tiny".
+std::vector<std::string> bench_loss_cases();
+
+// `isograd bench loss`: output projection and cross entropy, forward and backward, one thread: our fused one
+// beside LibTorch's at::linear + at::cross_entropy_loss and beside our own two operations. Time by turns in
+// one process; memory as the growth of the resident set at its peak, each in a process of its own. Records as
+// above with unit "tokens/s" and "MiB" (the ratio is above 1 where ours is better in both). Returns 1 when
+// losses or gradients differ. Forks: call it before any backward.
+int bench_loss(const BenchLossOptions& options);
+
 // Hidden verb `isograd bench step-ours EXCHANGE RANKS`: our side, started by bench_step. Starts its ranks
 // itself.
 int bench_step_ours(const std::filesystem::path& exchange, int ranks);

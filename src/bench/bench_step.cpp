@@ -1,5 +1,3 @@
-#include <stdlib.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include "base/files.hpp"
 #include "bench/bench.hpp"
 #include "bench/contestant.hpp"
+#include "bench/exchange.hpp"
 #include "bench/step_case.hpp"
 #include "isograd/error.hpp"
 
@@ -16,38 +15,6 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-
-// A folder of our own below the temporary folder, removed with everything in it.
-class ExchangeFolder {
- public:
-  ExchangeFolder() {
-    std::string name = (fs::temp_directory_path() / "isograd-bench-XXXXXX").string();
-    if (!mkdtemp(name.data()))
-      throw ConfigError({.where = "bench step",
-                         .found = "cannot make a folder in " + fs::temp_directory_path().string(),
-                         .expected = "a temporary folder that can be written",
-                         .action = "Set TMPDIR"});
-    path_ = name;
-  }
-  ~ExchangeFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  ExchangeFolder(const ExchangeFolder&) = delete;
-  ExchangeFolder& operator=(const ExchangeFolder&) = delete;
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
-
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  const double place = q * static_cast<double>(values.size() - 1);
-  const auto low = static_cast<std::size_t>(place);
-  const auto high = std::min(low + 1, values.size() - 1);
-  return values[low] + (place - static_cast<double>(low)) * (values[high] - values[low]);
-}
 
 struct Result {
   std::string name;
@@ -61,32 +28,20 @@ struct Result {
   bool comparable = false;
 };
 
-std::string find_python(const BenchStepOptions& options) {
-  if (!options.python.empty()) return options.python;
-  if (const char* variable = std::getenv("PYTHON"); variable && *variable) return variable;
-  if (fs::exists(".venv/bin/python")) return ".venv/bin/python";
-  return "python3";
-}
-
 double relative(double a, double b) {
   return std::abs(a - b) / std::max(std::abs(b), 1e-300);
 }
 
 Result run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
-  const fs::path script = fs::path(ISOGRAD_PEERS) / "llama_step.py";
-  if (!fs::exists(script))
-    throw ConfigError({.where = "bench step",
-                       .found = "no " + script.string(),
-                       .expected = "the peer's script",
-                       .action = "Run a build whose source tree is still there"});
+  const fs::path script = find_peer("llama_step.py");
   const ExchangeFolder exchange;
   write_exchange(exchange.path(), step_case, ranks);
   const std::string self = fs::read_symlink("/proc/self/exe").string();
   Contestant ours("ours", {self, "bench", "step-ours", exchange.path().string(), std::to_string(ranks)},
                   exchange.path(), ranks);
-  Contestant peer("peer",
-                  {find_python(options), script.string(), exchange.path().string(), std::to_string(ranks)},
-                  exchange.path(), ranks);
+  Contestant peer(
+      "peer", {find_python(options.python), script.string(), exchange.path().string(), std::to_string(ranks)},
+      exchange.path(), ranks);
 
   Result result;
   result.name = fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s");

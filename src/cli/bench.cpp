@@ -4,6 +4,71 @@
 
 namespace isograd {
 
+namespace {
+
+Verb comm_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand("comm", "Collectives beside Gloo, MPI and memcpy");
+  auto options = std::make_shared<BenchCommOptions>();
+  verb->add_option("--ranks", options->ranks, "numbers of ranks; 2 unless given, may be repeated")
+      ->type_name("N")
+      ->allow_extra_args(false)
+      ->check(CLI::Range(2, 64));
+  verb->add_option("--operation", options->operations, "which; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+                             "round_trip", "barrier"}));
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--svg", options->svg, "the picture goes here: time over size")->type_name("FILE");
+  verb->add_option("--html", options->html, "the picture and all percentiles go here")->type_name("FILE");
+  verb->add_flag("--quick", options->quick, "fewer sizes, less time: under 40 s");
+  verb->add_flag("!--no-mpi", options->mpi,
+                 "leave MPI out; else it is among the peers where this build has it");
+  verb->add_option("--patience", options->patience, "multiplies the time for each case")
+      ->type_name("X")
+      ->check(CLI::Range(0.001, 1e3))
+      ->capture_default_str();
+  verb->add_option("--python", options->python,
+                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer("A ratio above 1 means that isograd is faster. Status: 0 measured, 2 bad input.");
+  return {verb, [options] { return bench_comm(*options); }};
+}
+
+Verb wrapped_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "wrapped", "PyTorch's DDP and FSDP2 over isograd and over Gloo: another name alone");
+  auto options = std::make_shared<BenchWrappedOptions>();
+  verb->add_option("--case", options->cases, "ddp or fsdp2; both unless given")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember({"ddp", "fsdp2"}));
+  verb->add_option("--ranks", options->ranks, "processes")
+      ->type_name("N")
+      ->check(CLI::Range(2, 64))
+      ->capture_default_str();
+  verb->add_option("--size", options->size, "of the model and the batch")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"tiny", "communication", "medium", "compute"}))
+      ->capture_default_str();
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  verb->add_option("--python", options->python,
+                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer("Status: 0 compared, 1 the losses of the two differ, 2 bad input.");
+  return {verb, [options] { return bench_wrapped(*options); }};
+}
+
+}  // namespace
+
 std::vector<Verb> bench_verbs(CLI::App& program) {
   CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
   bench->require_subcommand(1);
@@ -34,6 +99,24 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       "A ratio above 1 means that isograd is faster.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses of the two differ; 2 bad input.");
 
+  CLI::App* loss = bench->add_subcommand(
+      "loss", "The fused linear cross entropy: LibTorch's own two operations, time and memory");
+  auto of_loss = std::make_shared<BenchLossOptions>();
+  loss->add_option("--case", of_loss->cases, "which sizes; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_loss_cases()));
+  loss->add_option("--json", of_loss->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  loss->add_option("--seconds", of_loss->seconds, "of taking turns, for each case")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  loss->footer(
+      "A ratio above 1 means that isograd is faster or takes less memory.\n"
+      "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
+
   // Hidden: our side of the comparison, started by the above.
   CLI::App* ours = bench->add_subcommand("step-ours", "")->group("");
   struct Ours {
@@ -43,7 +126,10 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
   auto mine = std::make_shared<Ours>();
   ours->add_option("EXCHANGE", mine->exchange)->required();
   ours->add_option("RANKS", mine->ranks)->required();
-  return {{step, [options] { return bench_step(*options); }},
+  return {comm_verb(*bench),
+          wrapped_verb(*bench),
+          {step, [options] { return bench_step(*options); }},
+          {loss, [of_loss] { return bench_loss(*of_loss); }},
           {ours, [mine] { return bench_step_ours(mine->exchange, mine->ranks); }}};
 }
 

@@ -1,4 +1,6 @@
 // isograd launch: any program as ranks of this host, as torchrun would start it.
+#include <fmt/ranges.h>
+
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
@@ -12,6 +14,7 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
     int ranks = 1;
     bool prefix = false;
     double grace = 10;
+    std::string backend = "shm";
   };
   auto flags = std::make_shared<Flags>();
   verb->add_option("-n,--ranks", flags->ranks, "processes to start")
@@ -19,13 +22,20 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->check(CLI::Range(1, 4096))
       ->required();
   verb->add_flag("--prefix", flags->prefix, "put \"[rank] \" before each line that a rank prints");
-  verb->add_option("--grace", flags->grace, "seconds for the others to end by themselves when one has failed")
+  verb->add_option("--grace", flags->grace,
+                   "seconds for the others to end by themselves when one has failed (shm)")
       ->type_name("S")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
+  verb->add_option("--backend", flags->backend,
+                   "what the ranks talk through: shm (started by this program) or mpi (by mpirun)")
+      ->type_name("NAME")
+      ->capture_default_str();
   verb->footer(
+      fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
       "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which\n"
-      "isograd::join() and torch.distributed read. What stands behind -- is the command.\n\n"
+      "isograd::join() and torch.distributed read; with --backend mpi, mpirun's variables instead.\n"
+      "What stands behind -- is the command.\n\n"
       "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
       "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else the first "
       "that\n"
@@ -39,7 +49,8 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
     return launch_ranks(invocation.command,
                         {.ranks = flags->ranks,
                          .grace = std::chrono::milliseconds(static_cast<std::int64_t>(flags->grace * 1e3)),
-                         .prefix_output = flags->prefix});
+                         .prefix_output = flags->prefix,
+                         .backend = flags->backend});
   };
   return {verb, action};
 }

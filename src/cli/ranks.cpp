@@ -1,32 +1,19 @@
 #include "cli/ranks.hpp"
 
-#include <charconv>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 
+#include "comm/environment.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
-namespace {
-
-std::optional<int> number_in_environment(const char* name) {
-  const char* text = std::getenv(name);
-  int number = 0;
-  if (!text || std::from_chars(text, text + std::strlen(text), number).ec != std::errc()) return std::nullopt;
-  return number;
-}
-
-bool started_as_rank() {
-  return std::getenv("RANK") || std::getenv("WORLD_SIZE");
-}
-
-}  // namespace
-
 std::optional<int> rank_of_several() {
-  if (number_in_environment("WORLD_SIZE").value_or(1) == 1) return std::nullopt;
-  return number_in_environment("RANK");
+  try {
+    const auto environment = read_rank_environment();
+    if (environment && environment->size > 1) return environment->rank;
+  } catch (const ConfigError&) {  // join() says what contradicts
+  }
+  return std::nullopt;
 }
 
 void add_run_flags(CLI::App& verb, RunFlags& flags) {
@@ -38,7 +25,7 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("--set", flags.sets, "goes before the file, e.g. --set train.steps=50; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  verb.add_option("--backend", flags.backend, "what carries data between ranks (parallel.backend): shm")
+  verb.add_option("--backend", flags.backend, "what carries data between ranks (parallel.backend): shm, mpi")
       ->type_name("NAME");
 }
 
@@ -52,11 +39,11 @@ RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_set
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,
              const std::function<int(World&)>& body) {
   const int ranks = flags.ranks.value_or(1);
-  if (!started_as_rank() && ranks > 1) {
+  if (!read_rank_environment() && ranks > 1) {
     check(config, ranks);  // before anything starts, so that it is said once
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
-    return launch_ranks(command, {.ranks = ranks});
+    return launch_ranks(command, {.ranks = ranks, .backend = config.parallel.backend});
   }
   const auto timeout =
       std::chrono::milliseconds(std::llround(std::ceil(config.parallel.timeout_seconds * 1e3)));

@@ -27,12 +27,12 @@ void add_run_flags(CLI::App& verb, RunFlags& flags);
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets = {});
 
 // Runs `body` on every rank and returns the program's status. One rank works in this process. For more, this
-// process starts itself that many times and waits; those, like ranks started by torchrun or another launcher,
-// are recognised by RANK and WORLD_SIZE in the environment and join.
+// process starts itself that many times (through mpirun where the backend is "mpi") and waits; those, like
+// ranks started by torchrun, mpirun or srun, are recognised by their environment and join.
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,
              const std::function<int(World&)>& body);
 
-// Of WORLD_SIZE ranks, which one this process is; nothing for a process on its own.
+// Of several ranks, which one this process is; nothing for a process on its own.
 std::optional<int> rank_of_several();
 
 }  // namespace isograd

@@ -1,0 +1,34 @@
+// What the comparisons have in common: where both sides find each other, which Python, quantiles.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace isograd {
+
+// A folder of our own below the temporary folder, removed with everything in it.
+class ExchangeFolder {
+ public:
+  ExchangeFolder();
+  ~ExchangeFolder();
+  ExchangeFolder(const ExchangeFolder&) = delete;
+  ExchangeFolder& operator=(const ExchangeFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+// `wish`, else $PYTHON, .venv/bin/python here, python3.
+std::string find_python(const std::string& wish);
+
+// A script of bench/peers. ConfigError when the source tree is gone.
+std::filesystem::path find_peer(const std::string& script);
+
+// The folder that holds isograd_comm.so, beside this program's. ConfigError where the module was not built.
+std::filesystem::path find_module();
+
+double quantile(std::vector<double> values, double q);
+
+}  // namespace isograd
