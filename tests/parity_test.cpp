@@ -7,6 +7,7 @@
 
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
+#include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
 #include "toy.hpp"
 
@@ -24,7 +25,8 @@ struct Setting {
   std::function<std::unique_ptr<Normalizer>()> mean = [] { return std::make_unique<TokenMean>(); };
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)> wrap =
       [](std::unique_ptr<DataParallel> layout) { return layout; };
-  decltype(&bucketed) make = bucketed;
+  testing::Strategy strategy = {.name = "bucketed"};
+  int most_replicas = 1;
   DataParallelOptions options = {.bucket_bytes = 256};  // many buckets
 };
 
@@ -42,8 +44,9 @@ Outcome run_step(const std::vector<MicroBatches>& batches, const Setting& settin
   outcome.reports.resize(size);
   run_ranks(size, [&](World& world) {
     toy::Model model;
-    auto layout =
-        setting.wrap(setting.make(trainable_parameters(model.named()), world.group, setting.options));
+    auto layout = setting.wrap(setting.strategy.make(
+        trainable_parameters(model.named()),
+        hybrid_groups(world, testing::replicas_for(size, setting.most_replicas)), setting.options));
     auto mean = setting.mean();
     auto optimizer = sgd({.learning_rate = 0});
     Step step(
@@ -70,22 +73,30 @@ double worst_error(const Outcome& outcome, const toy::Reference& wanted) {
 
 TEST(Parity, GradientIsThatOfOneProcess) {
   double worst = 0;
+  int cases = 0;
   for (int size : kRanks)
     for (int accumulation : {1, 3}) {
       const auto batches = toy::make_step(size, accumulation);
       const auto wanted = toy::reference(toy::Model(), batches);
-      for (auto make : {bucketed, naive})
-        for (bool overlap : {true, false})
-          for (std::int64_t bucket_bytes : {1, 256, 1 << 20}) {
-            Setting setting{.make = make, .options = {.bucket_bytes = bucket_bytes, .overlap = overlap}};
-            const Outcome outcome = run_step(batches, setting);
-            const double error = worst_error(outcome, wanted);
-            worst = std::max(worst, error);
-            EXPECT_LT(error, kExact) << size << " ranks, accumulation " << accumulation;
-            for (auto& report : outcome.reports) EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
-          }
+      for (const testing::Strategy& strategy : testing::strategies())
+        for (int most_replicas : {1, 4})
+          for (bool overlap : {true, false})
+            for (std::int64_t bucket_bytes : {1, 256, 1 << 20}) {
+              if (most_replicas > 1 && testing::replicas_for(size, most_replicas) == 1) continue;
+              Setting setting{.strategy = strategy,
+                              .most_replicas = most_replicas,
+                              .options = {.bucket_bytes = bucket_bytes, .overlap = overlap}};
+              const Outcome outcome = run_step(batches, setting);
+              const double error = worst_error(outcome, wanted);
+              worst = std::max(worst, error);
+              ++cases;
+              EXPECT_LT(error, kExact)
+                  << strategy.name << ", " << size << " ranks, accumulation " << accumulation;
+              for (auto& report : outcome.reports) EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
+            }
     }
-  std::printf("largest error of any parameter: %.2e of its scale (allowed %.0e)\n", worst, kExact);
+  std::printf("%d cases, largest error of any parameter: %.2e of its scale (allowed %.0e)\n", cases, worst,
+              kExact);
 }
 
 // Doing nothing must not pass as parity: before the reduction the ranks hold different gradients, none of
@@ -173,7 +184,8 @@ TEST(Parity, DoesNotDependOnWhoHoldsASample) {
 TEST(Parity, BucketedEqualsItsNaiveTwin) {
   for (int size : kRanks) {
     const auto batches = toy::make_step(size, 3, 1);
-    const Outcome fast = run_step(batches, {.make = bucketed}), slow = run_step(batches, {.make = naive});
+    const Outcome fast = run_step(batches),
+                  slow = run_step(batches, {.strategy = {.name = "naive", .is_naive = true}});
     for (int rank = 0; rank < size; ++rank)
       EXPECT_LT(toy::worst_error(fast.gradients[rank], slow.gradients[rank]), 1e-12);
   }

@@ -1,4 +1,5 @@
-// Data parallelism: every rank holds all parameters, gradients are summed over the ranks.
+// Data parallelism: ranks see different parts of the batch, gradients are summed over the ranks. What each
+// rank keeps of parameters, gradients and optimizer state is the strategy's business: all of it, or a shard.
 #pragma once
 
 #include <functional>
@@ -8,32 +9,76 @@
 
 #include "isograd/group.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 
+// The ranks that see different data, as a grid of dp_replicate x dp_shard, replicas outermost.
+struct DataGroups {
+  Group all;        // every one of them: counts, norms
+  Group shard;      // of this rank's replica: each rank may keep a shard
+  Group replicate;  // the ranks that keep the same shard, one of each replica
+
+  // One replica.
+  DataGroups(Group group);  // NOLINT: a group is the usual case
+  DataGroups(Group all_, Group shard_, Group replicate_);
+};
+
+// `replicas` copies of the model, each over world.size / replicas ranks. Collective. ConfigError unless the
+// replicas divide the ranks.
+DataGroups hybrid_groups(const World& world, int replicas);
+
 struct DataParallelOptions {
-  // Behaviour
-  bool check_parameters =
-      true;  // refuse ranks whose models differ (names, shapes, dtypes, values), naming the first
+  // Behaviour. None changes the gradient.
+  // Refuse ranks whose models differ (names, shapes, dtypes, values), naming the first difference.
+  bool check_parameters = true;
+  // ZeRO (Rajbhandari et al. 2020). 0: every rank keeps everything. 1: the optimizer's state is sharded over
+  // the shard group, gradients are reduce-scattered and updated parameters gathered. 2: so are gradients;
+  // each micro-batch's are reduced at once, so that every rank must make equally many. Stage 3, which shards
+  // parameters too, is fully_shard().
+  int stage = 0;
+  // The ranks of the shard group keep one copy of the parameters between them, in memory that all reach. Each
+  // updates its shard in place, nothing is gathered; state is sharded as in stage 1. ConfigError where the
+  // backend has no such memory.
+  bool share_parameters = false;
+  // Stage 2 keeps whole gradients until the last micro-batch: one reduction a step, for stage 1's memory.
+  bool reduce_once = false;
+
   // Speed
-  std::int64_t bucket_bytes = 25 << 20;  // of gradients
+  std::int64_t bucket_bytes = 25 << 20;       // of gradients
+  std::int64_t first_bucket_bytes = 1 << 20;  // the first one to be complete; 0: like the others
   bool overlap = true;  // reduce a bucket as soon as its gradients are complete, inside backward
 };
 
-// A strategy for getting Σ_r g_r into every rank's gradient buffers. Two verbs in a step:
+// A strategy for getting the sum over ranks of the gradients to where they are used. In a step:
 //   begin_backward(last)   before each micro-batch's backward; after the `last` one gradients may be reduced
 //   finish_reduction()     afterwards every bucket's gradients hold the sum over all ranks
-// A rank without micro-batches calls only finish_reduction() and takes part with zeros.
+//   publish_parameters()   after the optimizer's update: every rank has every rank's update
+// A rank without micro-batches calls only the last two and takes part with zeros, but see
+// takes_every_round().
 class DataParallel {
  public:
   virtual ~DataParallel() = default;
   virtual void zero_gradients() = 0;
   virtual void begin_backward(bool last) = 0;
   virtual void finish_reduction() = 0;
+  virtual void publish_parameters() {}
+  // Every rank must make equally many micro-batches (empty ones, if need be): something is exchanged in each.
+  virtual bool takes_every_round() const { return false; }
   virtual std::vector<Bucket>& buckets() = 0;
-  virtual Group& group() = 0;
+  virtual Group& group() = 0;  // all ranks
+  // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
+  virtual Group& shard_group() { return group(); }
+  // Seconds that this rank has waited for others or for data since the layout was made: communication that
+  // was not hidden behind computation.
+  virtual double exposed_seconds() const { return 0; }
 
-  // Views by parameter name, in the model's order; gradients as the flat buffers hold them.
+  // `shard`, [held.size()] on each rank, as [numel] on all. Collective unless held whole: then the tensor
+  // itself.
+  at::Tensor gather_whole(const Bucket& bucket, const at::Tensor& shard);
+
+  // By parameter, in the model's order, whole. Collective where something is sharded: then copies, otherwise
+  // views of what the buckets hold.
   struct View {
     std::string name;
     at::Tensor parameter;  // model dtype
@@ -45,12 +90,12 @@ class DataParallel {
 
 // Bucketed and overlapped: gradients are views of buckets in shared memory, a bucket is reduced when its last
 // gradient arrives in the last micro-batch's backward, progress is made inside later hooks.
-std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, Group group,
+std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
                                        DataParallelOptions options = {});
 
-// The naive twin: one all-reduce per parameter after backward. Obviously right; the other is tested against
-// it.
-std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, Group group,
+// The naive twin: one all-reduce per parameter after backward. Obviously right; the others are tested against
+// it. Stage 0 only.
+std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, DataGroups groups,
                                     DataParallelOptions options = {});
 
 }  // namespace isograd

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <source_location>
 #include <string>
@@ -50,6 +51,19 @@ struct GroupOptions {
 // The rows (dim 0) that each of `parts` ranks gets of `rows`: as even as possible, the first ones get one
 // more.
 std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
+
+// What collectives have moved, as the ring algorithms count it (source: docs/glossary.md, "volume"): each
+// rank sends (N - 1)/N of the whole buffer in a reduce-scatter or all-gather, twice that in an all-reduce,
+// whatever the backend really does. Every rank of the group has the same figures, but for messages and uneven
+// parts.
+struct Traffic {
+  struct Operation {
+    std::int64_t calls = 0;
+    std::int64_t bytes = 0;
+  };
+  std::map<std::string, Operation> operations{};  // by name: "all_reduce", ...
+  std::int64_t bytes() const;                     // of all
+};
 
 // Copyable handle. Every rank of the group calls the same operations in the same order; send and receive
 // concern two ranks only. Tensors are on the device the backend serves, of any size including 0; one that is
@@ -132,6 +146,15 @@ class Group {
   // memory (collectives inside it need no copy); an ordinary tensor otherwise. Collective: same arguments on
   // all ranks.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
+
+  // Zero-filled flat tensor, one for all ranks of the group: what one rank writes the others read, after a
+  // barrier. Collective: same arguments on all ranks. ConfigError where the backend has no such memory. Not
+  // for collectives, which write where others read.
+  at::Tensor host_shared(std::int64_t numel, at::ScalarType dtype);
+  bool has_host_memory() const;  // whether host_shared() works
+
+  // What this rank has moved with this group so far.
+  Traffic traffic() const;
 
   // Tells the other ranks that this one fails with `reason`; they raise PeerError with it instead of waiting.
   void poison(const std::string& reason) noexcept;

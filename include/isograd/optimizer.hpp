@@ -11,22 +11,22 @@
 
 namespace isograd {
 
-// State tensors of one parameter, e.g. {"exp_avg", t}, {"exp_avg_sq", t}: what a checkpoint holds per
-// parameter.
-using OptimizerState = std::map<std::string, at::Tensor>;
+// By name ("exp_avg", "exp_avg_sq", ...) one flat tensor for each bucket, [held.size()]: the state itself, to
+// be read or overwritten.
+using OptimizerState = std::map<std::string, std::vector<at::Tensor>>;
 
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // One fused pass per bucket: parameters ← update(parameters, gradient_scale · gradients).
+  // One fused pass per bucket over what it holds: parameters ← update(parameters, gradient_scale ·
+  // gradients).
   virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
   virtual void set_learning_rate(double learning_rate) = 0;
   virtual double learning_rate() const = 0;
   // Number of updates made so far (AdamW's t).
   virtual std::int64_t updates() const = 0;
-  // Views into the state by parameter name; empty tensors' worth of state (SGD without momentum) gives an
-  // empty map.
-  virtual std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) = 0;
+  // Empty where there is none (SGD without momentum).
+  virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
   virtual void set_updates(std::int64_t updates) = 0;
 };
 

@@ -52,17 +52,22 @@ struct BucketPlan {
 };
 
 // Packs parameters into buckets in *reverse* order (backward makes the last gradients first), one dtype per
-// bucket, each at most `bucket_bytes` unless a single parameter is larger. Pure.
-std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters,
-                                     std::int64_t bucket_bytes);
+// bucket, each at most `bucket_bytes` of gradients unless a single parameter is larger; the first one of each
+// dtype at most `first_bucket_bytes`, so that communication begins early (0: like the others). Pure.
+std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
+                                     std::int64_t first_bucket_bytes = 0);
 
-// Flat storage of one bucket: the model's parameters and their .grad become views of it.
+// What a rank keeps of one bucket, flat. A layout that replicates holds all of it; one that shards holds the
+// elements that this rank updates. Norms, optimizers and checkpoints see nothing else.
 struct Bucket {
   BucketPlan plan;
-  at::Tensor parameters;  // [numel] in the parameters' dtype; the model's tensors are views of it
-  at::Tensor master;      // [numel] fp32 for bf16 parameters, otherwise the same tensor as `parameters`
-  at::Tensor gradients;   // [numel] fp64 for fp64 parameters, otherwise fp32; .grad are views of it
-  Range owned;            // this rank's elements, for norms and counts
+  Range owned;  // elements of the bucket that this rank counts, in norms: each element has one owner
+  Range held;   // elements whose master, optimizer state and summed gradient are here; `owned` is a part
+  at::Tensor parameters;  // [held.size()] in the parameters' dtype: what an update writes
+  at::Tensor master;      // [held.size()] fp32 for bf16 parameters, otherwise the same memory as `parameters`
+  at::Tensor gradients;   // [held.size()] fp64 for fp64 parameters, otherwise fp32
+
+  bool whole() const { return held.size() == plan.numel; }
 };
 
 }  // namespace isograd

@@ -122,6 +122,25 @@ at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype) {
   return at::zeros({numel}, at::TensorOptions(dtype));
 }
 
+at::Tensor Group::host_shared(std::int64_t numel, at::ScalarType dtype) {
+  if (impl_->alone()) return at::zeros({numel}, at::TensorOptions(dtype));
+  if (!impl_->shm)
+    throw ConfigError(
+        {.where = fmt::format("host_shared of group '{}'", impl_->name),
+         .found = fmt::format("backend {}", impl_->backend->getBackendName()),
+         .expected = "shm, whose ranks reach one memory",
+         .action = "Run the ranks of one host over the shm backend, or do not share parameters"});
+  return impl_->shm->host_shared(numel, dtype);
+}
+
+bool Group::has_host_memory() const {
+  return impl_->alone() || impl_->shm;
+}
+
+Traffic Group::traffic() const {
+  return impl_->traffic.read();
+}
+
 void Group::poison(const std::string& reason) noexcept {
   if (!impl_->backend) return;
   if (impl_->shm) return impl_->shm->poison(reason);

@@ -32,6 +32,7 @@ Started Group::Impl::broadcast(const Call& call, at::Tensor tensor, int root) co
   check_root(call, root);
   Started started;
   if (alone() || nothing_to_send(tensor)) return started;
+  count(TrafficCounter::kBroadcast, tensor);
   started.kept.push_back(rank == root ? readable(std::move(tensor))
                                       : writable(call, std::move(tensor), false, started));
   c10d::BroadcastOptions options;
@@ -48,7 +49,9 @@ Started Group::Impl::all_gather(const Call& call, at::Tensor output, at::Tensor 
   Started started;
   if (alone()) started.copies.push_back({output, input.unsqueeze(0)});
   if (alone() || nothing_to_send(input)) return started;
-  at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
+  count(TrafficCounter::kAllGather, output);
+  at::Tensor from = !shm && input.is_alias_of(output) ? plain_copy(input) : readable(std::move(input));
+  at::Tensor to = writable(call, std::move(output), false, started);
   if (!shm) {  // some want a shape of their own, and all take the flat one
     const at::NoGradGuard no_graph;
     from = from.view(-1);
@@ -77,6 +80,7 @@ Started Group::Impl::all_gather_rows(const Call& call, at::Tensor output, at::Te
   Started started;
   if (alone()) started.copies.push_back({output, input});
   if (alone() || nothing_to_send(output)) return started;
+  count(TrafficCounter::kAllGather, output);
 
   const at::NoGradGuard no_graph;
   at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
@@ -155,6 +159,7 @@ Started Group::Impl::gather(const Call& call, at::Tensor output, at::Tensor inpu
   }
   if (alone()) started.copies.push_back({output, input.unsqueeze(0)});
   if (alone() || nothing_to_send(input)) return started;
+  traffic.add(TrafficCounter::kGather, rank == root ? 0 : static_cast<std::int64_t>(input.nbytes()));
   std::vector<std::vector<at::Tensor>> lists;
   if (here) {
     const at::NoGradGuard no_graph;
@@ -180,6 +185,8 @@ Started Group::Impl::scatter(const Call& call, at::Tensor output, at::Tensor inp
   }
   if (alone()) started.copies.push_back({output, input.squeeze(0)});
   if (alone() || nothing_to_send(output)) return started;
+  traffic.add(TrafficCounter::kScatter,
+              rank == root ? static_cast<std::int64_t>(output.nbytes()) * (size - 1) : 0);
   std::vector<std::vector<at::Tensor>> lists;
   if (here) {
     const at::NoGradGuard no_graph;
@@ -223,6 +230,7 @@ Started Group::Impl::all_to_all(const Call& call, at::Tensor output, at::Tensor 
     started.copies.push_back({output, input});
     return started;
   }
+  count(TrafficCounter::kAllToAll, input);
   at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
   c10d::AllToAllOptions options;
   options.timeout = timeout;

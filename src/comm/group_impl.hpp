@@ -3,6 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
+#include <atomic>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -43,6 +46,32 @@ inline std::int64_t rows_of_part(std::int64_t rows, int parts, int part) {
   return rows / parts + (part < rows % parts ? 1 : 0);
 }
 
+// Counts what a group moves. Operations may be begun by several threads of a rank.
+class TrafficCounter {
+ public:
+  enum Kind : std::size_t {
+    kAllReduce,
+    kReduce,
+    kReduceScatter,
+    kBroadcast,
+    kAllGather,
+    kGather,
+    kScatter,
+    kAllToAll,
+    kSend,
+    kBarrier,
+    kKinds
+  };
+  void add(Kind kind, std::int64_t bytes) {
+    calls_[kind].fetch_add(1, std::memory_order_relaxed);
+    bytes_[kind].fetch_add(bytes, std::memory_order_relaxed);
+  }
+  Traffic read() const;
+
+ private:
+  std::array<std::atomic<std::int64_t>, kKinds> calls_{}, bytes_{};
+};
+
 struct Group::Impl {
   c10::intrusive_ptr<c10d::Backend> backend;  // null: alone
   ShmBackend* shm = nullptr;                  // the same, where it is ours
@@ -50,6 +79,12 @@ struct Group::Impl {
   std::chrono::milliseconds timeout{};
   int rank = 0;
   int size = 1;
+  mutable TrafficCounter traffic;
+
+  // `turns` times (N - 1)/N of the whole buffer.
+  void count(TrafficCounter::Kind kind, const at::Tensor& whole, std::int64_t turns = 1) const {
+    traffic.add(kind, turns * static_cast<std::int64_t>(whole.nbytes()) * (size - 1) / size);
+  }
 
   bool alone() const { return size == 1; }
   // Other backends are spared empty tensors, which some of them do not know.

@@ -28,6 +28,7 @@ Started Group::Impl::all_reduce(const Call& call, at::Tensor tensor, ReduceOp op
   check_reduction(call, tensor, op);
   Started started;
   if (alone() || nothing_to_send(tensor)) return started;
+  count(TrafficCounter::kAllReduce, tensor, 2);
   started.kept.push_back(writable(call, std::move(tensor), true, started));
   c10d::AllreduceOptions options;
   options.reduceOp = to_c10d(op);
@@ -42,6 +43,7 @@ Started Group::Impl::reduce(const Call& call, at::Tensor tensor, int root, Reduc
   check_root(call, root);
   Started started;
   if (alone() || nothing_to_send(tensor)) return started;
+  count(TrafficCounter::kReduce, tensor);
   if (rank == root) {
     started.kept.push_back(writable(call, std::move(tensor), true, started));
   } else {  // other backends may use the others' tensors for partial sums
@@ -68,11 +70,15 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
   Started started;
   if (alone()) started.copies.push_back({output, input});
   if (alone() || nothing_to_send(input)) return started;
+  count(TrafficCounter::kReduceScatter, input);
 
   c10d::ReduceScatterOptions options;
   options.reduceOp = to_c10d(op);
   options.timeout = timeout;
-  at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
+  // Ours may write this rank's part where it was read; others are not asked to.
+  at::Tensor from = readable(std::move(input)), to = !shm && output.is_alias_of(from)
+                                                         ? plain_twin(call, output, false, started)
+                                                         : writable(call, std::move(output), false, started);
   const bool even = rows.empty()
                         ? from.size(0) % size == 0
                         : std::all_of(rows.begin(), rows.end(), [&](auto part) { return part == rows[0]; });

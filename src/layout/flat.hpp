@@ -13,9 +13,27 @@ inline constexpr std::int64_t kSlotAlignment = 32;
 // What gradients of parameters of `parameters` type are kept and reduced in.
 at::ScalarType gradient_type(at::ScalarType parameters);
 
-// Moves the parameters of `plan` (indices into `parameters`) into one flat buffer and makes them views of it:
-// same tensors, same values, new memory. `gradients` is [plan.numel], zero-filled, of gradient_type; the
-// parameters' .grad are not touched. `rank` of `size` ranks owns one slice of the bucket.
+// Shards of a flat buffer begin at multiples of this many elements: no two ranks write to one cache line.
+inline constexpr std::int64_t kShardAlignment = 16;
+
+// Pads the plan so that it divides into `parts` equal shards, which owned_slice() then gives.
+void pad_for(BucketPlan& plan, int parts);
+
+// Copies the values of the plan's parameters (indices into `parameters`) to their places in `flat`,
+// [plan.numel] in the plan's dtype.
+void write_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
+                      const at::Tensor& flat);
+// Makes the parameters views of `flat`: same tensors, new memory, whose values they take on. Their .grad are
+// not touched.
+void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
+                     const at::Tensor& flat);
+
+// `parameters` is [plan.numel], `gradients` [held.size()] of gradient_type.
+Bucket make_bucket(BucketPlan plan, const at::Tensor& parameters, at::Tensor gradients, Range owned,
+                   Range held);
+
+// The two above into a fresh buffer: a bucket that is held whole. `gradients` is [plan.numel], zero-filled.
+// `rank` of `size` ranks owns one slice of it.
 Bucket make_bucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, at::Tensor gradients,
                    int rank, int size);
 
@@ -24,5 +42,8 @@ at::Tensor slot_view(const at::Tensor& flat, const Slot& slot);
 
 // Whether `tensor` still is that view (same memory, type and shape).
 bool is_slot_view(const at::Tensor& tensor, const at::Tensor& flat, const Slot& slot);
+
+// Of `values`, one whole parameter, what lies in `held` goes to its place in `shard`, [held.size()].
+void write_slot(const at::Tensor& shard, Range held, const Slot& slot, const at::Tensor& values);
 
 }  // namespace isograd

@@ -92,13 +92,16 @@ Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment
   return {boundary(rank), boundary(rank + 1)};
 }
 
-std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters,
-                                     std::int64_t bucket_bytes) {
-  if (bucket_bytes <= 0)
-    throw ConfigError({.where = "bucket_bytes",
-                       .found = std::to_string(bucket_bytes),
-                       .expected = "1 or more",
-                       .action = "Raise it; the default is 25 MiB"});
+std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
+                                     std::int64_t first_bucket_bytes) {
+  if (bucket_bytes <= 0 || first_bucket_bytes < 0)
+    throw ConfigError({.where = bucket_bytes <= 0 ? "bucket_bytes" : "first_bucket_bytes",
+                       .found = std::to_string(bucket_bytes <= 0 ? bucket_bytes : first_bucket_bytes),
+                       .expected = bucket_bytes <= 0 ? "1 or more" : "0 or more",
+                       .action = "Raise it; the default is 25 MiB, and 1 MiB for the first bucket"});
+  const std::int64_t first_limit =
+      first_bucket_bytes > 0 ? std::min(first_bucket_bytes, bucket_bytes) : bucket_bytes;
+  std::map<at::ScalarType, std::int64_t> limits;                      // of the bucket that is open
   std::vector<std::pair<std::size_t, BucketPlan>> closed;             // with the place of its last parameter
   std::map<at::ScalarType, std::pair<std::size_t, BucketPlan>> open;  // one per dtype
   for (std::size_t place = 0; place < parameters.size(); ++place) {
@@ -107,9 +110,11 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
     const auto type = tensor.scalar_type();
     const std::int64_t bytes = c10::elementSize(gradient_type(type));
     auto& [last, plan] = open[type];
-    if (!plan.slots.empty() && (plan.numel + padded(tensor.numel(), kSlotAlignment)) * bytes > bucket_bytes) {
+    const std::int64_t limit = limits.emplace(type, first_limit).first->second;
+    if (!plan.slots.empty() && (plan.numel + padded(tensor.numel(), kSlotAlignment)) * bytes > limit) {
       closed.emplace_back(last, std::move(plan));
       plan = {};
+      limits[type] = bucket_bytes;
     }
     plan.dtype = type;
     plan.slots.push_back({.name = name,

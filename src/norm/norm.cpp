@@ -41,7 +41,10 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& 
     return std::all_of(numbers.begin(), numbers.end(), [](double number) { return std::isfinite(number); });
   };
   double squares = 0;
-  for (const Bucket& bucket : buckets) squares += squared_norm(bucket.gradients, bucket.owned);
+  for (const Bucket& bucket : buckets) {
+    const std::int64_t origin = bucket.held.begin;
+    squares += squared_norm(bucket.gradients, {bucket.owned.begin - origin, bucket.owned.end - origin});
+  }
   std::vector<double> sums = local_sums;  // of this rank, then of all
   sums.push_back(squares);
   sums.push_back(all_finite(sums) ? 0 : 1);

@@ -47,7 +47,7 @@ class AdamW final : public Optimizer {
     kernels::AdamW decaying = plain;
     decaying.keep = 1 - options_.learning_rate * options_.weight_decay;
     for (std::size_t i = 0; i < buckets.size(); ++i)
-      for_each_run(buckets[i].plan, [&](const Run& run) {
+      for_each_run(buckets[i], [&](const Run& run) {
         update_run(buckets[i], first_[i], second_[i], run.decays ? decaying : plain, run.range);
       });
   }
@@ -57,15 +57,10 @@ class AdamW final : public Optimizer {
   std::int64_t updates() const override { return updates_; }
   void set_updates(std::int64_t updates) override { updates_ = updates; }
 
-  std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) override {
+  OptimizerState state(const std::vector<Bucket>& buckets) override {
     ensure_state(first_, buckets);
     ensure_state(second_, buckets);
-    std::map<std::string, OptimizerState> state;
-    for (std::size_t i = 0; i < buckets.size(); ++i)
-      for (const Slot& slot : buckets[i].plan.slots)
-        state[slot.name] = {{"exp_avg", slot_view(first_[i], slot)},
-                            {"exp_avg_sq", slot_view(second_[i], slot)}};
-    return state;
+    return {{"exp_avg", first_}, {"exp_avg_sq", second_}};
   }
 
  private:

@@ -152,9 +152,13 @@ TEST(Optimizer, StateSurvivesACopyBitForBit) {
       whole->update(straight.buckets, 1);
     }
     auto saved = whole->state(straight.buckets), loaded = second->state(resumed.buckets);
-    ASSERT_EQ(saved.size(), straight.parameters.size());
-    for (auto& [name, state] : loaded)
-      for (auto& [key, tensor] : state) tensor.copy_(saved.at(name).at(key));
+    ASSERT_EQ(saved.size(), loaded.size());
+    for (auto& [key, flats] : loaded)
+      resumed.each_slot([&](std::size_t b, const Slot& slot) {
+        straight.each_slot([&](std::size_t b2, const Slot& other) {
+          if (other.name == slot.name) slot_view(flats[b], slot).copy_(slot_view(saved.at(key)[b2], other));
+        });
+      });
     second->set_updates(whole->updates());
     for (std::size_t i = 0; i < straight.parameters.size(); ++i)
       resumed.parameters[i].tensor.data().copy_(straight.parameters[i].tensor.data());
@@ -191,7 +195,7 @@ TEST(Runs, CoverTheBucketOnceWithTheRightDecay) {
     Workbench setup(at::kFloat, bytes);
     for (auto& bucket : setup.buckets) {
       at::Tensor seen = at::zeros({bucket.plan.numel}), decays = at::zeros({bucket.plan.numel});
-      for (const auto& run : runs_of(bucket.plan)) {
+      for (const auto& run : runs_of(bucket)) {
         seen.narrow(0, run.range.begin, run.range.size()) += 1;
         decays.narrow(0, run.range.begin, run.range.size()) += run.decays ? 1 : 0;
       }

@@ -11,21 +11,24 @@ namespace {
 constexpr std::int64_t kRunElements = 1 << 16;
 }
 
-std::vector<Run> runs_of(const BucketPlan& plan) {
+std::vector<Run> runs_of(const Bucket& bucket) {
+  const BucketPlan& plan = bucket.plan;
+  const Range held = bucket.held;
   std::vector<Run> runs;
   for (std::size_t i = 0; i < plan.slots.size();) {
     const bool decays = plan.slots[i].decays;
-    std::int64_t begin = plan.slots[i].offset;
+    const std::int64_t first = plan.slots[i].offset;
     while (i < plan.slots.size() && plan.slots[i].decays == decays) ++i;
-    const std::int64_t end = i < plan.slots.size() ? plan.slots[i].offset : plan.numel;
-    for (; begin < end; begin += kRunElements)
-      runs.push_back({{begin, std::min(end, begin + kRunElements)}, decays});
+    const std::int64_t last = i < plan.slots.size() ? plan.slots[i].offset : plan.numel;
+    const std::int64_t end = std::min(last, held.end);
+    for (std::int64_t begin = std::max(first, held.begin); begin < end; begin += kRunElements)
+      runs.push_back({{begin - held.begin, std::min(end, begin + kRunElements) - held.begin}, decays});
   }
   return runs;
 }
 
-void for_each_run(const BucketPlan& plan, const std::function<void(const Run&)>& pass) {
-  const auto runs = runs_of(plan);
+void for_each_run(const Bucket& bucket, const std::function<void(const Run&)>& pass) {
+  const auto runs = runs_of(bucket);
   at::parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) pass(runs[i]);
   });
@@ -37,9 +40,9 @@ void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buc
   ISOGRAD_INVARIANT(state.size() == buckets.size(),
                     fmt::format("state of {} buckets, {} buckets", state.size(), buckets.size()));
   for (std::size_t i = 0; i < buckets.size(); ++i)
-    ISOGRAD_INVARIANT(
-        state[i].numel() == buckets[i].plan.numel,
-        fmt::format("state of {} elements for bucket {} of {}", state[i].numel(), i, buckets[i].plan.numel));
+    ISOGRAD_INVARIANT(state[i].numel() == buckets[i].held.size(),
+                      fmt::format("state of {} elements for {} held of bucket {}", state[i].numel(),
+                                  buckets[i].held.size(), i));
 }
 
 }  // namespace isograd

@@ -8,16 +8,17 @@
 namespace isograd {
 
 struct Run {
-  Range range;
+  Range range;  // in the bucket's held elements, the first of which is 0
   bool decays = false;
 };
 
-// Covers the bucket from 0 to numel. Padding goes with the slot before it: zero gradients and zero values
-// stay zero under every update. The cut does not depend on the number of threads.
-std::vector<Run> runs_of(const BucketPlan& plan);
+// Covers what the bucket holds, from 0 to held.size(). Padding goes with the slot before it: zero gradients
+// and zero values stay zero under every update. The cut depends on the bucket, not on the number of threads
+// or on what is held of it.
+std::vector<Run> runs_of(const Bucket& bucket);
 
 // Calls `pass(run)` for all runs, on the threads of this rank.
-void for_each_run(const BucketPlan& plan, const std::function<void(const Run&)>& pass);
+void for_each_run(const Bucket& bucket, const std::function<void(const Run&)>& pass);
 
 // One zero tensor per bucket, in the type of the bucket's master; made at the first call.
 void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets);

@@ -26,7 +26,7 @@ class Sgd final : public Optimizer {
     if (options_.momentum > 0) ensure_state(velocity_, buckets);
     ++updates_;
     for (std::size_t i = 0; i < buckets.size(); ++i)
-      for_each_run(buckets[i].plan, [&](const Run& run) {
+      for_each_run(buckets[i], [&](const Run& run) {
         const kernels::Sgd scalars{.gradient_scale = gradient_scale,
                                    .learning_rate = options_.learning_rate,
                                    .momentum = options_.momentum,
@@ -40,14 +40,10 @@ class Sgd final : public Optimizer {
   std::int64_t updates() const override { return updates_; }
   void set_updates(std::int64_t updates) override { updates_ = updates; }
 
-  std::map<std::string, OptimizerState> state(std::vector<Bucket>& buckets) override {
-    std::map<std::string, OptimizerState> state;
-    if (!(options_.momentum > 0)) return state;
+  OptimizerState state(const std::vector<Bucket>& buckets) override {
+    if (!(options_.momentum > 0)) return {};
     ensure_state(velocity_, buckets);
-    for (std::size_t i = 0; i < buckets.size(); ++i)
-      for (const Slot& slot : buckets[i].plan.slots)
-        state[slot.name] = {{"momentum_buffer", slot_view(velocity_[i], slot)}};
-    return state;
+    return {{"momentum_buffer", velocity_}};
   }
 
  private:

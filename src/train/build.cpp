@@ -4,6 +4,9 @@
 #include <dlfcn.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -163,7 +166,8 @@ ForwardLossTerms forward_loss(DecoderLM& model) {
 }
 
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
-  const NormalizerOptions options{.replicas = normalises_by_replica(config) ? ranks : 1};
+  const NormalizerOptions options{.replicas =
+                                      normalises_by_replica(config) ? count_replicas(config, ranks) : 1};
   const std::string& kind = config.loss.kind;
   if (kind == "sample_mean") return std::make_unique<SampleMean>(options);
   if (kind == "weighted_mean") return std::make_unique<WeightedMean>(options);
@@ -172,17 +176,56 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) 
   return std::make_unique<TokenMean>(options);
 }
 
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group) {
-  const DataParallelOptions options{.bucket_bytes = config.parallel.bucket_bytes,
-                                    .overlap = config.parallel.overlap};
-  auto parameters = trainable_parameters(model.named());
-  if (config.parallel.strategy == "bucketed")
-    return bucketed(std::move(parameters), std::move(group), options);
-  if (config.parallel.strategy == "naive") return naive(std::move(parameters), std::move(group), options);
-  throw ConfigError({.where = "parallel.strategy",
-                     .found = config.parallel.strategy,
-                     .expected = "bucketed or naive",
-                     .action = "Choose one of them"});
+namespace {
+
+int stage_of(const std::string& strategy) {
+  if (strategy == "zero1") return 1;
+  return strategy == "zero2" ? 2 : 0;
+}
+
+bool shares_parameters(const RunConfig& config, const std::string& strategy, const Group& group) {
+  const std::string& asked = config.parallel.share_parameters;
+  if (asked != "auto") return asked == "on";
+  return strategy != "naive" && strategy != "overlapped" && group.has_host_memory();
+}
+
+}  // namespace
+
+int count_replicas(const RunConfig& config, int ranks) {
+  return stage_of(config.parallel.strategy) > 0 ? static_cast<int>(config.parallel.replicas) : ranks;
+}
+
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
+                                          std::vector<NamedParameter> parameters, World& world) {
+  const auto names = strategy_names();
+  if (std::find(names.begin(), names.end(), strategy) == names.end())
+    throw ConfigError({.where = "parallel.strategy",
+                       .found = strategy,
+                       .expected = fmt::format("{}", fmt::join(names, ", ")),
+                       .action = "Choose one of them"});
+  const bool each_by_itself = strategy == "overlapped";
+  const DataParallelOptions options{
+      .stage = stage_of(strategy),
+      .share_parameters = shares_parameters(config, strategy, world.group),
+      .reduce_once = config.parallel.reduce_once,
+      .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
+      .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
+      .overlap = config.parallel.overlap};
+  if (strategy == "naive") return naive(std::move(parameters), world.group, options);
+  const int replicas = options.stage > 0 ? static_cast<int>(config.parallel.replicas) : 1;
+  return bucketed(std::move(parameters), hybrid_groups(world, replicas), options);
+}
+
+std::string describe_layout(const RunConfig& config, const Group& group) {
+  const std::string& strategy = config.parallel.strategy;
+  const int stage = stage_of(strategy);
+  std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
+  if (stage > 0 && config.parallel.replicas > 1)
+    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas,
+                        group.size() / config.parallel.replicas);
+  if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
+  if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
+  return text;
 }
 
 Schedule make_schedule(const RunConfig& config) {

@@ -45,10 +45,16 @@ std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& cor
 // -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy".
 ForwardLossTerms forward_loss(DecoderLM& model);
 
-// The configured mean. In the strategies there are so far every rank is a replica.
+// Ranks along dp_replicate: all of them where nothing is sharded.
+int count_replicas(const RunConfig& config, int ranks);
+// The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config, DecoderLM& model, Group group);
+// `strategy` is one of strategy_names(), with the configured options. Collective.
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
+                                          std::vector<NamedParameter> parameters, World& world);
+// For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
+std::string describe_layout(const RunConfig& config, const Group& group);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size);

@@ -4,6 +4,7 @@
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
+#include "layout/flat.hpp"
 #include "model/safetensors.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/checkpoint_state.hpp"
@@ -17,20 +18,59 @@ constexpr const char* kOptimizerFile = "optimizer.safetensors";
 constexpr const char* kStateFile = "state.json";
 constexpr const char* kTokenizerFile = "tokenizer.model";
 
-std::string described(const at::Tensor& tensor) {
-  return c10::str(tensor.scalar_type(), " ", tensor.sizes());
+std::string described(at::ScalarType type, at::IntArrayRef sizes) {
+  return c10::str(type, " ", sizes);
 }
 
-// Every tensor that belongs to the optimizer, under the name it has in the file: views, to be read or
-// overwritten. Per parameter and not per bucket, so that another layout can load it.
-std::map<std::string, at::Tensor> optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
-  std::map<std::string, at::Tensor> tensors;
-  for (auto& [name, state] : optimizer.state(layout.buckets()))
-    for (auto& [key, tensor] : state) tensors[name + "." + key] = tensor;
-  for (auto& view : layout.views())
-    if (view.master.scalar_type() != view.parameter.scalar_type())
-      tensors[view.name + ".master"] = view.master;
-  return tensors;
+// What belongs to the optimizer: a name and, for each bucket, what this rank holds. "master" is among them
+// where the parameters have one.
+OptimizerState sharded_state(DataParallel& layout, Optimizer& optimizer) {
+  OptimizerState state = optimizer.state(layout.buckets());
+  std::vector<at::Tensor> masters;
+  bool any = false;
+  for (Bucket& bucket : layout.buckets()) {
+    const bool own = bucket.master.scalar_type() != bucket.parameters.scalar_type();
+    masters.push_back(own ? bucket.master : at::Tensor());
+    any = any || own;
+  }
+  if (any) state["master"] = std::move(masters);
+  return state;
+}
+
+// One state tensor of one parameter, where it lies.
+struct Place {
+  const Bucket& bucket;
+  const Slot& slot;
+  at::Tensor flat;  // [held.size()] of the bucket
+};
+
+// By the names that they have in the file: per parameter and not per bucket or shard, so that another layout
+// can load it.
+std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& state) {
+  std::map<std::string, Place> places;
+  for (const auto& [key, flats] : state)
+    for (std::size_t b = 0; b < flats.size(); ++b)
+      if (flats[b].defined())
+        for (const Slot& slot : layout.buckets()[b].plan.slots)
+          places.emplace(slot.name + "." + key, Place{layout.buckets()[b], slot, flats[b]});
+  return places;
+}
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Whole, on rank 0; nothing on the others. Collective.
+Named optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
+  OptimizerState state = sharded_state(layout, optimizer);
+  for (auto& [key, flats] : state)
+    for (std::size_t b = 0; b < flats.size(); ++b)
+      if (flats[b].defined()) {
+        const at::Tensor whole = layout.gather_whole(layout.buckets()[b], flats[b]);
+        flats[b] = layout.group().rank() == 0 ? whole : at::Tensor();
+      }
+  Named named;
+  for (const auto& [name, place] : places(layout, state))
+    named.emplace_back(name, slot_view(place.flat, place.slot));
+  return named;
 }
 
 }  // namespace
@@ -38,11 +78,10 @@ std::map<std::string, at::Tensor> optimizer_tensors(DataParallel& layout, Optimi
 fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state, DecoderLM& model,
                          DataParallel& layout, Optimizer& optimizer) {
   const fs::path directory = checkpoint_path(options.root, state.step);
+  const Named tensors = optimizer_tensors(layout, optimizer);
   on_rank_zero(layout.group(), [&] {
     publish_directory(directory, [&](const fs::path& folder) {
       write_hf(folder, model);
-      std::vector<std::pair<std::string, at::Tensor>> tensors;
-      for (auto& [name, tensor] : optimizer_tensors(layout, optimizer)) tensors.emplace_back(name, tensor);
       write_safetensors(folder / kOptimizerFile, tensors);
       if (!options.tokenizer_file.empty())
         write_file(folder / kTokenizerFile, read_file(options.tokenizer_file));
@@ -70,17 +109,18 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
          .action = "Resume with the model, optimizer and dtype that this checkpoint was saved with"});
   };
   const auto saved = read_safetensors(path);
-  auto wanted = optimizer_tensors(layout, optimizer);
+  const auto wanted = places(layout, sharded_state(layout, optimizer));
   for (const auto& [name, tensor] : saved)
     if (!wanted.contains(name)) bad(name, "a tensor that this run has no place for", "none");
-  at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : wanted) {
+  for (const auto& [name, place] : wanted) {
+    const auto& [bucket, slot, flat] = place;
+    const std::string expected = described(flat.scalar_type(), slot.shape);
     const auto found = saved.find(name);
-    if (found == saved.end()) bad(name, "no such tensor", described(tensor));
+    if (found == saved.end()) bad(name, "no such tensor", expected);
     const at::Tensor& source = found->second;
-    if (source.sizes() != tensor.sizes() || source.scalar_type() != tensor.scalar_type())
-      bad(name, described(source), described(tensor));
-    tensor.copy_(source);
+    if (source.sizes() != slot.shape || source.scalar_type() != flat.scalar_type())
+      bad(name, described(source.scalar_type(), source.sizes()), expected);
+    write_slot(flat, bucket.held, slot, source);
   }
   optimizer.set_updates(state.updates);
 }

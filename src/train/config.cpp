@@ -228,7 +228,16 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
   return config;
 }
 
+std::vector<std::string> strategy_names() {
+  return {std::begin(kStrategies), std::end(kStrategies)};
+}
+
 void check(const RunConfig& config, int ranks) {
+  if (ranks % config.parallel.replicas != 0)
+    throw ConfigError({.where = "parallel.replicas",
+                       .found = fmt::format("{} for {} ranks", config.parallel.replicas, ranks),
+                       .expected = "a number that divides the ranks",
+                       .action = "Change it or --ranks"});
   if (ranks > config.batch.packs_per_step)
     throw ConfigError(
         {.where = fmt::format("--ranks {}", ranks),

@@ -62,8 +62,12 @@ struct RunConfig {
   } optimizer;
   Schedule schedule;  // kind, peak, warmup, floor; total is train.steps
   struct {
-    std::string strategy = "bucketed";  // bucketed | naive
+    std::string strategy = "bucketed";      // one of strategy_names()
+    std::int64_t replicas = 1;              // of a sharded strategy
+    std::string share_parameters = "auto";  // auto | on | off
+    bool reduce_once = false;
     std::int64_t bucket_bytes = 25 << 20;
+    std::int64_t first_bucket_bytes = 1 << 20;
     bool overlap = true;
     double timeout_seconds = 300;
     std::string backend = "shm";
@@ -82,6 +86,10 @@ struct RunConfig {
     double temperature = 0.8;
   } sample;
 };
+
+// What parallel.strategy may be.
+inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2"};
+std::vector<std::string> strategy_names();
 
 // Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides`
 // are "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only

@@ -240,11 +240,28 @@ std::vector<ConfigKey> make_keys() {
       KEY("schedule.floor", schedule.floor, "", at_least(0, 1),
           "Where the cosine ends, as a fraction of the peak."),
 
-      KEY("parallel.strategy", parallel.strategy, "", one_of({"bucketed", "naive"}),
-          "How gradients are summed over ranks: in buckets while backward runs, or one by one after it (for "
-          "comparison)."),
+      KEY("parallel.strategy", parallel.strategy, "", one_of(strategy_names()),
+          "What each rank keeps, and how gradients are summed: `naive`, one by one after backward, for "
+          "comparison; `overlapped`, one by one while it runs; `bucketed`, in buckets while it runs; "
+          "`zero1`, "
+          "each rank keeps a shard of the optimizer's state; `zero2`, of the gradients too."),
+      KEY("parallel.replicas", parallel.replicas, "", at_least(1, 1e6),
+          "Copies of the model among the ranks of a sharded strategy (`zero1`, `zero2`); each is sharded "
+          "over "
+          "ranks / replicas of them. Must divide the ranks."),
+      KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
+          "Whether ranks of one host keep one copy of the parameters between them, each updating its shard "
+          "in "
+          "place. `auto`: where the backend has memory that all ranks reach (`shm`), but for `naive` and "
+          "`overlapped`."),
+      KEY("parallel.reduce_once", parallel.reduce_once, "", any(),
+          "With `zero2`: keep whole gradients until the last micro-batch instead of reducing each one's."),
       KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12),
           "Gradients that are communicated together. A speed option."),
+      KEY("parallel.first_bucket_bytes", parallel.first_bucket_bytes, "bytes", at_least(0, 1e12),
+          "The same for the first bucket of a backward, small so that communication begins early. 0: like "
+          "the "
+          "others. A speed option."),
       KEY("parallel.overlap", parallel.overlap, "", any(),
           "Whether buckets are reduced inside backward. A speed option."),
       KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",

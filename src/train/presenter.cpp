@@ -56,10 +56,7 @@ struct Presenter::Impl {
   std::vector<std::string> notices{};
 
   std::string layout() const {
-    return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s",
-                       config.parallel.strategy == "bucketed" && config.parallel.overlap
-                           ? "bucketed gradients, summed during backward"
-                           : config.parallel.strategy + " gradients");
+    return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s", facts.layout);
   }
 
   void print_summary(const Outcome& outcome) const {

@@ -14,6 +14,7 @@ namespace isograd {
 // Facts that do not change during a run.
 struct RunFacts {
   int ranks = 1;
+  std::string layout{};  // describe_layout()
   std::int64_t parameters = 0;
   std::int64_t train_documents = 0;
   std::int64_t validation_documents = 0;

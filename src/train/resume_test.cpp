@@ -172,7 +172,8 @@ TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   auto other = saving;
   other.train.dtype = "bfloat16";
   auto model = read_hf(checkpoint, at::kBFloat16);
-  auto layout = make_layout(other, *model, Group::solo());
+  World alone;
+  auto layout = make_layout(other, other.parallel.strategy, trainable_parameters(model->named()), alone);
   auto optimizer = make_optimizer(other);
   EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *optimizer); }),
               HasSubstr("master: found no such tensor"));

@@ -33,7 +33,7 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
   if (options_.check_denominators) check_agreement(denominator_, layout_.group());
 
   MicroBatches batches = micro_batches;
-  if (options_.even_micro_batches)
+  if (options_.even_micro_batches || layout_.takes_every_round())
     batches.resize(std::max(batches.size(), static_cast<std::size_t>(census_.rounds)), empty_batch());
   for (std::size_t i = 0; i < batches.size(); ++i) {
     // (2) The one division: this micro-batch's share of the global loss.
@@ -82,6 +82,7 @@ StepReport Step::finish() {
   // (7) Clip and update in one fused pass.
   report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);
   optimizer_.update(layout_.buckets(), report.clip_coefficient * scale);
+  layout_.publish_parameters();
   report.updated = true;
 
   // (8) The caller prints.

@@ -62,11 +62,11 @@ struct Trainer::Impl {
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(config, corpus);
       model = make_model(config, corpus, dtype);
-      layout = make_layout(config, *model, group);
+      layout = make_layout(config, config.parallel.strategy, trainable_parameters(model->named()), world);
     } else {
       Resumed resumed = resume_run(config, corpus, group);
       model = read_hf(resumed.directory, dtype);
-      layout = make_layout(config, *model, group);
+      layout = make_layout(config, config.parallel.strategy, trainable_parameters(model->named()), world);
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
       state = resumed.state;
       state.config = to_toml(config);
@@ -86,6 +86,7 @@ struct Trainer::Impl {
 
   RunFacts facts() const {
     RunFacts facts{.ranks = world.size,
+                   .layout = describe_layout(config, world.group),
                    .train_documents = static_cast<std::int64_t>(corpus.split.train.size()),
                    .validation_documents = static_cast<std::int64_t>(corpus.split.validation.size()),
                    .tokens = corpus.tokens->num_tokens(),

@@ -4,24 +4,24 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 
 namespace isograd {
 namespace {
 
-MakeDataParallel maker(const RunConfig& config, const std::string& name) {
-  const DataParallelOptions options{.bucket_bytes = config.parallel.bucket_bytes,
-                                    .overlap = config.parallel.overlap};
-  if (name == "naive")
-    return [options](auto parameters, Group group) { return naive(std::move(parameters), group, options); };
-  if (name == "bucketed")
-    return
-        [options](auto parameters, Group group) { return bucketed(std::move(parameters), group, options); };
-  throw ConfigError({.where = "--layout",
-                     .found = name,
-                     .expected = fmt::format("{}", fmt::join(layout_names(), ", ")),
-                     .action = "Choose one of them"});
+MakeDataParallel maker(const RunConfig& config, const std::string& name, World& world) {
+  const auto names = layout_names();
+  if (std::find(names.begin(), names.end(), name) == names.end())
+    throw ConfigError({.where = "--layout",
+                       .found = name,
+                       .expected = fmt::format("{}", fmt::join(names, ", ")),
+                       .action = "Choose one of them"});
+  return [&config, &world, name](auto parameters, const Group&) {
+    return make_layout(config, name, std::move(parameters), world);
+  };
 }
 
 VerifyModel as_verify_model(std::shared_ptr<DecoderLM> model) {
@@ -43,9 +43,11 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
   if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
   if (normalises_by_replica(config))
     loss.replicas = [&config, &corpus, ranks] {
-      std::vector<MicroBatches> replicas;
+      std::vector<MicroBatches> replicas(count_replicas(config, ranks));
+      const int shards = ranks / static_cast<int>(replicas.size());
       for (int rank = 0; rank < ranks; ++rank)
-        replicas.push_back(make_loader(config, corpus, rank, ranks)->next());
+        for (const Batch& batch : make_loader(config, corpus, rank, ranks)->next())
+          replicas[static_cast<std::size_t>(rank / shards)].push_back(batch);
       return replicas;
     };
   return loss;
@@ -62,14 +64,15 @@ Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus,
   problem.loss = declared_loss(config, corpus, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
-  for (const auto& name : layouts) problem.layouts.push_back({name, maker(config, name)});
+  problem.make_normalizer = [&] { return make_normalizer(config, world.size); };
+  for (const auto& name : layouts) problem.layouts.push_back({name, maker(config, name, world)});
   return verify(problem, world.group);
 }
 
 }  // namespace
 
 std::vector<std::string> layout_names() {
-  return {"bucketed", "naive"};
+  return strategy_names();
 }
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts) {

@@ -24,7 +24,7 @@ class Witness : public Optimizer {
   void set_learning_rate(double) override {}
   double learning_rate() const override { return 0; }
   std::int64_t updates() const override { return 0; }
-  std::map<std::string, OptimizerState> state(std::vector<Bucket>&) override { return {}; }
+  OptimizerState state(const std::vector<Bucket>&) override { return {}; }
   void set_updates(std::int64_t) override {}
   double gradient_scale() const { return gradient_scale_; }
 

@@ -18,9 +18,14 @@ std::uint64_t Allocation::segment_bytes(std::uint64_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage + kPage;
 }
 
-Allocation::Allocation(std::int64_t id, int rank, std::uint64_t bytes,
+Allocation::Allocation(std::int64_t id, int rank, std::uint64_t bytes, std::uint64_t first_bytes,
                        std::vector<std::shared_ptr<Segment>> segments)
-    : id_(id), rank_(rank), process_(::getpid()), bytes_(bytes), segments_(std::move(segments)) {}
+    : id_(id),
+      rank_(rank),
+      process_(::getpid()),
+      bytes_(bytes),
+      first_bytes_(first_bytes),
+      segments_(std::move(segments)) {}
 
 bool Allocation::holds(const void* begin, std::uint64_t bytes) const {
   const auto* first = static_cast<const std::byte*>(begin);
@@ -28,7 +33,7 @@ bool Allocation::holds(const void* begin, std::uint64_t bytes) const {
 }
 
 std::atomic<std::uint32_t>& Allocation::releases() const {
-  return *reinterpret_cast<std::atomic<std::uint32_t>*>(data(0) + segment_bytes(bytes_) - kPage);
+  return *reinterpret_cast<std::atomic<std::uint32_t>*>(data(0) + segment_bytes(first_bytes_) - kPage);
 }
 
 void Allocation::release() {
@@ -88,11 +93,16 @@ std::vector<Payload> Engine::exchange(std::uint8_t stage, std::int8_t dtype, std
   return *received;
 }
 
-std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dtype, std::int64_t count,
-                                             std::chrono::milliseconds timeout) {
+std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies, std::int8_t dtype,
+                                             std::int64_t count, std::chrono::milliseconds timeout) {
   sweep();
-  const std::uint64_t segment_bytes = Allocation::segment_bytes(bytes);
-  const std::string purpose = fmt::format("a buffer of {} elements per rank in group '{}'", count, name_);
+  const bool one = copies == Copies::kOne;
+  const std::uint64_t own_bytes = one && rank_ != 0 ? 0 : bytes;
+  const std::uint64_t segment_bytes = Allocation::segment_bytes(own_bytes);
+  const std::string purpose = fmt::format("a buffer of {} elements {} in group '{}'", count,
+                                          one ? "for all ranks" : "per rank", name_);
+  // Ranks that want different things are told so by the fingerprint.
+  const auto stage = [one](int number) { return static_cast<std::uint8_t>(number + (one ? 3 : 0)); };
   const auto id = [&] {
     const std::lock_guard lock(mutex_);
     return static_cast<std::int64_t>(next_sequence_);
@@ -100,10 +110,13 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dt
 
   // Everyone measures before anyone takes, and everyone judges by the same number: all go on or none.
   std::uint64_t available = ~std::uint64_t{0};
-  for (const Payload& each : exchange(0, dtype, count, {{available_memory()}}, timeout)) {
+  for (const Payload& each : exchange(stage(0), dtype, count, {{available_memory()}}, timeout)) {
     available = std::min(available, each.words[0]);
   }
-  require_memory(segment_bytes * static_cast<std::uint64_t>(size_), available, purpose);
+  const std::uint64_t all_bytes =
+      Allocation::segment_bytes(bytes) +
+      Allocation::segment_bytes(one ? 0 : bytes) * static_cast<std::uint64_t>(size_ - 1);
+  require_memory(all_bytes, available, purpose);
 
   // The reservation itself may still fail (a limit of one process, a race with others).
   std::string trouble;
@@ -122,7 +135,8 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dt
       throw ConfigError(
           {.where = "shared memory for " + purpose,
            .found = r == rank_ ? trouble : fmt::format("rank {} could not have its part", r),
-           .expected = fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
+           .expected = one ? fmt::format("{} bytes", all_bytes)
+                           : fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
            .action = "Use fewer ranks or smaller buffers, or raise the limit that the rank names"});
     }
   };
@@ -133,7 +147,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dt
     words = {{static_cast<std::uint64_t>(own.pid) << 32 | static_cast<std::uint32_t>(own.descriptor),
               own.inode, own.bytes}};
   }
-  const auto ids = exchange(1, dtype, count, words, timeout);
+  const auto ids = exchange(stage(1), dtype, count, words, timeout);
   agree_on_trouble(ids);
   attempt([&] {
     for (int r = 0; r < size_; ++r) {
@@ -147,11 +161,11 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, std::int8_t dt
   // this rank has had under way all along.
   std::shared_ptr<Allocation> allocation;
   attempt([&] {
-    allocation = std::make_shared<Allocation>(id, rank_, bytes, std::move(segments));
+    allocation = std::make_shared<Allocation>(id, rank_, own_bytes, bytes, std::move(segments));
     remember(allocation);
   });
   try {
-    agree_on_trouble(exchange(2, dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
+    agree_on_trouble(exchange(stage(2), dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
   } catch (...) {
     if (allocation) forget(*allocation);
     throw;

@@ -297,19 +297,28 @@ ShmBackend::Works ShmBackend::allreduce_sparse(Tensors&, const c10d::AllreduceOp
   arguments("all_reduce").refuse("sparse tensors", "dense ones", "Call to_dense() first");
 }
 
-at::Tensor ShmBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {
+at::Tensor ShmBackend::allocate(std::int64_t numel, at::ScalarType dtype, shm::Engine::Copies copies) {
+  const bool one = copies == shm::Engine::Copies::kOne;
   const auto width = static_cast<std::int64_t>(c10::elementSize(dtype));
   if (numel < 0 || numel > (std::int64_t{1} << 60) / (width * size_)) {
-    throw ConfigError({.where = fmt::format("empty_shared of group '{}'", name_),
+    throw ConfigError({.where = fmt::format("{} of group '{}'", one ? "host_shared" : "empty_shared", name_),
                        .found = fmt::format("{} elements of {} bytes", numel, width),
                        .expected = "a size that memory can have",
                        .action = "Check how the size was computed"});
   }
-  auto allocation = engine_->allocate(static_cast<std::uint64_t>(numel * width),
+  auto allocation = engine_->allocate(static_cast<std::uint64_t>(numel * width), copies,
                                       static_cast<std::int8_t>(dtype), numel, timeout_);
-  std::byte* data = allocation->own();
+  std::byte* data = one ? allocation->data(0) : allocation->own();
   return at::from_blob(
       data, {numel}, [allocation](void*) { allocation->release(); }, at::TensorOptions(dtype));
+}
+
+at::Tensor ShmBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {
+  return allocate(numel, dtype, shm::Engine::Copies::kPerRank);
+}
+
+at::Tensor ShmBackend::host_shared(std::int64_t numel, at::ScalarType dtype) {
+  return allocate(numel, dtype, shm::Engine::Copies::kOne);
 }
 
 }  // namespace isograd

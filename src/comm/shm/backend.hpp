@@ -70,6 +70,8 @@ class ShmBackend final : public c10d::Backend {
 
   // Collective: a flat zero-filled tensor in memory that every rank reaches.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
+  // Collective: the same tensor on every rank. To collectives it is an ordinary one.
+  at::Tensor host_shared(std::int64_t numel, at::ScalarType dtype);
   void poison(const std::string& reason) noexcept { engine_->poison(reason); }
   void abort() override { engine_->poison("the group was aborted"); }
   // The last operations of this rank, a line each.
@@ -79,6 +81,7 @@ class ShmBackend final : public c10d::Backend {
   using Task = std::shared_ptr<shm::Task>;
   // `used` is kept alive until the task is over.
   Task start(Task task, Tensors used);
+  at::Tensor allocate(std::int64_t numel, at::ScalarType dtype, shm::Engine::Copies copies);
   Works work(std::vector<Task> tasks, c10d::OpType type, Tensors results, std::chrono::milliseconds timeout);
   Task all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
   Task all_gather_one(const at::Tensor& output, const at::Tensor& input, const char* operation);

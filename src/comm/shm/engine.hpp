@@ -36,10 +36,12 @@ struct EngineOptions {
   bool print_history = true;  // the last operations, on standard error, when the group fails
 };
 
-// One call of allocate() on all ranks: a segment of each.
+// One call of allocate() on all ranks: a segment of each, or one for all.
 class Allocation {
  public:
-  Allocation(std::int64_t id, int rank, std::uint64_t bytes, std::vector<std::shared_ptr<Segment>> segments);
+  // `bytes` is the size of this rank's segment, `first_bytes` that of rank 0's.
+  Allocation(std::int64_t id, int rank, std::uint64_t bytes, std::uint64_t first_bytes,
+             std::vector<std::shared_ptr<Segment>> segments);
   std::int64_t id() const { return id_; }
   std::uint64_t bytes() const { return bytes_; }
   std::byte* data(int rank) const { return segments_[static_cast<std::size_t>(rank)]->data(); }
@@ -57,7 +59,7 @@ class Allocation {
   std::int64_t id_;
   int rank_;
   std::int32_t process_;
-  std::uint64_t bytes_;
+  std::uint64_t bytes_, first_bytes_;
   std::vector<std::shared_ptr<Segment>> segments_;
 };
 
@@ -86,10 +88,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Sleeps until something may have moved, at most that long.
   void nap(std::chrono::microseconds longest);
 
-  // Collective: zero-filled memory of each rank, mapped by all. ConfigError on all ranks when it does not
-  // fit.
-  std::shared_ptr<Allocation> allocate(std::uint64_t bytes, std::int8_t dtype, std::int64_t count,
-                                       std::chrono::milliseconds timeout);
+  // Collective: zero-filled memory of each rank, or of rank 0 alone, mapped by all. ConfigError on all ranks
+  // when it does not fit.
+  enum class Copies { kPerRank, kOne };
+  std::shared_ptr<Allocation> allocate(std::uint64_t bytes, Copies copies, std::int8_t dtype,
+                                       std::int64_t count, std::chrono::milliseconds timeout);
 
   // Collectives begun so far.
   std::uint64_t sequence();

@@ -1,4 +1,4 @@
-// Gradients as views of buckets in shared memory, reduced inside backward as soon as they are complete.
+// Gradients in buckets of shared memory, reduced inside backward as soon as they are complete.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -7,6 +7,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/same_parameters.hpp"
 
 namespace isograd {
@@ -14,7 +15,7 @@ namespace {
 
 class Bucketed final : public DataParallel {
  public:
-  Bucketed(std::vector<NamedParameter> parameters, Group group, const DataParallelOptions& options);
+  Bucketed(std::vector<NamedParameter> parameters, DataGroups groups, const DataParallelOptions& options);
   ~Bucketed() override;
   Bucketed(const Bucketed&) = delete;
   Bucketed& operator=(const Bucketed&) = delete;
@@ -22,30 +23,35 @@ class Bucketed final : public DataParallel {
   void zero_gradients() override;
   void begin_backward(bool last) override;
   void finish_reduction() override;
+  void publish_parameters() override;
+  bool takes_every_round() const override { return policy_.every_round; }
   std::vector<Bucket>& buckets() override { return buckets_; }
-  Group& group() override { return group_; }
+  Group& group() override { return policy_.groups.all; }
+  Group& shard_group() override { return policy_.groups.shard; }
+  double exposed_seconds() const override { return policy_.waited.seconds(); }
 
  private:
   struct Hook;
-
-  // What is known of a bucket's gradients in the last backward of a step.
+  // What is known of a bucket's gradients in the backward that is to be reduced.
   struct Arrivals {
     std::vector<bool> slots;  // whose gradient is complete
     std::size_t missing = 0;
-    Pending pending;
   };
 
   void on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter);
   void launch_next();
+  void finish_round();
   void check_views() const;
-  bool reduces() const { return group_.size() > 1; }
+  bool reduces() const { return policy_.groups.all.size() > 1; }
 
   std::vector<NamedParameter> parameters_;
-  Group group_;
+  BucketPolicy policy_;
   bool overlap_;
   std::vector<Bucket> buckets_;
-  std::vector<Arrivals> arrivals_;  // per bucket
-  bool in_last_backward_ = false;
+  std::vector<std::unique_ptr<FlatBucket>> flats_;  // per bucket
+  std::vector<Arrivals> arrivals_;                  // per bucket
+  bool in_round_ = false;                           // a backward has begun whose gradients are to be reduced
+  bool in_last_ = false;
   // Buckets [0, completed_) are reduced, [completed_, launched_) under way. Launched strictly in the plan's
   // order, whatever order gradients arrive in, so that all ranks issue the same sequence of collectives.
   std::size_t completed_ = 0, launched_ = 0;
@@ -70,29 +76,32 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
 [[noreturn]] void refuse_gradient(const std::string& name) {
   refuse(name, "a .grad that is no longer the view of its bucket", "the gradient left in place",
          "Call zero_gradients() of the layout, not zero_grad() of the module (it drops gradients), and run "
-         "backward "
-         "without create_graph (it replaces them)");
+         "backward without create_graph (it replaces them)");
 }
 
-Bucketed::Bucketed(std::vector<NamedParameter> parameters, Group group, const DataParallelOptions& options)
-    : parameters_(std::move(parameters)), group_(std::move(group)), overlap_(options.overlap) {
+Bucketed::Bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
+                   const DataParallelOptions& options)
+    : parameters_(std::move(parameters)), policy_(std::move(groups), options), overlap_(options.overlap) {
   // Everything that can refuse comes before the model is touched.
   for (const NamedParameter& parameter : parameters_)
     if (torch::autograd::impl::post_acc_grad_hooks(parameter.tensor))
       refuse(parameter.name, "a post-accumulate-gradient hook already there", "none",
              "Destroy the other layout of this model first");
-  if (options.check_parameters) check_same_parameters(parameters_, group_);
-  auto plans = plan_buckets(parameters_, options.bucket_bytes);
+  if (options.check_parameters) check_same_parameters(parameters_, policy_.groups.all);
+  auto plans = plan_buckets(parameters_, options.bucket_bytes, options.first_bucket_bytes);
   for (BucketPlan& plan : plans) {
-    at::Tensor gradients = group_.empty_shared(plan.numel, gradient_type(plan.dtype));
-    buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
+    pad_for(plan, policy_.groups.all.size());
+    flats_.push_back(std::make_unique<FlatBucket>(std::move(plan), parameters_, policy_));
+    buckets_.push_back(flats_.back()->bucket());
   }
+  policy_.make_transient(buckets_);
   arrivals_.resize(buckets_.size());
   for (std::size_t b = 0; b < buckets_.size(); ++b)
     for (std::size_t s = 0; s < buckets_[b].plan.slots.size(); ++s) {
       const Slot& slot = buckets_[b].plan.slots[s];
       at::Tensor& parameter = parameters_[slot.index].tensor;
-      parameter.mutable_grad() = slot_view(buckets_[b].gradients, slot);
+      parameter.mutable_grad() =
+          flats_[b]->keeps_gradients() ? slot_view(flats_[b]->gradients(), slot) : at::Tensor();
       if (reduces() && overlap_)
         torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, b, s));
     }
@@ -109,19 +118,23 @@ void Bucketed::zero_gradients() {
   ISOGRAD_INVARIANT(launched_ == completed_,
                     fmt::format("{} buckets still being reduced", launched_ - completed_));
   check_views();
-  in_last_backward_ = false;
+  in_round_ = in_last_ = false;
   completed_ = launched_ = 0;
-  for (Bucket& bucket : buckets_) bucket.gradients.zero_();
+  for (auto& flat : flats_) flat->zero();
 }
 
 void Bucketed::begin_backward(bool last) {
-  if (in_last_backward_)
+  if (in_last_)
     throw ConfigError({.where = "begin_backward",
                        .found = "a backward after the one announced as the last",
                        .expected = "finish_reduction() next",
                        .action = "Pass last = true only before the last micro-batch of a step"});
-  if (!last || !reduces() || !overlap_) return;
-  in_last_backward_ = true;
+  if (!reduces()) return;
+  if (in_round_) finish_round();
+  in_last_ = last;
+  // Without overlap nothing happens before finish_reduction(), unless each micro-batch is reduced.
+  if (!policy_.every_round && !(last && overlap_)) return;
+  in_round_ = true;
   completed_ = launched_ = 0;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     arrivals_[b].missing = buckets_[b].plan.slots.size();
@@ -131,44 +144,67 @@ void Bucketed::begin_backward(bool last) {
 
 void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter) {
   const Slot& place = buckets_[bucket].plan.slots[slot];
-  if (!is_slot_view(parameter.grad(), buckets_[bucket].gradients, place)) refuse_gradient(place.name);
-  if (!in_last_backward_) return;
+  if (flats_[bucket]->keeps_gradients() &&
+      !is_slot_view(parameter.grad(), flats_[bucket]->gradients(), place))
+    refuse_gradient(place.name);
+  if (!in_round_) return;
   Arrivals& arrived = arrivals_[bucket];
   if (arrived.slots[slot])
-    refuse(place.name, "a second gradient in the backward announced as the last",
-           "one backward after begin_backward(true)", "Add the losses up and call backward once");
+    refuse(place.name, "a second gradient in a backward whose gradients are being reduced",
+           "one backward after begin_backward()", "Add the losses up and call backward once");
   arrived.slots[slot] = true;
   --arrived.missing;
   while (launched_ < buckets_.size() && arrivals_[launched_].missing == 0) launch_next();
-  while (completed_ < launched_ && arrivals_[completed_].pending.progress()) ++completed_;
+  while (completed_ < launched_ && flats_[completed_]->progress()) ++completed_;
 }
 
 void Bucketed::launch_next() {
-  Bucket& bucket = buckets_[launched_];
-  arrivals_[launched_].pending = group_.all_reduce_async(bucket.gradients);
+  // A buffer that buckets take turns with must be free again.
+  while (launched_ - completed_ >= policy_.most_in_flight()) flats_[completed_++]->wait();
+  flats_[launched_]->launch(launched_, parameters_);
   ++launched_;
 }
 
+// What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
+// It takes part with zeros.
+void Bucketed::finish_round() {
+  while (launched_ < buckets_.size()) launch_next();
+  for (; completed_ < launched_; ++completed_) flats_[completed_]->wait();
+  in_round_ = false;
+}
+
 void Bucketed::finish_reduction() {
-  // What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
-  // It takes part with zeros.
   if (reduces()) {
-    if (!in_last_backward_) completed_ = launched_ = 0;
-    while (launched_ < buckets_.size()) launch_next();
-    for (; completed_ < launched_; ++completed_) arrivals_[completed_].pending.wait();
+    if (!in_round_) completed_ = launched_ = 0;
+    in_last_ = true;
+    finish_round();
+    if (policy_.every_round) {  // replicas add up once a step, not in every round
+      for (auto& flat : flats_) flat->sum_over_replicas();
+      for (auto& flat : flats_) flat->wait();
+    }
+    // Nobody reads parameters any more, so that their owners may write to them.
+    if (policy_.one_copy) policy_.meet();
   }
-  in_last_backward_ = false;
+  in_round_ = in_last_ = false;
   check_views();
+}
+
+void Bucketed::publish_parameters() {
+  if (policy_.shards() == 1) return;
+  if (policy_.one_copy) return policy_.meet();
+  for (auto& flat : flats_) flat->gather_parameters();
+  for (auto& flat : flats_) flat->wait();
 }
 
 // A view can be lost silently where no hook looks: an unused parameter, one rank alone, a model that was
 // moved.
 void Bucketed::check_views() const {
-  for (const Bucket& bucket : buckets_)
-    for (const Slot& slot : bucket.plan.slots) {
+  for (std::size_t b = 0; b < buckets_.size(); ++b)
+    for (const Slot& slot : buckets_[b].plan.slots) {
       const at::Tensor& parameter = parameters_[slot.index].tensor;
-      if (!is_slot_view(parameter.grad(), bucket.gradients, slot)) refuse_gradient(slot.name);
-      if (!is_slot_view(parameter, bucket.parameters, slot))
+      if (flats_[b]->keeps_gradients() && !is_slot_view(parameter.grad(), flats_[b]->gradients(), slot))
+        refuse_gradient(slot.name);
+      if (!is_slot_view(parameter, flats_[b]->parameters(), slot))
         refuse(slot.name, "values that no longer live in the layout's flat buffer",
                "the tensor left in place",
                "Convert, move and load the model before making the layout; afterwards copy values in place");
@@ -177,9 +213,9 @@ void Bucketed::check_views() const {
 
 }  // namespace
 
-std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, Group group,
+std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
                                        DataParallelOptions options) {
-  return std::make_unique<Bucketed>(std::move(parameters), std::move(group), options);
+  return std::make_unique<Bucketed>(std::move(parameters), std::move(groups), options);
 }
 
 }  // namespace isograd

@@ -9,6 +9,7 @@
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/strategies_testing.hpp"
 
 namespace isograd {
 namespace {
@@ -33,8 +34,8 @@ std::string error_of(F&& call) {
   return "no error";
 }
 
-using Factory = std::unique_ptr<DataParallel> (*)(std::vector<NamedParameter>, Group, DataParallelOptions);
-const Factory kFactories[] = {bucketed, naive};
+using testing::strategies;
+using testing::Strategy;
 
 // Values that say where they come from: a permutation or a rank counted twice cannot pass.
 double encoded(int rank, std::size_t parameter, std::int64_t element) {
@@ -54,14 +55,14 @@ std::vector<at::Tensor> odd_parameters() {
 }
 
 TEST(DataParallel, SumsOverRanksEveryElementOnce) {
-  for (Factory make : kFactories)
+  for (const Strategy& strategy : strategies())
     for (int size : {1, 2, 3, 4, 5, 8})
       for (std::int64_t bucket_bytes : {1, 500, 1 << 20})
         for (bool overlap : {true, false})
           run_ranks(size, [&](World& world) {
             auto tensors = odd_parameters();
-            auto layout =
-                make(named(tensors), world.group, {.bucket_bytes = bucket_bytes, .overlap = overlap});
+            auto layout = strategy.make(named(tensors), world.group,
+                                        {.bucket_bytes = bucket_bytes, .overlap = overlap});
             for (int step = 0; step < 2; ++step) {  // the second step reuses the buffers
               layout->zero_gradients();
               for (bool last : {false, true}) {
@@ -84,22 +85,21 @@ TEST(DataParallel, SumsOverRanksEveryElementOnce) {
                 at::Tensor expected = at::zeros_like(tensors[p].detach());
                 for (int rank = 0; rank < size; ++rank)
                   if (p != 4 && (p != 1 || rank == 0)) expected += 2 * encoded_like(expected, rank, p);
-                EXPECT_TRUE(at::equal(views[p].gradient, expected)) << "p" << p << " of " << size << " ranks";
+                EXPECT_TRUE(at::equal(views[p].gradient, expected))
+                    << strategy.name << ", p" << p << " of " << size << " ranks";
               }
             }
           });
 }
 
 TEST(DataParallel, ARankWithoutMicroBatchesTakesPart) {
-  for (Factory make : kFactories)
+  for (const Strategy& strategy : strategies())
     run_ranks(3, [&](World& world) {
       auto tensors = odd_parameters();
-      auto layout = make(named(tensors), world.group, {.bucket_bytes = 300});
+      auto layout = strategy.make(named(tensors), world.group, {.bucket_bytes = 300});
       layout->zero_gradients();
-      if (world.rank == 2) {
-        layout->begin_backward(true);
-        (tensors[3].sum() * 5).backward();
-      }
+      if (world.rank == 2 || layout->takes_every_round()) layout->begin_backward(true);
+      if (world.rank == 2) (tensors[3].sum() * 5).backward();
       layout->finish_reduction();
       EXPECT_TRUE(at::equal(layout->views()[3].gradient, at::full({33}, 5.0, at::kDouble)));
       EXPECT_EQ(layout->views()[5].gradient.abs().sum().item<double>(), 0);
@@ -107,9 +107,9 @@ TEST(DataParallel, ARankWithoutMicroBatchesTakesPart) {
 }
 
 TEST(DataParallel, ParametersLiveInFlatBuffersAndSeeUpdates) {
-  for (Factory make : kFactories) {
+  for (const Strategy& strategy : strategies()) {
     auto tensors = odd_parameters();
-    auto layout = make(named(tensors), Group::solo(), {.bucket_bytes = 300});
+    auto layout = strategy.make(named(tensors), Group::solo(), {.bucket_bytes = 300});
     for (Bucket& bucket : layout->buckets()) bucket.parameters.fill_(4);
     for (const at::Tensor& tensor : tensors)
       EXPECT_TRUE(at::equal(tensor, at::full_like(tensor.detach(), 4)));
@@ -131,10 +131,10 @@ TEST(Bucketed, AloneItAddsIntoTheBucketWithoutHooksOrCopies) {
 
 // 1 + 256 · 2⁻⁹: in bf16 every addition would be lost.
 TEST(DataParallel, AddsBf16MicroBatchesUpInFp32) {
-  for (Factory make : kFactories)
+  for (const Strategy& strategy : strategies())
     run_ranks(2, [&](World& world) {
       at::Tensor p = leaf(at::ones({3}).to(at::kBFloat16));
-      auto layout = make(named({p}), world.group, {});
+      auto layout = strategy.make(named({p}), world.group, {});
       layout->zero_gradients();
       for (int i = 0; i <= 256; ++i) {
         layout->begin_backward(i == 256);

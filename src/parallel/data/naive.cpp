@@ -1,5 +1,6 @@
 // The naive twin: ordinary gradients, added up after each backward, one all-reduce per parameter.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -11,8 +12,14 @@ namespace {
 
 class Naive final : public DataParallel {
  public:
-  Naive(std::vector<NamedParameter> parameters, Group group, const DataParallelOptions& options)
-      : parameters_(std::move(parameters)), group_(std::move(group)) {
+  Naive(std::vector<NamedParameter> parameters, DataGroups groups, const DataParallelOptions& options)
+      : parameters_(std::move(parameters)), group_(std::move(groups.all)) {
+    if (options.stage != 0 || options.share_parameters)
+      throw ConfigError(
+          {.where = "naive",
+           .found = fmt::format("stage {}, share_parameters {}", options.stage, options.share_parameters),
+           .expected = "stage 0 with parameters of each rank's own",
+           .action = "Use bucketed() for sharded state or shared parameters"});
     if (options.check_parameters) check_same_parameters(parameters_, group_);
     for (BucketPlan& plan : plan_buckets(parameters_, options.bucket_bytes)) {
       at::Tensor gradients = at::zeros({plan.numel}, gradient_type(plan.dtype));
@@ -58,9 +65,9 @@ class Naive final : public DataParallel {
 
 }  // namespace
 
-std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, Group group,
+std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, DataGroups groups,
                                     DataParallelOptions options) {
-  return std::make_unique<Naive>(std::move(parameters), std::move(group), options);
+  return std::make_unique<Naive>(std::move(parameters), std::move(groups), options);
 }
 
 }  // namespace isograd

@@ -1,3 +1,6 @@
+// Whole tensors by parameter, from whatever a layout holds.
+#include <ATen/ATen.h>
+
 #include <algorithm>
 
 #include "isograd/data_parallel.hpp"
@@ -5,14 +8,24 @@
 
 namespace isograd {
 
+at::Tensor DataParallel::gather_whole(const Bucket& bucket, const at::Tensor& shard) {
+  if (bucket.whole()) return shard;
+  return shard_group().all_gather(shard).view({-1});  // [S, numel / S]
+}
+
 std::vector<DataParallel::View> DataParallel::views() {
   std::vector<std::pair<std::size_t, View>> ordered;
-  for (Bucket& bucket : buckets())
+  for (Bucket& bucket : buckets()) {
+    const at::Tensor parameters = gather_whole(bucket, bucket.parameters);
+    const at::Tensor gradients = gather_whole(bucket, bucket.gradients);
+    const bool same = bucket.master.scalar_type() == bucket.parameters.scalar_type();
+    const at::Tensor master = same ? parameters : gather_whole(bucket, bucket.master);
     for (const Slot& slot : bucket.plan.slots)
       ordered.emplace_back(slot.index, View{.name = slot.name,
-                                            .parameter = slot_view(bucket.parameters, slot),
-                                            .master = slot_view(bucket.master, slot),
-                                            .gradient = slot_view(bucket.gradients, slot)});
+                                            .parameter = slot_view(parameters, slot),
+                                            .master = slot_view(master, slot),
+                                            .gradient = slot_view(gradients, slot)});
+  }
   std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<View> views;
   for (auto& [index, view] : ordered) views.push_back(std::move(view));

@@ -1,0 +1,171 @@
+#include "parallel/data/flat_bucket.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "isograd/error.hpp"
+#include "layout/flat.hpp"
+
+namespace isograd {
+namespace {
+
+// While one is reduced the next is filled; more would only cost memory.
+constexpr std::size_t kTransientBuffers = 2;
+
+}  // namespace
+
+BucketPolicy::BucketPolicy(DataGroups groups_, const DataParallelOptions& options)
+    : groups(std::move(groups_)) {
+  if (options.stage < 0 || options.stage > 2)
+    throw ConfigError({.where = "stage",
+                       .found = std::to_string(options.stage),
+                       .expected = "0, 1 or 2",
+                       .action = "Use fully_shard() for stage 3"});
+  const bool parts = groups.shard.size() > 1;  // else there is nothing to shard or to share
+  one_copy = options.share_parameters && parts;
+  sharded = (options.stage > 0 || one_copy) && parts;
+  every_round = options.stage == 2 && !options.reduce_once && parts;
+}
+
+std::size_t BucketPolicy::most_in_flight() const {
+  return every_round ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
+}
+
+void BucketPolicy::make_transient(const std::vector<Bucket>& buckets) {
+  if (!every_round) return;
+  std::map<at::ScalarType, std::int64_t> largest;
+  for (const Bucket& bucket : buckets) {
+    std::int64_t& numel = largest[bucket.gradients.scalar_type()];
+    numel = std::max(numel, bucket.plan.numel);
+  }
+  for (const auto& [type, numel] : largest)
+    for (std::size_t i = 0; i < kTransientBuffers; ++i)
+      transient_[type].push_back(groups.shard.empty_shared(numel, type));
+}
+
+at::Tensor BucketPolicy::transient(std::size_t turn, at::ScalarType type, std::int64_t numel) const {
+  return transient_.at(type)[turn % kTransientBuffers].narrow(0, 0, numel);
+}
+
+void BucketPolicy::meet() {
+  waited.during([&] { groups.shard.barrier(); });
+}
+
+FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy)
+    : policy_(policy) {
+  Group& shard = policy.groups.shard;
+  const Range all{0, plan.numel};
+  Range held = all, owned = owned_slice(plan.numel, policy.groups.all.rank(), policy.groups.all.size());
+  if (policy.sharded) {
+    held = owned_slice(plan.numel, shard.rank(), shard.size());
+    // Replicas hold the same: the first counts.
+    owned = policy.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
+  }
+  if (policy.one_copy) {
+    parameters_ = shard.host_shared(plan.numel, plan.dtype);
+    if (shard.rank() == 0) write_parameters(plan, parameters, parameters_);
+    shard.barrier();  // nobody looks before they are there
+  } else {
+    parameters_ = policy.sharded ? shard.empty_shared(plan.numel, plan.dtype)
+                                 : at::zeros({plan.numel}, at::TensorOptions(plan.dtype));
+    write_parameters(plan, parameters, parameters_);
+  }
+  move_parameters(plan, parameters, parameters_);
+  const at::ScalarType type = gradient_type(plan.dtype);
+  at::Tensor held_gradients;
+  if (policy.every_round) {
+    held_gradients = at::zeros({held.size()}, at::TensorOptions(type));
+  } else {
+    gradients_ = (policy.sharded ? shard : policy.groups.all).empty_shared(plan.numel, type);
+    held_gradients = gradients_.narrow(0, held.begin, held.size());
+  }
+  bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
+}
+
+void FlatBucket::zero() {
+  fresh_ = true;
+  if (keeps_gradients())
+    gradients_.zero_();
+  else
+    bucket_.gradients.zero_();
+}
+
+// Gradients of one micro-batch, and zeros where there are none: between slots too, for another bucket has
+// been here.
+void FlatBucket::pack(const at::Tensor& buffer, const std::vector<NamedParameter>& parameters) const {
+  at::NoGradGuard no_grad;
+  std::int64_t at = 0;
+  const auto zero_to = [&](std::int64_t end) {
+    if (end > at) buffer.narrow(0, at, end - at).zero_();
+  };
+  for (const Slot& slot : bucket_.plan.slots) {
+    at::Tensor parameter = parameters[slot.index].tensor;
+    if (!parameter.grad().defined()) continue;
+    zero_to(slot.offset);
+    slot_view(buffer, slot).copy_(parameter.grad());
+    parameter.mutable_grad() = at::Tensor();
+    at = slot.offset + slot.numel;
+  }
+  zero_to(bucket_.plan.numel);
+}
+
+void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& parameters) {
+  if (!policy_.sharded) {
+    pending_ = policy_.groups.all.all_reduce_async(gradients_);
+    return;
+  }
+  at::Tensor whole = gradients_;
+  if (!keeps_gradients()) {
+    whole = policy_.transient(turn, bucket_.gradients.scalar_type(), bucket_.plan.numel);
+    pack(whole, parameters);
+  }
+  const at::Tensor part = whole.narrow(0, bucket_.held.begin, bucket_.held.size());
+  if (!keeps_gradients()) scattered_ = part;
+  then_replicas_ = keeps_gradients() && policy_.groups.replicate.size() > 1;
+  pending_ = policy_.groups.shard.reduce_scatter_async(part, whole);
+}
+
+void FlatBucket::sum_over_replicas() {
+  if (policy_.groups.replicate.size() > 1)
+    pending_ = policy_.groups.replicate.all_reduce_async(bucket_.gradients);
+}
+
+void FlatBucket::gather_parameters() {
+  const std::int64_t shards = policy_.shards();
+  pending_ = policy_.groups.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}),
+                                                   bucket_.parameters);
+}
+
+// What follows once the collective under way is complete.
+void FlatBucket::settle() {
+  if (scattered_.defined()) {
+    if (fresh_)
+      bucket_.gradients.copy_(scattered_);
+    else
+      bucket_.gradients.add_(scattered_);
+    fresh_ = false;
+    scattered_ = at::Tensor();
+  }
+}
+
+bool FlatBucket::progress() {
+  if (!pending_.progress()) return false;
+  settle();
+  if (!then_replicas_) return true;
+  then_replicas_ = false;
+  sum_over_replicas();
+  return pending_.progress();
+}
+
+void FlatBucket::wait() {
+  policy_.waited.during([&] { pending_.wait(); });
+  settle();
+  if (!then_replicas_) return;
+  then_replicas_ = false;
+  sum_over_replicas();
+  policy_.waited.during([&] { pending_.wait(); });
+}
+
+}  // namespace isograd

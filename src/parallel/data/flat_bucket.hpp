@@ -1,0 +1,81 @@
+// One bucket of a data-parallel layout: its flat memory, and the collectives that its stage asks for.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+
+namespace isograd {
+
+// Adds up the time spent waiting.
+class WaitClock {
+ public:
+  template <typename Action>
+  void during(Action&& action) {
+    const auto start = std::chrono::steady_clock::now();
+    action();
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  double seconds() const { return seconds_; }
+
+ private:
+  double seconds_ = 0;
+};
+
+// What follows from the options for all buckets of a layout.
+struct BucketPolicy {
+  BucketPolicy(DataGroups groups, const DataParallelOptions& options);
+
+  DataGroups groups;
+  bool sharded = false;      // each rank of the shard group updates its shard
+  bool one_copy = false;     // of the parameters, in memory that the shard group shares
+  bool every_round = false;  // gradients of each micro-batch are reduced and dropped
+  WaitClock waited;
+
+  int shards() const { return sharded ? groups.shard.size() : 1; }
+  // Buckets that may be under reduction at a time.
+  std::size_t most_in_flight() const;
+  // The buffers that buckets take turns with, where they keep no whole gradients. Collective.
+  void make_transient(const std::vector<Bucket>& buckets);
+  at::Tensor transient(std::size_t turn, at::ScalarType type, std::int64_t numel) const;
+  void meet();  // barrier of the shard group
+
+ private:
+  std::map<at::ScalarType, std::vector<at::Tensor>> transient_;
+};
+
+class FlatBucket {
+ public:
+  // Collective: moves the parameters of `plan` into its memory.
+  FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy);
+
+  const Bucket& bucket() const { return bucket_; }
+  bool keeps_gradients() const { return !policy_.every_round; }
+  const at::Tensor& parameters() const { return parameters_; }  // [numel], whole
+  const at::Tensor& gradients() const { return gradients_; }    // [numel], whole, where kept
+
+  void zero();
+  // Begins the reduction of the gradients that are there. `turn` counts the launches of a round.
+  void launch(std::size_t turn, const std::vector<NamedParameter>& parameters);
+  void sum_over_replicas();
+  void gather_parameters();
+  // What can be done now; true once all that was begun is complete.
+  bool progress();
+  void wait();
+
+ private:
+  void pack(const at::Tensor& buffer, const std::vector<NamedParameter>& parameters) const;
+  void settle();
+
+  BucketPolicy& policy_;
+  Bucket bucket_;
+  at::Tensor parameters_, gradients_;
+  at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
+  bool fresh_ = true;     // bucket_.gradients hold nothing of this step yet
+  bool then_replicas_ = false;
+  Pending pending_;
+};
+
+}  // namespace isograd

@@ -1,0 +1,48 @@
+// Every data-parallel strategy that works on flat buckets, for tests that hold for all of them.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+
+namespace isograd::testing {
+
+struct Strategy {
+  std::string name;
+  int stage = 0;
+  bool share = false, once = false;
+  bool is_naive = false;
+
+  std::unique_ptr<DataParallel> make(std::vector<NamedParameter> parameters, DataGroups groups,
+                                     DataParallelOptions options = {}) const {
+    options.stage = stage;
+    options.share_parameters = share;
+    options.reduce_once = once;
+    return (is_naive ? naive : bucketed)(std::move(parameters), std::move(groups), options);
+  }
+};
+
+inline const std::vector<Strategy>& strategies() {
+  static const std::vector<Strategy> all = {
+      {.name = "naive", .is_naive = true},
+      {.name = "bucketed"},
+      {.name = "zero1", .stage = 1},
+      {.name = "zero2", .stage = 2},
+      {.name = "zero2 once", .stage = 2, .once = true},
+      {.name = "shared", .share = true},
+      {.name = "shared zero2", .stage = 2, .share = true},
+  };
+  return all;
+}
+
+// The same grid without asking the caller to know the world's size: as many replicas as divide it, at most
+// `most`.
+inline int replicas_for(int size, int most) {
+  for (int replicas = most; replicas > 1; --replicas)
+    if (size % replicas == 0) return replicas;
+  return 1;
+}
+
+}  // namespace isograd::testing
