@@ -27,6 +27,7 @@ struct Setting {
       [](std::unique_ptr<DataParallel> layout) { return layout; };
   testing::Strategy strategy = {.name = "bucketed"};
   int most_replicas = 1;
+  std::function<DataGroups(World&)> groups{};           // not given: as many replicas as most_replicas says
   DataParallelOptions options = {.bucket_bytes = 256};  // many buckets
 };
 
@@ -44,9 +45,11 @@ Outcome run_step(const std::vector<MicroBatches>& batches, const Setting& settin
   outcome.reports.resize(size);
   run_ranks(size, [&](World& world) {
     toy::Model model;
-    auto layout = setting.wrap(setting.strategy.make(
-        trainable_parameters(model.named()),
-        hybrid_groups(world, testing::replicas_for(size, setting.most_replicas)), setting.options));
+    const DataGroups groups = setting.groups
+                                  ? setting.groups(world)
+                                  : hybrid_groups(world, testing::replicas_for(size, setting.most_replicas));
+    auto layout =
+        setting.wrap(setting.strategy.make(trainable_parameters(model.named()), groups, setting.options));
     auto mean = setting.mean();
     auto optimizer = sgd({.learning_rate = 0});
     Step step(
@@ -153,6 +156,48 @@ TEST(Parity, EachPlantedMistakeIsSeen) {
         EXPECT_GT(worst_error(run_step(batches, setting), wanted), 1e-3)
             << name << " passed on " << size << " ranks, accumulation " << accumulation;
     }
+}
+
+// The same for layouts that shard: wrong means, a reducer that divides, replicas that are not summed.
+TEST(Parity, EachPlantedMistakeIsSeenUnderEveryStrategy) {
+  int runs = 0;
+  for (const testing::Strategy& strategy : testing::strategies())
+    for (int size : {2, 3, 4, 8})
+      for (int accumulation : {1, 3}) {
+        const auto batches = toy::make_step(size, accumulation);
+        const auto wanted = toy::reference(toy::Model(), batches);
+        const Setting right{.strategy = strategy};
+        std::vector<std::pair<const char*, Setting>> mistakes;
+        const auto plant = [&](const char* name) -> Setting& {
+          return mistakes.emplace_back(name, right).second;
+        };
+        plant("B1").mean = [] { return std::make_unique<MeanOfMicroBatchMeans>(); };
+        plant("B3").mean = [] { return std::make_unique<CountNotReduced>(); };
+        plant("B7").mean = [] { return std::make_unique<MeanOfRankMeans>(); };
+        plant("B30").mean = [] { return std::make_unique<NothingDivides>(); };
+        plant("B14, a reducer that divides").wrap = [](std::unique_ptr<DataParallel> layout) {
+          return std::make_unique<Averages>(std::move(layout));
+        };
+        if (size % 2 == 0) {
+          plant("B15, replicas averaged").most_replicas = 2;
+          mistakes.back().second.wrap = [](std::unique_ptr<DataParallel> layout) {
+            return std::make_unique<HalvesWhatReplicasSum>(std::move(layout));
+          };
+          const bool sums_apart = strategy.stage > 0 || strategy.share;  // else one reduction over all ranks
+          if (sums_apart && size > 2)
+            plant("B16, replicas not summed").groups = [](World& world) {
+              const DataGroups grid = hybrid_groups(world, 2);
+              return DataGroups(grid.all, grid.shard, skips_reductions(grid.replicate));
+            };
+        }
+        for (auto& [name, setting] : mistakes) {
+          ++runs;
+          EXPECT_GT(worst_error(run_step(batches, setting), wanted), 1e-3)
+              << name << " passed under " << strategy.name << " on " << size << " ranks, accumulation "
+              << accumulation;
+        }
+      }
+  std::printf("%d planted runs, all to be found\n", runs);
 }
 
 // Every sample given twice: another batch, the same mean.

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include "isograd/data_parallel.hpp"
 #include "isograd/loss.hpp"
 
@@ -29,7 +31,10 @@ struct MeanOfMicroBatchMeans : TokenMean {
     return {.value = static_cast<double>(census.micro_batches)};
   }
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
-    const double own = static_cast<double>(std::max<std::int64_t>(1, counts.at(next++)));
+    // Empty ones may follow, where every rank makes equally many.
+    const double own =
+        static_cast<double>(next < counts.size() ? std::max<std::int64_t>(1, counts[next]) : 1);
+    ++next;
     return TokenMean::scale(terms, {.value = denominator.value * own});
   }
 };
@@ -67,6 +72,9 @@ struct Wrapped : DataParallel {
   void finish_reduction() override { inner->finish_reduction(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
   Group& group() override { return inner->group(); }
+  Group& shard_group() override { return inner->shard_group(); }
+  void publish_parameters() override { inner->publish_parameters(); }
+  bool takes_every_round() const override { return inner->takes_every_round(); }
 };
 
 struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
@@ -76,6 +84,31 @@ struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
     for (Bucket& bucket : buckets()) bucket.gradients.div_(group().size());
   }
 };
+
+struct HalvesWhatReplicasSum : Wrapped {  // B15: another divide factor where there are replicas
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.mul_(0.5);
+  }
+};
+
+// B16: the axis of replicas does nothing, e.g. because some code takes its size for 1.
+struct SkipsReductions : c10d::Backend {
+  struct Done : c10d::Work {
+    bool isCompleted() override { return true; }
+    bool wait(std::chrono::milliseconds) override { return true; }
+  };
+  using c10d::Backend::Backend;
+  const std::string getBackendName() const override { return "skips"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override {
+    return c10::make_intrusive<Done>();
+  }
+};
+inline Group skips_reductions(const Group& like) {
+  return Group(c10::make_intrusive<SkipsReductions>(like.rank(), like.size()), like.name(), like.timeout(),
+               {.self_test = false});
+}
 
 struct SkipsABucket : Wrapped {  // B16: replicas drift apart
   using Wrapped::Wrapped;

@@ -269,6 +269,80 @@ TEST(Sharded, NobodyReadsAHalfUpdatedParameter) {
   }
 }
 
+// An optimizer that fails on rank 1: the moment between reduction and update.
+struct FailsOnRankOne : Optimizer {
+  std::unique_ptr<Optimizer> inner = sgd({.learning_rate = kRate});
+  int rank = 0, fails_at = 0, calls = 0;
+  void update(std::vector<Bucket>& buckets, double scale) override {
+    if (rank == 1 && calls++ == fails_at) throw std::runtime_error("the power is gone");
+    inner->update(buckets, scale);
+  }
+  void set_learning_rate(double) override {}
+  double learning_rate() const override { return kRate; }
+  std::int64_t updates() const override { return inner->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
+  void set_updates(std::int64_t) override {}
+};
+
+TEST(Sharded, NobodyGoesOnWithAHalfUpdatedModel) {
+  for (const Strategy& strategy : strategies()) {
+    if (strategy.stage == 0 && !strategy.share) continue;  // every rank updates all: nothing is half done
+    constexpr int kRanks = 3;
+    std::vector<int> steps(kRanks);
+    std::string error;
+    try {
+      run_ranks(kRanks, [&](World& world) {
+        Model model;
+        auto layout = strategy.make(model.named(), world.group, {.bucket_bytes = 500});
+        FailsOnRankOne optimizer;
+        optimizer.rank = world.rank;
+        optimizer.fails_at = 2;
+        for (int step = 0; step < 5; ++step) {
+          layout->zero_gradients();
+          micro_batches(*layout, model, world.rank, step, 1);
+          layout->finish_reduction();
+          optimizer.update(layout->buckets(), 1);
+          layout->publish_parameters();
+          ++steps[world.rank];
+        }
+      });
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+    EXPECT_NE(error.find("the power is gone"), std::string::npos) << strategy.name << ": " << error;
+    EXPECT_EQ(steps, std::vector<int>(kRanks, 2)) << strategy.name;
+  }
+}
+
+// Values and bytes are different questions (B28): a layout that reduces at every micro-batch what it need not
+// has the right gradient and moves too much.
+struct ReducesTooOften : ForgetsToPublish {
+  using ForgetsToPublish::ForgetsToPublish;
+  void begin_backward(bool last) override {
+    for (Bucket& bucket : buckets()) group().all_reduce(at::zeros_like(bucket.gradients));
+    inner->begin_backward(last);
+  }
+};
+
+TEST(Sharded, BytesTellAReductionTooMany) {
+  run_ranks(3, [](World& world) {
+    std::int64_t bytes[2];
+    for (bool planted : {false, true}) {
+      Model model;
+      std::unique_ptr<DataParallel> layout = bucketed(model.named(), world.group, {.bucket_bytes = 500});
+      if (planted) layout = std::make_unique<ReducesTooOften>(std::move(layout));
+      const std::int64_t before = world.group.traffic().bytes();
+      layout->zero_gradients();
+      micro_batches(*layout, model, world.rank, 0, 3);
+      layout->finish_reduction();
+      bytes[planted] = world.group.traffic().bytes() - before;
+      for (std::size_t p = 0; p < kShapes.size(); ++p)
+        EXPECT_TRUE(at::equal(layout->views()[p].gradient, Model().whole(p, 3, 0, 3)));
+    }
+    EXPECT_EQ(bytes[1], 4 * bytes[0]);
+  });
+}
+
 template <typename F>
 std::string error_of(F&& call) {
   try {

@@ -10,6 +10,7 @@
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/module.hpp"
 #include "isograd/norm.hpp"
 #include "isograd/normalizer.hpp"
 #include "isograd/optimizer.hpp"

@@ -21,7 +21,7 @@ std::string identity(const NamedParameter& parameter) {
                      c10::str(parameter.tensor.sizes()));
 }
 
-at::Tensor fingerprints(const std::vector<NamedParameter>& parameters) {  // [P, kWidth]
+at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool values_too) {  // [P, kWidth]
   at::NoGradGuard no_grad;
   at::Tensor rows = at::empty({static_cast<std::int64_t>(parameters.size()), kWidth}, at::kLong);
   auto row = rows.accessor<std::int64_t, 2>();
@@ -29,16 +29,16 @@ at::Tensor fingerprints(const std::vector<NamedParameter>& parameters) {  // [P,
     const std::string text = identity(parameters[i]);
     const at::Tensor values = parameters[i].tensor.contiguous();
     row[i][kIdentity] = hash(text.data(), text.size());
-    row[i][kValues] = hash(values.const_data_ptr(), values.nbytes());
+    row[i][kValues] = values_too ? hash(values.const_data_ptr(), values.nbytes()) : 0;
   }
   return rows;
 }
 
 }  // namespace
 
-void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group) {
+void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group, bool compare_values) {
   if (group.size() == 1) return;
-  const at::Tensor mine = fingerprints(parameters);
+  const at::Tensor mine = fingerprints(parameters, compare_values);
   const at::Tensor counts = group.all_gather(at::full({1}, mine.size(0), at::kLong)).flatten();  // [W]
   const auto common = counts.min().item<std::int64_t>();
   const at::Tensor all = group.all_gather(mine.narrow(0, 0, common).contiguous());  // [W, common, kWidth]

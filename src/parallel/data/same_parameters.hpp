@@ -10,6 +10,7 @@ namespace isograd {
 
 // Collective. Throws ConfigError on every rank, naming the first parameter in which a rank differs from rank
 // 0.
-void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group);
+void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group,
+                           bool compare_values = true);
 
 }  // namespace isograd
