@@ -258,6 +258,8 @@ else:
 @pytest.mark.parametrize("backend", ["isograd", "cpu:isograd", "ISOGRAD"])
 def test_the_backend_is_chosen_by_name_alone(backend):
     results, _ = run_program(2, f"""
+def threads():
+    return [open(f'/proc/self/task/{{task}}/comm').read().strip() for task in os.listdir('/proc/self/task')]
 init(backend={backend!r})
 assert isinstance(dist.group.WORLD._get_backend(torch.device('cpu')), isograd_comm.ShmBackend)
 gloo = dist.new_group(backend='gloo')
@@ -266,12 +268,18 @@ for group in (gloo, mine, None):
     tensor = torch.arange(4.0) + rank
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [1, 3, 5, 7]
+assert 'pt_gloo_runloop' in threads(), threads()
 try:
     isograd_comm.empty_shared(4, torch.float32, gloo)
 except isograd_comm.ConfigError as error:
     assert 'gloo' in str(error)
     print('refused')
+# Gloo's worker thread may be the last to hold a tensor that Python has seen. To let go of it, the thread takes the
+# interpreter's lock, which ends the process (std::terminate) once the interpreter is finalising. The group's
+# destructor joins the thread: it must run before that.
 dist.destroy_process_group()
+del gloo, mine, group, tensor
+assert 'pt_gloo_runloop' not in threads(), threads()
 """)
     assert_all_end_well(results)
     assert all(output == "refused\n" for _, output, _ in results), results
