@@ -102,17 +102,16 @@ ISOGRAD_ALWAYS_INLINE Value begin_with(Value value, const double* factors, int k
 
 // ---- the passes ------------------------------------------------------------------------------------------
 
-// `count` known at compile time and as many outputs as inputs: an all-reduce of few ranks stays in registers.
-template <typename Format, Combine combine, int count>
+// The numbers of inputs and outputs known at compile time: an all-reduce or reduce-scatter of few ranks stays
+// in registers.
+template <typename Format, Combine combine, int count, int outputs_count>
 ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t begin, std::int64_t end,
                                       void* const* outputs) {
   using Stored = typename Format::Stored;
   const Stored* in[count];
-  Stored* out[count];
-  for (int k = 0; k < count; ++k) {
-    in[k] = static_cast<const Stored*>(inputs[k]);
-    out[k] = static_cast<Stored*>(outputs[k]);
-  }
+  Stored* out[outputs_count];
+  for (int k = 0; k < count; ++k) in[k] = static_cast<const Stored*>(inputs[k]);
+  for (int k = 0; k < outputs_count; ++k) out[k] = static_cast<Stored*>(outputs[k]);
 #pragma GCC ivdep
   for (std::int64_t i = begin; i < end; ++i) {
     auto value = Format::load(in[0][i]);
@@ -120,7 +119,7 @@ ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t be
     for (int k = 1; k < count; ++k) value = apply<combine>(value, Format::load(in[k][i]));
     const Stored result = Format::store(finish<combine>(value, count));
 #pragma GCC unroll 4
-    for (int k = 0; k < count; ++k) out[k][i] = result;
+    for (int k = 0; k < outputs_count; ++k) out[k][i] = result;
   }
 }
 
@@ -159,9 +158,14 @@ ISOGRAD_ALWAYS_INLINE void pass(const void* const* inputs, int count, std::int64
   // the compiler makes vectors of one conversion after another, but not of loads, sum and stores in one loop.
   if constexpr (std::is_floating_point_v<typename Format::Stored> &&
                 (combine == Combine::kSum || combine == Combine::kAverage)) {
-    if (count == 2 && outputs_count == 2) return pass_fixed<Format, combine, 2>(inputs, begin, end, outputs);
-    if (count == 3 && outputs_count == 3) return pass_fixed<Format, combine, 3>(inputs, begin, end, outputs);
-    if (count == 4 && outputs_count == 4) return pass_fixed<Format, combine, 4>(inputs, begin, end, outputs);
+    const bool one = outputs_count == 1;
+    if (count == 2 && one) return pass_fixed<Format, combine, 2, 1>(inputs, begin, end, outputs);
+    if (count == 3 && one) return pass_fixed<Format, combine, 3, 1>(inputs, begin, end, outputs);
+    if (count == 4 && one) return pass_fixed<Format, combine, 4, 1>(inputs, begin, end, outputs);
+    const bool all = outputs_count == count;
+    if (count == 2 && all) return pass_fixed<Format, combine, 2, 2>(inputs, begin, end, outputs);
+    if (count == 3 && all) return pass_fixed<Format, combine, 3, 3>(inputs, begin, end, outputs);
+    if (count == 4 && all) return pass_fixed<Format, combine, 4, 4>(inputs, begin, end, outputs);
   }
   pass_blocked<Format, combine>(inputs, count, begin, end, outputs, outputs_count, factors);
 }

@@ -92,23 +92,73 @@ TEST(Reduce, ProductAverageAndScaledSum) {
   EXPECT_FALSE(can_combine(Number::kFloat32, Combine::kAnd));
 }
 
-TEST(Reduce, AverageOfManyIsThatOfFew) {  // the passes for 2, 3 and 4 ranks and the general one agree
-  for (int count : {2, 3, 4}) {
-    std::vector<std::vector<float>> inputs(static_cast<std::size_t>(count), std::vector<float>(1000));
-    std::vector<const void*> in;
-    std::mt19937 random(11);
-    for (auto& input : inputs) {
-      for (float& x : input) x = std::uniform_real_distribution<float>(-1, 1)(random);
-      in.push_back(input.data());
+template <typename T>
+std::vector<T> wild_values(std::size_t n, std::mt19937& random) {
+  std::vector<T> values(n);
+  std::uniform_real_distribution<double> value(-1, 1);
+  for (T& x : values) x = static_cast<T>(std::ldexp(value(random), static_cast<int>(random() % 40) - 20));
+  values[n / 2] = std::numeric_limits<T>::infinity();
+  values[n / 3] = std::numeric_limits<T>::quiet_NaN();
+  values[n / 4] = static_cast<T>(-0.0);
+  return values;
+}
+
+// The same bits by the pass for one output (apart, or over any one input), by the one for as many outputs as
+// inputs and by the general one, which takes every other number of outputs.
+template <typename T>
+void check_passes(Number number, Combine combine, int count, std::int64_t begin, std::int64_t end,
+                  bool planted = false) {
+  const std::size_t n = static_cast<std::size_t>(end) + 3;
+  std::mt19937 random(11);
+  std::vector<std::vector<T>> inputs;
+  for (int k = 0; k < count; ++k) inputs.push_back(wild_values<T>(n, random));
+  const auto places = [](auto& buffers) {
+    std::vector<void*> all;
+    for (auto& buffer : buffers) all.push_back(buffer.data());
+    return all;
+  };
+  const auto same = [](const std::vector<T>& a, const std::vector<T>& b) {
+    return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+  };
+  const auto run = [&](std::vector<void*> from, const std::vector<void*>& to) {
+    if (planted) std::swap(from[0], from.back());
+    reduce_slices(number, combine, from.data(), count, begin, end, to.data(), static_cast<int>(to.size()));
+  };
+  std::vector<std::vector<T>> wanted(static_cast<std::size_t>(count) + 1, std::vector<T>(n, T{7}));
+  reduce_slices(number, combine, places(inputs).data(), count, begin, end, places(wanted).data(), count + 1);
+
+  bool all_same = true;
+  std::vector<T> apart(n, T{7});
+  run(places(inputs), {apart.data()});
+  all_same &= same(apart, wanted[0]);
+  for (int over = 0; over < count; ++over) {
+    auto copies = inputs;
+    auto expected = inputs[over];
+    std::copy(wanted[0].begin() + begin, wanted[0].begin() + end, expected.begin() + begin);
+    run(places(copies), {copies[over].data()});
+    for (int k = 0; k < count; ++k) all_same &= same(copies[k], k == over ? expected : inputs[k]);
+  }
+  std::vector<std::vector<T>> many(static_cast<std::size_t>(count), std::vector<T>(n, T{7}));
+  run(places(inputs), places(many));
+  for (const auto& output : many) all_same &= same(output, wanted[0]);
+  EXPECT_NE(all_same, planted) << "count " << count << ", " << begin << " to " << end;
+}
+
+TEST(Reduce, OneOutputAllOutputsAndAnyNumberOfThemGiveTheSameBits) {
+  for (int count : {1, 2, 3, 4, 5}) {
+    for (const auto& [begin, end] : {std::pair{0, 0}, {0, 5}, {1, 64}, {3, 1540}, {0, 4096}}) {
+      check_passes<float>(Number::kFloat32, Combine::kSum, count, begin, end);
+      check_passes<double>(Number::kFloat64, Combine::kSum, count, begin, end);
+      check_passes<float>(Number::kFloat32, Combine::kAverage, count, begin, end);
+      check_passes<double>(Number::kFloat64, Combine::kAverage, count, begin, end);
     }
-    std::vector<std::vector<float>> many(static_cast<std::size_t>(count), std::vector<float>(1000));
-    std::vector<float> one(1000);
-    std::vector<void*> out;
-    for (auto& output : many) out.push_back(output.data());
-    void* single[1] = {one.data()};
-    reduce_slices(Number::kFloat32, Combine::kAverage, in.data(), count, 0, 1000, out.data(), count);
-    reduce_slices(Number::kFloat32, Combine::kAverage, in.data(), count, 0, 1000, single, 1);
-    for (const auto& output : many) EXPECT_EQ(output, one);
+  }
+}
+
+TEST(Reduce, AnotherOrderGivesOtherBits) {  // so that the test above can fail: three numbers in reverse order
+  for (int count : {3, 4, 5}) {
+    check_passes<float>(Number::kFloat32, Combine::kSum, count, 3, 1540, true);
+    check_passes<double>(Number::kFloat64, Combine::kAverage, count, 3, 1540, true);
   }
 }
 

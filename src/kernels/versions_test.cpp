@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/flat.hpp"
+#include "kernels/reduce.hpp"
 #include "kernels/softmax.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -71,6 +72,27 @@ TYPED_TEST(Versions, OfFlatPassesGiveTheSameBits) {
       for (auto* values : {&p, &m, &v, &b}) append(bytes, *values);
       return bytes;
     });
+}
+
+TYPED_TEST(Versions, OfSumsGiveTheSameBits) {
+  using T = TypeParam;
+  constexpr int kMost = 5;
+  const std::int64_t count = 1037;
+  for (int inputs = 2; inputs <= kMost; ++inputs)
+    for (int outputs : {1, inputs, inputs + 1})
+      expect_same_bytes([&] {
+        std::vector<std::vector<T>> values, sums(static_cast<std::size_t>(outputs), std::vector<T>(count));
+        std::vector<const T*> in;
+        std::vector<T*> out;
+        for (int k = 0; k < inputs; ++k)
+          values.push_back(random_values<T>(count, 20 + static_cast<unsigned>(k)));
+        for (const auto& value : values) in.push_back(value.data());
+        for (auto& sum : sums) out.push_back(sum.data());
+        sum_slices(in.data(), inputs, 1, count - 2, out.data(), outputs);
+        std::string bytes;
+        for (const auto& sum : sums) append(bytes, sum);
+        return bytes;
+      });
 }
 
 template <typename T>
