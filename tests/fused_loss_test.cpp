@@ -5,6 +5,8 @@
 
 #include "isograd/decoder_lm.hpp"
 #include "isograd/loss.hpp"
+#include "train/build.hpp"
+#include "verify/test_problem.hpp"
 
 namespace isograd {
 namespace {
@@ -55,6 +57,93 @@ TEST(FusedLoss, OfTheReferenceModelIsThatOfItsLogits) {
     for (std::size_t i = 0; i < wanted.size(); ++i)
       worst = std::max(worst, relative(forgotten[i], wanted[i]));
     EXPECT_GT(worst, 1e-2);
+  }
+}
+
+RunConfig configured(const std::string& fused) {
+  RunConfig config;
+  config.loss.fused = fused;
+  return config;
+}
+
+// The loss that a run takes, of every setting of loss.fused, with and without weights.
+TEST(FusedLoss, OfARunIsTheSameUnderEverySetting) {
+  for (const bool tied : {false, true}) {
+    at::manual_seed(6);
+    const verify_test::Small small{.tied = tied};
+    DecoderLM model(small.shape(), at::kDouble, 3);
+    Batch batch = make_batch(40, model.config().vocabulary);
+    for (const bool weighted : {false, true}) {
+      if (weighted) batch.weights = at::rand({40}, at::kDouble);
+      const auto loss_of = [&](const char* fused) {
+        const LossTerms terms = forward_loss(model, configured(fused))(batch);
+        EXPECT_EQ(terms.size(), 1u);
+        EXPECT_EQ(terms[0].name, "cross_entropy");
+        return terms[0].sum;
+      };
+      const at::Tensor wanted_loss = loss_of("off");
+      const auto wanted = gradients(model, wanted_loss * 0.1);
+      for (const char* fused : {"on", "auto"}) {
+        const at::Tensor loss = loss_of(fused);
+        EXPECT_NEAR(loss.item<double>(), wanted_loss.item<double>(), 1e-12 * wanted_loss.item<double>());
+        const auto found = gradients(model, loss * 0.1);
+        for (std::size_t i = 0; i < wanted.size(); ++i)
+          EXPECT_LT(relative(found[i], wanted[i]), 1e-12) << fused << ", " << model.named()[i].first;
+      }
+    }
+    // Nothing to learn from, and no tokens at all.
+    Batch silent = make_batch(8, model.config().vocabulary);
+    silent.targets.fill_(kIgnoreIndex);
+    for (const Batch& nothing : {silent, empty_batch()})
+      EXPECT_EQ(forward_loss(model, configured("on"))(nothing)[0].sum.item<double>(), 0);
+  }
+}
+
+TEST(FusedLoss, IsChosenByTheMemoryOfTheLogits) {
+  EXPECT_FALSE(fuses_loss(configured("auto"), 4096, 8192, 4));
+  EXPECT_FALSE(fuses_loss(configured("auto"), 4096, 16384, 4));  // 256 MiB
+  EXPECT_TRUE(fuses_loss(configured("auto"), 4097, 16384, 4));
+  EXPECT_TRUE(fuses_loss(configured("auto"), 4096, 32768, 4));
+  EXPECT_FALSE(fuses_loss(configured("auto"), 4096, 32768, 2));
+  EXPECT_TRUE(fuses_loss(configured("auto"), 1 << 20, 1 << 20, 8));
+  EXPECT_TRUE(fuses_loss(configured("on"), 1, 2, 4));
+  EXPECT_FALSE(fuses_loss(configured("off"), 1 << 20, 1 << 20, 8));
+}
+
+// Many ranks with the fused loss against one process with its logits; from five ranks on one rank has
+// nothing.
+class FusedLossAtRanks : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FusedLossAtRanks, testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(FusedLossAtRanks, GivesTheGradientOfOneProcess) {
+  for (const bool tied : {false, true}) {
+    const verify_test::Small small{.tied = tied, .packs_per_step = 4, .packs_per_micro_batch = 1};
+    const auto with = [&](const std::function<ForwardLossTerms(std::shared_ptr<DecoderLM>)>& loss) {
+      return verify_test::verify_on(GetParam(), small, [&](VerifyProblem& problem, World&) {
+        problem.make_model = [&](at::ScalarType dtype) {
+          auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
+          VerifyModel made;
+          made.named = model->named();
+          made.logits = [model](const Batch& batch) { return model->logits(batch); };
+          made.loss_terms = loss(model);
+          return made;
+        };
+      });
+    };
+    const Verdict right = with([](std::shared_ptr<DecoderLM> model) -> ForwardLossTerms {
+      return
+          [model, loss = forward_loss(*model, configured("on"))](const Batch& batch) { return loss(batch); };
+    });
+    EXPECT_TRUE(right.passed) << to_text(right, 100);
+    for (const auto& layout : right.layouts) EXPECT_LE(layout.e1.error, 1e-10);
+    // Planted: the weight's part as projection is forgotten.
+    const Verdict wrong = with([](std::shared_ptr<DecoderLM> model) -> ForwardLossTerms {
+      return [model](const Batch& batch) -> LossTerms {
+        return {{"cross_entropy", linear_cross_entropy_sum(model->hidden(batch),
+                                                           model->output_weight().detach(), batch.targets)}};
+      };
+    });
+    EXPECT_FALSE(wrong.passed);
   }
 }
 

@@ -87,6 +87,34 @@ def test_the_sample_mean_of_documents_longer_than_the_pack(config, tmp_path, ran
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("kind", ["token_mean", "sample_mean"])
+def test_the_fused_loss_has_the_gradient_of_its_logits(config, tmp_path, ranks, tied, kind):
+    result = verify(config, "--ranks", ranks, "--set", "loss.fused=on", "--set", f"model.tied_output={tied}", "--set",
+                    f"loss.kind={kind}", "--set", "data.shuffle_packs=false", "--json", tmp_path / "v.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = json.loads((tmp_path / "v.json").read_text())
+    assert document["verdict"] == "pass"
+    assert max(parameter["error"] for parameter in document["parameters"]) <= 1e-10
+
+
+def test_a_run_with_the_fused_loss_is_the_run_without(config, tmp_path):
+    losses = {}
+    for fused in ["on", "off"]:
+        log = tmp_path / f"{fused}.jsonl"
+        result = subprocess.run([BUILD / "bin/isograd", "train", str(config), "--ranks", "2", "--json-log", str(log),
+                                 "--set", f"loss.fused={fused}", "--set", "train.dtype=float64", "--set",
+                                 "train.steps=5", "--set", "sample.tokens=0", "--set",
+                                 f"run.directory={tmp_path}/{fused}"], cwd=ROOT, text=True, capture_output=True,
+                                timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        losses[fused] = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses["on"]) == 5
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-10)
+
+
 def test_the_mean_of_per_replica_means_is_compared_as_such(config, tmp_path):
     result = verify(config, "--ranks", 2, "--set", 'loss.normalise_over=["dp_shard", "cp_ring", "cp_ulysses"]')
     assert result.returncode == 0, result.stdout + result.stderr

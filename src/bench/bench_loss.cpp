@@ -27,10 +27,23 @@ struct LossCase {
   bool standard = true;
   bool turns = true;  // false: one run, the one that memory is measured with
 };
-const std::vector<LossCase> kCases = {
-    {.name = "tiny", .tokens = 100, .hidden = 32, .vocabulary = 1000, .standard = false},
-    {.name = "projection", .tokens = 4096, .hidden = 512, .vocabulary = 32768},
-    {.name = "large vocabulary", .tokens = 4096, .hidden = 512, .vocabulary = 128256, .turns = false}};
+std::vector<LossCase> make_cases() {
+  std::vector<LossCase> cases = {
+      {.name = "tiny", .tokens = 100, .hidden = 32, .vocabulary = 1000, .standard = false},
+      {.name = "projection", .tokens = 4096, .hidden = 512, .vocabulary = 32768},
+      {.name = "large vocabulary", .tokens = 4096, .hidden = 512, .vocabulary = 128256, .turns = false}};
+  // Where fusing begins to pay: what loss.fused = "auto" was decided by.
+  for (const std::int64_t tokens : {512, 4096})
+    for (const std::int64_t hidden : {192, 512})
+      for (const std::int64_t vocabulary : {258, 2048, 8192, 32768})
+        cases.push_back({.name = fmt::format("{}x{}x{}", tokens, hidden, vocabulary),
+                         .tokens = tokens,
+                         .hidden = hidden,
+                         .vocabulary = vocabulary,
+                         .standard = false});
+  return cases;
+}
+const std::vector<LossCase> kCases = make_cases();
 
 struct Inputs {
   at::Tensor hidden, weight, targets;

@@ -42,8 +42,13 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus);
 // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
 std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype);
 
-// -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy".
-ForwardLossTerms forward_loss(DecoderLM& model);
+// -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy"; fused with
+// the output projection where fuses_loss() says so.
+ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config);
+
+// loss.fused: "auto" decides by the bytes of the logits [tokens, vocabulary].
+bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
+                std::size_t element_bytes);
 
 // Ranks along dp_replicate: all of them where nothing is sharded.
 int count_replicas(const RunConfig& config, int ranks);

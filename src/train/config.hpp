@@ -43,6 +43,7 @@ struct RunConfig {
   struct {
     std::string kind = "token_mean";  // token_mean | sample_mean | weighted_mean | fixed | none
     double denominator = 0;           // fixed
+    std::string fused = "auto";  // auto | on | off: loss and output projection in one, without the logits
     // Axes inside which the mean is taken. Without dp_replicate: the mean of per-replica means.
     std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean

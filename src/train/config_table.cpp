@@ -197,6 +197,10 @@ std::vector<ConfigKey> make_keys() {
           "micro-batches before any backward, so that the loss does not depend on how the batch is cut "
           "(`docs/losses.md`)."),
       KEY("loss.denominator", loss.denominator, "", at_least(0), "What `fixed` divides by. 0: not given."),
+      KEY("loss.fused", loss.fused, "", one_of({"auto", "on", "off"}),
+          "Whether the output projection and the loss are computed in one, tile by tile, so that the logits "
+          "of a micro-batch never exist as a whole. `auto`: where they would take more than 256 MiB. A speed "
+          "and memory option."),
       KEY("loss.normalise_over", loss.normalise_over, "", any(),
           "Data axes inside which the mean is taken. Without `dp_replicate` the loss is the mean of "
           "per-replica "

@@ -74,7 +74,7 @@ struct Trainer::Impl {
       outcome.checkpoint = resumed.directory;
       saved_step = state.step;
     }
-    forward = forward_loss(*model);
+    forward = forward_loss(*model, config);
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     outcome.steps = state.step;
     outcome.skipped = state.skipped;

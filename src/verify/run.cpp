@@ -24,11 +24,11 @@ MakeDataParallel maker(const RunConfig& config, const std::string& name, World& 
   };
 }
 
-VerifyModel as_verify_model(std::shared_ptr<DecoderLM> model) {
+VerifyModel as_verify_model(const RunConfig& config, std::shared_ptr<DecoderLM> model) {
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model, loss = forward_loss(*model)](const Batch& batch) { return loss(batch); };
+  made.loss_terms = [model, loss = forward_loss(*model, config)](const Batch& batch) { return loss(batch); };
   return made;
 }
 
@@ -77,7 +77,9 @@ std::vector<std::string> layout_names() {
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts) {
   const Corpus corpus = open_corpus(config, world.group);
-  const auto make = [&](at::ScalarType dtype) { return as_verify_model(make_model(config, corpus, dtype)); };
+  const auto make = [&](at::ScalarType dtype) {
+    return as_verify_model(config, make_model(config, corpus, dtype));
+  };
   return verify_step(config, world, corpus, make, layouts);
 }
 
@@ -93,7 +95,7 @@ Verdict verify_finished(FinishedRun& run) {
     at::NoGradGuard no_grad;
     auto named = model->named();
     for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-    return as_verify_model(std::move(model));
+    return as_verify_model(run.config, std::move(model));
   };
   return verify_step(run.config, run.world, corpus, make, {});
 }
