@@ -1,11 +1,23 @@
 #include "kernels/flat.hpp"
 
-#include <cmath>
+#include <bit>
+#include <cstring>
+#include <type_traits>
 
 #include "kernels/versions.hpp"
 
 namespace isograd::kernels {
 namespace {
+
+ISOGRAD_ALWAYS_INLINE double wide(Bfloat16 value) {
+  return to_float(value);
+}
+ISOGRAD_ALWAYS_INLINE double wide(float value) {
+  return value;
+}
+ISOGRAD_ALWAYS_INLINE double wide(double value) {
+  return value;
+}
 
 // Independent partial sums, so that the additions of one vector do not wait for those of the last.
 constexpr int kLanes = 32;
@@ -16,11 +28,11 @@ ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t cou
   const std::int64_t whole = count - count % kLanes;
   for (std::int64_t i = 0; i < whole; i += kLanes)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const double value = values[i + lane];
+      const double value = wide(values[i + lane]);
       lanes[lane] += value * value;
     }
   for (std::int64_t i = whole; i < count; ++i) {
-    const double value = values[i];
+    const double value = wide(values[i]);
     lanes[i - whole] += value * value;
   }
   for (int width = kLanes / 2; width > 0; width /= 2)
@@ -28,53 +40,48 @@ ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t cou
   return lanes[0];
 }
 
-template <bool kRound, typename T>
-ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const T* __restrict gradients,
-                                      T* __restrict parameters, T* __restrict first, T* __restrict second,
-                                      Bfloat16* __restrict rounded, std::int64_t count) {
-  const T scale = static_cast<T>(scalars.gradient_scale), keep = static_cast<T>(scalars.keep);
-  const T beta2 = static_cast<T>(scalars.beta2);
-  const T new1 = static_cast<T>(1 - scalars.beta1), new2 = static_cast<T>(1 - scalars.beta2);
-  const T step = static_cast<T>(scalars.step_size), epsilon = static_cast<T>(scalars.epsilon);
-  const T correction = static_cast<T>(scalars.inverse_root_correction);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const T gradient = scale * gradients[i];
-    const T m = first[i] + new1 * (gradient - first[i]);
-    const T v = beta2 * second[i] + new2 * gradient * gradient;
-    const T updated = keep * parameters[i] - step * m / (std::sqrt(v) * correction + epsilon);
-    first[i] = m;
-    second[i] = v;
-    parameters[i] = updated;
-    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
-  }
+// Magnitudes are ordered like their bits, and every NaN lies above infinity: integers compare what floats
+// would lose.
+ISOGRAD_ALWAYS_INLINE std::uint32_t magnitude_bits(float value) {
+  return std::bit_cast<std::uint32_t>(value) & 0x7fffffffu;
 }
-
-template <bool kMomentum, bool kRound, typename T>
-ISOGRAD_ALWAYS_INLINE void sgd_loop(const Sgd& scalars, const T* __restrict gradients,
-                                    T* __restrict parameters, T* __restrict velocity,
-                                    Bfloat16* __restrict rounded, std::int64_t count) {
-  const T scale = static_cast<T>(scalars.gradient_scale), rate = static_cast<T>(scalars.learning_rate);
-  const T momentum = static_cast<T>(scalars.momentum), decay = static_cast<T>(scalars.weight_decay);
-  for (std::int64_t i = 0; i < count; ++i) {
-    T change = scale * gradients[i] + decay * parameters[i];
-    if constexpr (kMomentum) {
-      change = momentum * velocity[i] + change;
-      velocity[i] = change;
-    }
-    const T updated = parameters[i] - rate * change;
-    parameters[i] = updated;
-    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
-  }
+ISOGRAD_ALWAYS_INLINE std::uint64_t magnitude_bits(double value) {
+  return std::bit_cast<std::uint64_t>(value) & 0x7fffffffffffffffu;
+}
+ISOGRAD_ALWAYS_INLINE std::uint16_t magnitude_bits(Bfloat16 value) {
+  return static_cast<std::uint16_t>(value.bits & 0x7fffu);
 }
 
 template <typename T>
-ISOGRAD_ALWAYS_INLINE void sgd_body(const Sgd& scalars, const T* gradients, T* parameters, T* velocity,
-                                    Bfloat16* rounded, std::int64_t count) {
-  if (velocity && rounded)
-    return sgd_loop<true, true>(scalars, gradients, parameters, velocity, rounded, count);
-  if (velocity) return sgd_loop<true, false>(scalars, gradients, parameters, velocity, rounded, count);
-  if (rounded) return sgd_loop<false, true>(scalars, gradients, parameters, velocity, rounded, count);
-  sgd_loop<false, false>(scalars, gradients, parameters, velocity, rounded, count);
+ISOGRAD_ALWAYS_INLINE double max_abs_body(const T* values, std::int64_t count) {
+  using Bits = decltype(magnitude_bits(T{}));
+  Bits largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Bits bits = magnitude_bits(values[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  return wide(std::bit_cast<T>(largest));
+}
+
+template <typename T>
+ISOGRAD_ALWAYS_INLINE void scale_body(double factor, T* values, std::int64_t count) {
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    const float by = static_cast<float>(factor);
+    for (std::int64_t i = 0; i < count; ++i) values[i] = to_bfloat16(by * to_float(values[i]));
+  } else {
+    const T by = static_cast<T>(factor);
+    for (std::int64_t i = 0; i < count; ++i) values[i] = by * values[i];
+  }
+}
+
+ISOGRAD_ALWAYS_INLINE void widen_body(const Bfloat16* __restrict values, float* __restrict result,
+                                      std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) result[i] = to_float(values[i]);
+}
+
+ISOGRAD_ALWAYS_INLINE void round_body(const float* __restrict values, Bfloat16* __restrict result,
+                                      std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) result[i] = to_bfloat16(values[i]);
 }
 
 }  // namespace
@@ -83,32 +90,54 @@ ISOGRAD_VERSIONS(double, squared_norm, (const float* values, std::int64_t count)
                  squared_norm_body(values, count))
 ISOGRAD_VERSIONS(double, squared_norm, (const double* values, std::int64_t count), (values, count),
                  squared_norm_body(values, count))
+ISOGRAD_VERSIONS(double, squared_norm, (const Bfloat16* values, std::int64_t count), (values, count),
+                 squared_norm_body(values, count))
 
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
-                  float* second, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, count),
-                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const double* gradients, double* parameters, double* first,
-                  double* second, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, count),
-                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
-                  float* second, Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, rounded, count),
-                 adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count))
+ISOGRAD_VERSIONS(double, max_abs, (const float* values, std::int64_t count), (values, count),
+                 max_abs_body(values, count))
+ISOGRAD_VERSIONS(double, max_abs, (const double* values, std::int64_t count), (values, count),
+                 max_abs_body(values, count))
+ISOGRAD_VERSIONS(double, max_abs, (const Bfloat16* values, std::int64_t count), (values, count),
+                 max_abs_body(values, count))
 
-ISOGRAD_VERSIONS(void, sgd,
-                 (const Sgd& scalars, const float* gradients, float* parameters, float* velocity,
-                  Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, velocity, rounded, count),
-                 sgd_body(scalars, gradients, parameters, velocity, rounded, count))
-ISOGRAD_VERSIONS(void, sgd,
-                 (const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
-                  std::int64_t count),
-                 (scalars, gradients, parameters, velocity, count),
-                 sgd_body(scalars, gradients, parameters, velocity, nullptr, count))
+ISOGRAD_VERSIONS(void, scale, (double factor, float* values, std::int64_t count), (factor, values, count),
+                 scale_body(factor, values, count))
+ISOGRAD_VERSIONS(void, scale, (double factor, double* values, std::int64_t count), (factor, values, count),
+                 scale_body(factor, values, count))
+ISOGRAD_VERSIONS(void, scale, (double factor, Bfloat16* values, std::int64_t count), (factor, values, count),
+                 scale_body(factor, values, count))
+
+ISOGRAD_VERSIONS(void, cast, (const Bfloat16* values, float* result, std::int64_t count),
+                 (values, result, count), widen_body(values, result, count))
+ISOGRAD_VERSIONS(void, cast, (const float* values, Bfloat16* result, std::int64_t count),
+                 (values, result, count), round_body(values, result, count))
+
+// Strided access is a load each on every processor: no versions.
+template <typename T>
+void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count) {
+  if (count <= 0) return;
+  if (stride == 1) {
+    std::memcpy(flat, source, static_cast<std::size_t>(count) * sizeof(T));
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) flat[i] = source[i * stride];
+}
+
+template <typename T>
+void unpack(const T* flat, T* target, std::int64_t stride, std::int64_t count) {
+  if (count <= 0) return;
+  if (stride == 1) {
+    std::memcpy(target, flat, static_cast<std::size_t>(count) * sizeof(T));
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) target[i * stride] = flat[i];
+}
+
+template void pack(const float*, std::int64_t, float*, std::int64_t);
+template void pack(const double*, std::int64_t, double*, std::int64_t);
+template void pack(const Bfloat16*, std::int64_t, Bfloat16*, std::int64_t);
+template void unpack(const float*, float*, std::int64_t, std::int64_t);
+template void unpack(const double*, double*, std::int64_t, std::int64_t);
+template void unpack(const Bfloat16*, Bfloat16*, std::int64_t, std::int64_t);
 
 }  // namespace isograd::kernels

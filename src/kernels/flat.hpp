@@ -12,6 +12,29 @@ namespace isograd::kernels {
 // Σ x² in fp64. A fixed order of summation: the same bits on every processor.
 double squared_norm(const float* values, std::int64_t count);
 double squared_norm(const double* values, std::int64_t count);
+double squared_norm(const Bfloat16* values, std::int64_t count);
+
+// max |x|, 0 of nothing; NaN if any value is NaN.
+double max_abs(const float* values, std::int64_t count);
+double max_abs(const double* values, std::int64_t count);
+double max_abs(const Bfloat16* values, std::int64_t count);
+
+// x ← factor · x: a scale and a clip coefficient multiplied beforehand, so that both cost one pass. Of an
+// optimizer's step it is part already (gradient_scale). bf16: the product in fp32, rounded once.
+void scale(double factor, float* values, std::int64_t count);
+void scale(double factor, double* values, std::int64_t count);
+void scale(double factor, Bfloat16* values, std::int64_t count);
+
+// Exact one way; to nearest even the other, every NaN becoming the quiet one.
+void cast(const Bfloat16* values, float* result, std::int64_t count);
+void cast(const float* values, Bfloat16* result, std::int64_t count);
+
+// flat[i] ← source[i · stride] and target[i · stride] ← flat[i]: from and to a dimension of a tensor that is
+// not contiguous. A stride of 1 is a copy. The elements between are neither read nor written.
+template <typename T>  // float, double, Bfloat16
+void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count);
+template <typename T>
+void unpack(const T* flat, T* target, std::int64_t stride, std::int64_t count);
 
 // One AdamW update (Loshchilov & Hutter 2019, in the form of torch.optim.AdamW):
 //   g ← gradient_scale · g;  p ← keep · p;  m ← m + (1 − β₁)(g − m);  v ← β₂ v + (1 − β₂) g²
@@ -32,6 +55,9 @@ void adamw(const AdamW& scalars, const double* gradients, double* parameters, do
 // `parameters` are fp32 masters; their roundings go to `rounded` in the same pass.
 void adamw(const AdamW& scalars, const float* gradients, float* parameters, float* first, float* second,
            Bfloat16* rounded, std::int64_t count);
+// bf16 gradients, widened on the way; `rounded` may be null.
+void adamw(const AdamW& scalars, const Bfloat16* gradients, float* parameters, float* first, float* second,
+           Bfloat16* rounded, std::int64_t count);
 
 // One SGD update in the form of torch.optim.SGD without dampening:
 //   g ← gradient_scale · g + weight_decay · p;  b ← momentum · b + g;  p ← p − learning_rate · b
@@ -43,6 +69,8 @@ struct Sgd {
 };
 // `velocity` is null exactly when momentum is 0; `rounded` may be null.
 void sgd(const Sgd& scalars, const float* gradients, float* parameters, float* velocity, Bfloat16* rounded,
+         std::int64_t count);
+void sgd(const Sgd& scalars, const Bfloat16* gradients, float* parameters, float* velocity, Bfloat16* rounded,
          std::int64_t count);
 void sgd(const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
          std::int64_t count);

@@ -85,8 +85,8 @@ TYPED_TEST(Flat, AdamWHasTheBitsOfItsTwin) {
       auto p2 = p, m2 = m, v2 = v;
       std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
       run_adamw<T>(scalars, g, p, m, v, rounding ? bf.data() : nullptr);
-      naive::adamw<T>(scalars, g.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1,
-                      rounding ? bf2.data() : nullptr, count);
+      naive::adamw(scalars, g.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1,
+                   rounding ? bf2.data() : nullptr, count);
       EXPECT_EQ(p, p2) << count;
       EXPECT_EQ(m, m2) << count;
       EXPECT_EQ(v, v2) << count;
@@ -111,8 +111,8 @@ TYPED_TEST(Flat, SgdHasTheBitsOfItsTwin) {
           sgd(scalars, g.data() + 1, p.data() + 1, velocity, rounding ? bf.data() : nullptr, count);
         else
           sgd(scalars, g.data() + 1, p.data() + 1, velocity, count);
-        naive::sgd<T>(scalars, g.data() + 1, p2.data() + 1, momentum ? b2.data() + 1 : nullptr,
-                      rounding ? bf2.data() : nullptr, count);
+        naive::sgd(scalars, g.data() + 1, p2.data() + 1, momentum ? b2.data() + 1 : static_cast<T*>(nullptr),
+                   rounding ? bf2.data() : nullptr, count);
         EXPECT_EQ(p, p2) << count;
         EXPECT_EQ(b, b2) << count;
         for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(bf[i].bits, bf2[i].bits) << i;

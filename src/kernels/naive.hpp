@@ -3,24 +3,56 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "kernels/flat.hpp"
 #include "kernels/softmax.hpp"
 
 namespace isograd::kernels::naive {
 
+inline float load(float x) {
+  return x;
+}
+inline double load(double x) {
+  return x;
+}
+inline float load(Bfloat16 x) {
+  return to_float(x);
+}
+
 template <typename T>
 double squared_norm(const T* values, std::int64_t count) {
   long double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<long double>(values[i]) * values[i];
+  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<long double>(load(values[i])) * load(values[i]);
   return static_cast<double>(sum);
 }
 
 template <typename T>
-void adamw(const AdamW& s, const T* gradients, T* parameters, T* first, T* second, Bfloat16* rounded,
+double max_abs(const T* values, std::int64_t count) {
+  double largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const double value = load(values[i]);
+    if (std::isnan(value)) return value;
+    largest = std::fmax(largest, std::fabs(value));
+  }
+  return largest;
+}
+
+template <typename T>
+void scale(double factor, T* values, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<T, Bfloat16>)
+      values[i] = to_bfloat16(static_cast<float>(factor) * to_float(values[i]));
+    else
+      values[i] = static_cast<T>(factor) * values[i];
+  }
+}
+
+template <typename G, typename T>
+void adamw(const AdamW& s, const G* gradients, T* parameters, T* first, T* second, Bfloat16* rounded,
            std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
-    T gradient = T(s.gradient_scale) * gradients[i];
+    T gradient = T(s.gradient_scale) * load(gradients[i]);
     first[i] = first[i] + T(1 - s.beta1) * (gradient - first[i]);
     second[i] = T(s.beta2) * second[i] + T(1 - s.beta2) * gradient * gradient;
     T root = std::sqrt(second[i]) * T(s.inverse_root_correction) + T(s.epsilon);
@@ -29,25 +61,15 @@ void adamw(const AdamW& s, const T* gradients, T* parameters, T* first, T* secon
   }
 }
 
-template <typename T>
-void sgd(const Sgd& s, const T* gradients, T* parameters, T* velocity, Bfloat16* rounded,
+template <typename G, typename T>
+void sgd(const Sgd& s, const G* gradients, T* parameters, T* velocity, Bfloat16* rounded,
          std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
-    T change = T(s.gradient_scale) * gradients[i] + T(s.weight_decay) * parameters[i];
+    T change = T(s.gradient_scale) * load(gradients[i]) + T(s.weight_decay) * parameters[i];
     if (velocity) change = velocity[i] = T(s.momentum) * velocity[i] + change;
     parameters[i] = parameters[i] - T(s.learning_rate) * change;
     if (rounded) rounded[i] = to_bfloat16(static_cast<float>(parameters[i]));
   }
-}
-
-inline double load(float x) {
-  return x;
-}
-inline double load(double x) {
-  return x;
-}
-inline double load(Bfloat16 x) {
-  return to_float(x);
 }
 
 // log Σ_j exp(x_j) of one row.

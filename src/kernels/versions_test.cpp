@@ -96,6 +96,46 @@ TYPED_TEST(Versions, OfSumsGiveTheSameBits) {
 }
 
 template <typename T>
+void check_buffers() {
+  for (std::int64_t count : {5, 64, 1037})
+    expect_same_bytes([&] {
+      auto values = random_values<T>(count, 8);
+      std::string bytes;
+      append(bytes, std::vector<double>{squared_norm(values.data(), count), max_abs(values.data(), count)});
+      scale(0.3, values.data(), count);
+      append(bytes, values);
+      return bytes;
+    });
+}
+
+TYPED_TEST(Versions, OfPassesOverABufferGiveTheSameBits) {
+  check_buffers<TypeParam>();
+}
+
+TEST(VersionsBfloat16, OfFlatPassesGiveTheSameBits) {
+  check_buffers<Bfloat16>();
+  for (std::int64_t count : {5, 64, 1037})
+    expect_same_bytes([&] {
+      const auto g = random_values<Bfloat16>(count, 1);
+      auto p = random_values<float>(count, 2), m = random_values<float>(count, 3),
+           v = random_values<float>(count, 4), b = random_values<float>(count, 5);
+      for (float& x : v) x *= x;
+      std::vector<Bfloat16> rounded(count);
+      adamw({.gradient_scale = 0.3, .keep = 0.99, .step_size = 0.01}, g.data(), p.data(), m.data(), v.data(),
+            rounded.data(), count);
+      sgd({.gradient_scale = 0.3, .learning_rate = 0.1, .momentum = 0.9}, g.data(), p.data(), b.data(),
+          rounded.data(), count);
+      std::vector<float> wide(count);
+      cast(rounded.data(), wide.data(), count);
+      cast(p.data(), rounded.data(), count);
+      std::string bytes;
+      for (auto* values : {&p, &m, &v, &b, &wide}) append(bytes, *values);
+      append(bytes, rounded);
+      return bytes;
+    });
+}
+
+template <typename T>
 void check_softmax() {
   const std::int64_t rows = 3, vocabulary = 1300 + 7;
   expect_same_bytes([&] {

@@ -1,0 +1,203 @@
+// The passes that change or measure a buffer, and updates from bf16 gradients: beside their twins, on lengths
+// around a vector's, off its alignment, and on the values that arithmetic treats specially.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "kernels/flat.hpp"
+#include "kernels/naive.hpp"
+
+namespace isograd::kernels {
+namespace {
+
+const std::int64_t kCounts[] = {0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4099};
+
+template <typename T>
+T stored(double value) {
+  if constexpr (std::is_same_v<T, Bfloat16>)
+    return to_bfloat16(static_cast<float>(value));
+  else
+    return static_cast<T>(value);
+}
+
+template <typename T>
+std::vector<T> random_values(std::int64_t count, unsigned seed) {
+  std::mt19937_64 bits(seed);
+  std::normal_distribution<double> normal(0, 1);
+  std::vector<T> values(count);
+  for (T& value : values) value = stored<T>(normal(bits));
+  return values;
+}
+
+// Zeros of both signs, the smallest numbers, the largest, infinities.
+template <typename T>
+std::vector<T> special_values() {
+  using Limits = std::numeric_limits<std::conditional_t<std::is_same_v<T, Bfloat16>, float, T>>;
+  std::vector<T> values;
+  for (double x : {0.0, 1.0, double(Limits::min()), double(Limits::min()) / 4, double(Limits::max()),
+                   double(Limits::infinity())})
+    for (double sign : {1.0, -1.0}) values.push_back(stored<T>(sign * x));
+  values.push_back(std::bit_cast<T>(
+      std::conditional_t<sizeof(T) == 2, std::uint16_t,
+                         std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>(1)));
+  return values;
+}
+
+template <typename T>
+std::string bytes_of(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+template <typename T>
+class Passes : public testing::Test {};
+using Types = testing::Types<float, double, Bfloat16>;
+TYPED_TEST_SUITE(Passes, Types);
+
+TYPED_TEST(Passes, MaxAbsSeesEveryElement) {
+  using T = TypeParam;
+  for (std::int64_t count : kCounts) {
+    auto values = random_values<T>(count + 1, 1 + static_cast<unsigned>(count));
+    EXPECT_EQ(max_abs(values.data() + 1, count), naive::max_abs(values.data() + 1, count)) << count;
+    values[0] = stored<T>(900);  // before the range
+    for (std::int64_t i = 0; i<count; i += count> 100 ? 97 : 1)
+      for (double planted : {777.0, -777.0}) {
+        const T was = std::exchange(values[i + 1], stored<T>(planted));
+        EXPECT_EQ(max_abs(values.data() + 1, count), naive::load(stored<T>(777))) << i << " of " << count;
+        values[i + 1] = was;
+      }
+  }
+}
+
+TYPED_TEST(Passes, MaxAbsNeverLosesANan) {
+  using T = TypeParam;
+  const std::int64_t count = 100;
+  for (std::int64_t i = 0; i < count; ++i)
+    for (double sign : {1.0, -1.0}) {
+      auto values = random_values<T>(count, 3);
+      values[(i + 50) % count] = stored<T>(INFINITY);
+      EXPECT_EQ(max_abs(values.data(), count), INFINITY);
+      values[i] = stored<T>(std::copysign(NAN, sign));
+      EXPECT_TRUE(std::isnan(max_abs(values.data(), count))) << i;
+    }
+  const auto special = special_values<T>();
+  EXPECT_EQ(max_abs(special.data(), static_cast<std::int64_t>(special.size())), INFINITY);
+  const T smallest[2] = {special.back(), special[1]};
+  EXPECT_EQ(max_abs(smallest, 2), naive::load(special.back()));
+  EXPECT_GT(max_abs(smallest, 2), 0);
+}
+
+TYPED_TEST(Passes, ScaleHasTheBitsOfItsTwin) {
+  using T = TypeParam;
+  for (std::int64_t count : kCounts)
+    for (double factor : {0.37, 1.0, 0.0, 1e-30, 3e38}) {
+      auto values = random_values<T>(count + 2, 7);
+      const auto special = special_values<T>();
+      for (std::size_t i = 0; i < special.size() && static_cast<std::int64_t>(i) < count; ++i)
+        values[i + 1] = special[i];
+      auto twin = values;
+      scale(factor, values.data() + 1, count);
+      naive::scale(factor, twin.data() + 1, count);
+      // A NaN (0 · ∞) may have either sign: which one is up to the processor.
+      for (std::int64_t i = 0; i < count + 2; ++i) {
+        const double a = naive::load(values[i]), b = naive::load(twin[i]);
+        if (std::isnan(b))
+          EXPECT_TRUE(std::isnan(a)) << i;
+        else
+          EXPECT_EQ(std::bit_cast<std::uint64_t>(a), std::bit_cast<std::uint64_t>(b)) << i << " " << factor;
+      }
+    }
+}
+
+TYPED_TEST(Passes, PackAndUnpackMoveEveryElementOnce) {
+  using T = TypeParam;
+  for (std::int64_t count : kCounts)
+    for (std::int64_t stride : {1, 2, 7}) {
+      const auto source = random_values<T>(count * stride + 1, 11);
+      std::vector<T> flat(count + 2, stored<T>(-5));
+      pack(source.data() + 1, stride, flat.data() + 1, count);
+      for (std::int64_t i = 0; i < count; ++i)
+        ASSERT_EQ(naive::load(flat[i + 1]), naive::load(source[1 + i * stride])) << i;
+      EXPECT_EQ(naive::load(flat[0]), -5);
+      EXPECT_EQ(naive::load(flat[count + 1]), -5);
+
+      std::vector<T> target(count * stride + 1, stored<T>(-5));
+      unpack(flat.data() + 1, target.data() + 1, stride, count);
+      for (std::int64_t i = 0; i < count * stride; ++i)
+        ASSERT_EQ(naive::load(target[i + 1]), i % stride == 0 ? naive::load(flat[1 + i / stride]) : -5.0)
+            << i;
+      EXPECT_EQ(naive::load(target[0]), -5);
+    }
+}
+
+TEST(Cast, WidensExactlyAndRoundsLikeItsTwin) {
+  std::vector<Bfloat16> all(1 << 16);
+  for (std::size_t i = 0; i < all.size(); ++i) all[i].bits = static_cast<std::uint16_t>(i);
+  std::vector<float> wide(all.size());
+  cast(all.data(), wide.data(), static_cast<std::int64_t>(all.size()));
+  std::vector<Bfloat16> back(all.size());
+  cast(wide.data(), back.data(), static_cast<std::int64_t>(all.size()));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), static_cast<std::uint32_t>(i) << 16);
+    ASSERT_EQ(back[i].bits, std::isnan(wide[i]) ? 0x7fc0 : all[i].bits) << i;
+  }
+  std::mt19937 bits(5);
+  for (std::int64_t count : kCounts) {
+    std::vector<float> values(count + 1);
+    for (std::size_t i = 0; i < values.size(); ++i)  // any pattern, with ties among them
+      values[i] = std::bit_cast<float>(std::uint32_t(i % 3 == 0 ? (bits() & 0xffff0000u) | 0x8000u : bits()));
+    std::vector<Bfloat16> rounded(count + 2, Bfloat16{42});
+    cast(values.data() + 1, rounded.data() + 1, count);
+    for (std::int64_t i = 0; i < count; ++i)
+      ASSERT_EQ(rounded[i + 1].bits, to_bfloat16(values[i + 1]).bits) << values[i + 1];
+    EXPECT_EQ(rounded[0].bits, 42);
+    EXPECT_EQ(rounded[count + 1].bits, 42);
+  }
+}
+
+TEST(Bfloat16Gradients, NormIsThatOfTheWidenedValues) {
+  for (std::int64_t count : kCounts) {
+    const auto values = random_values<Bfloat16>(count + 1, 21);
+    std::vector<float> wide(count + 1);
+    cast(values.data(), wide.data(), count + 1);
+    EXPECT_EQ(squared_norm(values.data() + 1, count), squared_norm(wide.data() + 1, count)) << count;
+  }
+}
+
+// What an update does with bf16 gradients is what it does with the same values in fp32, bit for bit.
+TEST(Bfloat16Gradients, UpdatesHaveTheBitsOfTheirTwins) {
+  const AdamW adam{.gradient_scale = 0.37, .keep = 0.9993, .beta2 = 0.95, .step_size = 3e-3};
+  for (std::int64_t count : kCounts)
+    for (bool rounding : {false, true}) {
+      const auto gradients = random_values<Bfloat16>(count + 1, 2);
+      auto p = random_values<float>(count + 1, 3), m = random_values<float>(count + 1, 4),
+           v = random_values<float>(count + 1, 5), b = random_values<float>(count + 1, 6);
+      for (float& x : v) x = x * x;
+      auto p2 = p, m2 = m, v2 = v, b2 = b;
+      std::vector<Bfloat16> out(count + 1), out2(count + 1);
+      Bfloat16* rounded = rounding ? out.data() + 1 : nullptr;
+      Bfloat16* rounded2 = rounding ? out2.data() + 1 : nullptr;
+      adamw(adam, gradients.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, rounded, count);
+      naive::adamw(adam, gradients.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1, rounded2, count);
+      EXPECT_EQ(bytes_of(p) + bytes_of(m) + bytes_of(v) + bytes_of(out),
+                bytes_of(p2) + bytes_of(m2) + bytes_of(v2) + bytes_of(out2));
+      for (double momentum : {0.0, 0.9}) {
+        const Sgd scalars{
+            .gradient_scale = 0.7, .learning_rate = 0.03, .momentum = momentum, .weight_decay = 0.01};
+        sgd(scalars, gradients.data() + 1, p.data() + 1, momentum > 0 ? b.data() + 1 : nullptr, rounded,
+            count);
+        naive::sgd(scalars, gradients.data() + 1, p2.data() + 1,
+                   momentum > 0 ? b2.data() + 1 : static_cast<float*>(nullptr), rounded2, count);
+        EXPECT_EQ(bytes_of(p) + bytes_of(b) + bytes_of(out), bytes_of(p2) + bytes_of(b2) + bytes_of(out2));
+      }
+    }
+}
+
+}  // namespace
+}  // namespace isograd::kernels
