@@ -16,6 +16,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/own_loop.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/plan.hpp"
 #include "isograd/random.hpp"
 #include "isograd/step.hpp"
 #include "isograd/text_data.hpp"

@@ -1,0 +1,117 @@
+#include <fmt/format.h>
+
+#include <vector>
+
+#include "isograd/error.hpp"
+#include "isograd/plan.hpp"
+
+namespace isograd {
+namespace {
+
+void check(const DataParallelPlan& plan) {
+  const auto refuse = [](const char* what, std::int64_t found, const char* expected) {
+    throw ConfigError({.where = "a data-parallel plan",
+                       .found = fmt::format("{} {}", what, found),
+                       .expected = expected,
+                       .action = "Change it"});
+  };
+  if (plan.numel < 0) refuse("numel", plan.numel, "0 or more");
+  if (plan.stage < 0 || plan.stage > 3) refuse("stage", plan.stage, "0, 1, 2 or 3");
+  if (plan.shards < 1) refuse("shards", plan.shards, "1 or more");
+  if (plan.replicas < 1) refuse("replicas", plan.replicas, "1 or more");
+  if (plan.micro_batches < 1) refuse("micro_batches", plan.micro_batches, "1 or more");
+  if (plan.share_parameters && plan.stage > 1)
+    refuse("share_parameters in stage", plan.stage, "stage 0 or 1");
+}
+
+bool shards_state(const DataParallelPlan& plan) {
+  return plan.stage >= 1 || plan.share_parameters;
+}
+bool shards_gradients(const DataParallelPlan& plan) {
+  return plan.stage >= 2 && !plan.reduce_once;
+}
+bool shards_parameters(const DataParallelPlan& plan) {
+  return plan.stage == 3 || plan.share_parameters;
+}
+
+// The largest of `parts` parts of the elements: all of them are as large where the storage was padded.
+std::int64_t part(std::int64_t numel, int parts) {
+  return (numel + parts - 1) / parts;
+}
+
+// What n bytes cost in a reduce-scatter or an all-gather over `parts` ranks.
+double one_way(double bytes, int parts) {
+  return bytes * (parts - 1) / parts;
+}
+
+// What of Ψ goes one way, in units of it: gradients and parameters.
+struct Volumes {
+  std::int64_t gradients = 0, parameters = 0;
+};
+
+Volumes volumes(const DataParallelPlan& plan) {
+  const std::int64_t rounds = plan.micro_batches;
+  if (plan.share_parameters) return {1, 0};
+  const std::int64_t reductions = plan.reduce_once ? 1 : rounds;
+  switch (plan.stage) {
+    case 0:
+      return {2, 0};
+    case 1:
+      return {1, 1};
+    case 2:
+      return {reductions, 1};
+    default:
+      return {reductions, 2 * rounds};
+  }
+}
+
+std::string times(std::int64_t factor, const char* symbol) {
+  return factor == 1 ? symbol : fmt::format("{}{}", factor, symbol);
+}
+
+}  // namespace
+
+PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
+  check(plan);
+  const std::int64_t whole = plan.numel, shard = part(plan.numel, plan.shards);
+  return {.parameters = (shards_parameters(plan) ? shard : whole) * plan.bytes.parameter,
+          .gradients = (shards_gradients(plan) ? shard : whole) * plan.bytes.gradient,
+          .master = (shards_state(plan) ? shard : whole) * plan.bytes.master,
+          .state = (shards_state(plan) ? shard : whole) * plan.bytes.state};
+}
+
+TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
+  check(plan);
+  const Volumes volume = volumes(plan);
+  const auto numel = static_cast<double>(plan.numel);
+  const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter;
+  if (!shards_state(plan)) return {.reduce = 2 * one_way(gradients, plan.shards * plan.replicas)};
+  return {.reduce = static_cast<double>(volume.gradients) * one_way(gradients, plan.shards),
+          .gather = static_cast<double>(volume.parameters) * one_way(parameters, plan.shards),
+          .replicate = 2 * one_way(gradients, plan.replicas) / plan.shards};
+}
+
+std::string persistent_formula(const DataParallelPlan& plan) {
+  check(plan);
+  std::int64_t whole = 0, sharded = 0;
+  const auto add = [&](bool of_a_shard, int bytes) { (of_a_shard ? sharded : whole) += bytes; };
+  add(shards_parameters(plan), plan.bytes.parameter);
+  add(shards_gradients(plan), plan.bytes.gradient);
+  add(shards_state(plan), plan.bytes.optimizer());
+  if (sharded == 0) return times(whole, "Ψ");
+  return whole == 0 ? times(sharded, "Ψ") + "/N" : times(whole, "Ψ") + " + " + times(sharded, "Ψ") + "/N";
+}
+
+std::string traffic_formula(const DataParallelPlan& plan) {
+  check(plan);
+  const Volumes volume = volumes(plan);
+  const std::string gradients = times(volume.gradients * plan.bytes.gradient, "Ψ");
+  const std::string parameters = times(volume.parameters * plan.bytes.parameter, "Ψ");
+  if (!shards_state(plan)) return gradients + (plan.replicas > 1 ? "(NR - 1)/NR" : "(N - 1)/N");
+  std::string text = volume.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")";
+  text += "(N - 1)/N";
+  if (plan.replicas > 1) text += " + " + times(std::int64_t{2} * plan.bytes.gradient, "Ψ") + "/N (R - 1)/R";
+  return text;
+}
+
+}  // namespace isograd

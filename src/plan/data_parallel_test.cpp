@@ -1,0 +1,96 @@
+#include <gtest/gtest.h>
+
+#include "isograd/error.hpp"
+#include "isograd/plan.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kNumel = 840 * 64;  // divides by every number of ranks below
+
+DataParallelPlan plan_of(int stage, int shards, std::int64_t micro_batches = 1) {
+  return {.numel = kNumel, .stage = stage, .shards = shards, .micro_batches = micro_batches};
+}
+
+// The table of the paper, for bf16 with fp32 masters and AdamW's moments.
+TEST(PersistentBytes, AreThePapers) {
+  for (int n : {1, 2, 3, 4, 5, 8, 64}) {
+    EXPECT_EQ(persistent_bytes(plan_of(0, n)).total(), 16 * kNumel);
+    EXPECT_EQ(persistent_bytes(plan_of(1, n)).total(), 4 * kNumel + 12 * kNumel / n);
+    EXPECT_EQ(persistent_bytes(plan_of(2, n)).total(), 2 * kNumel + 14 * kNumel / n);
+    EXPECT_EQ(persistent_bytes(plan_of(3, n)).total(), 16 * kNumel / n);
+  }
+  const double psi = kNumel;  // with 64 ranks, as the paper prints them
+  EXPECT_EQ(static_cast<double>(persistent_bytes(plan_of(1, 64)).total()), 4.1875 * psi);
+  EXPECT_EQ(static_cast<double>(persistent_bytes(plan_of(2, 64)).total()), 2.21875 * psi);
+  EXPECT_EQ(static_cast<double>(persistent_bytes(plan_of(3, 64)).total()), 0.25 * psi);
+}
+
+TEST(PersistentBytes, FollowDtypesAndOptions) {
+  auto plan = plan_of(2, 4);
+  plan.bytes = {.parameter = 4, .gradient = 4, .master = 0, .state = 8};  // fp32
+  EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
+  plan.reduce_once = true;  // stage 1's memory
+  EXPECT_EQ(persistent_bytes(plan).total(), 8 * kNumel + 8 * kNumel / 4);
+  plan.stage = 3;
+  EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
+  plan.stage = 0, plan.share_parameters = true;
+  EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
+  EXPECT_EQ(persistent_bytes(plan).parameters, 4 * kNumel / 4);
+  plan.replicas = 3;  // replicas save nothing
+  EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
+}
+
+TEST(TrafficBytes, AreThePapers) {
+  for (int n : {1, 2, 3, 4, 5, 8}) {
+    const double psi = 2.0 * kNumel * (n - 1) / n;  // bytes in bf16, one way
+    for (std::int64_t g : {1, 3}) {
+      const auto rounds = static_cast<double>(g);
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan_of(0, n, g)).total(), 2 * psi);
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan_of(1, n, g)).total(), 2 * psi);
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan_of(2, n, g)).total(), (rounds + 1) * psi);
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan_of(3, n, g)).total(), 3 * rounds * psi);
+      auto plan = plan_of(2, n, g);
+      plan.reduce_once = true;
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), 2 * psi);
+      plan.stage = 3;
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), (2 * rounds + 1) * psi);
+      plan = plan_of(1, n, g), plan.share_parameters = true;
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), psi);
+    }
+  }
+}
+
+TEST(TrafficBytes, OfReplicasAreThoseOfAShard) {
+  auto plan = plan_of(2, 4, 3);
+  plan.replicas = 2;
+  EXPECT_DOUBLE_EQ(traffic_bytes(plan).replicate, 2 * (2.0 * kNumel / 4) / 2);
+  plan.stage = 0;  // all ranks at once
+  EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), 2 * 2.0 * kNumel * 7 / 8);
+}
+
+TEST(Formulas, ReadAsInThePaper) {
+  EXPECT_EQ(persistent_formula(plan_of(0, 2)), "16Ψ");
+  EXPECT_EQ(persistent_formula(plan_of(1, 2)), "4Ψ + 12Ψ/N");
+  EXPECT_EQ(persistent_formula(plan_of(2, 2)), "2Ψ + 14Ψ/N");
+  EXPECT_EQ(persistent_formula(plan_of(3, 2)), "16Ψ/N");
+  EXPECT_EQ(traffic_formula(plan_of(0, 2)), "4Ψ(N - 1)/N");
+  EXPECT_EQ(traffic_formula(plan_of(1, 2)), "(2Ψ + 2Ψ)(N - 1)/N");
+  EXPECT_EQ(traffic_formula(plan_of(3, 2, 3)), "(6Ψ + 12Ψ)(N - 1)/N");
+  auto plan = plan_of(1, 2);
+  plan.share_parameters = true, plan.replicas = 2;
+  EXPECT_EQ(persistent_formula(plan), "2Ψ + 14Ψ/N");
+  EXPECT_EQ(traffic_formula(plan), "2Ψ(N - 1)/N + 4Ψ/N (R - 1)/R");
+}
+
+TEST(Plans, RefuseWhatMakesNone) {
+  EXPECT_THROW(persistent_bytes(plan_of(4, 2)), ConfigError);
+  EXPECT_THROW(persistent_bytes(plan_of(1, 0)), ConfigError);
+  EXPECT_THROW(traffic_bytes(plan_of(1, 2, 0)), ConfigError);
+  auto plan = plan_of(3, 2);
+  plan.share_parameters = true;
+  EXPECT_THROW(traffic_bytes(plan), ConfigError);
+}
+
+}  // namespace
+}  // namespace isograd
