@@ -18,6 +18,7 @@
 #include "isograd/parameters.hpp"
 #include "isograd/plan.hpp"
 #include "isograd/random.hpp"
+#include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
 #include "isograd/text_data.hpp"
 #include "isograd/token_losses.hpp"

@@ -1,0 +1,108 @@
+#include "isograd/sampler.hpp"
+
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+using Deal = SamplerOptions::Deal;
+
+RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
+  SamplerOptions options;
+  options.samples = *rc::gen::inRange<std::int64_t>(1, 60);
+  options.samples_per_step = *rc::gen::inRange<std::int64_t>(1, 20);
+  options.seed = *rc::gen::arbitrary<std::uint64_t>();
+  options.shuffle = *rc::gen::arbitrary<bool>();
+  options.deal = *rc::gen::element(Deal::kBlock, Deal::kStride);
+  options.size = *rc::gen::inRange(1, 9);
+  SamplerOptions alone = options;
+  alone.size = 1;
+  Sampler whole(alone);
+  std::vector<Sampler> ranks;
+  for (int rank = 0; rank < options.size; ++rank) {
+    options.rank = rank;
+    ranks.emplace_back(options);
+  }
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    std::multiset<std::int64_t> seen;
+    for (std::int64_t step = 0; step < whole.steps_per_epoch(); ++step) {
+      RC_ASSERT(whole.position().epoch == epoch);
+      RC_ASSERT(whole.position().step == step);
+      const auto together = whole.next();
+      std::multiset<std::int64_t> dealt;
+      std::size_t most = 0, fewest = together.size();
+      for (Sampler& rank : ranks) {
+        const auto part = rank.next();
+        dealt.insert(part.begin(), part.end());
+        most = std::max(most, part.size());
+        fewest = std::min(fewest, part.size());
+      }
+      RC_ASSERT(dealt == std::multiset<std::int64_t>(together.begin(), together.end()));
+      RC_ASSERT(most - fewest <= 1u);
+      seen.insert(together.begin(), together.end());
+    }
+    RC_ASSERT(seen.size() == static_cast<std::size_t>(options.samples));
+    RC_ASSERT(*seen.begin() == 0);
+    RC_ASSERT(*seen.rbegin() == options.samples - 1);
+    RC_ASSERT(std::set<std::int64_t>(seen.begin(), seen.end()).size() == seen.size());  // B25: none twice
+  }
+}
+
+TEST(Sampler, ShufflesEachEpochAnewAndTheSameForAll) {
+  SamplerOptions options{.samples = 50, .samples_per_step = 50, .seed = 4};
+  Sampler a(options), b(options);
+  const auto first = a.next(), second = a.next();
+  EXPECT_NE(first, second);
+  EXPECT_EQ(b.next(), first);
+  options.seed = 5;
+  EXPECT_NE(Sampler(options).next(), first);
+}
+
+TEST(Sampler, ContinuesInMidEpochOnAnotherNumberOfRanks) {
+  SamplerOptions options{.samples = 23, .samples_per_step = 6, .seed = 1};
+  Sampler straight(options);
+  for (int i = 0; i < 5; ++i) straight.next();  // into the second epoch
+  const auto position = straight.position();
+  EXPECT_EQ(position.epoch, 1);
+  EXPECT_EQ(position.step, 1);
+  std::vector<std::int64_t> together;
+  for (int rank = 0; rank < 3; ++rank) {
+    SamplerOptions part = options;
+    part.rank = rank;
+    part.size = 3;
+    Sampler resumed(part);
+    resumed.seek(position);
+    const auto mine = resumed.next();
+    together.insert(together.end(), mine.begin(), mine.end());
+  }
+  EXPECT_EQ(together, straight.next());
+}
+
+TEST(Sampler, DropsTheLastShortStepOnlyIfAsked) {
+  SamplerOptions options{.samples = 10, .samples_per_step = 4};
+  EXPECT_EQ(Sampler(options).steps_per_epoch(), 3);
+  options.drop_last = true;
+  Sampler sampler(options);
+  EXPECT_EQ(sampler.steps_per_epoch(), 2);
+  sampler.next();
+  sampler.next();
+  EXPECT_EQ(sampler.position().epoch, 1);
+}
+
+TEST(Sampler, RefusesWhatCannotBe) {
+  EXPECT_THROW(Sampler({.samples = 0}), ConfigError);
+  EXPECT_THROW(Sampler({.samples = 3, .samples_per_step = 0}), ConfigError);
+  EXPECT_THROW(Sampler({.samples = 3, .rank = 2, .size = 2}), ConfigError);
+  EXPECT_THROW(Sampler({.samples = 3, .samples_per_step = 4, .drop_last = true}), ConfigError);
+  Sampler sampler({.samples = 3});
+  EXPECT_THROW(sampler.seek({.epoch = 0, .step = 3}), ConfigError);
+}
+
+}  // namespace
+}  // namespace isograd
