@@ -37,6 +37,8 @@ ALLOWED = [
     ("src/train/build.cpp", "group.size() / config.parallel.replicas", "the grid of ranks, for display"),
     ("src/verify/run.cpp", "shards = ranks / static_cast<int>(replicas.size())", "the grid of ranks"),
     ("src/data/loader.cpp", "count * rank / size", "deals packs out to ranks"),
+    ("src/data/sampler.cpp", "length * options_.rank / options_.size", "deals samples out to ranks"),
+    ("src/data/sampler.cpp", "length * (options_.rank + 1) / options_.size", "deals samples out to ranks"),
     ("src/data/describe.cpp", "store.num_tokens()", "the average length of a document, for display"),
     ("src/train/build.cpp", "count[token]", "the unigram entropy of the corpus, for display"),
     ("src/attention/attention.cpp", "groups = q.size(1) / k.size(1)", "query heads of each key head"),
