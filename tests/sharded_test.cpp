@@ -139,6 +139,34 @@ TEST(Sharded, KeepsBf16MastersOfItsShardOnly) {
     });
 }
 
+// Half the memory: integers as large as bf16 can tell apart add up exactly over micro-batches and ranks.
+TEST(Sharded, KeepsBf16GradientsIfAsked) {
+  for (const Strategy& strategy : strategies())
+    for (int size : {1, 3, 4})
+      run_ranks(size, [&](World& world) {
+        Model model(at::kBFloat16);
+        auto layout =
+            strategy.make(model.named(), world.group, {.fp32_gradients = false, .bucket_bytes = 500});
+        layout->zero_gradients();
+        micro_batches(*layout, model, world.rank, 0, 2);
+        layout->finish_reduction();
+        const auto views = layout->views();
+        double squares = 0;
+        for (std::size_t p = 0; p < views.size(); ++p) {
+          EXPECT_EQ(views[p].gradient.scalar_type(), at::kBFloat16);
+          const at::Tensor expected = Model(at::kFloat).whole(p, size, 0, 2);
+          EXPECT_TRUE(at::equal(views[p].gradient.to(at::kFloat), expected)) << strategy.name << " p" << p;
+          squares += expected.square().sum().item<double>();
+        }
+        EXPECT_EQ(global_norm(layout->buckets(), 0, layout->group()).norm, std::sqrt(squares));
+        const at::Tensor before = views[3].master.clone();
+        sgd({.learning_rate = kRate})->update(layout->buckets(), 1);
+        layout->publish_parameters();
+        EXPECT_TRUE(
+            at::equal(layout->views()[3].master, before - kRate * Model(at::kFloat).whole(3, size, 0, 2)));
+      });
+}
+
 // Owned elements together are all elements once, whatever the grid: the norm is that of one process.
 TEST(Sharded, CountsEveryElementOnceInTheNorm) {
   for (const Strategy& strategy : strategies())

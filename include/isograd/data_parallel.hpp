@@ -41,6 +41,9 @@ struct DataParallelOptions {
   // updates its shard in place, nothing is gathered; state is sharded as in stage 1. ConfigError where the
   // backend has no such memory.
   bool share_parameters = false;
+  // Gradients of bf16 parameters are kept and reduced in fp32. Off: in bf16, half the memory and traffic, and
+  // every addition of a micro-batch is rounded; a reduction still adds up in fp32 and rounds once.
+  bool fp32_gradients = true;
   // Stage 2 keeps whole gradients until the last micro-batch: one reduction a step, for stage 1's memory.
   bool reduce_once = false;
 

@@ -65,7 +65,8 @@ struct Bucket {
   Range held;   // elements whose master, optimizer state and summed gradient are here; `owned` is a part
   at::Tensor parameters;  // [held.size()] in the parameters' dtype: what an update writes
   at::Tensor master;      // [held.size()] fp32 for bf16 parameters, otherwise the same memory as `parameters`
-  at::Tensor gradients;   // [held.size()] fp64 for fp64 parameters, otherwise fp32
+  at::Tensor
+      gradients;  // [held.size()] in the parameters' dtype; of bf16 ones in fp32 unless asked otherwise
 
   bool whole() const { return held.size() == plan.numel; }
 };

@@ -9,8 +9,8 @@
 
 namespace isograd {
 
-at::ScalarType gradient_type(at::ScalarType parameters) {
-  return parameters == at::kDouble ? at::kDouble : at::kFloat;
+at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients) {
+  return parameters == at::kBFloat16 && fp32_gradients ? at::kFloat : parameters;
 }
 
 void pad_for(BucketPlan& plan, int parts) {
@@ -35,12 +35,13 @@ void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& 
 
 Bucket make_bucket(BucketPlan plan, const at::Tensor& parameters, at::Tensor gradients, Range owned,
                    Range held) {
-  ISOGRAD_INVARIANT(gradients.dim() == 1 && gradients.size(0) == held.size() && gradients.is_contiguous() &&
-                        gradients.scalar_type() == gradient_type(plan.dtype) &&
-                        parameters.numel() == plan.numel,
-                    fmt::format("gradients {} of {} for {} of {} elements of {}", c10::str(gradients.sizes()),
-                                c10::toString(gradients.scalar_type()), held.size(), plan.numel,
-                                c10::toString(plan.dtype)));
+  ISOGRAD_INVARIANT(
+      gradients.dim() == 1 && gradients.size(0) == held.size() && gradients.is_contiguous() &&
+          (gradients.scalar_type() == gradient_type(plan.dtype) || gradients.scalar_type() == plan.dtype) &&
+          parameters.numel() == plan.numel,
+      fmt::format("gradients {} of {} for {} of {} elements of {}", c10::str(gradients.sizes()),
+                  c10::toString(gradients.scalar_type()), held.size(), plan.numel,
+                  c10::toString(plan.dtype)));
   ISOGRAD_INVARIANT(owned.begin >= held.begin && owned.end <= held.end && held.end <= plan.numel,
                     fmt::format("owned {} to {}, held {} to {}, of {}", owned.begin, owned.end, held.begin,
                                 held.end, plan.numel));

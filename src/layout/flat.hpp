@@ -10,8 +10,9 @@ namespace isograd {
 // Slots begin at multiples of this many elements: 64 bytes in bf16, more in wider types.
 inline constexpr std::int64_t kSlotAlignment = 32;
 
-// What gradients of parameters of `parameters` type are kept and reduced in.
-at::ScalarType gradient_type(at::ScalarType parameters);
+// What gradients of parameters of `parameters` type are kept and reduced in: bf16 ones in fp32, so that
+// micro-batches and ranks add up without loss, unless the caller wants them in bf16.
+at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients = true);
 
 // Shards of a flat buffer begin at multiples of this many elements: no two ranks write to one cache line.
 inline constexpr std::int64_t kShardAlignment = 16;

@@ -13,15 +13,24 @@ namespace {
 
 constexpr std::int64_t kChunk = 1 << 16;  // elements; fixed, so that the bits do not depend on the threads
 
+double squared_norm(const at::Tensor& flat, std::int64_t at, std::int64_t count) {
+  switch (flat.scalar_type()) {
+    case at::kDouble:
+      return kernels::squared_norm(flat.const_data_ptr<double>() + at, count);
+    case at::kBFloat16:
+      return kernels::squared_norm(static_cast<const kernels::Bfloat16*>(flat.const_data_ptr()) + at, count);
+    default:
+      return kernels::squared_norm(flat.const_data_ptr<float>() + at, count);
+  }
+}
+
 double squared_norm(const at::Tensor& flat, Range range) {
   const std::int64_t chunks = (range.size() + kChunk - 1) / kChunk;
   std::vector<double> sums(chunks);
   at::parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t chunk = first; chunk < last; ++chunk) {
       const std::int64_t at = range.begin + chunk * kChunk, count = std::min(kChunk, range.end - at);
-      sums[chunk] = flat.scalar_type() == at::kDouble
-                        ? kernels::squared_norm(flat.const_data_ptr<double>() + at, count)
-                        : kernels::squared_norm(flat.const_data_ptr<float>() + at, count);
+      sums[chunk] = squared_norm(flat, at, count);
     }
   });
   double sum = 0;

@@ -72,13 +72,18 @@ class AdamW final : public Optimizer {
                             bucket.master.mutable_data_ptr<double>() + at,
                             first.mutable_data_ptr<double>() + at, second.mutable_data_ptr<double>() + at,
                             range.size());
-    const float* gradients = bucket.gradients.const_data_ptr<float>() + at;
     float* master = bucket.master.mutable_data_ptr<float>() + at;
     float* m = first.mutable_data_ptr<float>() + at;
     float* v = second.mutable_data_ptr<float>() + at;
-    if (bucket.plan.dtype != at::kBFloat16)
-      return kernels::adamw(scalars, gradients, master, m, v, range.size());
-    auto* rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;
+    kernels::Bfloat16* rounded = nullptr;
+    if (bucket.plan.dtype == at::kBFloat16)
+      rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;
+    if (bucket.gradients.scalar_type() == at::kBFloat16)
+      return kernels::adamw(scalars,
+                            static_cast<const kernels::Bfloat16*>(bucket.gradients.const_data_ptr()) + at,
+                            master, m, v, rounded, range.size());
+    const float* gradients = bucket.gradients.const_data_ptr<float>() + at;
+    if (!rounded) return kernels::adamw(scalars, gradients, master, m, v, range.size());
     kernels::adamw(scalars, gradients, master, m, v, rounded, range.size());
   }
 

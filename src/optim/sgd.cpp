@@ -56,9 +56,14 @@ class Sgd final : public Optimizer {
     kernels::Bfloat16* rounded = nullptr;
     if (bucket.plan.dtype == at::kBFloat16)
       rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;
-    kernels::sgd(scalars, bucket.gradients.const_data_ptr<float>() + at,
-                 bucket.master.mutable_data_ptr<float>() + at,
-                 velocity ? velocity->mutable_data_ptr<float>() + at : nullptr, rounded, range.size());
+    float* master = bucket.master.mutable_data_ptr<float>() + at;
+    float* moving = velocity ? velocity->mutable_data_ptr<float>() + at : nullptr;
+    if (bucket.gradients.scalar_type() == at::kBFloat16)
+      return kernels::sgd(scalars,
+                          static_cast<const kernels::Bfloat16*>(bucket.gradients.const_data_ptr()) + at,
+                          master, moving, rounded, range.size());
+    kernels::sgd(scalars, bucket.gradients.const_data_ptr<float>() + at, master, moving, rounded,
+                 range.size());
   }
 
   SgdOptions options_;

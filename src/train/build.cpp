@@ -223,6 +223,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
   const DataParallelOptions options{
       .stage = stage_of(strategy),
       .share_parameters = shares_parameters(config, strategy, world.group),
+      .fp32_gradients = config.train.fp32_gradients,
       .reduce_once = config.parallel.reduce_once,
       .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,

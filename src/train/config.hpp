@@ -51,6 +51,7 @@ struct RunConfig {
   struct {
     std::int64_t steps = 200;
     std::string dtype = "float32";  // float64 | float32 | bfloat16
+    bool fp32_gradients = true;     // of bfloat16 parameters
     double max_norm = 1.0;
     std::int64_t evaluate_every = 50;    // 0: only at the end
     std::int64_t evaluate_packs = 16;    // at most, of the validation documents

@@ -215,6 +215,10 @@ std::vector<ConfigKey> make_keys() {
       KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
       KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
           "Number type of parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters."),
+      KEY("train.fp32_gradients", train.fp32_gradients, "", any(),
+          "Whether gradients of `bfloat16` parameters are kept, added up and reduced in `float32`. Off: half "
+          "the "
+          "memory and traffic, more rounding."),
       KEY("train.max_norm", train.max_norm, "", at_least(0),
           "The gradient is scaled down to this norm where it is larger. 0: no clipping."),
       KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),

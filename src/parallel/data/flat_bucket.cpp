@@ -24,6 +24,7 @@ BucketPolicy::BucketPolicy(DataGroups groups_, const DataParallelOptions& option
                        .expected = "0, 1 or 2",
                        .action = "Use fully_shard() for stage 3"});
   const bool parts = groups.shard.size() > 1;  // else there is nothing to shard or to share
+  fp32_gradients = options.fp32_gradients;
   one_copy = options.share_parameters && parts;
   sharded = (options.stage > 0 || one_copy) && parts;
   every_round = options.stage == 2 && !options.reduce_once && parts;
@@ -73,7 +74,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
     write_parameters(plan, parameters, parameters_);
   }
   move_parameters(plan, parameters, parameters_);
-  const at::ScalarType type = gradient_type(plan.dtype);
+  const at::ScalarType type = gradient_type(plan.dtype, policy.fp32_gradients);
   at::Tensor held_gradients;
   if (policy.every_round) {
     held_gradients = at::zeros({held.size()}, at::TensorOptions(type));

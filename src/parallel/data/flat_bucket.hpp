@@ -29,8 +29,9 @@ struct BucketPolicy {
   BucketPolicy(DataGroups groups, const DataParallelOptions& options);
 
   DataGroups groups;
-  bool sharded = false;      // each rank of the shard group updates its shard
-  bool one_copy = false;     // of the parameters, in memory that the shard group shares
+  bool sharded = false;   // each rank of the shard group updates its shard
+  bool one_copy = false;  // of the parameters, in memory that the shard group shares
+  bool fp32_gradients = true;
   bool every_round = false;  // gradients of each micro-batch are reduced and dropped
   WaitClock waited;
 

@@ -1,0 +1,67 @@
+// Every strategy on the real model, at every number of ranks and precision, hybrid grids included: E1, E2 and
+// E3.
+#include <gtest/gtest.h>
+
+#include "parallel/data/strategies_testing.hpp"
+#include "verify/test_problem.hpp"
+
+namespace isograd {
+namespace {
+
+using verify_test::Small;
+using verify_test::verify_on;
+
+struct Case {
+  int ranks;
+  at::ScalarType dtype;
+  std::int64_t packs_per_micro_batch;  // of 7 packs a step: all at once, or accumulated
+};
+
+void PrintTo(const Case& one, std::ostream* out) {
+  *out << one.ranks << " ranks, " << c10::toString(one.dtype) << ", micro-batches of "
+       << one.packs_per_micro_batch;
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (int ranks : {1, 2, 3, 4, 5, 8})
+    for (auto dtype : {at::kFloat, at::kBFloat16})
+      for (std::int64_t packs : {100, 1}) all.push_back({ranks, dtype, packs});
+  return all;
+}
+
+class StrategiesVerified : public ::testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(All, StrategiesVerified, ::testing::ValuesIn(cases()));
+
+TEST_P(StrategiesVerified, EqualOneProcess) {
+  const auto& [ranks, dtype, packs] = GetParam();
+  const Small small{.tied = ranks % 2 == 0, .packs_per_micro_batch = packs, .dtype = dtype};
+  const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
+    problem.layouts.clear();
+    for (const testing::Strategy& strategy : testing::strategies())
+      for (int replicas : {1, 2}) {
+        if (world.size % replicas != 0 || (replicas > 1 && strategy.stage == 0)) continue;
+        problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
+                                   [&world, strategy, replicas](auto parameters, const Group&) {
+                                     return strategy.make(
+                                         std::move(parameters), hybrid_groups(world, replicas),
+                                         {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10});
+                                   }});
+      }
+    if (world.size > 1)
+      problem.layouts.push_back({"overlapped", [](auto parameters, Group group) {
+                                   return bucketed(std::move(parameters), group,
+                                                   {.bucket_bytes = 1, .first_bucket_bytes = 0});
+                                 }});
+  });
+  EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
+  for (const LayoutVerdict& layout : verdict.layouts) {
+    EXPECT_EQ(layout.e1.state, Grade::State::kPassed) << layout.name;
+    EXPECT_LE(layout.e1.error, 1e-10) << layout.name;
+    EXPECT_EQ(layout.e2.state, Grade::State::kPassed) << layout.name;
+    EXPECT_EQ(layout.e3.state, Grade::State::kPassed) << layout.name;
+  }
+}
+
+}  // namespace
+}  // namespace isograd
