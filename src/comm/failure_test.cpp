@@ -135,6 +135,39 @@ TEST(Failure, LateRankIsNamedAtTheTimeout) {
   EXPECT_THAT(messages[2], AnyOf(HasSubstr("rank 0 failed"), HasSubstr("rank 1 failed")));
 }
 
+// More ranks than cores, and the shortest timeout that a call may have.
+TEST(Failure, EightRanksNameALateOneAfterTheShortestTimeout) {
+  constexpr int kRanks = 8, kLate = 5;
+  std::string messages[kRanks];
+  double waited[kRanks] = {};
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  run_ranks(kRanks, [&](World& world) {
+    auto backend = c10::make_intrusive<ShmBackend>(store, world.rank, kRanks, "eight", 30s);
+    std::vector<at::Tensor> tensors{at::ones({100})};
+    c10d::AllreduceOptions options;
+    backend->allreduce(tensors, options)->wait();
+    EXPECT_EQ(tensors[0][99].template item<float>(), kRanks);
+    options.timeout = 100ms;
+    if (world.rank == kLate) {
+      world.group.barrier();  // of another group: the others come to it when they have given up
+    } else {
+      const auto begin = std::chrono::steady_clock::now();
+      messages[world.rank] = peer_error([&] { backend->allreduce(tensors, options)->wait(); });
+      waited[world.rank] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      world.group.barrier();
+    }
+  });
+  bool first_hand = false;  // the first to give up says so to the others
+  for (int r = 0; r < kRanks; ++r) {
+    if (r == kLate) continue;
+    EXPECT_THAT(messages[r], AllOf(HasSubstr("all_reduce #1"), HasSubstr("rank 5 (a thread of this process)"),
+                                   HasSubstr("did not arrive within 100 ms")));
+    first_hand |= waited[r] > 0.09;
+    EXPECT_LT(waited[r], 1.5);
+  }
+  EXPECT_TRUE(first_hand);
+}
+
 TEST(Failure, RankThatLeavesIsNamed) {
   std::string message;
   run_ranks(2, [&](World& world) {
