@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +27,8 @@ struct Setting {
   bool averages = false;  // gradients averaged over the ranks
   int calls = 1;          // accumulate() is called with this many parts of the micro-batches
   at::ScalarType type = at::kDouble;
+  // Whether every step asserts that the ranks divide by the same numbers; as the build says unless given.
+  std::optional<bool> checked{};
   std::string nudged{};  // this parameter's reduced gradient is 1 + 1e-5 times what it should be
 };
 
@@ -58,7 +61,7 @@ inline Outcome run(const Dealt& dealt, const Setting& setting) {
           return {{"cross_entropy",
                    weighted_sum(token_losses(model.logits(batch), batch.targets), batch.weights)}};
         },
-        *layout, *mean, *optimizer, {.check_denominators = false});
+        *layout, *mean, *optimizer, {.check_denominators = setting.checked.value_or(debug_build())});
     const auto rank = static_cast<std::size_t>(world.rank);
     const MicroBatches& own = dealt.by_rank[rank];
     for (int call = 0; call < setting.calls; ++call) {

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "dealt_step.hpp"
+#include "isograd/error.hpp"
 #include "museum_means.hpp"
 
 namespace isograd {
@@ -62,7 +63,8 @@ TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
           if (!mistake && (empty || !toy::applies(exhibit, mean))) continue;
           const Outcome wrong =
               run(dealt, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
-                          .averages = toy::averages_gradients(exhibit)});
+                          .averages = toy::averages_gradients(exhibit),
+                          .checked = false});
           if (!mistake) {
             ++harmless;
             EXPECT_LE(worst_error(wrong, wanted), kExact) << exhibit << " is a mistake: " << where;
@@ -84,6 +86,21 @@ TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
       "none, "
       "%d cases without any\n",
       ranks, cases, worst, kExact, faults, harmless, unguarded);
+}
+
+// What debug builds do in every step: ranks that divide by different numbers stop, instead of training on.
+TEST(CheckedDenominators, FindRanksThatDivideDifferently) {
+  for (int ranks : {2, 3, 4, 5, 8})
+    for (Mean mean : {Mean::kTargets, Mean::kSamples, Mean::kWeights}) {
+      const auto dealt = toy::deal("uneven", ranks, 3, mean != Mean::kTargets);
+      EXPECT_NO_THROW(run(dealt, {.mean = [&] { return toy::make_normalizer(mean); }, .checked = true}));
+      for (const char* exhibit : {"B3", "B7"})
+        EXPECT_THROW(run(dealt, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
+                                 .averages = toy::averages_gradients(exhibit),
+                                 .checked = true}),
+                     BrokenInvariant)
+            << exhibit << ", " << name_of(mean) << ", " << ranks << " ranks";
+    }
 }
 
 // The table of the museum is what arithmetic says, and no case of the matrix is without a mistake.
