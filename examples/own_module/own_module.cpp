@@ -38,10 +38,10 @@ int main() {
   isograd::run_ranks(3, [](isograd::World& world) {
     const std::int64_t vocabulary = 11;
     Bigram model(vocabulary, 8);
-    std::vector<std::pair<std::string, at::Tensor>> named;
-    for (auto& item : model.named_parameters()) named.emplace_back(item.key(), item.value());
+    isograd::prepare_module(model, world.group);  // rank 0's values on every rank
 
-    auto layout = isograd::bucketed(isograd::trainable_parameters(named), world.group);
+    // {.stage = 1} or {.stage = 2} shards optimizer state and gradients, {.share_parameters = true} keeps one copy.
+    auto layout = isograd::bucketed(isograd::trainable_parameters(model), world.group);
     auto adamw = isograd::adamw({.learning_rate = 0.05});
     isograd::TokenMean mean;  // who divides, by what
     isograd::Step step(
