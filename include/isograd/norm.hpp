@@ -1,6 +1,7 @@
 // The exact global norm: every element counted once, by its owner (source of the rule: docs/losses.md §7).
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "isograd/group.hpp"
@@ -19,6 +20,19 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum
 // The same with more numbers to be summed over the ranks on the way, the loss first. `local_sums` (equally
 // many on every rank) becomes their sums; one that is not finite counts like a loss that is not.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group);
+
+// What a norm measures: the root of the sum of squares (in fp64), or the largest magnitude.
+enum class NormOrder { kTwo, kInfinity };
+
+// Norms of parts of the gradient, e.g. of each layer: `part_of` puts a parameter into a part, 0 to parts - 1,
+// or into none (any other number). NaN where the part holds one, 0 of an empty part. One all-reduce for all
+// of them; the same bits on every rank.
+std::vector<double> part_norms(const std::vector<Bucket>& buckets,
+                               const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
+                               Group& group);
+
+// max |g| over the whole gradient; NaN if any element is one.
+double infinity_norm(const std::vector<Bucket>& buckets, Group& group);
 
 // min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank.
 double clip_coefficient(double norm, double max_norm);

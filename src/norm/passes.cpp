@@ -1,0 +1,64 @@
+#include "norm/passes.hpp"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/flat.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kChunk = 1 << 16;  // elements; fixed, so that the bits do not depend on the threads
+
+// `of(place, count)` for each chunk of the range.
+template <typename Pass>
+std::vector<double> by_chunks(Range range, const Pass& of) {
+  const std::int64_t chunks = (range.size() + kChunk - 1) / kChunk;
+  std::vector<double> results(chunks);
+  at::parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t chunk = first; chunk < last; ++chunk) {
+      const std::int64_t at = range.begin + chunk * kChunk;
+      results[chunk] = of(at, std::min(kChunk, range.end - at));
+    }
+  });
+  return results;
+}
+
+}  // namespace
+
+Range owned_part(const Bucket& bucket) {
+  return {bucket.owned.begin - bucket.held.begin, bucket.owned.end - bucket.held.begin};
+}
+
+Range owned_part(const Bucket& bucket, const Slot& slot) {
+  const std::int64_t begin = std::max(bucket.owned.begin, slot.offset);
+  const std::int64_t end = std::max(begin, std::min(bucket.owned.end, slot.offset + slot.numel));
+  return {begin - bucket.held.begin, end - bucket.held.begin};
+}
+
+double squared_norm(const at::Tensor& flat, Range range) {
+  double sum = 0;
+  for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
+         return flat.scalar_type() == at::kDouble
+                    ? kernels::squared_norm(flat.const_data_ptr<double>() + at, count)
+                    : kernels::squared_norm(flat.const_data_ptr<float>() + at, count);
+       }))
+    sum += part;
+  return sum;
+}
+
+double max_abs(const at::Tensor& flat, Range range) {
+  double largest = 0;
+  for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
+         return flat.scalar_type() == at::kDouble
+                    ? kernels::max_abs(flat.const_data_ptr<double>() + at, count)
+                    : kernels::max_abs(flat.const_data_ptr<float>() + at, count);
+       }))
+    if (std::isnan(part) || part > largest) largest = part;  // nothing is larger than a NaN: it stays
+  return largest;
+}
+
+}  // namespace isograd

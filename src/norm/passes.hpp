@@ -1,0 +1,19 @@
+// Passes over what a rank owns of a bucket's gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "isograd/parameters.hpp"
+
+namespace isograd {
+
+// Places in what the bucket holds: of the elements that this rank counts, and of those among them that belong
+// to one parameter (possibly none).
+Range owned_part(const Bucket& bucket);
+Range owned_part(const Bucket& bucket, const Slot& slot);
+
+// Σ x² in fp64 and max |x|, of an fp32 or fp64 tensor. The bits do not depend on the number of threads.
+double squared_norm(const at::Tensor& flat, Range range);
+double max_abs(const at::Tensor& flat, Range range);
+
+}  // namespace isograd
