@@ -18,41 +18,99 @@ def bench(*arguments, of="step", **options):
                           capture_output=True, timeout=300, env=ENVIRONMENT, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_step_is_compared_with_pytorch(tmp_path, ranks):
+RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}
+
+
+def check_ratio(record):
+    larger_is_better = record["unit"] in ("tokens/s", "GB/s")
+    ours, peer = record["ours"], record["peer"]
+    assert record["ratio"] == pytest.approx(ours / peer if larger_is_better else peer / ours, rel=1e-9)
+
+
+def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     """The peer starts from our weights through a Hugging Face directory: equal losses over several optimizer
     steps mean equal models, gradients, clipping and AdamW."""
-    result = bench("--case", "tiny", "--ranks", ranks, "--seconds", 0.2, "--json", tmp_path / "step.json")
+    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--json", tmp_path / "step.json")
     assert result.returncode == 0, result.stdout + result.stderr
     (record,) = json.loads((tmp_path / "step.json").read_text())
-    assert set(record) == {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}
-    assert record["bench"] == "step" and record["unit"] == "tokens/s"
-    assert record["peer_name"] == ("PyTorch eager" if ranks == 1 else "PyTorch DDP over Gloo")
-    assert record["ratio"] == pytest.approx(record["ours"] / record["peer"], rel=1e-9)
+    assert set(record) == RECORD and record["bench"] == "step" and record["unit"] == "tokens/s"
+    assert record["peer_name"] == "PyTorch eager"
+    check_ratio(record)
     assert "NOT COMPARABLE" not in result.stdout
 
 
-@pytest.mark.parametrize("right, wrong", [
-    ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)"),
-    ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]'),
-], ids=["rotary embedding", "optimizer"])
-def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong):
-    script = (ROOT / "bench/peers/llama_step.py").read_text()
+def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
+    """All of them take part in one run and agree in losses and gradient norms."""
+    result = bench("--case", "tiny", "--ranks", 2, "--seconds", 0.2, "--json", tmp_path / "step.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "step.json").read_text())
+    strategies = {record["case"] for record in records}
+    assert {"tiny, 2 ranks, stage 0", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
+            "tiny, 2 ranks, shared parameters"} <= strategies
+    peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
+    assert len(records) == len(strategies) * len(peers)
+    for record in records:
+        assert set(record) == RECORD and record["unit"] == peers[record["peer_name"]]
+        check_ratio(record)
+
+
+def broken_peer(tmp_path, name, right, wrong):
+    """A Python that runs the named peer with a mistake, whatever script it is given."""
+    script = (ROOT / "bench/peers" / name).read_text()
     broken = script.replace(right, wrong)
     assert broken != script
     (tmp_path / "broken.py").write_text(broken)
-    python = tmp_path / "python"  # runs the broken script, whatever script it is given
-    python.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{tmp_path}/broken.py" "$@"\n')
+    python = tmp_path / "python"
+    # The arguments before the script's own are -W ignore SCRIPT.
+    python.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -W ignore "{tmp_path}/broken.py" "$@"\n')
     python.chmod(0o755)
-    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--python", python)
-    assert result.returncode == 1
+    return python
+
+
+@pytest.mark.parametrize("right, wrong, arguments", [
+    ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1)),
+    ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]', ("--ranks", 1)),
+    # AdamW hides the factor from the losses; the norm tells it.
+    ("set_force_sum_reduction_for_comms(True)", "set_gradient_divide_factor(1.0)",
+     ("--ranks", 2, "--strategy", "stage-0")),
+], ids=["rotary embedding", "optimizer", "fsdp2 divides by another number"])
+def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong, arguments):
+    python = broken_peer(tmp_path, "llama_step.py", right, wrong)
+    result = bench("--case", "tiny", *arguments, "--seconds", 0.2, "--python", python)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NOT COMPARABLE" in result.stdout
+
+
+def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
+    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "optim.json", of="optim")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "optim.json").read_text())
+    assert [record["case"] for record in records[::2]] == [
+        "tiny, 1 rank, one rank", "tiny, 2 ranks, shared parameters", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, stage 0"]
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "optim"
+        assert record["unit"] == ("GB/s" if record["peer_name"] == "triad" else "ms")
+        check_ratio(record)
+
+
+@pytest.mark.parametrize("right, wrong", [
+    ('lr=c["learning_rate"]', 'lr=1.01 * c["learning_rate"]'),
+    ('"weight_decay": c["weight_decay"]', '"weight_decay": 0.0'),
+    ('for r in range(c["ranks"])', 'for r in range(1)'),
+], ids=["learning rate", "weight decay", "one rank's gradient"])
+def test_a_peer_that_updates_otherwise_is_not_compared(tmp_path, right, wrong):
+    python = broken_peer(tmp_path, "optim_step.py", right, wrong)
+    result = bench("--case", "tiny", "--ranks", 2, "--seconds", 0.2, "--python", python, of="optim")
+    assert result.returncode == 1, result.stdout + result.stderr
     assert "NOT COMPARABLE" in result.stdout
 
 
 def test_a_python_without_torch_is_named(tmp_path):
     result = bench("--case", "tiny", "--ranks", 1, "--python", "/bin/false")
     assert result.returncode == 2
-    assert "side 'peer' (/bin/false)" in result.stderr and "PYTHON" in result.stderr
+    assert "side 'eager' (/bin/false)" in result.stderr and "PYTHON" in result.stderr
 
 
 def test_an_unknown_case_is_refused():

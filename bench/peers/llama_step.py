@@ -1,17 +1,19 @@
-"""The training step of `isograd bench step` in PyTorch: eager for one rank, DDP over Gloo for several.
+"""The training step of `isograd bench step` in PyTorch: eager on one rank, DDP or FSDP2 over Gloo on several.
 
 Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross_entropy, fused AdamW with weight
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
-directory) and sees the same tokens as isograd, so its losses must agree; the caller checks that.
+directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS      starts the ranks; torchrun may start them as well
+    python llama_step.py EXCHANGE RANKS SIDE eager|ddp|fsdp2      starts the ranks
 
 EXCHANGE holds
     case.json            shapes, learning rate, steps per turn
     model/               config.json, model.safetensors
-    tokens.bin           int64 [steps, ranks, sequences, length + 1]
-    peer.go.R            one byte per turn for rank R; end of file: done
-    peer.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...]}
+    tokens.bin           int64 [steps, ranks of case.json, sequences, length + 1]
+    SIDE.go.R            one byte per turn for rank R; end of file: done
+    SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
+
+An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
 import json
 import os
@@ -112,22 +114,38 @@ def optimizer_for(model, c):
                              fused=True)
 
 
-def run_rank(exchange, rank, ranks):
+def wrap(model, mode):
+    """The model as its wrapper trains it. Both wrappers then hold the mean over ranks of the ranks' gradients."""
+    if mode == "ddp":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if mode == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+        for block in model.model["layers"]:
+            fully_shard(block)
+        fully_shard(model)
+        for module in (*model.model["layers"], model):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean; FSDP2 then divides by itself
+    return model
+
+
+def run_rank(exchange, rank, ranks, side, mode):
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{exchange}/peer.store", rank=rank, world_size=ranks)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
     model = Llama(c, c["length"])
     load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    trained = wrap(model, mode)
     optimizer = optimizer_for(model, c)
-    trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks > 1 else model
     raw = bytearray((exchange / "tokens.bin").read_bytes())
-    tokens = torch.frombuffer(raw, dtype=torch.int64).reshape(-1, ranks, c["sequences"], c["length"] + 1)[:, rank]
-    go = open(exchange / f"peer.go.{rank}", "rb", buffering=0)
-    done = open(exchange / "peer.done", "w") if rank == 0 else None
+    tokens = torch.frombuffer(raw, dtype=torch.int64)
+    tokens = tokens.reshape(-1, c["ranks"], c["sequences"], c["length"] + 1)[:, rank]
+    go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
+    done = open(exchange / f"{side}.done", "w") if rank == 0 else None
     step = 0
     while go.read(1):
-        seconds, losses = [], []
+        seconds, losses, norms = [], [], []
         if ranks > 1:
             dist.barrier()
         for _ in range(c["steps_per_turn"]):
@@ -136,17 +154,19 @@ def run_rank(exchange, rank, ranks):
             logits = trained(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), c["max_norm"])
+            norm = nn.utils.clip_grad_norm_(model.parameters(), c["max_norm"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
             seconds.append(time.perf_counter() - start)
+            norms.append(norm)
             step += 1
         total = torch.tensor(losses, dtype=torch.float64)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)
+        norms = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item() for norm in norms]
         if done:
-            done.write(json.dumps({"seconds": seconds, "losses": (total / ranks).tolist()}) + "\n")
+            done.write(json.dumps({"seconds": seconds, "losses": (total / ranks).tolist(), "norms": norms}) + "\n")
             done.flush()
     if ranks > 1:
         dist.destroy_process_group()
@@ -155,10 +175,9 @@ def run_rank(exchange, rank, ranks):
 def main():
     exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
     if ranks == 1 or "RANK" in os.environ:
-        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks)
-    (exchange / "peer.store").unlink(missing_ok=True)
-    children = [subprocess.Popen([sys.executable, __file__, str(exchange), str(ranks)],
-                                 env=dict(os.environ, RANK=str(rank))) for rank in range(ranks)]
+        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks, *sys.argv[3:])
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
+                for rank in range(ranks)]
     statuses = [child.wait() for child in children]
     sys.exit(max(map(abs, statuses)))
 

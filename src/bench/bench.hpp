@@ -9,21 +9,41 @@ namespace isograd {
 
 struct BenchStepOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
-  std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: PyTorch DDP over Gloo
-  std::filesystem::path json;      // where the records go; empty: nowhere
-  double seconds = 24;             // of taking turns, for each case and number of ranks
-  std::string python;              // empty: $PYTHON, .venv/bin/python here, python3
+  std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: DDP and FSDP2 over Gloo, and one process alone
+  std::vector<std::string> strategies;  // of several ranks; empty: the standard ones
+  std::filesystem::path json;           // where the records go; empty: nowhere
+  double seconds = 60;                  // of taking turns, for each case and number of ranks
+  std::string python;                   // empty: $PYTHON, .venv/bin/python here, python3
 };
 
-// "small", "medium", "communication", and "tiny", which only shows that the comparison works.
+// "small", "medium", "communication", "compute", and "tiny", which only shows that the comparison works.
 std::vector<std::string> bench_step_cases();
+// "stage-0", "zero-1", ...
+std::vector<std::string> bench_strategies();
 
 // `isograd bench step`: whole training steps (forward, backward, clip, AdamW) of one Llama, ours and
-// PyTorch's, from the same weights on the same tokens with one thread a rank. Prints a table and writes
-// records
+// PyTorch's, by strategy, from the same weights on the same tokens with one thread a rank. Prints tables,
+// with the time that our ranks waited for communication, and writes records
 // {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}; a ratio above 1 means that ours is faster.
-// Returns 0 whatever the ratios are; 1 when the losses of the two differ, for then the comparison is void.
+// Returns 0 whatever the ratios are; 1 when losses or norms differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
+
+struct BenchOptimOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  std::vector<int> ranks{1, 2};
+  std::filesystem::path json;
+  double seconds = 30;  // of taking turns, for each case and number of ranks
+  std::string python;
+};
+
+// "communication" (43 M parameters) and "tiny".
+std::vector<std::string> bench_optim_cases();
+
+// `isograd bench optim`: from each rank's gradients to updated parameters (sum over ranks, norm, clip, AdamW,
+// publication), by strategy, beside as many PyTorch processes that clip and update alone: their gradients
+// need no sum. Bandwidth beside a triad on the same cores. Records with unit "ms" and, for bandwidth, "GB/s".
+// Returns 1 when the parameters of the two differ by more than rounding explains.
+int bench_optim(const BenchOptimOptions& options);
 
 struct BenchCommOptions {
   std::vector<int> ranks{2};
@@ -67,8 +87,9 @@ std::vector<std::string> bench_loss_cases();
 // losses or gradients differ. Forks: call it before any backward.
 int bench_loss(const BenchLossOptions& options);
 
-// Hidden verb `isograd bench step-ours EXCHANGE RANKS`: our side, started by bench_step. Starts its ranks
-// itself.
-int bench_step_ours(const std::filesystem::path& exchange, int ranks);
+// Hidden verbs `isograd bench step-ours|optim-ours EXCHANGE RANKS STRATEGY`: our sides, started by the above.
+// They start their ranks themselves.
+int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std::string& strategy);
+int bench_optim_ours(const std::filesystem::path& exchange, int ranks, const std::string& strategy);
 
 }  // namespace isograd

@@ -1,101 +1,152 @@
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
 #include "bench/bench.hpp"
-#include "bench/contestant.hpp"
 #include "bench/exchange.hpp"
+#include "bench/rounds.hpp"
 #include "bench/step_case.hpp"
-#include "isograd/error.hpp"
+#include "bench/strategy.hpp"
 
 namespace isograd {
 namespace {
 
-namespace fs = std::filesystem;
+struct Peer {
+  std::string name, title, mode;
+  bool alone = false;  // one process, with the tokens of one rank
+};
+const std::vector<Peer> kPeers = {{"ddp", "PyTorch DDP over Gloo", "ddp"},
+                                  {"fsdp2", "PyTorch FSDP2 over Gloo", "fsdp2"},
+                                  {"single", "one PyTorch process", "eager", true}};
+const Peer kEager = {"eager", "PyTorch eager", "eager"};
 
-struct Result {
-  std::string name;
-  std::string peer_name;
-  double ours = 0, peer = 0;                  // tokens/s, of the median step
-  double ours_spread = 0, peer_spread = 0;    // (third − first quartile) / median of a step's time
-  double ratio = 0, lowest = 0, highest = 0;  // of the medians; of single rounds
-  std::size_t rounds = 0;
-  double first_loss = 0, first_difference = 0;  // relative
-  double largest_difference = 0;                // over the steps of the first turn
-  bool comparable = false;
+std::vector<Peer> peers_of(int ranks) {
+  return ranks == 1 ? std::vector<Peer>{kEager} : kPeers;
+}
+
+std::vector<Strategy> strategies_of(int ranks, const BenchStepOptions& options) {
+  if (ranks == 1) return {find_strategy("stage-0")};
+  std::vector<Strategy> chosen;
+  for (const std::string& name : options.strategies) chosen.push_back(find_strategy(name));
+  if (chosen.empty())
+    std::copy_if(strategies().begin(), strategies().end(), std::back_inserter(chosen),
+                 [](const Strategy& strategy) { return strategy.standard; });
+  return chosen;
+}
+
+// What the first turn of a side must share with the reference's for the comparison to mean anything.
+struct Agreement {
+  double first_loss = 0, losses = 0, norm = 0;  // relative differences
+  bool good() const { return first_loss <= 1e-4 && losses <= 1e-3 && norm <= 1e-3; }
 };
 
-double relative(double a, double b) {
-  return std::abs(a - b) / std::max(std::abs(b), 1e-300);
+Agreement compare(const Turn& side, const Turn& reference) {
+  const auto first = [](const std::vector<double>& values) {
+    return values.empty() ? std::nan("") : values.front();
+  };
+  return {.first_loss = relative_difference(first(side.losses), first(reference.losses)),
+          .losses = relative_difference(side.losses, reference.losses),
+          .norm = relative_difference(first(side.norms), first(reference.norms))};
 }
 
-Result run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
-  const fs::path script = find_peer("llama_step.py");
+struct Run {
+  std::string name;
+  int ranks = 1;
+  std::int64_t tokens = 0;  // of a rank's step
+  std::vector<SideResult> ours{}, peers{};
+  std::vector<Agreement> agreements{};  // of ours, then of the peers
+  std::vector<Peer> described{};        // the peers
+
+  bool comparable() const {
+    return std::all_of(agreements.begin(), agreements.end(),
+                       [](const Agreement& each) { return each.good(); });
+  }
+};
+
+Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
   const ExchangeFolder exchange;
   write_exchange(exchange.path(), step_case, ranks);
-  const std::string self = fs::read_symlink("/proc/self/exe").string();
-  Contestant ours("ours", {self, "bench", "step-ours", exchange.path().string(), std::to_string(ranks)},
-                  exchange.path(), ranks);
-  Contestant peer(
-      "peer", {find_python(options.python), script.string(), exchange.path().string(), std::to_string(ranks)},
-      exchange.path(), ranks);
-
-  Result result;
-  result.name = fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s");
-  result.peer_name = ranks == 1 ? "PyTorch eager" : "PyTorch DDP over Gloo";
-  // The first turn warms up and shows that both compute the same.
-  const Turn our_first = ours.turn(), peer_first = peer.turn();
-  const std::size_t steps = std::min(our_first.losses.size(), peer_first.losses.size());
-  for (std::size_t i = 0; i < steps; ++i)
-    result.largest_difference =
-        std::fmax(result.largest_difference, relative(our_first.losses[i], peer_first.losses[i]));
-  result.first_loss = our_first.losses.at(0);
-  result.first_difference = relative(our_first.losses.at(0), peer_first.losses.at(0));
-  result.comparable = result.first_difference <= 1e-4 && result.largest_difference <= 1e-3;
-
-  std::vector<double> our_seconds, peer_seconds, ratios;
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  constexpr std::size_t kFewest = 3;
-  // A B, B A, A B, ...: neither side always comes first.
-  while (result.rounds < kFewest || elapsed() < options.seconds) {
-    const bool we_begin = result.rounds % 2 == 0;
-    Turn our_turn, peer_turn;
-    if (we_begin) our_turn = ours.turn();
-    peer_turn = peer.turn();
-    if (!we_begin) our_turn = ours.turn();
-    our_seconds.insert(our_seconds.end(), our_turn.seconds.begin(), our_turn.seconds.end());
-    peer_seconds.insert(peer_seconds.end(), peer_turn.seconds.begin(), peer_turn.seconds.end());
-    ratios.push_back(quantile(peer_turn.seconds, 0.5) / quantile(our_turn.seconds, 0.5));
-    ++result.rounds;
+  std::vector<Side> sides;
+  for (const Strategy& strategy : strategies_of(ranks, options))
+    sides.push_back({.name = strategy.name,
+                     .title = ranks == 1 ? "isograd" : strategy.title,
+                     .command = {bench_self(), "bench", "step-ours", exchange.path().string(),
+                                 std::to_string(ranks), strategy.name},
+                     .ranks = ranks});
+  const std::size_t count = sides.size();
+  Run run{.name = fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s"),
+          .ranks = ranks,
+          .tokens = step_case.tokens(),
+          .described = peers_of(ranks)};
+  for (const Peer& peer : run.described)
+    sides.push_back(
+        {.name = peer.name,
+         .title = peer.title,
+         .command = {find_python(options.python), "-W", "ignore", find_peer("llama_step.py").string(),
+                     exchange.path().string(), std::to_string(peer.alone ? 1 : ranks), peer.name, peer.mode},
+         .ranks = peer.alone ? 1 : ranks});
+  auto results = take_turns(sides, exchange.path(), options.seconds);
+  const Turn reference = results[count].first;  // the first peer's
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const bool other_tokens = i >= count && run.described[i - count].alone;
+    run.agreements.push_back(other_tokens ? Agreement{} : compare(results[i].first, reference));
+    (i < count ? run.ours : run.peers).push_back(std::move(results[i]));
   }
-  const double tokens = static_cast<double>(step_case.tokens() * ranks);
-  const double our_median = quantile(our_seconds, 0.5), peer_median = quantile(peer_seconds, 0.5);
-  result.ours = tokens / our_median;
-  result.peer = tokens / peer_median;
-  result.ours_spread = (quantile(our_seconds, 0.75) - quantile(our_seconds, 0.25)) / our_median;
-  result.peer_spread = (quantile(peer_seconds, 0.75) - quantile(peer_seconds, 0.25)) / peer_median;
-  result.ratio = peer_median / our_median;
-  result.lowest = quantile(ratios, 0);
-  result.highest = quantile(ratios, 1);
-  return result;
+  return run;
 }
 
-void print(const Result& result) {
-  fmt::print("{:<24} {:>10.0f} {:>6.1f}%  {:>10.0f} {:>6.1f}%   {:>5.2f}  {:.2f} .. {:.2f} in {:<3}  {}\n",
-             result.name, result.ours, 100 * result.ours_spread, result.peer, 100 * result.peer_spread,
-             result.ratio, result.lowest, result.highest, result.rounds, result.peer_name);
-  if (!result.comparable)
+void print(const Run& run) {
+  fmt::print("{}, {} tokens a step\n", run.name, run.tokens * run.ranks);
+  std::string head = fmt::format("  {:<26} {:>8} {:>7} {:>9} {:>8}", "", "ms", "spread", "tokens/s", "waits");
+  for (const Peer& peer : run.described) head += fmt::format("  {:>20}", "x " + peer.name);
+  fmt::print("{}\n", head);
+  const auto line = [&](const SideResult& result, bool is_ours) {
+    const auto tokens = static_cast<double>(run.tokens * result.side.ranks);
+    fmt::print("  {:<26} {:>8.2f} {:>6.1f}% {:>9.0f} {:>8}", result.side.title, result.median() * 1e3,
+               100 * result.spread(), tokens / result.median(),
+               result.exposed.empty() ? "" : fmt::format("{:.2f}", quantile(result.exposed, 0.5) * 1e3));
+    if (is_ours)
+      for (const SideResult& peer : run.peers) {
+        const Ratio ratio = faster(result, peer);
+        fmt::print("  {:>20}",
+                   fmt::format("{:.2f} ({:.2f} .. {:.2f})", ratio.median, ratio.lowest, ratio.highest));
+      }
+    fmt::print("\n");
+  };
+  for (const SideResult& result : run.ours) line(result, true);
+  for (const SideResult& result : run.peers) line(result, false);
+  for (std::size_t i = 0; i < run.agreements.size(); ++i) {
+    const Agreement& found = run.agreements[i];
+    if (found.good()) continue;
+    const auto& side = i < run.ours.size() ? run.ours[i].side : run.peers[i - run.ours.size()].side;
     fmt::print(
-        "  NOT COMPARABLE: first losses differ by {:.2g} (1e-4 allowed), those of the first turn by {:.2g} "
-        "(1e-3 allowed)\n",
-        result.first_difference, result.largest_difference);
+        "  NOT COMPARABLE: {} differs from {}: first losses by {:.2g} (1e-4 allowed), those of the first "
+        "turn by "
+        "{:.2g} (1e-3 allowed), first norm by {:.2g} (1e-3 allowed)\n",
+        side.title, run.peers.front().side.title, found.first_loss, found.losses, found.norm);
+  }
   std::fflush(stdout);
+}
+
+void add_records(const Run& run, nlohmann::ordered_json& records) {
+  const auto tokens = static_cast<double>(run.tokens * run.ranks);
+  for (const SideResult& ours : run.ours)
+    for (std::size_t i = 0; i < run.peers.size(); ++i) {
+      const SideResult& peer = run.peers[i];
+      const double ratio = peer.median() / ours.median();
+      const std::string name = run.ranks == 1 ? run.name : run.name + ", " + ours.side.title;
+      // A process alone has fewer tokens in a step: the time of the step is what counts.
+      if (run.described[i].alone)
+        records.push_back(bench_record("step", name, ours.median() * 1e3, peer.median() * 1e3,
+                                       peer.side.title, "ms", ratio));
+      else
+        records.push_back(bench_record("step", name, tokens / ours.median(), tokens / peer.median(),
+                                       peer.side.title, "tokens/s", ratio));
+    }
 }
 
 }  // namespace
@@ -106,6 +157,12 @@ std::vector<std::string> bench_step_cases() {
   return names;
 }
 
+std::vector<std::string> bench_strategies() {
+  std::vector<std::string> names;
+  for (const auto& strategy : strategies()) names.push_back(strategy.name);
+  return names;
+}
+
 int bench_step(const BenchStepOptions& options) {
   std::vector<StepCase> cases;
   for (const auto& name : options.cases) cases.push_back(find_step_case(name));
@@ -113,24 +170,18 @@ int bench_step(const BenchStepOptions& options) {
     std::copy_if(step_cases().begin(), step_cases().end(), std::back_inserter(cases),
                  [](const StepCase& step_case) { return step_case.standard; });
   fmt::print(
-      "tokens/s of whole training steps, fp32, one thread a rank; median, quartile spread, turns taken\n"
-      "{:<24} {:>10} {:>7}  {:>10} {:>7}   {:>5}  {}\n",
-      "case", "ours", "spread", "peer", "spread", "ratio", "single rounds");
+      "whole training steps, fp32, one thread a rank: median, quartile spread, ms of it that a rank waited "
+      "for\n"
+      "communication, and how much faster than each peer (lowest .. highest of single rounds)\n");
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
   for (const auto& step_case : cases)
     for (int ranks : options.ranks) {
-      const Result result = run_case(step_case, ranks, options);
-      print(result);
-      comparable = comparable && result.comparable;
-      records.push_back({{"bench", "step"},
-                         {"case", result.name},
-                         {"ours", result.ours},
-                         {"peer", result.peer},
-                         {"peer_name", result.peer_name},
-                         {"unit", "tokens/s"},
-                         {"ratio", result.ratio}});
+      const Run run = run_case(step_case, ranks, options);
+      print(run);
+      comparable = comparable && run.comparable();
+      add_records(run, records);
     }
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
   return comparable ? 0 : 1;

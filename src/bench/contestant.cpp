@@ -109,7 +109,7 @@ void Contestant::fail(const std::string& found) {
   constexpr std::size_t kShown = 2000;
   if (log.size() > kShown) log = "..." + log.substr(log.size() - kShown);
   throw ConfigError(
-      {.where = "bench step, side '" + name_ + "' (" + command_[0] + ")",
+      {.where = "isograd bench, side '" + name_ + "' (" + command_[0] + ")",
        .found = found + (log.empty() ? "" : ":\n" + log),
        .expected = "a line for each turn",
        .action = "Read its output above; the peer needs a Python with torch (variable PYTHON)"});
@@ -136,7 +136,8 @@ Turn Contestant::turn(double patience) {
   unread_.erase(0, end + 1);
   if (line.is_discarded() || !line.contains("seconds") || !line.contains("losses"))
     fail("a line that is not JSON");
-  return {line["seconds"].get<std::vector<double>>(), line["losses"].get<std::vector<double>>()};
+  const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
+  return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed")};
 }
 
 }  // namespace isograd

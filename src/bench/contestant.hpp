@@ -13,6 +13,8 @@ namespace isograd {
 struct Turn {
   std::vector<double> seconds;  // of each step
   std::vector<double> losses;
+  std::vector<double> norms;    // of the whole gradient; empty where a side does not say
+  std::vector<double> exposed;  // seconds of each step that waited for communication; empty likewise
 };
 
 // Starts `command` and talks to it through named pipes in the exchange folder: NAME.go.R, one byte a turn for

@@ -53,6 +53,8 @@ const std::vector<StepCase>& step_cases() {
       {"medium", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2},
       // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
       {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
+      // Attention and products over many tokens; few parameters.
+      {"compute", shape(256, 4, 4, 4, 64, 704, false), 1, 2048, 1},
       // Shows in a few seconds that the comparison works; its ratio says nothing.
       {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };
@@ -77,6 +79,7 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
   const DecoderConfig& config = step_case.shape;
   const AdamWOptions adamw = bench_adamw();
   const nlohmann::ordered_json description = {{"name", step_case.name},
+                                              {"ranks", ranks},
                                               {"vocabulary", config.vocabulary},
                                               {"hidden", config.hidden},
                                               {"layers", config.layers},

@@ -67,14 +67,9 @@ Verb wrapped_verb(CLI::App& bench) {
   return {verb, [options] { return bench_wrapped(*options); }};
 }
 
-}  // namespace
-
-std::vector<Verb> bench_verbs(CLI::App& program) {
-  CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
-  bench->require_subcommand(1);
-
-  CLI::App* step =
-      bench->add_subcommand("step", "Whole training steps: PyTorch on one rank, PyTorch DDP on several");
+Verb step_verb(CLI::App& bench) {
+  CLI::App* step = bench.add_subcommand(
+      "step", "Whole training steps: PyTorch alone, its DDP and its FSDP2, beside each of our strategies");
   auto options = std::make_shared<BenchStepOptions>();
   step->add_option("--ranks", options->ranks,
                    "numbers of ranks to compare; 1 and 2 unless given, may be repeated")
@@ -85,6 +80,11 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_step_cases()));
+  step->add_option("--strategy", options->strategies,
+                   "of several ranks; stage 0 to ZeRO-3 and shared parameters unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_strategies()));
   step->add_option("--json", options->json,
                    "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
       ->type_name("FILE");
@@ -97,7 +97,58 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       ->type_name("FILE");
   step->footer(
       "A ratio above 1 means that isograd is faster.\n"
-      "Status: 0 compared, whatever the ratios; 1 the losses of the two differ; 2 bad input.");
+      "Status: 0 compared, whatever the ratios; 1 losses or norms differ; 2 bad input.");
+  return {step, [options] { return bench_step(*options); }};
+}
+
+Verb optim_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "optim", "Sum, norm, clip and AdamW, beside PyTorch's clip_grad_norm_ and fused AdamW, and a triad");
+  auto options = std::make_shared<BenchOptimOptions>();
+  verb->add_option("--ranks", options->ranks, "numbers of ranks; 1 and 2 unless given, may be repeated")
+      ->type_name("N")
+      ->allow_extra_args(false)
+      ->check(CLI::Range(1, 64));
+  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_optim_cases()));
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--seconds", options->seconds, "of taking turns, for each case and number of ranks")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  verb->add_option("--python", options->python,
+                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer(
+      "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n"
+      "Status: 0 compared, whatever the ratios; 1 the parameters of the two differ; 2 bad input.");
+  return {verb, [options] { return bench_optim(*options); }};
+}
+
+// Hidden: our side of a comparison, started by the above.
+Verb ours_verb(CLI::App& bench, const char* name,
+               int (*run)(const std::filesystem::path&, int, const std::string&)) {
+  struct Ours {
+    std::string exchange, strategy;
+    int ranks = 1;
+  };
+  CLI::App* verb = bench.add_subcommand(name, "")->group("");
+  auto mine = std::make_shared<Ours>();
+  verb->add_option("EXCHANGE", mine->exchange)->required();
+  verb->add_option("RANKS", mine->ranks)->required();
+  verb->add_option("STRATEGY", mine->strategy)->required();
+  return {verb, [mine, run] { return run(mine->exchange, mine->ranks, mine->strategy); }};
+}
+
+}  // namespace
+
+std::vector<Verb> bench_verbs(CLI::App& program) {
+  CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
+  bench->require_subcommand(1);
 
   CLI::App* loss = bench->add_subcommand(
       "loss", "The fused linear cross entropy: LibTorch's own two operations, time and memory");
@@ -117,20 +168,13 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       "A ratio above 1 means that isograd is faster or takes less memory.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
 
-  // Hidden: our side of the comparison, started by the above.
-  CLI::App* ours = bench->add_subcommand("step-ours", "")->group("");
-  struct Ours {
-    std::string exchange;
-    int ranks = 1;
-  };
-  auto mine = std::make_shared<Ours>();
-  ours->add_option("EXCHANGE", mine->exchange)->required();
-  ours->add_option("RANKS", mine->ranks)->required();
   return {comm_verb(*bench),
           wrapped_verb(*bench),
-          {step, [options] { return bench_step(*options); }},
+          step_verb(*bench),
+          optim_verb(*bench),
           {loss, [of_loss] { return bench_loss(*of_loss); }},
-          {ours, [mine] { return bench_step_ours(mine->exchange, mine->ranks); }}};
+          ours_verb(*bench, "step-ours", bench_step_ours),
+          ours_verb(*bench, "optim-ours", bench_optim_ours)};
 }
 
 }  // namespace isograd

@@ -1,0 +1,81 @@
+#include "bench/rounds.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "bench/exchange.hpp"
+
+namespace isograd {
+
+double SideResult::median() const {
+  return quantile(seconds, 0.5);
+}
+double SideResult::spread() const {
+  return (quantile(seconds, 0.75) - quantile(seconds, 0.25)) / quantile(seconds, 0.5);
+}
+
+std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
+                                   double seconds) {
+  std::vector<std::unique_ptr<Contestant>> contestants;
+  std::vector<SideResult> results;
+  for (const Side& side : sides) {
+    contestants.push_back(std::make_unique<Contestant>(side.name, side.command, exchange, side.ranks));
+    results.push_back({.side = side});
+  }
+  for (std::size_t i = 0; i < sides.size(); ++i) results[i].first = contestants[i]->turn();
+
+  constexpr int kFewest = 3;
+  const auto start = std::chrono::steady_clock::now();
+  const auto elapsed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  for (int round = 0; round < kFewest || elapsed() < seconds; ++round)
+    for (std::size_t place = 0; place < sides.size(); ++place) {
+      const std::size_t i = round % 2 == 0 ? place : sides.size() - 1 - place;
+      const Turn turn = contestants[i]->turn();
+      SideResult& result = results[i];
+      result.seconds.insert(result.seconds.end(), turn.seconds.begin(), turn.seconds.end());
+      result.exposed.insert(result.exposed.end(), turn.exposed.begin(), turn.exposed.end());
+      result.rounds.push_back(quantile(turn.seconds, 0.5));
+    }
+  return results;
+}
+
+Ratio faster(const SideResult& ours, const SideResult& peer) {
+  Ratio ratio{.median = peer.median() / ours.median(), .lowest = HUGE_VAL, .highest = 0};
+  for (std::size_t i = 0; i < std::min(ours.rounds.size(), peer.rounds.size()); ++i) {
+    ratio.lowest = std::min(ratio.lowest, peer.rounds[i] / ours.rounds[i]);
+    ratio.highest = std::max(ratio.highest, peer.rounds[i] / ours.rounds[i]);
+  }
+  return ratio;
+}
+
+std::string bench_self() {
+  return std::filesystem::read_symlink("/proc/self/exe").string();
+}
+
+double relative_difference(double a, double b) {
+  const double difference = std::abs(a - b) / std::max(std::abs(b), 1e-300);
+  return std::isnan(difference) ? std::numeric_limits<double>::infinity() : difference;
+}
+
+double relative_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  if (a.empty() || b.empty()) return std::numeric_limits<double>::infinity();
+  double largest = 0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i)
+    largest = std::max(largest, relative_difference(a[i], b[i]));
+  return largest;
+}
+
+nlohmann::ordered_json bench_record(const std::string& bench, const std::string& name, double ours,
+                                    double peer, const std::string& peer_name, const std::string& unit,
+                                    double ratio) {
+  return {{"bench", bench},         {"case", name}, {"ours", ours},  {"peer", peer},
+          {"peer_name", peer_name}, {"unit", unit}, {"ratio", ratio}};
+}
+
+}  // namespace isograd

@@ -1,0 +1,54 @@
+// Any number of sides taking turns, and the figures that come of it.
+#pragma once
+
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "bench/contestant.hpp"
+
+namespace isograd {
+
+struct Side {
+  std::string name;   // of its pipes: a word
+  std::string title;  // for people
+  std::vector<std::string> command{};
+  int ranks = 1;
+};
+
+struct SideResult {
+  Side side;
+  Turn first{};                   // warms up; what it computed is compared
+  std::vector<double> seconds{};  // of every step after it
+  std::vector<double> rounds{};   // the median of each turn after it
+
+  std::vector<double> exposed{};  // as Turn's, after the first
+
+  double median() const;
+  double spread() const;  // (third − first quartile) / median
+};
+
+// The first turn of each, then rounds until `seconds` are over, three at least: A B C, C B A, ... so that no
+// side always comes first and a machine's slow moments fall on all.
+std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
+                                   double seconds);
+
+// How much faster ours is: of the medians, and the lowest and highest of single rounds.
+struct Ratio {
+  double median = 0, lowest = 0, highest = 0;
+};
+Ratio faster(const SideResult& ours, const SideResult& peer);
+
+std::string bench_self();  // this program
+
+double relative_difference(double a, double b);
+// The largest over the elements that both have; infinite where one has none, or a NaN.
+double relative_difference(const std::vector<double>& a, const std::vector<double>& b);
+
+// {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}
+nlohmann::ordered_json bench_record(const std::string& bench, const std::string& name, double ours,
+                                    double peer, const std::string& peer_name, const std::string& unit,
+                                    double ratio);
+
+}  // namespace isograd

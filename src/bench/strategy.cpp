@@ -1,0 +1,49 @@
+#include "bench/strategy.hpp"
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+
+const std::vector<Strategy>& strategies() {
+  static const std::vector<Strategy> all = {
+      {.name = "stage-0", .title = "stage 0", .options = {.stage = 0}},
+      {.name = "zero-1", .title = "ZeRO-1", .options = {.stage = 1}},
+      {.name = "zero-2", .title = "ZeRO-2", .options = {.stage = 2}},
+      {.name = "shared", .title = "shared parameters", .options = {.share_parameters = true}},
+      {.name = "stage-0-late", .title = "stage 0, no overlap", .options = {.stage = 0, .overlap = false}},
+      {.name = "zero-1-late",
+       .title = "ZeRO-1, no overlap",
+       .options = {.stage = 1, .overlap = false},
+       .standard = false},
+      {.name = "zero-2-late",
+       .title = "ZeRO-2, no overlap",
+       .options = {.stage = 2, .overlap = false},
+       .standard = false},
+      {.name = "shared-late",
+       .title = "shared, no overlap",
+       .options = {.share_parameters = true, .overlap = false},
+       .standard = false},
+  };
+  return all;
+}
+
+const Strategy& find_strategy(const std::string& name) {
+  std::string names;
+  for (const Strategy& strategy : strategies()) {
+    if (strategy.name == name) return strategy;
+    names += (names.empty() ? "" : ", ") + strategy.name;
+  }
+  throw ConfigError({.where = "isograd bench --strategy",
+                     .found = name,
+                     .expected = names,
+                     .action = "Choose one of them"});
+}
+
+Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group) {
+  return {bucketed(trainable_parameters(model.named()), group, strategy.options),
+          [&model](const Batch& batch) -> LossTerms {
+            return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+          }};
+}
+
+}  // namespace isograd

@@ -1,0 +1,32 @@
+// The data-parallel strategies that the benchmarks compare.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/step.hpp"
+
+namespace isograd {
+
+struct Strategy {
+  std::string name;   // --strategy
+  std::string title;  // for people
+  DataParallelOptions options{};
+  std::string peer = "ddp";  // which of PyTorch's wrappers keeps as much on each rank: "ddp" or "fsdp2"
+  bool standard = true;      // part of a run without --strategy
+};
+
+const std::vector<Strategy>& strategies();
+const Strategy& find_strategy(const std::string& name);  // ConfigError names them
+
+// What a step of a model needs under a strategy.
+struct Prepared {
+  std::unique_ptr<DataParallel> layout;
+  ForwardLossTerms forward;
+};
+Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group);  // collective
+
+}  // namespace isograd
