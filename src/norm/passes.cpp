@@ -27,6 +27,18 @@ std::vector<double> by_chunks(Range range, const Pass& of) {
   return results;
 }
 
+template <typename Action>
+void with_values(const at::Tensor& flat, const Action& action) {
+  switch (flat.scalar_type()) {
+    case at::kDouble:
+      return action(flat.const_data_ptr<double>());
+    case at::kBFloat16:
+      return action(static_cast<const kernels::Bfloat16*>(flat.const_data_ptr()));
+    default:
+      return action(flat.const_data_ptr<float>());
+  }
+}
+
 }  // namespace
 
 Range owned_part(const Bucket& bucket) {
@@ -41,23 +53,23 @@ Range owned_part(const Bucket& bucket, const Slot& slot) {
 
 double squared_norm(const at::Tensor& flat, Range range) {
   double sum = 0;
-  for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
-         return flat.scalar_type() == at::kDouble
-                    ? kernels::squared_norm(flat.const_data_ptr<double>() + at, count)
-                    : kernels::squared_norm(flat.const_data_ptr<float>() + at, count);
-       }))
-    sum += part;
+  with_values(flat, [&](const auto* values) {
+    for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
+           return kernels::squared_norm(values + at, count);
+         }))
+      sum += part;
+  });
   return sum;
 }
 
 double max_abs(const at::Tensor& flat, Range range) {
   double largest = 0;
-  for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
-         return flat.scalar_type() == at::kDouble
-                    ? kernels::max_abs(flat.const_data_ptr<double>() + at, count)
-                    : kernels::max_abs(flat.const_data_ptr<float>() + at, count);
-       }))
-    if (std::isnan(part) || part > largest) largest = part;  // nothing is larger than a NaN: it stays
+  with_values(flat, [&](const auto* values) {
+    for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
+           return static_cast<double>(kernels::max_abs(values + at, count));
+         }))
+      if (std::isnan(part) || part > largest) largest = part;  // nothing is larger than a NaN: it stays
+  });
   return largest;
 }
 

@@ -12,7 +12,7 @@ namespace isograd {
 Range owned_part(const Bucket& bucket);
 Range owned_part(const Bucket& bucket, const Slot& slot);
 
-// Σ x² in fp64 and max |x|, of an fp32 or fp64 tensor. The bits do not depend on the number of threads.
+// Σ x² in fp64 and max |x|, of an fp32, fp64 or bf16 tensor. The bits do not depend on the number of threads.
 double squared_norm(const at::Tensor& flat, Range range);
 double max_abs(const at::Tensor& flat, Range range);
 
