@@ -180,6 +180,27 @@ def test_trains_and_says_what_it_did(place):
     assert all(whole(path) for path in place.checkpoints())
 
 
+@pytest.mark.parametrize("strategy, keeps, rounds", [("bucketed", "16Ψ", 1), ("zero1", "8Ψ + 8Ψ/N", 1),
+                                                     ("zero2", "4Ψ + 12Ψ/N", 2)])
+def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, rounds):
+    """Two micro-batches a step: zero2 sends gradients twice."""
+    result = place.run(train__steps=3, run__memory="true", parallel__strategy=strategy, batch__packs_per_step=8,
+                       parallel__share_parameters="off", model__hidden=64)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"keeps {keeps}" in result.stdout and "N = 2" in result.stdout
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
+    (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
+    measured = [list(map(float, row[1:])) for row in rows if re.fullmatch(r"rank \d", row[0])]
+    assert len(measured) == 2
+    for row in measured:
+        parameters, gradients, masters, state, total, other, passing, sent = row
+        assert total == pytest.approx(formula[4], rel=0.03)
+        assert passing > 0
+        assert sent == pytest.approx(formula[5], rel=0.03)  # the counts and the norm travel too
+    psi = formula[0] / 4  # in millions of parameters, in fp32
+    assert formula[5] == pytest.approx(psi * 4 * (rounds + 1) / 2, abs=0.01)
+
+
 def test_a_trained_model_gives_the_same_loss_in_transformers(place):
     """20 steps; then transformers' loss on the held-out tokens equals ours to 1e-5 relative.
 

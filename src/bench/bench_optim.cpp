@@ -108,6 +108,9 @@ bool run_case(const OptimCase& of, int ranks, const BenchOptimOptions& options,
     const Ratio ratio = faster(result, peer);
     fmt::print("   {:>5.2f}  {:.2f} .. {:.2f} in {}\n", ratio.median, ratio.lowest, ratio.highest,
                result.rounds.size());
+    const auto parts = result.median_parts();
+    fmt::print("    sum {:.2f}, norm {:.2f}, update {:.2f}, publication {:.2f}\n", parts.at(0) * 1e3,
+               parts.at(1) * 1e3, parts.at(2) * 1e3, parts.at(3) * 1e3);
     const Difference difference = compare_parameters(exchange.path(), result, peer);
     if (!difference.comparable()) {
       comparable = false;

@@ -137,7 +137,7 @@ Turn Contestant::turn(double patience) {
   if (line.is_discarded() || !line.contains("seconds") || !line.contains("losses"))
     fail("a line that is not JSON");
   const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
-  return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed")};
+  return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed"), numbers("parts")};
 }
 
 }  // namespace isograd

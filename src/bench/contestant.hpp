@@ -15,6 +15,7 @@ struct Turn {
   std::vector<double> losses;
   std::vector<double> norms;    // of the whole gradient; empty where a side does not say
   std::vector<double> exposed;  // seconds of each step that waited for communication; empty likewise
+  std::vector<double> parts;    // seconds of the parts of a step, medians of the turn; empty likewise
 };
 
 // Starts `command` and talks to it through named pipes in the exchange folder: NAME.go.R, one byte a turn for

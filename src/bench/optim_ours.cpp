@@ -9,6 +9,7 @@
 
 #include "base/files.hpp"
 #include "bench/bench.hpp"
+#include "bench/exchange.hpp"
 #include "bench/optim_case.hpp"
 #include "bench/pipes.hpp"
 #include "bench/rounds.hpp"
@@ -47,11 +48,22 @@ class Problem {
     }
   }
 
-  double update() {  // the norm of the summed gradient
+  // The norm of the summed gradient. `parts`: seconds of sum, norm, update and publication.
+  double update(std::vector<std::vector<double>>& parts) {
+    auto last = Clock::now();
+    const auto lap = [&](std::size_t part) {
+      const auto now = Clock::now();
+      parts[part].push_back(std::chrono::duration<double>(now - last).count());
+      last = now;
+    };
     layout_->finish_reduction();
+    lap(0);
     const GlobalNorm global = global_norm(layout_->buckets(), 0, group_);
+    lap(1);
     optimizer_->update(layout_->buckets(), clip_coefficient(global.norm, kBenchMaxNorm));
+    lap(2);
     layout_->publish_parameters();
+    lap(3);
     return global.norm;
   }
 
@@ -93,7 +105,8 @@ void run_rank(const std::filesystem::path& exchange, const std::string& name) {
   TurnPipes pipes(exchange, name, world.rank);
   std::int64_t update = 0;
   for (bool first = true; pipes.wait(); first = false) {
-    std::vector<double> seconds, norms;
+    std::vector<double> seconds, norms, medians;
+    std::vector<std::vector<double>> parts(4);
     for (std::int64_t i = 0; i < of.updates_per_turn; ++i, ++update) {
       if (!problem) {
         seconds.push_back(timed(world.group, [&] {
@@ -103,13 +116,16 @@ void run_rank(const std::filesystem::path& exchange, const std::string& name) {
         continue;
       }
       problem->draw_gradients(update);
-      seconds.push_back(timed(world.group, [&] { norms.push_back(problem->update()); }));
+      seconds.push_back(timed(world.group, [&] { norms.push_back(problem->update(parts)); }));
     }
     at::Tensor slowest = at::tensor(seconds, at::kDouble);
     world.group.all_reduce(slowest, ReduceOp::kMax);
     std::copy_n(slowest.const_data_ptr<double>(), seconds.size(), seconds.begin());
     if (first && problem && world.rank == 0) problem->write_parameters(exchange / (name + ".parameters"));
-    pipes.answer({{"seconds", seconds}, {"losses", nlohmann::json::array()}, {"norms", norms}});
+    if (problem)
+      for (const auto& part : parts) medians.push_back(quantile(part, 0.5));
+    pipes.answer(
+        {{"seconds", seconds}, {"losses", nlohmann::json::array()}, {"norms", norms}, {"parts", medians}});
   }
 }
 

@@ -18,6 +18,16 @@ double SideResult::spread() const {
   return (quantile(seconds, 0.75) - quantile(seconds, 0.25)) / quantile(seconds, 0.5);
 }
 
+std::vector<double> SideResult::median_parts() const {
+  std::vector<double> medians;
+  for (std::size_t part = 0; !parts.empty() && part < parts.front().size(); ++part) {
+    std::vector<double> values;
+    for (const auto& turn : parts) values.push_back(turn.at(part));
+    medians.push_back(quantile(values, 0.5));
+  }
+  return medians;
+}
+
 std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
                                    double seconds) {
   std::vector<std::unique_ptr<Contestant>> contestants;
@@ -40,6 +50,7 @@ std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::fi
       SideResult& result = results[i];
       result.seconds.insert(result.seconds.end(), turn.seconds.begin(), turn.seconds.end());
       result.exposed.insert(result.exposed.end(), turn.exposed.begin(), turn.exposed.end());
+      if (!turn.parts.empty()) result.parts.push_back(turn.parts);
       result.rounds.push_back(quantile(turn.seconds, 0.5));
     }
   return results;

@@ -25,7 +25,10 @@ struct SideResult {
 
   std::vector<double> exposed{};  // as Turn's, after the first
 
+  std::vector<std::vector<double>> parts{};  // Turn's, of each turn after the first
+
   double median() const;
+  std::vector<double> median_parts() const;
   double spread() const;  // (third − first quartile) / median
 };
 

@@ -10,11 +10,14 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb = program.add_subcommand("train", "Train a model as a configuration says");
   struct Flags : RunFlags {
     std::string json_log;
+    bool memory = false;
   };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
   verb->add_option("--json-log", flags->json_log, "metrics as JSON lines go here (run.json_log)")
       ->type_name("FILE");
+  verb->add_flag("--memory", flags->memory,
+                 "print what each rank keeps and sends, beside the formulas (run.memory)");
   verb->footer(
       "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
       "Ctrl-C ends the step on all ranks alike, saves, and says how to continue.\n\n"
@@ -25,6 +28,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   const auto action = [flags, &invocation] {
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
+    if (flags->memory) sets.push_back("run.memory=true");
     const RunConfig config = configuration(*flags, sets);
     return on_ranks(invocation, *flags, config, [&](World& world) {
       TrainerHooks hooks;

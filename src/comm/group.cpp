@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
+#include "base/account.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/ring_backend.hpp"
 #include "comm/self_test.hpp"
@@ -118,7 +119,10 @@ std::chrono::milliseconds Group::timeout() const {
 }
 
 at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype) {
-  if (impl_->shm && !impl_->alone()) return impl_->shm->empty_shared(numel, dtype);
+  if (impl_->shm && !impl_->alone()) {
+    count_shared(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
+    return impl_->shm->empty_shared(numel, dtype);
+  }
   return at::zeros({numel}, at::TensorOptions(dtype));
 }
 
@@ -130,6 +134,8 @@ at::Tensor Group::host_shared(std::int64_t numel, at::ScalarType dtype) {
          .found = fmt::format("backend {}", impl_->backend->getBackendName()),
          .expected = "shm, whose ranks reach one memory",
          .action = "Run the ranks of one host over the shm backend, or do not share parameters"});
+  const std::int64_t bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+  count_shared(split_rows(bytes, impl_->size)[impl_->rank]);  // this rank's part of the one copy
   return impl_->shm->host_shared(numel, dtype);
 }
 

@@ -37,6 +37,11 @@ TEST(PersistentBytes, FollowDtypesAndOptions) {
   plan.stage = 0, plan.share_parameters = true;
   EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
   EXPECT_EQ(persistent_bytes(plan).parameters, 4 * kNumel / 4);
+  plan.stage = 2;
+  EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);  // reduce_once: whole gradients
+  plan.reduce_once = false;
+  EXPECT_EQ(persistent_bytes(plan).total(), 16 * kNumel / 4);
+  plan.stage = 0;
   plan.replicas = 3;  // replicas save nothing
   EXPECT_EQ(persistent_bytes(plan).total(), 4 * kNumel + 12 * kNumel / 4);
 }
@@ -57,6 +62,8 @@ TEST(TrafficBytes, AreThePapers) {
       EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), (2 * rounds + 1) * psi);
       plan = plan_of(1, n, g), plan.share_parameters = true;
       EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), psi);
+      plan.stage = 2;
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), rounds * psi);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include "base/files.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
+#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
@@ -243,6 +244,25 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
   return text;
+}
+
+DataParallelPlan make_plan(const RunConfig& config, const std::vector<NamedParameter>& parameters,
+                           const Group& group) {
+  const std::string& strategy = config.parallel.strategy;
+  const int replicas = stage_of(strategy) > 0 ? static_cast<int>(config.parallel.replicas) : 1;
+  int states = 2;  // moments of AdamW
+  if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
+  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, group.size())[0];
+  const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
+  DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
+                        .stage = stage_of(strategy),
+                        .shards = static_cast<int>(split_rows(group.size(), replicas)[0]),
+                        .replicas = replicas,
+                        .share_parameters = group.size() > 1 && shares_parameters(config, strategy, group),
+                        .reduce_once = config.parallel.reduce_once,
+                        .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
+  for (const NamedParameter& parameter : parameters) plan.numel += parameter.tensor.numel();
+  return plan;
 }
 
 Schedule make_schedule(const RunConfig& config) {

@@ -20,6 +20,7 @@ struct RunConfig {
     std::string directory = "runs/default";  // report, metrics, checkpoints
     std::string json_log;                    // metrics as JSON lines; empty: metrics.jsonl in `directory`
     std::int64_t seed = 0;
+    bool memory = false;  // say what each rank keeps and sends
   } run;
   struct {
     std::vector<std::string>

@@ -98,6 +98,8 @@ std::vector<ConfigKey> make_keys() {
           "Initial weights, the order of the data, the choice of validation documents and generated text "
           "follow "
           "from it, whatever the number of ranks."),
+      KEY("run.memory", run.memory, "", any(),
+          "Measure what each rank keeps and sends, and print it beside the formulas (docs/memory.md)."),
 
       KEY("data.text", data.text, "", any(),
           "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, from the "

@@ -6,6 +6,7 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
+#include "train/memory.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
@@ -46,6 +47,7 @@ struct Trainer::Impl {
   ForwardLossTerms forward{};
   std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<Presenter> presenter{};  // rank 0 only
+  std::optional<MemoryWatch> memory{};     // run.memory
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   double step_seconds = 0;
@@ -59,6 +61,7 @@ struct Trainer::Impl {
     mean = make_normalizer(config, world.size);
     loader = make_loader(config, corpus, world.rank, world.size);
     validation = make_validation_loader(config, corpus, world.rank, world.size);
+    if (config.run.memory) memory.emplace();
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(config, corpus);
       model = make_model(config, corpus, dtype);
@@ -105,9 +108,11 @@ struct Trainer::Impl {
     Step step(forward, *layout, *mean, *optimizer, {.max_norm = config.train.max_norm});
     while (state.step < total) {
       const auto start = Clock::now();
+      if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
       const StepReport report = step(loader->next(), StopSignals::requested());
       const double seconds = seconds_since(start);
+      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!diverged) count(report);
       show(report, seconds, total, diverged);
@@ -171,6 +176,10 @@ struct Trainer::Impl {
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
   }
 
+  DataParallelPlan plan() const {
+    return make_plan(config, trainable_parameters(model->named()), world.group);
+  }
+
   void finish() {
     const bool finished = outcome.end == Outcome::End::kFinished;
     std::vector<ReportTable> tables;
@@ -188,7 +197,9 @@ struct Trainer::Impl {
     } else if (passed.item<std::int64_t>() == 0) {
       outcome.tables = {{.title = "see rank 0", .summary = {}, .columns = {}, .rows = {}, .passed = false}};
     }
+    const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group) : std::string();
     on_rank_zero(world.group, [&] {
+      if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
       if (finished && corpus.tokenizer && config.sample.tokens > 0)
         outcome.sample = sample_text(*model, *corpus.tokenizer, config.sample.prompt,
                                      {.max_tokens = config.sample.tokens,

@@ -1,0 +1,99 @@
+#include "train/memory.hpp"
+
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+namespace isograd {
+namespace {
+
+// Bytes of storages not seen before.
+class Storages {
+ public:
+  std::int64_t add(const at::Tensor& tensor) {
+    if (!tensor.defined() || !seen_.insert(tensor.storage().data()).second) return 0;
+    return static_cast<std::int64_t>(tensor.storage().nbytes());
+  }
+
+ private:
+  std::set<const void*> seen_;
+};
+
+std::string megabytes(double bytes) {
+  return fmt::format("{:.2f}", bytes / 1e6);
+}
+
+}  // namespace
+
+PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers) {
+  Storages storages;
+  PersistentBytes kept;
+  for (const Bucket& bucket : buckets) {
+    kept.parameters += split_rows(storages.add(bucket.parameters), sharers)[0];
+    kept.gradients += storages.add(bucket.gradients);
+    kept.master += storages.add(bucket.master);
+  }
+  for (const auto& [name, tensors] : state)
+    for (const at::Tensor& tensor : tensors) kept.state += storages.add(tensor);
+  return kept;
+}
+
+std::int64_t sent_so_far(DataParallel& layout) {
+  std::int64_t bytes = layout.group().traffic().bytes();
+  if (layout.shard_group().name() != layout.group().name()) bytes += layout.shard_group().traffic().bytes();
+  return bytes;
+}
+
+void MemoryWatch::before_step(DataParallel& layout) {
+  meter_.restart_peak();
+  alive_ = meter_.alive();
+  sent_ = sent_so_far(layout);
+}
+
+void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sharers) {
+  use_.kept = measure_kept(layout.buckets(), optimizer.state(layout.buckets()), sharers);
+  use_.other = meter_.alive() + meter_.shared() - start_ - use_.kept.total();
+  use_.passing = meter_.peak() - alive_;
+  use_.sent = sent_so_far(layout) - sent_;
+}
+
+ElementBytes element_bytes(at::ScalarType parameters, int states) {
+  if (parameters == at::kDouble) return {.parameter = 8, .gradient = 8, .master = 0, .state = 8 * states};
+  const bool rounded = parameters != at::kFloat;
+  return {.parameter = rounded ? 2 : 4, .gradient = 4, .master = rounded ? 4 : 0, .state = 4 * states};
+}
+
+std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group) {
+  const at::Tensor own = at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state,
+                                     use.other, use.passing, use.sent},
+                                    at::kLong);
+  const at::Tensor all = group.all_gather(own);  // [ranks, 7]
+  if (group.rank() != 0) return {};
+  const std::string row = "{:<10} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>11} {:>9}\n";
+  std::string text = fmt::format(fmt::runtime(row), "MB", "parameters", "gradients", "masters", "state",
+                                 "total", "other", "in passing", "sent");
+  const auto add = [&](const std::string& head, const PersistentBytes& kept, const std::string& other,
+                       const std::string& passing, double sent) {
+    const auto cell = [](std::int64_t bytes) { return megabytes(static_cast<double>(bytes)); };
+    text +=
+        fmt::format(fmt::runtime(row), head, cell(kept.parameters), cell(kept.gradients), cell(kept.master),
+                    cell(kept.state), cell(kept.total()), other, passing, megabytes(sent));
+  };
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto* at = all[rank].const_data_ptr<std::int64_t>();
+    add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]}, megabytes(static_cast<double>(at[4])),
+        megabytes(static_cast<double>(at[5])), static_cast<double>(at[6]));
+  }
+  add("formula", persistent_bytes(plan), "", "", traffic_bytes(plan).total());
+  text += fmt::format("{}: keeps {}, sends {} a step, with Ψ = {} parameters",
+                      plan.share_parameters ? std::string("one copy of the parameters")
+                                            : fmt::format("ZeRO stage {}", plan.stage),
+                      persistent_formula(plan), traffic_formula(plan), plan.numel);
+  if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
+  if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  return text + "\n";
+}
+
+}  // namespace isograd

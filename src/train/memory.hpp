@@ -1,0 +1,53 @@
+// Where a rank's memory goes and what it sends, measured, beside what the formulas foretell.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/plan.hpp"
+#include "plan/meter.hpp"
+
+namespace isograd {
+
+// Bytes of one rank.
+struct MemoryUse {
+  PersistentBytes kept;    // stays from step to step, by what it is for
+  std::int64_t other = 0;  // stays besides: batches, buffers, staging for collectives
+  std::int64_t passing =
+      0;                  // the most that a step holds beyond all that: activations, gradients on their way
+  std::int64_t sent = 0;  // by collectives, in a step
+};
+
+// The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'
+// surroundings included. Parameters that `sharers` ranks keep between them count their part.
+PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers);
+
+// Bytes that a layout's groups have sent so far.
+std::int64_t sent_so_far(DataParallel& layout);
+
+// Follows a run: begin() before its model is made, before_step() and after_step() around each step.
+class MemoryWatch {
+ public:
+  MemoryWatch() : start_(meter_.alive() + meter_.shared()) {}
+  void before_step(DataParallel& layout);
+  void after_step(DataParallel& layout, Optimizer& optimizer, int sharers);
+  // Of the last step.
+  const MemoryUse& use() const { return use_; }
+
+ private:
+  MemoryMeter meter_;
+  std::int64_t start_ = 0, alive_ = 0, sent_ = 0;
+  MemoryUse use_;
+};
+
+// Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
+ElementBytes element_bytes(at::ScalarType parameters, int states);
+
+// The table of `isograd train --memory`, a line for each rank, then the formulas. Collective; the text is on
+// rank 0.
+std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group);
+
+}  // namespace isograd
