@@ -155,6 +155,7 @@ def test_wrapped_steps_differ_in_the_backends_name_alone(tmp_path, wrapper):
     assert result.returncode == 0, result.stdout + result.stderr  # equal losses, bit by bit
     (record,) = json.loads((tmp_path / "wrapped.json").read_text())
     assert record["bench"] == "wrapped" and record["peer_name"] == "Gloo" and record["unit"] == "ms"
+    assert record["floor"] > 0 and " limit " in result.stdout
 
 
 @without_module
