@@ -80,6 +80,11 @@ class DataParallel {
   // itself.
   at::Tensor gather_whole(const Bucket& bucket, const at::Tensor& shard);
 
+  // While the result lives, the model's own tensors can be read and are whole: for checkpoints and sampling.
+  // Collective where parameters are sharded; nothing, and null, elsewhere. Let go of it before the next
+  // update.
+  virtual std::shared_ptr<const void> whole_parameters() { return nullptr; }
+
   // By parameter, in the model's order, whole. Collective where something is sharded: then copies, otherwise
   // views of what the buckets hold.
   struct View {

@@ -8,6 +8,7 @@
 #include "isograd/decoder_lm.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/group.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/module.hpp"

@@ -21,7 +21,7 @@ namespace {
 }
 
 void check_one(const std::string& name, const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || !tensor.device().is_cpu())
+  if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_meta()))
     refuse(name, fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
            "a dense tensor on the CPU", "Make the parameter dense and move the model to the CPU");
   if (!tensor.is_leaf())
@@ -43,7 +43,7 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
 void check_disjoint(const std::vector<NamedParameter>& parameters) {
   std::map<std::uintptr_t, std::pair<std::uintptr_t, const std::string*>> by_begin;
   for (const auto& parameter : parameters)
-    if (parameter.tensor.numel() > 0) {
+    if (parameter.tensor.numel() > 0 && !parameter.tensor.is_meta()) {
       const auto [begin, end] = extent(parameter.tensor);
       const auto next = by_begin.lower_bound(begin);
       const std::string* other = nullptr;

@@ -1,0 +1,232 @@
+// ZeRO-3 for C++ modules: parameters are whole only while they are used.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+
+namespace isograd {
+
+// A part of a model whose parameters are gathered, reduced and freed together; usually a block. Copies are
+// the same unit. Until fully_shard() has taken it, run() is a plain call.
+class UnitHandle {
+ public:
+  using Body = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+  // `parameters` says what belongs to it when fully_shard() asks.
+  explicit UnitHandle(std::function<std::vector<at::Tensor>()> parameters);
+
+  // body(inputs) with the unit's parameters whole. Whatever needs a gradient comes in through `inputs` or is
+  // a parameter of the model (ConfigError otherwise). With checkpointing `body` runs again in backward.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Body& body) const;
+  bool bound() const;
+
+  // For this unit alone, before fully_shard(); otherwise its options decide.
+  void set_checkpoint(bool checkpoint) const;
+  void set_reshard_after_forward(bool reshard) const;
+
+  struct Binding;
+  const std::shared_ptr<Binding>& binding() const { return binding_; }
+
+ private:
+  std::shared_ptr<Binding> binding_;
+};
+
+namespace sharded_call {
+
+// The tensors of an argument or result go through the autograd node, the rest is kept as it is.
+inline void take_tensors(at::Tensor& value, std::vector<at::Tensor>& out) {
+  out.push_back(std::exchange(value, at::Tensor()));
+}
+inline void put_tensors(at::Tensor& value, const std::vector<at::Tensor>& in, std::size_t& next) {
+  value = in.at(next++);
+}
+template <typename T>
+void take_tensors(T& value, std::vector<at::Tensor>& out);
+template <typename T>
+void put_tensors(T& value, const std::vector<at::Tensor>& in, std::size_t& next);
+
+template <typename T>
+inline constexpr bool is_sequence = false;
+template <typename T>
+inline constexpr bool is_sequence<std::vector<T>> = true;
+template <typename T>
+inline constexpr bool is_sequence<std::optional<T>> = true;
+template <typename T>
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
+template <typename T>
+struct ElementOf;
+template <template <typename...> class C, typename T, typename... Rest>
+struct ElementOf<C<T, Rest...>> {
+  using type = T;
+};
+
+// Whether tensors are found in it.
+template <typename T>
+constexpr bool holds_tensors() {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return true;
+  } else if constexpr (is_sequence<T>) {
+    return holds_tensors<typename ElementOf<T>::type>();
+  } else if constexpr (TupleLike<T>) {
+    return []<std::size_t... I>(std::index_sequence<I...>) {
+      return (... || holds_tensors<std::tuple_element_t<I, T>>());
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
+  } else {
+    return false;
+  }
+}
+
+template <typename T, typename Each>
+void for_parts(T& value, Each&& each) {
+  if constexpr (is_sequence<T>) {
+    if constexpr (requires { value.has_value(); }) {
+      if (value) each(*value);
+    } else {
+      for (auto& part : value) each(part);
+    }
+  } else {
+    std::apply([&](auto&... parts) { (each(parts), ...); }, value);
+  }
+}
+template <typename T>
+void take_tensors(T& value, std::vector<at::Tensor>& out) {
+  if constexpr (holds_tensors<T>()) for_parts(value, [&](auto& part) { take_tensors(part, out); });
+}
+template <typename T>
+void put_tensors(T& value, const std::vector<at::Tensor>& in, std::size_t& next) {
+  if constexpr (holds_tensors<T>()) for_parts(value, [&](auto& part) { put_tensors(part, in, next); });
+}
+
+}  // namespace sharded_call
+
+// A module as a unit: `block(x)` is block->forward(x), and fully_shard() can take it. Parameters keep their
+// names, because the module is registered as before:
+//
+//   std::vector<isograd::Sharded<Block>> blocks;                                  // in the model
+//   blocks.emplace_back(register_module("block0", std::make_shared<Block>()));    // one line per block
+//   for (auto& block : blocks) x = block(x);                                      // in its forward
+//
+// Tensors among the arguments (also in std::optional, std::vector, std::tuple, std::pair) get gradients;
+// other arguments are copied. The result holds tensors: one, or several in such types.
+template <typename Module>
+class Sharded : public UnitHandle {
+ public:
+  Sharded(std::shared_ptr<Module> module)  // NOLINT: stands for the module
+      : UnitHandle([module] { return module->parameters(); }), module_(std::move(module)) {}
+  Sharded(torch::nn::ModuleHolder<Module> holder) : Sharded(holder.ptr()) {}  // NOLINT
+
+  Module* operator->() const { return module_.get(); }
+  Module& operator*() const { return *module_; }
+  const std::shared_ptr<Module>& ptr() const { return module_; }
+
+  template <typename... Arguments>
+  auto operator()(Arguments&&... arguments) const {
+    using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
+    static_assert(sharded_call::holds_tensors<Result>(),
+                  "forward of a sharded module returns tensors, alone or in vector, optional, tuple or pair");
+    if (!bound()) return Result(module_->forward(std::forward<Arguments>(arguments)...));
+    std::tuple<std::decay_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
+    std::vector<at::Tensor> inputs;
+    sharded_call::take_tensors(values, inputs);
+    auto result = std::make_shared<std::optional<Result>>();  // its shape, and what is no tensor
+    const auto outputs = run(inputs, [module = module_, values, result](const std::vector<at::Tensor>& in) {
+      auto whole = values;
+      std::size_t next = 0;
+      sharded_call::put_tensors(whole, in, next);
+      Result returned = std::apply([&](auto&... value) { return module->forward(value...); }, whole);
+      std::vector<at::Tensor> out;
+      sharded_call::take_tensors(returned, out);
+      *result = std::move(returned);
+      return out;
+    });
+    std::size_t next = 0;
+    sharded_call::put_tensors(**result, outputs, next);
+    return std::move(**result);
+  }
+
+ private:
+  std::shared_ptr<Module> module_;
+};
+
+template <typename Module>
+Sharded(std::shared_ptr<Module>) -> Sharded<Module>;
+
+// A model as units: the whole, and its blocks in the order in which its forward calls them.
+struct ModelUnits {
+  UnitHandle root;
+  std::vector<UnitHandle> blocks;
+  // FullyShardOptions::initialize, for a model that may be on the meta device.
+  std::function<void(const std::string& name, at::Tensor& values)> initialize{};
+};
+
+struct FullyShardOptions {
+  // Behaviour. None changes the gradient.
+  bool check_parameters = true;  // refuse ranks whose models differ, naming the first difference
+  // Blocks are freed after forward and gathered again for backward: 3 Psi of communication instead of 2 Psi.
+  // The root stays whole from forward to the end of backward.
+  bool reshard_after_forward = true;
+  bool reshard_root = false;
+  bool checkpoint = false;  // blocks keep their inputs only and compute their forward again in backward
+  // Whole gradients are kept until the last micro-batch: one reduction a step.
+  bool reduce_once = false;
+  // The ranks of the shard group keep one copy of the parameters between them; nothing is gathered or freed.
+  // ConfigError where the backend has no such memory.
+  bool share_parameters = false;
+  // Bytes of parameters that may be whole at a time. ConfigError that names the unit that does not fit. 0: no
+  // limit.
+  std::int64_t gather_limit_bytes = 0;
+  // Gives parameters on the meta device their values, one at a time: no rank ever holds the whole model.
+  // `values` is zero-filled; what is written must not depend on the rank.
+  std::function<void(const std::string& name, at::Tensor& values)> initialize{};
+  // Speed
+  bool prefetch = true;  // the next block is gathered while this one computes, if the limit allows it
+};
+
+class FullySharded : public DataParallel {
+ public:
+  virtual std::int64_t gathered_bytes() const = 0;       // of parameters that are whole now
+  virtual std::int64_t most_gathered_bytes() const = 0;  // at any time so far
+};
+
+// ZeRO-3 (Rajbhandari et al. 2020): each rank of the shard group keeps a shard of parameters, gradients and
+// optimizer state. Collective.
+//
+// `root` is the whole model and is what the training loop calls; `blocks` are its parts, in the order in
+// which its forward calls them, a block used twice twice. A parameter that no block has, or that several
+// have, belongs to the root. Parameters that need no gradient are sharded too; buffers are not.
+//
+// Rules. Every rank calls the model equally often (empty batches count). Blocks are called inside the root's
+// call and do not contain one another. What needs a gradient reaches a block as an argument. Gradients are in
+// buckets() and views(), not in .grad. When the layout ends the parameters stay sharded; hold
+// whole_parameters() to take copies.
+std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root,
+                                          const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                          const std::vector<UnitHandle>& blocks, DataGroups groups,
+                                          FullyShardOptions options = {});
+
+// auto layout = fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
+template <typename Module>
+std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root, const std::vector<UnitHandle>& blocks,
+                                          DataGroups groups, FullyShardOptions options = {}) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (auto& item : root->named_parameters()) named.emplace_back(item.key(), item.value());
+  return fully_shard(root, named, blocks, std::move(groups), std::move(options));
+}
+
+}  // namespace isograd

@@ -1,0 +1,249 @@
+#include "parallel/data/flat_shard.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+#include "layout/flat.hpp"
+
+namespace isograd {
+
+at::Tensor GatherPool::take(at::ScalarType dtype, std::int64_t numel) {
+  at::Tensor memory;
+  const auto fits = [&](const at::Tensor& spare) {
+    return spare.scalar_type() == dtype && spare.numel() == numel;
+  };
+  if (const auto found = std::find_if(spare_.rbegin(), spare_.rend(), fits); found != spare_.rend()) {
+    memory = *found;
+    spare_.erase(std::next(found).base());
+    spare_bytes_ -= static_cast<std::int64_t>(memory.nbytes());
+  }
+  bytes_ += numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+  most_bytes_ = std::max(most_bytes_, bytes_);
+  trim();  // before more is asked for
+  return memory.defined() ? memory : at::empty({numel}, at::TensorOptions(dtype));
+}
+
+void GatherPool::give(at::Tensor memory) {
+  const auto bytes = static_cast<std::int64_t>(memory.nbytes());
+  bytes_ -= bytes;
+  spare_bytes_ += bytes;
+  spare_.push_back(std::move(memory));
+  trim();
+}
+
+void GatherPool::trim() {
+  while (!spare_.empty() && bytes_ + spare_bytes_ > most_bytes_) {
+    spare_bytes_ -= static_cast<std::int64_t>(spare_.front().nbytes());
+    spare_.pop_front();
+  }
+}
+
+namespace {
+
+void write_values(const at::Tensor& to, Range held, const Slot& slot, const at::Tensor& parameter,
+                  const FlatShard::Initialize& initialize) {
+  if (!parameter.is_meta()) return write_slot(to, held, slot, parameter.detach());
+  at::Tensor values = at::zeros(slot.shape, to.options());
+  initialize(slot.name, values);
+  write_slot(to, held, slot, values);
+}
+
+// `parameter` stays the same tensor, of the same name and autograd state.
+void become(at::Tensor parameter, const at::Tensor& view) {
+  const at::NoGradGuard no_grad;
+  if (parameter.is_meta())
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  else
+    parameter.set_data(view);
+}
+
+}  // namespace
+
+FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
+                     bool trained, const Initialize& initialize, ShardContext& context)
+    : context_(context), trained_(trained), pieces_(plan.slots.size()) {
+  Group& shard = context.groups.shard;
+  const at::NoGradGuard no_grad;
+  const Range all{0, plan.numel};
+  const Range held = context.shards() > 1 ? owned_slice(plan.numel, shard.rank(), shard.size()) : all;
+  ISOGRAD_INVARIANT(
+      held.size() * context.shards() == plan.numel,
+      fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, context.shards()));
+  bucket_.held = held;
+  // Each element has one owner: over the replicas of a shard the first, of a whole each a slice.
+  if (context.shards() == 1)
+    bucket_.owned = owned_slice(plan.numel, context.groups.all.rank(), context.groups.all.size());
+  else
+    bucket_.owned = context.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
+
+  if (context.always_whole()) {
+    const at::Tensor whole = context.one_copy ? shard.host_shared(plan.numel, plan.dtype)
+                                              : at::zeros({plan.numel}, at::TensorOptions(plan.dtype));
+    if (!context.one_copy || shard.rank() == 0)
+      for (const Slot& slot : plan.slots)
+        write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
+    if (context.one_copy) shard.barrier();  // nobody looks before they are there
+    for (const Slot& slot : plan.slots) become(parameters.at(slot.index).tensor, slot_view(whole, slot));
+    bucket_.parameters = whole.narrow(0, held.begin, held.size());
+    state_ = State::kWhole;
+  } else {
+    bucket_.parameters = shard.empty_shared(held.size(), plan.dtype);
+    storage_ = std::make_unique<UnitStorage>(
+        plan.numel, plan.dtype,
+        fmt::format(
+            "parameter read while sharded: those of unit '{}' are whole only inside its own call. Call "
+            "the block through its handle, or hold whole_parameters() of the layout",
+            unit));
+    for (const Slot& slot : plan.slots) {
+      const at::Tensor& parameter = parameters.at(slot.index).tensor;
+      write_values(bucket_.parameters, held, slot, parameter, initialize);
+      become(parameter, storage_->view(slot));
+    }
+  }
+  bucket_.master = plan.dtype == at::kBFloat16 ? bucket_.parameters.to(at::kFloat) : bucket_.parameters;
+  if (trained) {
+    const at::ScalarType type = gradient_type(plan.dtype);
+    if (context.reduce_once) {
+      whole_gradients_ = shard.empty_shared(plan.numel, type);
+      bucket_.gradients = whole_gradients_.narrow(0, held.begin, held.size());
+    } else {
+      bucket_.gradients = context.groups.replicate.empty_shared(held.size(), type);
+    }
+  }
+  bucket_.plan = std::move(plan);
+}
+
+std::int64_t FlatShard::gathered_bytes() const {
+  return storage_ ? bucket_.plan.numel * static_cast<std::int64_t>(c10::elementSize(bucket_.plan.dtype)) : 0;
+}
+
+void FlatShard::begin_gather() {
+  if (state_ != State::kFreed) return;
+  memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel);
+  const at::Tensor by_rank = memory_.view({context_.shards(), bucket_.held.size()});
+  gather_ = context_.groups.shard.all_gather_async(by_rank, bucket_.parameters);
+  state_ = State::kGathering;
+}
+
+void FlatShard::finish_gather() {
+  if (state_ != State::kGathering) return;
+  context_.waited.during([&] { gather_.wait(); });
+  storage_->put_in(memory_);
+  state_ = State::kWhole;
+}
+
+void FlatShard::free() {
+  if (state_ != State::kWhole || !storage_) return;
+  storage_->take_out();
+  context_.pool.give(std::move(memory_));
+  state_ = State::kFreed;
+}
+
+void FlatShard::drop() noexcept {
+  if (state_ == State::kGathering) {
+    try {
+      finish_gather();  // the others have begun it too; a group that failed throws at once
+    } catch (...) {
+      context_.pool.give(std::exchange(memory_, at::Tensor()));
+      state_ = State::kFreed;
+    }
+  }
+  free();
+}
+
+void FlatShard::add(std::size_t slot, at::Tensor gradient) {
+  const at::NoGradGuard no_grad;
+  if (whole_gradients_.defined()) {
+    slot_view(whole_gradients_, bucket_.plan.slots[slot]).add_(gradient);
+    return;
+  }
+  Piece& piece = pieces_[slot];
+  if (!piece.sum.defined()) {
+    piece.sum = std::move(gradient);  // others may see it: not to be written
+    return;
+  }
+  if (!piece.own)
+    piece.sum = piece.sum.to(gradient_type(bucket_.plan.dtype), /*non_blocking=*/false,
+                             /*copy=*/true);
+  piece.own = true;
+  piece.sum.add_(gradient);
+}
+
+void FlatShard::pack(const at::Tensor& buffer) {
+  std::int64_t at = 0;
+  const auto zero_to = [&](std::int64_t end) {  // another unit has been here
+    if (end > at) buffer.narrow(0, at, end - at).zero_();
+  };
+  for (std::size_t s = 0; s < pieces_.size(); ++s) {
+    if (!pieces_[s].sum.defined()) continue;
+    const Slot& slot = bucket_.plan.slots[s];
+    zero_to(slot.offset);
+    slot_view(buffer, slot).copy_(pieces_[s].sum);
+    at = slot.offset + slot.numel;
+  }
+  zero_to(bucket_.plan.numel);
+  forget();
+}
+
+void FlatShard::begin_reduction(at::Tensor buffer) {
+  const at::NoGradGuard no_grad;
+  if (whole_gradients_.defined()) {
+    if (context_.shards() > 1)
+      reduction_ = context_.groups.shard.reduce_scatter_async(bucket_.gradients, whole_gradients_);
+    return;
+  }
+  if (context_.shards() == 1) {
+    for (std::size_t s = 0; s < pieces_.size(); ++s)
+      if (pieces_[s].sum.defined()) slot_view(bucket_.gradients, bucket_.plan.slots[s]).add_(pieces_[s].sum);
+    forget();
+    return;
+  }
+  ISOGRAD_INVARIANT(!scattered_.defined(), "a second reduction while one is under way");
+  pack(buffer);
+  scattered_ = buffer.narrow(0, bucket_.held.begin, bucket_.held.size());
+  reduction_ = context_.groups.shard.reduce_scatter_async(scattered_, std::move(buffer));
+}
+
+void FlatShard::settle() {
+  if (!scattered_.defined()) return;
+  const at::NoGradGuard no_grad;
+  if (fresh_)
+    bucket_.gradients.copy_(scattered_);
+  else
+    bucket_.gradients.add_(scattered_);
+  fresh_ = false;
+  scattered_ = at::Tensor();
+}
+
+bool FlatShard::progress() {
+  if (state_ == State::kGathering) gather_.progress();
+  if (!reduction_.progress()) return false;
+  settle();
+  return true;
+}
+
+void FlatShard::wait() {
+  context_.waited.during([&] { reduction_.wait(); });
+  settle();
+}
+
+void FlatShard::sum_over_replicas() {
+  if (trained_ && context_.groups.replicate.size() > 1)
+    reduction_ = context_.groups.replicate.all_reduce_async(bucket_.gradients);
+}
+
+void FlatShard::zero() {
+  fresh_ = true;
+  forget();
+  if (whole_gradients_.defined())
+    whole_gradients_.zero_();
+  else if (trained_)
+    bucket_.gradients.zero_();
+}
+
+void FlatShard::forget() {
+  for (Piece& piece : pieces_) piece = {};
+}
+
+}  // namespace isograd

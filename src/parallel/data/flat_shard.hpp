@@ -1,0 +1,99 @@
+// The parameters of one type in one unit: this rank's shard of them, their gathering and the reduction of
+// their gradients.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "isograd/data_parallel.hpp"
+#include "parallel/data/flat_bucket.hpp"
+#include "parallel/data/unit_storage.hpp"
+
+namespace isograd {
+
+// Memory for gathered parameters, used again and counted. In use and spare together are never more than what
+// was once in use.
+class GatherPool {
+ public:
+  at::Tensor take(at::ScalarType dtype, std::int64_t numel);
+  void give(at::Tensor memory);
+  std::int64_t bytes() const { return bytes_; }  // in use
+  std::int64_t most_bytes() const { return most_bytes_; }
+
+ private:
+  void trim();
+  std::deque<at::Tensor> spare_;  // the longest unused first
+  std::int64_t bytes_ = 0, most_bytes_ = 0, spare_bytes_ = 0;
+};
+
+// What all shards of a layout have in common.
+struct ShardContext {
+  DataGroups groups;
+  bool one_copy = false;     // of the parameters, in memory that the shard group shares
+  bool reduce_once = false;  // whole gradients are kept until the last micro-batch
+  GatherPool pool{};
+  WaitClock waited{};
+
+  int shards() const { return groups.shard.size(); }
+  bool always_whole() const { return one_copy || shards() == 1; }
+};
+
+class FlatShard {
+ public:
+  // What a parameter without values yet (on the meta device) starts from.
+  using Initialize = std::function<void(const std::string& name, at::Tensor& values)>;
+
+  // Collective. Moves the parameters of `plan` (indices into `parameters`) into this rank's shard; from then
+  // on they can be read only while whole. The plan is padded for the shards.
+  FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
+            bool trained, const Initialize& initialize, ShardContext& context);
+
+  const Bucket& bucket() const { return bucket_; }
+  bool trained() const { return trained_; }
+  const UnitStorage* storage() const { return storage_.get(); }  // none where always whole
+
+  // Collective, in the same order on all ranks.
+  void begin_gather();  // nothing unless freed
+  void finish_gather();
+  void free();           // nothing unless whole
+  void drop() noexcept;  // whatever state it is in
+  bool is_freed() const { return state_ == State::kFreed; }
+  bool is_whole() const { return state_ == State::kWhole; }
+  std::int64_t gathered_bytes() const;  // 0 where always whole
+  void add(std::size_t slot, at::Tensor gradient);
+  // Of what was added, zeros where nothing was. `buffer` is [numel] in memory that the shard group shares and
+  // stays in use until wait() returns or progress() is true. Not read where whole gradients are kept.
+  void begin_reduction(at::Tensor buffer);
+  bool needs_buffer() const { return context_.shards() > 1 && !context_.reduce_once; }
+  bool progress();  // of whatever is under way; true once it is complete
+  void wait();
+  void sum_over_replicas();  // begins it
+  void zero();
+  void forget();  // what was added and not reduced
+
+ private:
+  enum class State { kFreed, kGathering, kWhole };
+  struct Piece {
+    at::Tensor sum;
+    bool own = false;  // memory nobody else sees
+  };
+  void settle();
+  void pack(const at::Tensor& buffer);
+
+  ShardContext& context_;
+  bool trained_;
+  Bucket bucket_;
+  std::unique_ptr<UnitStorage> storage_;
+  State state_ = State::kFreed;
+  at::Tensor memory_;           // gathered into
+  at::Tensor whole_gradients_;  // [numel], where kept until the last micro-batch
+  at::Tensor scattered_;        // this rank's part of a buffer under reduction
+  std::vector<Piece> pieces_;   // by slot
+  bool fresh_ = true;           // bucket_.gradients hold nothing of this step yet
+  Pending gather_, reduction_;
+};
+
+}  // namespace isograd

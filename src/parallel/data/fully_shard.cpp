@@ -1,0 +1,257 @@
+// Which parameter belongs to which unit, and the layout around the units.
+#include "isograd/fully_shard.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <limits>
+#include <unordered_map>
+
+#include "isograd/error.hpp"
+#include "layout/flat.hpp"
+#include "parallel/data/same_parameters.hpp"
+#include "parallel/data/unit_handle.hpp"
+#include "parallel/data/unit_passes.hpp"
+
+namespace isograd {
+namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+using Handles = std::vector<UnitHandle>;
+
+[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+  throw ConfigError({.where = "fully_shard",
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+// Trained and frozen parameters of the model, tied ones once. What is frozen and of another type or layout
+// than parameters are trained in stays as it is, whole on every rank.
+struct Members {
+  std::vector<NamedParameter> trained, frozen;
+};
+
+Members members_of(const Named& named) {
+  Members members;
+  members.trained = trainable_parameters(named);
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.defined() || tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second)
+      continue;
+    const auto type = tensor.scalar_type();
+    const bool floating = type == at::kFloat || type == at::kDouble || type == at::kBFloat16;
+    if (floating && tensor.layout() == at::kStrided && tensor.is_leaf())
+      members.frozen.push_back({.name = name, .tensor = tensor, .decays = false});
+  }
+  return members;
+}
+
+// The units' handles, each once, the root first; and the list of uses in their terms.
+struct Uses {
+  Handles units;
+  std::vector<std::size_t> uses;
+};
+
+Uses uses_of(const UnitHandle& root, const Handles& blocks) {
+  Uses result{.units = {root}, .uses = {kRootUnit}};
+  for (const UnitHandle& block : blocks) {
+    std::size_t unit = 0;
+    while (unit < result.units.size() && result.units[unit].binding() != block.binding()) ++unit;
+    if (unit == kRootUnit) refuse("the root among its own blocks", "blocks only", "Take it off the list");
+    if (unit == result.units.size()) result.units.push_back(block);
+    result.uses.push_back(unit);
+  }
+  for (const UnitHandle& handle : result.units)
+    if (handle.bound())
+      refuse("a model that another layout has sharded", "one layout at a time", "Destroy the other layout");
+  return result;
+}
+
+// Unit by tensor: the only block that has it, else the root.
+std::unordered_map<const c10::TensorImpl*, std::size_t> assign(const Uses& uses, const Named& named) {
+  std::unordered_map<const c10::TensorImpl*, std::size_t> units;
+  for (const auto& [name, tensor] : named)
+    if (tensor.defined()) units[tensor.unsafeGetTensorImpl()] = kRootUnit;
+  std::unordered_set<const c10::TensorImpl*> in_blocks;
+  for (std::size_t unit = 1; unit < uses.units.size(); ++unit) {
+    std::unordered_set<const c10::TensorImpl*> own;
+    for (const at::Tensor& tensor : uses.units[unit].binding()->parameters()) {
+      const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+      if (!tensor.defined() || !own.insert(impl).second) continue;
+      const auto found = units.find(impl);
+      if (found == units.end())
+        refuse(fmt::format("a parameter {} of block {} that the root does not have", c10::str(tensor.sizes()),
+                           unit - 1),
+               "blocks that are registered in the root", "Register the block's module in the model");
+      found->second = in_blocks.insert(impl).second ? unit : kRootUnit;
+    }
+  }
+  return units;
+}
+
+// What the parameters' names have in common, up to a dot.
+std::string name_of(std::size_t unit, const std::vector<std::string>& names) {
+  if (unit == kRootUnit) return "root";
+  std::string common = names.empty() ? "" : names.front();
+  for (const std::string& name : names) {
+    std::size_t same = 0;
+    while (same < std::min(common.size(), name.size()) && common[same] == name[same]) ++same;
+    common.resize(same);
+  }
+  const std::size_t dot = common.rfind('.');
+  return dot == std::string::npos || dot == 0 ? fmt::format("block {}", unit - 1) : common.substr(0, dot);
+}
+
+void check_same(const Members& members, Group& group) {
+  std::vector<NamedParameter> all = members.trained;
+  all.insert(all.end(), members.frozen.begin(), members.frozen.end());
+  for (NamedParameter& parameter : all)
+    if (parameter.tensor.is_meta()) {  // no values yet: its name and shape
+      parameter.name += c10::str(" ", parameter.tensor.sizes());
+      parameter.tensor = at::empty({0}, at::TensorOptions(parameter.tensor.scalar_type()));
+    }
+  check_same_parameters(all, group);
+}
+
+// What one unit will be made of.
+struct UnitPlan {
+  struct Flat {
+    BucketPlan plan;
+    bool trained;
+  };
+  std::string name;
+  bool reshard = true;
+  std::vector<Flat> flats{};
+  std::int64_t bytes = 0;  // gathered
+};
+
+std::vector<UnitPlan> plan_units(const Uses& uses, const Named& named, const Members& members,
+                                 const FullyShardOptions& options, int shards, bool always_whole) {
+  const auto unit_of = assign(uses, named);
+  std::vector<UnitPlan> units(uses.units.size());
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
+    std::vector<std::string> names;
+    for (const auto* list : {&members.trained, &members.frozen}) {
+      std::vector<NamedParameter> mine;
+      std::vector<std::size_t> places;
+      for (std::size_t i = 0; i < list->size(); ++i)
+        if (unit_of.at((*list)[i].tensor.unsafeGetTensorImpl()) == unit) {
+          mine.push_back((*list)[i]);
+          names.push_back((*list)[i].name);
+          places.push_back(i);
+        }
+      for (BucketPlan& plan : plan_buckets(mine, std::numeric_limits<std::int64_t>::max())) {
+        for (Slot& slot : plan.slots) slot.index = places[slot.index];
+        pad_for(plan, shards);
+        if (!always_whole)
+          units[unit].bytes += plan.numel * static_cast<std::int64_t>(c10::elementSize(plan.dtype));
+        units[unit].flats.push_back({std::move(plan), list == &members.trained});
+      }
+    }
+    const auto& own = uses.units[unit].binding()->reshard;
+    units[unit].name = name_of(unit, names);
+    units[unit].reshard =
+        own.value_or(unit == kRootUnit ? options.reshard_root : options.reshard_after_forward);
+  }
+  return units;
+}
+
+void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
+  if (limit < 0) refuse(fmt::format("gather_limit_bytes = {}", limit), "0 or more", "0 stands for no limit");
+  if (limit == 0) return;
+  const auto stays = [&](const UnitPlan& unit) { return &unit == &units[kRootUnit] || !unit.reshard; };
+  std::int64_t kept = 0;  // between forward and backward, or as long as the blocks
+  for (const UnitPlan& unit : units)
+    if (stays(unit)) kept += unit.bytes;
+  for (const UnitPlan& unit : units) {
+    const std::int64_t bytes = kept + (stays(unit) ? 0 : unit.bytes);
+    if (bytes > limit)
+      throw ConfigError(
+          {.where = fmt::format("sharded unit '{}'", unit.name),
+           .found = fmt::format("{} bytes whole at a time, {} of them of units that stay whole", bytes, kept),
+           .expected = fmt::format("at most {} (gather_limit_bytes)", limit),
+           .action = "Raise the limit, make smaller blocks, or let more units be freed after forward"});
+  }
+}
+
+class Layout final : public FullySharded {
+ public:
+  Layout(const Uses& uses, const Named& named, DataGroups groups, const FullyShardOptions& options)
+      : handles_(uses.units), members_(members_of(named)) {
+    auto context = std::make_unique<ShardContext>(ShardContext{.groups = std::move(groups)});
+    context->one_copy = options.share_parameters && context->shards() > 1;
+    context->reduce_once = options.reduce_once;
+    // Everything that can refuse comes before the model is touched.
+    auto plans = plan_units(uses, named, members_, options, context->shards(), context->always_whole());
+    check_limit(plans, options.gather_limit_bytes);
+    if (!options.initialize) check_values();
+    if (options.check_parameters) check_same(members_, context->groups.all);
+    std::vector<ShardedUnit> units;
+    for (UnitPlan& plan : plans) {
+      ShardedUnit& unit = units.emplace_back(ShardedUnit{.name = plan.name, .reshard = plan.reshard});
+      for (auto& [flat, trained] : plan.flats) {
+        unit.flats.push_back(std::make_unique<FlatShard>(std::move(flat),
+                                                         trained ? members_.trained : members_.frozen,
+                                                         plan.name, trained, options.initialize, *context));
+        if (trained) buckets_.push_back(unit.flats.back()->bucket());
+      }
+    }
+    passes_ = std::make_shared<UnitPasses>(
+        std::move(context), std::move(units), uses.uses, members_.trained,
+        PassOptions{.prefetch = options.prefetch, .gather_limit = options.gather_limit_bytes});
+    for (std::size_t unit = 0; unit < handles_.size(); ++unit) {
+      UnitHandle::Binding& binding = *handles_[unit].binding();
+      const bool checkpoint = unit != kRootUnit && binding.checkpoint.value_or(options.checkpoint);
+      binding.call = {.host = passes_, .unit = unit, .checkpoint = checkpoint};
+    }
+  }
+
+  ~Layout() override {
+    for (const UnitHandle& handle : handles_) handle.binding()->call = {};
+    passes_->close();
+  }
+  Layout(const Layout&) = delete;
+  Layout& operator=(const Layout&) = delete;
+
+  void zero_gradients() override { passes_->zero_gradients(); }
+  void begin_backward(bool last) override { passes_->begin_backward(last); }
+  void finish_reduction() override { passes_->finish_reduction(); }
+  void publish_parameters() override { passes_->publish_parameters(); }
+  bool takes_every_round() const override { return passes_->takes_every_round(); }
+  std::vector<Bucket>& buckets() override { return buckets_; }
+  Group& group() override { return passes_->context().groups.all; }
+  Group& shard_group() override { return passes_->context().groups.shard; }
+  double exposed_seconds() const override { return passes_->context().waited.seconds(); }
+  std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
+  std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }
+
+  std::shared_ptr<const void> whole_parameters() override {
+    passes_->hold_everything();
+    return {passes_.get(), [passes = passes_](const void*) { passes->release_everything(); }};
+  }
+
+ private:
+  void check_values() const {
+    for (const auto* list : {&members_.trained, &members_.frozen})
+      for (const NamedParameter& parameter : *list)
+        if (parameter.tensor.is_meta())
+          refuse(fmt::format("parameter '{}' on the meta device, without values", parameter.name),
+                 "values, or FullyShardOptions::initialize",
+                 "Give a function that fills one parameter at a time");
+  }
+
+  Handles handles_;
+  Members members_;
+  std::vector<Bucket> buckets_;
+  std::shared_ptr<UnitPasses> passes_;
+};
+
+}  // namespace
+
+std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root, const Named& named, const Handles& blocks,
+                                          DataGroups groups, FullyShardOptions options) {
+  return std::make_unique<Layout>(uses_of(root, blocks), named, std::move(groups), options);
+}
+
+}  // namespace isograd

@@ -1,0 +1,15 @@
+// What a UnitHandle knows once a layout has taken it.
+#pragma once
+
+#include "isograd/fully_shard.hpp"
+#include "parallel/data/unit_node.hpp"
+
+namespace isograd {
+
+struct UnitHandle::Binding {
+  std::function<std::vector<at::Tensor>()> parameters;
+  std::optional<bool> checkpoint{}, reshard{};
+  UnitCall call{};  // call.host is null: not taken
+};
+
+}  // namespace isograd

@@ -1,0 +1,291 @@
+#include "parallel/data/unit_node.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/ThreadLocalState.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <mutex>
+#include <unordered_set>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+namespace autograd = torch::autograd;
+using at::Tensor;
+using autograd::variable_list;
+
+[[noreturn]] void refuse(const UnitCall& call, std::string found, std::string expected, std::string action) {
+  throw ConfigError({.where = fmt::format("sharded unit '{}'", call.host->unit_name(call.unit)),
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+// Frees everything unless the call came to its end.
+class AbandonUnlessDone {
+ public:
+  explicit AbandonUnlessDone(UnitHost& host) : host_(host) {}
+  ~AbandonUnlessDone() {
+    if (!done_) host_.abandon();
+  }
+  AbandonUnlessDone(const AbandonUnlessDone&) = delete;
+  AbandonUnlessDone& operator=(const AbandonUnlessDone&) = delete;
+  void done() { done_ = true; }
+
+ private:
+  UnitHost& host_;
+  bool done_ = false;
+};
+
+// What a recomputation must find as the forward found it: autocast and the like, and the random numbers.
+class Ambience {
+ public:
+  Ambience() : random_(random_state()) {}
+
+  template <typename Action>
+  void during(Action&& action) const {
+    const at::ThreadLocalStateGuard locals(locals_);
+    const at::AutoGradMode with_graph(true);
+    const Tensor now = random_state();
+    set_random_state(random_);
+    try {
+      action();
+    } catch (...) {
+      set_random_state(now);
+      throw;
+    }
+    set_random_state(now);
+  }
+
+ private:
+  static Tensor random_state() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    return generator.get_state();
+  }
+  static void set_random_state(const Tensor& state) {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(state);
+  }
+
+  at::ThreadLocalState locals_;
+  Tensor random_;
+};
+
+// What the body recorded between detached inputs and its outputs.
+struct InnerGraph {
+  variable_list inputs;   // leaves; undefined where the caller's are
+  variable_list outputs;  // with history inside
+  variable_list parameters;
+  bool anchored = false;  // another node is inside
+};
+
+// Finds the parameters that the outputs depend on, wherever they belong.
+void find_leaves(InnerGraph& graph, std::uint64_t first_inside, const UnitCall& call) {
+  std::unordered_set<const c10::TensorImpl*> inputs;
+  for (const Tensor& input : graph.inputs)
+    if (input.defined()) inputs.insert(input.unsafeGetTensorImpl());
+  std::vector<autograd::Node*> open;
+  std::unordered_set<autograd::Node*> seen;
+  const auto visit = [&](autograd::Node* node) {
+    if (node && seen.insert(node).second) open.push_back(node);
+  };
+  for (const Tensor& output : graph.outputs)
+    if (output.defined() && output.requires_grad())
+      visit(autograd::impl::gradient_edge(output).function.get());
+  const char* expected = "only tensors among the unit's arguments and parameters of the model";
+  while (!open.empty()) {
+    autograd::Node* node = open.back();
+    open.pop_back();
+    if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node)) {
+      const c10::TensorImpl* tensor = leaf->variable.unsafeGetTensorImpl();
+      if (inputs.contains(tensor)) continue;
+      if (tensor == call.host->anchor().unsafeGetTensorImpl())
+        graph.anchored = true;
+      else if (call.host->is_trained(tensor))
+        graph.parameters.push_back(leaf->variable);
+      else
+        refuse(call,
+               fmt::format("a leaf {} that needs a gradient and is neither an argument nor a parameter",
+                           c10::str(leaf->variable.sizes())),
+               expected, "Pass it as an argument of the forward, or register it as a parameter of the model");
+      continue;
+    }
+    if (node->sequence_nr() < first_inside)
+      refuse(call,
+             fmt::format("a tensor computed outside ({}) that is not an argument and needs a gradient",
+                         node->name()),
+             expected, "Pass it as an argument of the forward, or detach it");
+    for (const autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
+  }
+}
+
+// Runs the body with the graph on. `inputs` are leaves.
+InnerGraph record(const UnitCall& call, variable_list inputs, const UnitBody& body) {
+  InnerGraph graph;
+  graph.inputs = std::move(inputs);
+  const std::uint64_t first_inside = at::sequence_number::peek();
+  graph.outputs = body(graph.inputs);
+  for (Tensor& output : graph.outputs)  // a parameter that leaves the unit outlives its memory only as a copy
+    if (output.defined() && call.host->is_freed_memory(output.storage().unsafeGetStorageImpl()))
+      output = output.clone();
+  find_leaves(graph, first_inside, call);
+  return graph;
+}
+
+variable_list as_leaves(const variable_list& inputs) {
+  variable_list leaves;
+  for (const Tensor& input : inputs)
+    leaves.push_back(input.defined() ? input.detach().requires_grad_(input.requires_grad()) : input);
+  return leaves;
+}
+
+class UnitNode final : public autograd::Node {
+ public:
+  // `graph` without outputs: they are made again from its inputs in backward.
+  UnitNode(UnitCall call, std::size_t use, UnitBody body, const variable_list& inputs)
+      : call_(std::move(call)), use_(use), body_(std::move(body)) {
+    autograd::edge_list edges;
+    for (const Tensor& input : inputs)
+      edges.push_back(input.defined() && input.requires_grad() ? autograd::impl::gradient_edge(input)
+                                                               : autograd::Edge());
+    edges.push_back(autograd::impl::gradient_edge(call_.host->anchor()));
+    set_next_edges(std::move(edges));
+    if (call_.checkpoint) ambience_ = std::make_unique<Ambience>();
+  }
+
+  void keep(InnerGraph graph) { graph_ = std::move(graph); }
+  void keep_place(std::size_t output) { outputs_.push_back(output); }
+  std::string name() const override {
+    return fmt::format("isograd::Unit({})", call_.host->unit_name(call_.unit));
+  }
+  variable_list apply(variable_list&& gradients) override;
+  void release_variables() override {
+    released_ = true;
+    graph_ = {};
+    body_ = nullptr;
+  }
+
+ private:
+  InnerGraph again() const {
+    InnerGraph graph;
+    ambience_->during([&] { graph = record(call_, as_leaves(graph_.inputs), body_); });
+    return graph;
+  }
+
+  UnitCall call_;
+  std::size_t use_;
+  UnitBody body_;
+  InnerGraph graph_;
+  std::unique_ptr<Ambience> ambience_;
+  std::vector<std::size_t> outputs_;  // which outputs of the body have this history
+  bool released_ = false;
+};
+
+variable_list UnitNode::apply(variable_list&& gradients) {
+  if (at::GradMode::is_enabled())
+    refuse(call_, "a backward with create_graph", "one that is not differentiated again",
+           "Run backward without create_graph");
+  if (released_)
+    refuse(call_, "a second backward through a graph that is freed", "one backward",
+           "Pass keep_graph = true to the first backward");
+  const bool keep_graph = autograd::get_current_graph_task_keep_graph();
+  const std::size_t num_inputs = graph_.inputs.size();
+  const bool for_parameters = task_should_compute_output(num_inputs);
+  UnitHost& host = *call_.host;
+  AbandonUnlessDone guard(host);
+  host.enter_backward(use_);
+
+  const InnerGraph graph = call_.checkpoint ? again() : graph_;
+  variable_list outputs, upstream, wanted;
+  for (std::size_t i = 0; i < outputs_.size(); ++i) {
+    const Tensor& output = graph.outputs.at(outputs_[i]);
+    if (!gradients[i].defined() || !output.requires_grad()) continue;
+    outputs.push_back(output);
+    upstream.push_back(gradients[i]);
+  }
+  std::vector<std::size_t> places;  // of the inputs among `wanted`
+  for (std::size_t i = 0; i < num_inputs; ++i)
+    if (graph.inputs[i].defined() && graph.inputs[i].requires_grad() && task_should_compute_output(i)) {
+      wanted.push_back(graph.inputs[i]);
+      places.push_back(i);
+    }
+  if (for_parameters) {
+    wanted.insert(wanted.end(), graph.parameters.begin(), graph.parameters.end());
+    if (graph.anchored) wanted.push_back(host.anchor());
+  }
+
+  variable_list results(num_inputs + 1);
+  if (!outputs.empty() && !wanted.empty()) {
+    variable_list found = autograd::grad(outputs, wanted, upstream, keep_graph && !call_.checkpoint,
+                                         /*create_graph=*/false, /*allow_unused=*/true);
+    for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = found[i];
+    if (for_parameters)
+      for (std::size_t i = 0; i < graph.parameters.size(); ++i)
+        if (Tensor& gradient = found[places.size() + i]; gradient.defined())
+          host.take_gradient(graph.parameters[i], std::move(gradient));
+  }
+  host.leave_backward(use_);
+  guard.done();
+  return results;
+}
+
+variable_list call_without_graph(const UnitCall& call, const variable_list& inputs, const UnitBody& body) {
+  variable_list outputs = body(inputs);
+  for (Tensor& output : outputs)
+    if (output.defined() && call.host->is_freed_memory(output.storage().unsafeGetStorageImpl()))
+      output = output.clone();
+  return outputs;
+}
+
+variable_list call_with_graph(const UnitCall& call, std::size_t use, const variable_list& inputs,
+                              const UnitBody& body) {
+  auto node = c10::make_intrusive<UnitNode>(call, use, call.checkpoint ? body : UnitBody(), inputs);
+  InnerGraph graph;
+  if (call.checkpoint) {
+    graph.inputs = as_leaves(inputs);
+    const at::NoGradGuard no_grad;
+    graph.outputs = call_without_graph(call, graph.inputs, body);
+  } else {
+    graph = record(call, as_leaves(inputs), body);
+  }
+  variable_list results = graph.outputs;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    Tensor& result = results[i];
+    if (!result.defined() || !autograd::isDifferentiableType(result.scalar_type())) continue;
+    // The root's outputs always lead to its node: on a rank whose loss is a constant backward comes by all
+    // the same, as it does on the others.
+    if (!result.requires_grad() && !call.checkpoint && call.unit != kRootUnit) continue;
+    result = result.detach();
+    autograd::set_history(result, node);
+    node->keep_place(i);
+  }
+  if (call.checkpoint) graph.outputs.clear();
+  node->keep(std::move(graph));
+  return results;
+}
+
+}  // namespace
+
+std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& inputs, const UnitBody& body) {
+  if (!at::GradMode::is_enabled() && call.host->everything_is_held()) return body(inputs);
+  AbandonUnlessDone guard(*call.host);
+  const std::size_t use = call.host->enter_forward(call.unit);
+  variable_list outputs = at::GradMode::is_enabled() ? call_with_graph(call, use, inputs, body)
+                                                     : call_without_graph(call, inputs, body);
+  call.host->leave_forward(use);
+  guard.done();
+  return outputs;
+}
+
+}  // namespace isograd

@@ -1,0 +1,64 @@
+// The autograd node of a unit: one call of a block, whose parameters are whole only while they are used.
+//
+//   forward   gather -> body(detached inputs), recording its own inner graph -> free
+//   backward  gather -> gradients of the inner graph (or of its recomputation) -> hand them over -> free
+//
+// Outside, the outputs' history is this one node, so that the engine runs it like any operation, and an
+// exception in the body passes through one place that frees what was gathered.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace isograd {
+
+// The unit that holds what belongs to no block. Its call is the pass: all other calls happen inside it.
+inline constexpr std::size_t kRootUnit = 0;
+
+// What a call asks of the layout.
+class UnitHost {
+ public:
+  virtual ~UnitHost() = default;
+  virtual const std::string& unit_name(std::size_t unit) const = 0;
+
+  // The unit's parameters are whole from here until leave(), for its next use in this pass; returns the place
+  // of that use in the order of uses. Collective.
+  virtual std::size_t enter_forward(std::size_t unit) = 0;
+  virtual void leave_forward(std::size_t use) = 0;
+  virtual void enter_backward(std::size_t use) = 0;
+  // Of a parameter for which is_trained() holds, before leave_backward().
+  virtual void take_gradient(const at::Tensor& parameter, at::Tensor gradient) = 0;
+  virtual void leave_backward(std::size_t use) = 0;
+  // Somebody holds all parameters whole: calls without gradients are plain ones, on any rank alone.
+  virtual bool everything_is_held() const { return false; }
+  // An exception is on its way: frees whatever is whole.
+  virtual void abandon() noexcept = 0;
+
+  virtual bool is_trained(const c10::TensorImpl* leaf) const = 0;
+  // Whether this memory goes away when a unit is freed.
+  virtual bool is_freed_memory(const c10::StorageImpl* storage) const = 0;
+  // A leaf that every node leads to, so that backward reaches a block none of whose inputs needs a gradient.
+  // Never gets a gradient itself.
+  virtual const at::Tensor& anchor() const = 0;
+};
+
+using UnitBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+struct UnitCall {
+  std::shared_ptr<UnitHost> host;
+  std::size_t unit = kRootUnit;
+  bool checkpoint = false;  // the inner graph is not kept but made again in backward
+};
+
+// Runs `body` on `inputs` (undefined ones included) with the unit's parameters whole. Every tensor that needs
+// a gradient and that `body` uses is an input or a parameter of the layout, ConfigError otherwise.
+std::vector<at::Tensor> call_unit(const UnitCall& call, const std::vector<at::Tensor>& inputs,
+                                  const UnitBody& body);
+
+}  // namespace isograd

@@ -1,0 +1,321 @@
+#include "parallel/data/unit_passes.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+#include "layout/flat.hpp"
+
+namespace isograd {
+namespace {
+
+// While one block's gradients are reduced the next block's are packed; more would only cost memory.
+constexpr std::size_t kBuffers = 2;
+
+[[noreturn]] void refuse(const std::string& unit, std::string found, std::string expected,
+                         std::string action) {
+  throw ConfigError({.where = fmt::format("sharded unit '{}'", unit),
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+}  // namespace
+
+UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<ShardedUnit> units,
+                       std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained,
+                       PassOptions options)
+    : context_(std::move(context)),
+      units_(std::move(units)),
+      uses_(std::move(uses)),
+      first_use_(units_.size()),
+      options_(options),
+      anchor_(at::zeros({0}).requires_grad_()),
+      reduced_(units_.size()) {
+  for (std::size_t use = uses_.size(); use-- > 0;) first_use_[uses_[use]] = use;
+  std::map<std::pair<bool, at::ScalarType>, std::int64_t> largest;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit)
+    for (auto& flat : units_[unit].flats) {
+      const BucketPlan& plan = flat->bucket().plan;
+      if (flat->storage()) storages_.insert(flat->storage()->impl());
+      if (!flat->trained()) continue;
+      for (std::size_t slot = 0; slot < plan.slots.size(); ++slot)
+        places_[trained.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl()] = {flat.get(), slot};
+      if (!flat->needs_buffer()) continue;
+      std::int64_t& numel = largest[{unit == kRootUnit, gradient_type(plan.dtype)}];
+      numel = std::max(numel, plan.numel);
+    }
+  for (const auto& [key, numel] : largest)
+    for (std::size_t i = 0; i < (key.first ? 1 : kBuffers); ++i)
+      buffers_[key].push_back(context_->groups.shard.empty_shared(numel, key.second));
+}
+
+std::size_t UnitPasses::next_use(std::size_t unit) const {
+  for (std::size_t use = cursor_; use < uses_.size(); ++use)
+    if (uses_[use] == unit) return use;
+  refuse(units_[unit].name, fmt::format("a call after that of '{}'", units_[uses_[cursor_ - 1]].name),
+         "the order of the list given to fully_shard(), one entry for each use",
+         "List the blocks in the order in which forward calls them, a block used twice twice");
+}
+
+void UnitPasses::hold(std::size_t use) {
+  for (auto& flat : units_[uses_[use]].flats) flat->begin_gather();
+  for (auto& flat : units_[uses_[use]].flats) flat->finish_gather();
+}
+
+// What decides is the same on all ranks: the options, and what is whole at this point of the list.
+void UnitPasses::ahead(std::size_t use) {
+  if (!options_.prefetch || use == 0 || use >= uses_.size()) return;
+  const std::size_t unit = uses_[use];
+  std::int64_t more = 0;
+  for (const auto& flat : units_[unit].flats)
+    if (flat->is_freed()) more += flat->gathered_bytes();
+  if (options_.gather_limit > 0 && context_->pool.bytes() + more > options_.gather_limit) return;
+  for (auto& flat : units_[unit].flats) flat->begin_gather();
+}
+
+void UnitPasses::free_unit(std::size_t unit) {
+  if (held_) return;
+  for (auto& flat : units_[unit].flats) flat->free();
+}
+
+void UnitPasses::after_forward(std::size_t use) {
+  const std::size_t unit = uses_[use];
+  const bool again_at_once = use + 1 < uses_.size() && uses_[use + 1] == unit;
+  if (again_at_once || (!units_[unit].reshard && with_graph_)) return;
+  free_unit(unit);
+}
+
+std::size_t UnitPasses::enter_forward(std::size_t unit) {
+  if (closed_)
+    refuse(units_[unit].name, "a call after the layout was destroyed", "a layout that lives",
+           "Keep the layout as long as the model is used, or load the model anew");
+  if (unit == kRootUnit) {
+    if (in_forward_ || in_backward_)
+      refuse(units_[unit].name, "a forward inside its own forward or backward", "one at a time",
+             "Call the model once per pass");
+    in_forward_ = true;
+    with_graph_ = at::GradMode::is_enabled();
+    hold(0);
+    ahead(1);
+    cursor_ = 1;
+    return 0;
+  }
+  if (!in_forward_)
+    refuse(units_[unit].name, "a call outside of the model's own", "a call inside the root's forward",
+           "Call the whole model through the handle that fully_shard() got as the root");
+  if (inside_ != 0)
+    refuse(units_[unit].name, fmt::format("a call inside of '{}'", units_[uses_[inside_]].name),
+           "blocks that do not contain one another", "List either the block or its parts");
+  const std::size_t use = next_use(unit);
+  for (; cursor_ < use; ++cursor_) {  // left out on this rank
+    hold(cursor_);
+    ahead(cursor_ + 1);
+    after_forward(cursor_);
+  }
+  hold(use);
+  ahead(use + 1);
+  cursor_ = use + 1;
+  inside_ = use;
+  return use;
+}
+
+void UnitPasses::leave_forward(std::size_t use) {
+  if (use == 0) {
+    for (; cursor_ < uses_.size(); ++cursor_) {
+      hold(cursor_);
+      ahead(cursor_ + 1);
+      after_forward(cursor_);
+    }
+    after_forward(0);
+    in_forward_ = false;
+  } else {
+    after_forward(use);
+    inside_ = 0;
+  }
+  progress();
+}
+
+void UnitPasses::after_backward(std::size_t use) {
+  const bool again_at_once = use > 1 && uses_[use - 1] == uses_[use];
+  if (!again_at_once) free_unit(uses_[use]);
+  if (is_last_in_backward(use)) reduce(uses_[use]);
+}
+
+void UnitPasses::enter_backward(std::size_t use) {
+  if (closed_)
+    refuse(units_[uses_[use]].name, "a backward after the layout was destroyed", "a layout that lives",
+           "Run backward before the layout ends");
+  if (use == 0) {
+    if (in_forward_ || in_backward_)
+      refuse(units_[0].name, "a backward inside its own forward or backward", "one at a time",
+             "Run backward after the model's forward has returned");
+    in_backward_ = true;
+    back_ = uses_.size() - 1;
+    hold(0);
+    ahead(back_);
+    return;
+  }
+  ISOGRAD_INVARIANT(in_backward_ && use <= back_,
+                    fmt::format("use {} of '{}' after {}", use, units_[uses_[use]].name, back_));
+  for (; back_ > use; --back_) {  // left out on this rank
+    hold(back_);
+    ahead(back_ - 1);
+    after_backward(back_);
+  }
+  hold(use);
+  ahead(use - 1);
+  back_ = use - 1;
+  inside_ = use;
+}
+
+void UnitPasses::take_gradient(const at::Tensor& parameter, at::Tensor gradient) {
+  const Place place = places_.at(parameter.unsafeGetTensorImpl());
+  place.flat->add(place.slot, std::move(gradient));
+}
+
+void UnitPasses::leave_backward(std::size_t use) {
+  if (use == 0) {
+    for (; back_ > 0; --back_) {
+      hold(back_);
+      ahead(back_ - 1);
+      after_backward(back_);
+    }
+    after_backward(0);
+    in_backward_ = false;
+  } else {
+    after_backward(use);
+    inside_ = 0;
+  }
+  progress();
+}
+
+void UnitPasses::abandon() noexcept {
+  in_forward_ = in_backward_ = false;
+  inside_ = 0;
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) {
+      if (!held_) flat->drop();
+      flat->forget();
+    }
+}
+
+at::Tensor UnitPasses::buffer_for(std::size_t unit, const FlatShard& flat) {
+  const BucketPlan& plan = flat.bucket().plan;
+  auto& ring = buffers_.at({unit == kRootUnit, gradient_type(plan.dtype)});
+  const at::Tensor& buffer = ring[turn_++ % ring.size()];
+  const void* memory = buffer.const_data_ptr();
+  const auto in_use = [&] {
+    return std::any_of(under_way_.begin(), under_way_.end(),
+                       [&](const Reduction& reduction) { return reduction.buffer == memory; });
+  };
+  while (in_use()) wait_for_oldest();
+  return buffer.narrow(0, 0, plan.numel);
+}
+
+void UnitPasses::reduce(std::size_t unit) {
+  if (context_->reduce_once) {
+    if (!last_) return;
+    if (reduced_[unit])
+      refuse(units_[unit].name, "a second backward after the one announced as the last",
+             "one backward after begin_backward(true)", "Add the losses up and call backward once");
+    reduced_[unit] = true;
+  }
+  for (auto& flat : units_[unit].flats) {
+    if (!flat->trained()) continue;
+    const at::Tensor buffer = flat->needs_buffer() ? buffer_for(unit, *flat) : at::Tensor();
+    const void* memory = buffer.defined() ? buffer.const_data_ptr() : nullptr;
+    flat->begin_reduction(buffer);
+    under_way_.push_back({flat.get(), memory});
+  }
+}
+
+void UnitPasses::wait_for_oldest() {
+  under_way_.front().flat->wait();
+  under_way_.pop_front();
+}
+
+void UnitPasses::wait_for_reductions() {
+  while (!under_way_.empty()) wait_for_oldest();
+}
+
+// In the order in which they began, so that sums are formed in one order.
+void UnitPasses::progress() {
+  while (!under_way_.empty() && under_way_.front().flat->progress()) under_way_.pop_front();
+}
+
+void UnitPasses::zero_gradients() {
+  wait_for_reductions();
+  last_ = false;
+  reduced_.assign(units_.size(), false);
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->zero();
+}
+
+void UnitPasses::begin_backward(bool last) {
+  if (last_)
+    throw ConfigError({.where = "begin_backward",
+                       .found = "a backward after the one announced as the last",
+                       .expected = "finish_reduction() next",
+                       .action = "Pass last = true only before the last micro-batch of a step"});
+  last_ = last;
+}
+
+void UnitPasses::finish_reduction() {
+  if (context_->reduce_once) {  // a rank without micro-batches, or a last one that was not announced
+    last_ = true;
+    for (std::size_t use = uses_.size(); use-- > 0;)
+      if (is_last_in_backward(use) && !reduced_[uses_[use]]) reduce(uses_[use]);
+    reduced_.assign(units_.size(), false);
+  }
+  last_ = false;
+  wait_for_reductions();
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->sum_over_replicas();
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->wait();
+  if (!held_)  // a forward without backward has left something whole, which the update would make stale
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
+  // Nobody reads the one copy any more, so that its owners may write to it.
+  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
+}
+
+// A gather reads a shard only after its owner has taken part in it, hence after the owner's update: nothing
+// to wait for here unless parameters are read without being gathered.
+void UnitPasses::publish_parameters() {
+  if (held_ && !storages_.empty())
+    throw ConfigError({.where = "publish_parameters",
+                       .found = "an update while whole_parameters() is held",
+                       .expected = "parameters that are gathered after it",
+                       .action = "Let go of whole_parameters() before the optimizer's update"});
+  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
+}
+
+void UnitPasses::hold_everything() {
+  if (in_forward_ || in_backward_ || held_)
+    throw ConfigError({.where = "whole_parameters",
+                       .found = held_ ? "a second one at the same time" : "a call during forward or backward",
+                       .expected = "one at a time, between passes",
+                       .action = "Let go of the first before, and call it outside of the model"});
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    for (auto& flat : units_[unit].flats) flat->begin_gather();
+    for (auto& flat : units_[unit].flats) flat->finish_gather();
+  }
+  held_ = true;
+}
+
+void UnitPasses::release_everything() {
+  held_ = false;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
+}
+
+void UnitPasses::close() {
+  closed_ = true;
+  abandon();
+}
+
+bool UnitPasses::takes_every_round() const {
+  return context_->shards() > 1 && !(context_->one_copy && context_->reduce_once);
+}
+
+}  // namespace isograd

@@ -1,0 +1,102 @@
+// The order in which units are gathered, freed and reduced: one list of uses, walked forwards and backwards.
+//
+// All ranks issue the same collectives in the same order whatever their batches make them do, because that
+// order follows from the list alone. Where a rank leaves a use out (a branch not taken, a loss that is a
+// constant) its part is made up for when it comes to the next one.
+#pragma once
+
+#include <deque>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "parallel/data/flat_shard.hpp"
+#include "parallel/data/unit_node.hpp"
+
+namespace isograd {
+
+struct ShardedUnit {
+  std::string name;
+  bool reshard = true;  // freed after forward and gathered again for backward
+  std::vector<std::unique_ptr<FlatShard>> flats{};
+};
+
+struct PassOptions {
+  bool prefetch = true;           // the next use is gathered while this one computes
+  std::int64_t gather_limit = 0;  // bytes whole at a time; 0: no limit
+};
+
+class UnitPasses final : public UnitHost {
+ public:
+  // uses[0] is the root, then the blocks in the order in which forward uses them.
+  UnitPasses(std::unique_ptr<ShardContext> context, std::vector<ShardedUnit> units,
+             std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained, PassOptions options);
+
+  // What the layout asks.
+  void zero_gradients();
+  void begin_backward(bool last);
+  void finish_reduction();
+  void publish_parameters();
+  void hold_everything();  // whole until release_everything(), collective
+  void release_everything();
+  void close();  // the layout is gone
+  bool takes_every_round() const;
+  ShardContext& context() { return *context_; }
+  std::vector<ShardedUnit>& units() { return units_; }
+
+  const std::string& unit_name(std::size_t unit) const override { return units_[unit].name; }
+  std::size_t enter_forward(std::size_t unit) override;
+  void leave_forward(std::size_t use) override;
+  void enter_backward(std::size_t use) override;
+  void take_gradient(const at::Tensor& parameter, at::Tensor gradient) override;
+  void leave_backward(std::size_t use) override;
+  bool everything_is_held() const override { return held_; }
+  void abandon() noexcept override;
+  bool is_trained(const c10::TensorImpl* leaf) const override { return places_.contains(leaf); }
+  bool is_freed_memory(const c10::StorageImpl* storage) const override { return storages_.contains(storage); }
+  const at::Tensor& anchor() const override { return anchor_; }
+
+ private:
+  struct Place {
+    FlatShard* flat;
+    std::size_t slot;
+  };
+  std::size_t next_use(std::size_t unit) const;
+  void hold(std::size_t use);
+  void ahead(std::size_t use);
+  void free_unit(std::size_t unit);
+  void after_forward(std::size_t use);
+  void after_backward(std::size_t use);
+  void reduce(std::size_t unit);
+  at::Tensor buffer_for(std::size_t unit, const FlatShard& flat);
+  void wait_for_oldest();
+  void wait_for_reductions();
+  void progress();
+  bool is_last_in_backward(std::size_t use) const { return first_use_[uses_[use]] == use; }
+
+  std::unique_ptr<ShardContext> context_;
+  std::vector<ShardedUnit> units_;
+  std::vector<std::size_t> uses_;       // unit by use
+  std::vector<std::size_t> first_use_;  // use by unit
+  PassOptions options_;
+  at::Tensor anchor_;
+  std::unordered_map<const c10::TensorImpl*, Place> places_;
+  std::unordered_set<const c10::StorageImpl*> storages_;
+
+  // Forward has dealt with uses [0, cursor_), backward with (back_, end).
+  bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
+  std::size_t cursor_ = 0, back_ = 0;
+  std::size_t inside_ = 0;  // the use whose block computes; 0: none
+
+  // Gradients. Reductions under way, oldest first, each with the buffer it uses.
+  struct Reduction {
+    FlatShard* flat;
+    const void* buffer;
+  };
+  std::deque<Reduction> under_way_;
+  std::map<std::pair<bool, at::ScalarType>, std::vector<at::Tensor>> buffers_;  // (of the root, type)
+  std::size_t turn_ = 0;
+  bool last_ = false;
+  std::vector<bool> reduced_;  // by unit, where gradients are reduced once a step
+};
+
+}  // namespace isograd

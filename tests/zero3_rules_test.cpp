@@ -1,0 +1,350 @@
+// What ZeRO-3 keeps, gathers and moves, what it asks of a model, and what it says when that is missing.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+#include "isograd/error.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/world.hpp"
+#include "zero3_model.hpp"
+
+namespace isograd {
+namespace {
+
+using ::testing::HasSubstr;
+using zero3::Model;
+using zero3::Reference;
+
+Sharded<Model> make(at::ScalarType type = at::kDouble, std::vector<std::size_t> order = {0, 1, 2},
+                    at::Device device = at::kCPU) {
+  return std::make_shared<Model>(type, std::move(order), device);
+}
+
+template <typename Action>
+std::string message(Action&& action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing thrown";
+}
+
+std::int64_t padded(std::int64_t numel, std::int64_t to) {
+  return (numel + to - 1) / to * to;
+}
+
+// Elements of a unit's flats as they are laid out: slots at multiples of 32, shards at multiples of 16.
+std::int64_t flat_numel(const std::vector<std::int64_t>& sizes, int shards) {
+  std::int64_t sum = 0;
+  for (std::int64_t size : sizes) sum += padded(size, 32);
+  return padded(sum, 16 * shards);
+}
+const std::vector<std::int64_t> kBlock = {49, 7, 1, 7, 6}, kRoot = {91, 1, 15}, kFrozen = {7};
+
+TEST(Zero3Memory, KeepsAShardOfEverything) {
+  for (int ranks : {2, 4, 8})
+    run_ranks(ranks, [&](World& world) {
+      auto model = make(at::kFloat);
+      const auto layout = fully_shard(model, model->uses(), world.group);
+      const std::int64_t psi = 3 * flat_numel(kBlock, ranks) + flat_numel(kRoot, ranks);
+      std::int64_t parameters = 0, gradients = 0;
+      for (const Bucket& bucket : layout->buckets()) {
+        parameters += bucket.parameters.numel();
+        gradients += bucket.gradients.numel();
+        EXPECT_EQ(bucket.held.size() * ranks, bucket.plan.numel);
+      }
+      EXPECT_EQ(parameters * ranks, psi);
+      EXPECT_EQ(gradients * ranks, psi);
+    });
+}
+
+TEST(Zero3Memory, WhatIsWholeStaysWithinTheLimit) {
+  const int ranks = 3;
+  const std::int64_t frozen = 8 * flat_numel(kFrozen, ranks);
+  const std::int64_t block = 8 * flat_numel(kBlock, ranks) + frozen;
+  const std::int64_t root = 8 * flat_numel(kRoot, ranks) + frozen;
+  struct Case {
+    std::int64_t limit, most;
+    FullyShardOptions options{};
+  };
+  const std::vector<Case> cases = {
+      {0, root + 2 * block},
+      {root + 2 * block, root + 2 * block},
+      {root + 2 * block - 1, root + block},  // no room for what comes next
+      {root + block, root + block},
+      {0, root + block, {.prefetch = false}},
+      {root + 3 * block, root + 3 * block, {.reshard_after_forward = false}},
+      {0, 0, {.share_parameters = true}},
+  };
+  for (Case each : cases)
+    run_ranks(ranks, [&](World& world) {
+      auto model = make();
+      FullyShardOptions options = each.options;
+      options.gather_limit_bytes = each.limit;
+      const auto layout = fully_shard(model, model->uses(), world.group, options);
+      zero3::accumulate(*layout, model, world.rank, ranks, 0, 3);
+      EXPECT_EQ(layout->most_gathered_bytes(), each.most) << each.limit;
+      EXPECT_EQ(layout->gathered_bytes(), 0);
+    });
+  for (const auto& [limit, options] : std::vector<std::pair<std::int64_t, FullyShardOptions>>{
+           {root + block - 1, {}}, {root + 3 * block - 1, {.reshard_after_forward = false}}, {8, {}}})
+    run_ranks(ranks, [&, limit = limit, options = options](World& world) {
+      auto model = make();
+      FullyShardOptions limited = options;
+      limited.gather_limit_bytes = limit;
+      const std::string error = message([&] { fully_shard(model, model->uses(), world.group, limited); });
+      EXPECT_THAT(error,
+                  HasSubstr(limit == root + block - 1 ? "sharded unit 'block0'" : "sharded unit 'root'"));
+      EXPECT_THAT(error, HasSubstr("gather_limit_bytes"));
+    });
+}
+
+TEST(Zero3Memory, NothingIsWholeBetweenForwardAndBackward) {
+  run_ranks(3, [](World& world) {
+    for (bool reshard_root : {true, false}) {
+      auto model = make();
+      const auto layout = fully_shard(model, model->uses(), world.group, {.reshard_root = reshard_root});
+      const auto from = zero3::batch(world.rank, 0, 0);
+      const at::Tensor loss = model(from.tokens, from.odd).sum();
+      const std::int64_t root = 8 * (flat_numel(kRoot, 3) + flat_numel(kFrozen, 3));
+      EXPECT_EQ(layout->gathered_bytes(), reshard_root ? 0 : root);
+      layout->begin_backward(true);
+      loss.backward();
+      EXPECT_EQ(layout->gathered_bytes(), 0);
+      {
+        const at::NoGradGuard no_grad;
+        (void)model(from.tokens, from.odd);
+        EXPECT_EQ(layout->gathered_bytes(), 0);
+      }
+      (void)model(from.tokens, from.odd);  // and no backward: the step's end frees it
+      layout->finish_reduction();
+      EXPECT_EQ(layout->gathered_bytes(), 0);
+    }
+  });
+}
+
+// Bytes on padded sizes, with the factor (N - 1) / N: 3 G Psi; (2 G + 1) Psi with one reduction a step; the
+// root is gathered once a micro-batch where it stays whole.
+TEST(Zero3Traffic, IsWhatTheFormulasSay) {
+  for (int ranks : {2, 3, 4, 8})
+    for (int replicas : {1, 2})
+      for (int micros : {1, 3})
+        for (bool once : {false, true})
+          for (bool reshard_root : {false, true})
+            for (bool share : {false, true}) {
+              if (ranks % replicas != 0) continue;
+              run_ranks(ranks, [&](World& world) {
+                auto model = make(at::kFloat);
+                const DataGroups groups = hybrid_groups(world, replicas);
+                const auto layout = fully_shard(
+                    model, model->uses(), groups,
+                    {.reshard_root = reshard_root, .reduce_once = once, .share_parameters = share});
+                const auto before = [&](Group group) { return group.traffic().bytes(); };
+                const std::int64_t shard0 = before(groups.shard), replica0 = before(groups.replicate);
+                zero3::accumulate(*layout, model, world.rank, ranks, 0, micros);
+                const int shards = ranks / replicas;
+                const std::int64_t blocks = 4 * 3 * flat_numel(kBlock, shards);
+                const std::int64_t root = 4 * flat_numel(kRoot, shards);
+                const std::int64_t frozen = 4 * flat_numel(kFrozen, shards);  // of each unit: gathered only
+                const std::int64_t gathers = micros, reductions = once ? 1 : micros;
+                std::int64_t whole = reductions * (blocks + root);
+                if (!share)
+                  whole += gathers * (2 * (blocks + 3 * frozen) + (reshard_root ? 2 : 1) * (root + frozen));
+                EXPECT_EQ(before(groups.shard) - shard0, shards == 1 ? 0 : whole * (shards - 1) / shards);
+                EXPECT_EQ(before(groups.replicate) - replica0,
+                          2 * ((blocks + root) / shards) * (replicas - 1) / replicas);
+              });
+            }
+}
+
+// A rank that leaves blocks out, or whose model gives a constant, keeps up with the others.
+TEST(Zero3Rules, RanksMayLeaveBlocksOut) {
+  const std::vector<std::vector<std::size_t>> skips = {{}, {0, 1, 2, 3, 4}, {4}, {0, 2}};
+  for (bool prefetch : {true, false})
+    for (bool checkpoint : {true, false})
+      run_ranks(5, [&](World& world) {
+        auto model = make(at::kDouble, {0, 1, 0, 2, 2});
+        const Reference reference(*model);
+        const auto layout =
+            fully_shard(model, model->uses(), world.group, {.checkpoint = checkpoint, .prefetch = prefetch});
+        const auto from = [](int rank, int micro) { return zero3::batch(2 * rank, 0, micro); };
+        layout->zero_gradients();
+        for (int micro : {0, 1}) {
+          // Each rank leaves other blocks out, and others in the next micro-batch; one gives a constant.
+          const int role = (world.rank + micro) % 5;
+          model->constant = role == 4;
+          if (role < 4) model->skip = skips[static_cast<std::size_t>(role)];
+          const auto mine = from(world.rank, micro);
+          const at::Tensor logits = model(mine.tokens, mine.odd);
+          layout->begin_backward(micro == 1);
+          (role == 4 ? logits.sum() : zero3::loss(logits, mine, 1)).backward();
+        }
+        layout->finish_reduction();
+        at::Tensor sum = at::zeros({}, at::kDouble);
+        for (int rank = 0; rank < 5; ++rank)
+          for (int micro : {0, 1})
+            if (const int role = (rank + micro) % 5; role < 4) {
+              const auto theirs = from(rank, micro);
+              sum = sum +
+                    zero3::loss(reference.forward(theirs, skips[static_cast<std::size_t>(role)]), theirs, 1);
+            }
+        EXPECT_LE(zero3::worst_error(*layout, reference.gradients_of(sum)), 1e-10);
+      });
+}
+
+TEST(Zero3Rules, WhatBreaksThemIsNamed) {
+  run_ranks(2, [](World& world) {
+    const auto error = [&](const std::function<void(Sharded<Model>&)>& act,
+                           std::vector<UnitHandle> uses = {}) {
+      auto model = make();
+      const auto layout = fully_shard(model, uses.empty() ? model->uses() : uses, world.group);
+      return message([&] { act(model); });
+    };
+    const auto x = [] { return at::ones({2, zero3::kHidden}, at::kDouble); };
+    EXPECT_THAT(error([&](auto& model) { model->blocks[1](x(), false); }),
+                HasSubstr("sharded unit 'block1': found a call outside of the model's own"));
+    EXPECT_THAT(error([&](auto& model) {
+                  model->order = {1, 0};
+                  model(at::zeros({2}, at::kLong), false);
+                }),
+                HasSubstr("sharded unit 'block0': found a call after that of 'block1'"));
+    EXPECT_THAT(error([&](auto& model) {
+                  model->order = {0, 0};
+                  model(at::zeros({2}, at::kLong), false);
+                }),
+                HasSubstr("a block used twice twice"));
+    EXPECT_THAT(error([&](auto& model) { model->blocks[1]->weight.sum(); }),
+                HasSubstr("parameter read while sharded: those of unit 'block1'"));
+    EXPECT_THAT(error([&](auto& model) { model->embedding.sum(); }),
+                HasSubstr("parameter read while sharded: those of unit 'root'"));
+    auto model = make();
+    EXPECT_THAT(message([&] {
+                  fully_shard(model, {model, model->blocks[0]}, world.group);
+                }),
+                HasSubstr("the root among its own blocks"));
+    Sharded<zero3::Block> stranger(std::make_shared<zero3::Block>(7, at::kDouble));
+    EXPECT_THAT(message([&] { fully_shard(model, {stranger}, world.group); }),
+                HasSubstr("Register the block's module in the model"));
+    auto layout = fully_shard(model, model->uses(), world.group);
+    EXPECT_THAT(message([&] { fully_shard(model, model->uses(), world.group); }),
+                HasSubstr("one layout at a time"));
+    const at::Tensor late = model(at::zeros({2}, at::kLong), false);
+    layout.reset();
+    EXPECT_THAT(message([&] { late.sum().backward(); }), HasSubstr("after the layout was destroyed"));
+    EXPECT_THAT(message([&] { model(at::zeros({2}, at::kLong), false); }), HasSubstr("while sharded"));
+  });
+}
+
+TEST(Zero3Rules, RanksWithDifferentModelsAreToldApart) {
+  run_ranks(2, [](World& world) {
+    auto model = make();
+    {
+      const at::NoGradGuard no_grad;
+      if (world.rank == 1) model->blocks[2]->frozen[3] += 1;
+    }
+    EXPECT_THAT(message([&] { fully_shard(model, model->uses(), world.group); }),
+                HasSubstr("'block2.frozen'"));
+  });
+}
+
+TEST(Zero3Rules, AfterAnExceptionOnAllRanksTheNextStepIsRight) {
+  for (const char* where : {"forward", "backward"})
+    for (bool checkpoint : {false, true})
+      run_ranks(3, [&](World& world) {
+        auto model = make();
+        const Reference reference(*model);
+        const auto layout = fully_shard(model, model->uses(), world.group, {.checkpoint = checkpoint});
+        int calls = 0;
+        zero3::at_place = [&](const char* place) {
+          if (std::string(place) != "block") return;
+          // The second block in forward; with checkpointing also the second one that backward computes again.
+          if (++calls == (std::string(where) == "forward" ? 2 : 5)) throw std::runtime_error("broke");
+        };
+        const std::string error = message([&] { zero3::accumulate(*layout, model, world.rank, 3, 0, 1); });
+        zero3::at_place = nullptr;
+        const bool throws = std::string(where) == "forward" || checkpoint;
+        EXPECT_THAT(error, HasSubstr(throws ? "broke" : "nothing thrown"));
+        EXPECT_EQ(layout->gathered_bytes(), 0);
+        layout->finish_reduction();
+        zero3::accumulate(*layout, model, world.rank, 3, 1, 2);
+        EXPECT_LE(zero3::worst_error(*layout, reference.gradients(3, 1, 2)), 1e-10);
+      });
+}
+
+TEST(Zero3Rules, WholeParametersAreTheModels) {
+  for (bool share : {false, true})
+    run_ranks(3, [&](World& world) {
+      auto model = make();
+      const Reference reference(*model);
+      const auto layout = fully_shard(model, model->uses(), world.group, {.share_parameters = share});
+      const auto from = zero3::batch(2, 0, 0);
+      {
+        const auto whole = layout->whole_parameters();
+        for (auto& item : model->named_parameters())
+          EXPECT_TRUE(at::equal(item.value(), reference.p.at(item.key()))) << item.key();
+        if (world.rank == 0) {  // one rank alone may compute: nothing is exchanged
+          const at::NoGradGuard no_grad;
+          EXPECT_TRUE(at::equal(model(from.tokens, from.odd), reference.forward(from)));
+        }
+        EXPECT_THAT(message([&] { layout->whole_parameters(); }), HasSubstr("one at a time"));
+        if (!share) {
+          EXPECT_THAT(message([&] { layout->publish_parameters(); }), HasSubstr("whole_parameters()"));
+        }
+        world.group.barrier();
+      }
+      EXPECT_EQ(layout->gathered_bytes(), 0);
+      zero3::accumulate(*layout, model, world.rank, 3, 0, 1);
+      EXPECT_LE(zero3::worst_error(*layout, reference.gradients(3, 0, 1)), 1e-10);
+    });
+}
+
+// A model without values: each rank fills one parameter at a time and keeps its shard.
+TEST(Zero3Rules, StartsFromTheMetaDevice) {
+  for (bool share : {false, true})
+    for (int ranks : {1, 3})
+      run_ranks(ranks, [&](World& world) {
+        auto whole = make();
+        const Reference reference(*whole);
+        auto model = make(at::kDouble, {0, 1, 2}, at::kMeta);
+        EXPECT_TRUE(model->embedding.is_meta());
+        if (!share) {
+          EXPECT_THAT(message([&] { fully_shard(model, model->uses(), world.group); }),
+                      HasSubstr("FullyShardOptions::initialize"));
+          model = make(at::kDouble, {0, 1, 2}, at::kMeta);
+        }
+        const auto layout = fully_shard(
+            model, model->uses(), world.group,
+            {.share_parameters = share, .initialize = [&](const std::string& name, at::Tensor& values) {
+               values.copy_(reference.p.at(name));
+             }});
+        EXPECT_FALSE(model->embedding.is_meta());
+        zero3::accumulate(*layout, model, world.rank, ranks, 0, 2);
+        EXPECT_LE(zero3::worst_error(*layout, reference.gradients(ranks, 0, 2)), 1e-10);
+      });
+}
+
+// bf16 gradients are packed and summed in fp32, as the other strategies do: the same bits.
+TEST(Zero3Precision, Bf16IsReducedInFp32) {
+  run_ranks(3, [](World& world) {
+    auto plain = make(at::kBFloat16), model = make(at::kBFloat16);
+    std::vector<std::pair<std::string, at::Tensor>> named;
+    for (auto& item : plain->named_parameters()) named.emplace_back(item.key(), item.value());
+    const auto wanted = bucketed(trainable_parameters(named), world.group);
+    const auto layout = fully_shard(model, model->uses(), world.group);
+    zero3::accumulate(*wanted, plain, world.rank, 3, 0, 1);
+    zero3::accumulate(*layout, model, world.rank, 3, 0, 1);
+    const auto expected = wanted->views(), found = layout->views();
+    ASSERT_EQ(found.size(), expected.size());
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      EXPECT_EQ(found[i].name, expected[i].name);
+      EXPECT_EQ(found[i].gradient.scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::equal(found[i].gradient, expected[i].gradient)) << found[i].name;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace isograd
