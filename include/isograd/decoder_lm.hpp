@@ -60,6 +60,10 @@ class DecoderLM : public torch::nn::Module {
   // Weights are normal(0, initializer_range), norms one, biases zero, keyed by (seed, parameter name):
   // independent of ranks and of construction order.
   DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed);
+  // Parameters on the meta device, which take no memory: for a layout that gives each rank its shard of them.
+  static std::shared_ptr<DecoderLM> without_values(const DecoderConfig& config, at::ScalarType dtype);
+  // What the constructor gives parameter `name`, zero-filled `values` of its shape.
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
   ~DecoderLM() override;
   const DecoderConfig& config() const;
   // Differentiable once. ConfigError when a token is outside the vocabulary or the batch contradicts itself.
@@ -71,9 +75,19 @@ class DecoderLM : public torch::nn::Module {
   // Parameters in registration order; tied output appears once, under the embedding's name.
   std::vector<std::pair<std::string, at::Tensor>> named();
 
+  // What stands around the forward of each block, `around(layer, stream, block)` instead of block(stream):
+  // for layouts whose parameters come and go. `stream` is [T_local, hidden]; `block` may be kept and called
+  // again.
+  using BlockForward = std::function<at::Tensor(const at::Tensor& stream)>;
+  using AroundBlock =
+      std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream, const BlockForward& block)>;
+  void set_around_block(AroundBlock around);
+  std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
+
  private:
   struct Impl;
-  DecoderLM(const DecoderConfig& config, at::ScalarType dtype);  // weights left unset
+  // Weights left unset.
+  DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device = at::kCPU);
   std::unique_ptr<Impl> impl_;
 
   friend std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);

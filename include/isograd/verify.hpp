@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/step.hpp"
 #include "isograd/trainer.hpp"
@@ -23,6 +25,8 @@ struct VerifyModel {
   std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones once
   std::function<at::Tensor(const Batch&)> logits;         // [T, V]
   ForwardLossTerms loss_terms;
+  // For layouts that shard parameters: loss_terms runs inside units->root, its blocks inside theirs.
+  std::optional<ModelUnits> units{};
 };
 
 using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
@@ -32,6 +36,8 @@ using MakeDataParallel = std::function<std::unique_ptr<DataParallel>(std::vector
 struct LayoutUnderTest {
   std::string name;
   MakeDataParallel make;
+  // Instead of `make`, for layouts that need more than the trainable parameters.
+  std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
 };
 
 // The loss that the run declares, as the oracle computes it: by its own plain code.

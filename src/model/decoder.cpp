@@ -57,9 +57,10 @@ void check_batch(const Batch& batch, std::int64_t vocabulary) {
 DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type)
     : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat) {}
 
-void DecoderLM::Impl::create(torch::nn::Module& root) {
+void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
   const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
-    const at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype)).requires_grad_();
+    const at::Tensor tensor =
+        at::empty(shape, at::TensorOptions().dtype(dtype).device(device)).requires_grad_();
     register_under(root, name, tensor);
     in_order.emplace_back(name, tensor);
     return tensor;
@@ -96,57 +97,65 @@ void DecoderLM::Impl::create(torch::nn::Module& root) {
   if (!config.tied_output) head = parameter("lm_head.weight", {config.vocabulary, hidden});
 }
 
-void DecoderLM::Impl::initialize(std::uint64_t seed) {
+void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
   const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : in_order) {
-    if (tensor.dim() == 1) {
-      tensor.fill_(name.ends_with(".bias") ? 0 : 1);
-      continue;
-    }
-    const RandomKey key{.seed = seed, .layer = hash_name(name)};
-    if (dtype == at::kDouble)
-      fill_normal<double>(tensor, config.initializer_range, key);
-    else if (dtype == at::kFloat)
-      fill_normal<float>(tensor, config.initializer_range, key);
-    else
-      fill_normal<at::BFloat16>(tensor, config.initializer_range, key);
+  if (values.dim() == 1) {
+    values.fill_(name.ends_with(".bias") ? 0 : 1);
+    return;
   }
+  const RandomKey key{.seed = seed, .layer = hash_name(name)};
+  if (dtype == at::kDouble)
+    fill_normal<double>(values, config.initializer_range, key);
+  else if (dtype == at::kFloat)
+    fill_normal<float>(values, config.initializer_range, key);
+  else
+    fill_normal<at::BFloat16>(values, config.initializer_range, key);
+}
+
+at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos,
+                                  const at::Tensor& sin, const Attend& attend) const {
+  const std::int64_t count = stream.size(0), dim = config.head_dim;
+  const double epsilon = config.norm_epsilon;
+  const Block& block = blocks[static_cast<std::size_t>(layer)];
+  auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
+  const auto projected = linears(normed, {block.q.weight, block.k.weight, block.v.weight},
+                                 {block.q.bias, block.k.bias, block.v.bias});
+  at::Tensor q = projected[0].view({count, config.heads, dim});
+  at::Tensor k = projected[1].view({count, config.key_value_heads, dim});
+  const at::Tensor v = projected[2].view({count, config.key_value_heads, dim});
+  if (config.query_key_norm) {
+    q = isograd::rms_norm(q, block.q_norm, epsilon);
+    k = isograd::rms_norm(k, block.k_norm, epsilon);
+  }
+  const at::Tensor attended = attend(layer, isograd::rotary(q, cos, sin), isograd::rotary(k, cos, sin), v);
+  stream = linear_onto(residual, attended.reshape({count, config.heads * dim}), block.o.weight, block.o.bias);
+
+  std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
+  const auto inner = linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
+  return linear_onto(residual, swiglu(inner[0], inner[1]), block.down.weight, block.down.bias);
 }
 
 at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
                                    const Attend& attend) const {
-  const std::int64_t count = tokens.numel(), dim = config.head_dim;
-  const double epsilon = config.norm_epsilon;
   at::Tensor stream = at::embedding(embedding, tokens);  // [T, hidden]
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    const Block& block = blocks[static_cast<std::size_t>(layer)];
-    auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
-    const auto projected = linears(normed, {block.q.weight, block.k.weight, block.v.weight},
-                                   {block.q.bias, block.k.bias, block.v.bias});
-    at::Tensor q = projected[0].view({count, config.heads, dim});
-    at::Tensor k = projected[1].view({count, config.key_value_heads, dim});
-    const at::Tensor v = projected[2].view({count, config.key_value_heads, dim});
-    if (config.query_key_norm) {
-      q = isograd::rms_norm(q, block.q_norm, epsilon);
-      k = isograd::rms_norm(k, block.k_norm, epsilon);
+    if (!around) {
+      stream = block(layer, stream, cos, sin, attend);
+      continue;
     }
-    const at::Tensor attended = attend(layer, isograd::rotary(q, cos, sin), isograd::rotary(k, cos, sin), v);
-    stream =
-        linear_onto(residual, attended.reshape({count, config.heads * dim}), block.o.weight, block.o.bias);
-
-    std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
-    const auto inner =
-        linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
-    stream = linear_onto(residual, swiglu(inner[0], inner[1]), block.down.weight, block.down.bias);
+    // By value: it may be called again when this function has long returned.
+    stream = around(layer, stream, [this, layer, cos, sin, attend](const at::Tensor& in) {
+      return block(layer, in, cos, sin, attend);
+    });
   }
-  return isograd::rms_norm(stream, norm, epsilon);
+  return isograd::rms_norm(stream, norm, config.norm_epsilon);
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
   return linears(hidden, {output()}, {at::Tensor()})[0];
 }
 
-DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype) {
+DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device) {
   check(config);
   if (dtype != at::kDouble && dtype != at::kFloat && dtype != at::kBFloat16)
     throw ConfigError({.where = "the model's dtype",
@@ -154,12 +163,20 @@ DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype) {
                        .expected = "Double, Float or BFloat16",
                        .action = "Choose one of them"});
   impl_ = std::make_unique<Impl>(config, dtype);
-  impl_->create(*this);
+  impl_->create(*this, device);
 }
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed)
     : DecoderLM(config, dtype) {
-  impl_->initialize(seed);
+  for (auto& [name, tensor] : impl_->in_order) impl_->initialize(name, tensor, seed);
+}
+
+std::shared_ptr<DecoderLM> DecoderLM::without_values(const DecoderConfig& config, at::ScalarType dtype) {
+  return std::shared_ptr<DecoderLM>(new DecoderLM(config, dtype, at::kMeta));
+}
+
+void DecoderLM::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
+  impl_->initialize(name, values, seed);
 }
 
 DecoderLM::~DecoderLM() = default;
@@ -173,8 +190,9 @@ at::Tensor DecoderLM::hidden(const Batch& batch) {
   const auto device = impl_->embedding.device();
   const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens);
   return impl_->hidden(batch.tokens.to(device), cos.to(device), sin.to(device),
-                       [&](std::int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-                         return variable_length_attention(q, k, v, batch.cu_seqlens);
+                       [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                                       const at::Tensor& v) {
+                         return variable_length_attention(q, k, v, cu_seqlens);
                        });
 }
 
@@ -188,6 +206,18 @@ const at::Tensor& DecoderLM::output_weight() const {
 
 std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
   return impl_->in_order;
+}
+
+void DecoderLM::set_around_block(AroundBlock around) {
+  impl_->around = std::move(around);
+}
+
+std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {
+  std::vector<at::Tensor> parameters;
+  const std::string prefix = fmt::format("model.layers.{}.", layer);
+  for (const auto& [name, tensor] : impl_->in_order)
+    if (name.starts_with(prefix)) parameters.push_back(tensor);
+  return parameters;
 }
 
 }  // namespace isograd

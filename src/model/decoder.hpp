@@ -28,12 +28,14 @@ struct DecoderLM::Impl {
   Impl(const DecoderConfig& shape, at::ScalarType dtype);
 
   // Creates the parameters (values unset) and registers them below `root` under Hugging Face's names.
-  void create(torch::nn::Module& root);
+  void create(torch::nn::Module& root, at::Device device);
   // normal(0, initializer_range) for matrices, one for norms, zero for biases.
-  void initialize(std::uint64_t seed);
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
 
   at::Tensor hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
                     const Attend& attend) const;
+  at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos, const at::Tensor& sin,
+                   const Attend& attend) const;
   at::Tensor logits(const at::Tensor& hidden) const;
   const at::Tensor& output() const { return config.tied_output ? embedding : head; }
 
@@ -45,6 +47,7 @@ struct DecoderLM::Impl {
   at::Tensor norm;                                           // [hidden]
   at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
   std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
+  AroundBlock around;                                        // empty: nothing
 };
 
 }  // namespace isograd

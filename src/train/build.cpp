@@ -159,6 +159,49 @@ std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& cor
   return std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config.run.seed));
 }
 
+std::shared_ptr<DecoderLM> make_model_to_lay_out(const RunConfig& config, const Corpus& corpus) {
+  const at::ScalarType dtype = scalar_type(config.train.dtype);
+  if (config.parallel.strategy != "zero3" || !config.model.load.empty())
+    return make_model(config, corpus, dtype);
+  return DecoderLM::without_values(model_shape(config, corpus), dtype);
+}
+
+ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
+  ModelUnits units{.root = UnitHandle([&model] {
+                     std::vector<at::Tensor> all;
+                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
+                     return all;
+                   }),
+                   .blocks = {},
+                   .initialize = [&model, seed = static_cast<std::uint64_t>(config.run.seed)](
+                                     const std::string& name, at::Tensor& values) {
+                     model.initialize(name, values, seed);
+                   }};
+  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
+    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
+                                                 const DecoderLM::BlockForward& block) {
+    return blocks[static_cast<std::size_t>(layer)].run({stream}, [block](const std::vector<at::Tensor>& in) {
+      return std::vector<at::Tensor>{block(in[0])};
+    })[0];
+  });
+  return units;
+}
+
+ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward) {
+  return [unit, forward = std::move(forward)](const Batch& batch) {
+    LossTerms terms;
+    const auto sums = unit.run({}, [&](const std::vector<at::Tensor>&) {
+      terms = forward(batch);
+      std::vector<at::Tensor> results;
+      for (LossTerm& term : terms) results.push_back(std::exchange(term.sum, at::Tensor()));
+      return results;
+    });
+    for (std::size_t i = 0; i < terms.size(); ++i) terms[i].sum = sums[i];
+    return terms;
+  };
+}
+
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
                 std::size_t element_bytes) {
   // Unfused, the loss takes twice the memory of the logits; fused, a tile and the weight's gradient. Making
@@ -197,6 +240,7 @@ namespace {
 
 int stage_of(const std::string& strategy) {
   if (strategy == "zero1") return 1;
+  if (strategy == "zero3") return 3;
   return strategy == "zero2" ? 2 : 0;
 }
 
@@ -213,25 +257,37 @@ int count_replicas(const RunConfig& config, int ranks) {
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
-                                          std::vector<NamedParameter> parameters, World& world) {
+                                          const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                          const ModelUnits& units, World& world) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
                        .found = strategy,
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
+  const bool share = shares_parameters(config, strategy, world.group);
+  if (stage_of(strategy) == 3)
+    return fully_shard(units.root, parameters, units.blocks,
+                       hybrid_groups(world, static_cast<int>(config.parallel.replicas)),
+                       {.reshard_after_forward = config.parallel.reshard_after_forward,
+                        .checkpoint = config.parallel.checkpoint_activations,
+                        .reduce_once = config.parallel.reduce_once,
+                        .share_parameters = share,
+                        .gather_limit_bytes = config.parallel.gather_limit_bytes,
+                        .initialize = units.initialize,
+                        .prefetch = config.parallel.prefetch});
   const bool each_by_itself = strategy == "overlapped";
   const DataParallelOptions options{
       .stage = stage_of(strategy),
-      .share_parameters = shares_parameters(config, strategy, world.group),
+      .share_parameters = share,
       .fp32_gradients = config.train.fp32_gradients,
       .reduce_once = config.parallel.reduce_once,
       .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
       .overlap = config.parallel.overlap};
-  if (strategy == "naive") return naive(std::move(parameters), world.group, options);
+  if (strategy == "naive") return naive(trainable_parameters(parameters), world.group, options);
   const int replicas = options.stage > 0 ? static_cast<int>(config.parallel.replicas) : 1;
-  return bucketed(std::move(parameters), hybrid_groups(world, replicas), options);
+  return bucketed(trainable_parameters(parameters), hybrid_groups(world, replicas), options);
 }
 
 std::string describe_layout(const RunConfig& config, const Group& group) {

@@ -9,6 +9,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
@@ -42,6 +43,14 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus);
 
 // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
 std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype);
+// The same for the configured layout: where it shards fresh parameters the model has none yet (meta device),
+// so that no rank ever holds all of them.
+std::shared_ptr<DecoderLM> make_model_to_lay_out(const RunConfig& config, const Corpus& corpus);
+
+// The model as units for layouts that shard parameters; plain calls in all others. Keeps a reference.
+ModelUnits model_units(DecoderLM& model, const RunConfig& config);
+// `forward` computed inside `unit`.
+ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward);
 
 // -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy"; fused with
 // the output projection where fuses_loss() says so.
@@ -58,7 +67,8 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
 // `strategy` is one of strategy_names(), with the configured options. Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
-                                          std::vector<NamedParameter> parameters, World& world);
+                                          const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                          const ModelUnits& units, World& world);
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const Group& group);
 // The plan of that layout for `parameters`, whose formulas tell what a rank keeps and sends.

@@ -79,6 +79,7 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
                          DataParallel& layout, Optimizer& optimizer) {
   const fs::path directory = checkpoint_path(options.root, state.step);
   const Named tensors = optimizer_tensors(layout, optimizer);
+  const auto whole = layout.whole_parameters();  // rank 0 writes the model's own tensors
   on_rank_zero(layout.group(), [&] {
     publish_directory(directory, [&](const fs::path& folder) {
       write_hf(folder, model);

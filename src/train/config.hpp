@@ -72,6 +72,10 @@ struct RunConfig {
     std::int64_t bucket_bytes = 25 << 20;
     std::int64_t first_bucket_bytes = 1 << 20;
     bool overlap = true;
+    bool prefetch = true;
+    bool reshard_after_forward = true;
+    bool checkpoint_activations = false;
+    std::int64_t gather_limit_bytes = 0;
     double timeout_seconds = 300;
     std::string backend = "shm";
   } parallel;
@@ -91,7 +95,7 @@ struct RunConfig {
 };
 
 // What parallel.strategy may be.
-inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2"};
+inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
 
 // Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides`

@@ -254,9 +254,12 @@ std::vector<ConfigKey> make_keys() {
           "What each rank keeps, and how gradients are summed: `naive`, one by one after backward, for "
           "comparison; `overlapped`, one by one while it runs; `bucketed`, in buckets while it runs; "
           "`zero1`, "
-          "each rank keeps a shard of the optimizer's state; `zero2`, of the gradients too."),
+          "each rank keeps a shard of the optimizer's state; `zero2`, of the gradients too; `zero3`, of the "
+          "parameters too, "
+          "each block gathered while it is used."),
       KEY("parallel.replicas", parallel.replicas, "", at_least(1, 1e6),
-          "Copies of the model among the ranks of a sharded strategy (`zero1`, `zero2`); each is sharded "
+          "Copies of the model among the ranks of a sharded strategy (`zero1`, `zero2`, `zero3`); each is "
+          "sharded "
           "over "
           "ranks / replicas of them. Must divide the ranks."),
       KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
@@ -265,7 +268,8 @@ std::vector<ConfigKey> make_keys() {
           "place. `auto`: where the backend has memory that all ranks reach (`shm`), but for `naive` and "
           "`overlapped`."),
       KEY("parallel.reduce_once", parallel.reduce_once, "", any(),
-          "With `zero2`: keep whole gradients until the last micro-batch instead of reducing each one's."),
+          "With `zero2` and `zero3`: keep whole gradients until the last micro-batch instead of reducing "
+          "each one's."),
       KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12),
           "Gradients that are communicated together. A speed option."),
       KEY("parallel.first_bucket_bytes", parallel.first_bucket_bytes, "bytes", at_least(0, 1e12),
@@ -274,6 +278,16 @@ std::vector<ConfigKey> make_keys() {
           "others. A speed option."),
       KEY("parallel.overlap", parallel.overlap, "", any(),
           "Whether buckets are reduced inside backward. A speed option."),
+      KEY("parallel.prefetch", parallel.prefetch, "", any(),
+          "With `zero3`: gather the next block while this one computes. A speed option."),
+      KEY("parallel.reshard_after_forward", parallel.reshard_after_forward, "", any(),
+          "With `zero3`: free blocks after forward and gather them again for backward. `false` trades memory "
+          "for communication."),
+      KEY("parallel.checkpoint_activations", parallel.checkpoint_activations, "", any(),
+          "With `zero3`: keep only the blocks' inputs and compute their forward again in backward."),
+      KEY("parallel.gather_limit_bytes", parallel.gather_limit_bytes, "bytes", at_least(0, 1e15),
+          "With `zero3`: parameters that may be whole at a time; a block that does not fit is named before "
+          "training. 0: no limit."),
       KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
           {.least = 0, .most = 1e6, .above_least = true},
           "The longest wait for another rank, after which it counts as lost (exit status 3)."),

@@ -5,17 +5,22 @@
 namespace isograd {
 
 std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& forward, Normalizer& mean,
-                                   Group& group, std::int64_t step) {
+                                   DataParallel& layout, std::int64_t step) {
   if (!loader) return std::nullopt;
   loader->seek({});
-  const MicroBatches micro_batches = loader->next();
+  MicroBatches micro_batches = loader->next();
+  Group& group = layout.group();
   const Census census = mean.count(micro_batches, group, /*stop_requested=*/false);
   if (census.targets == 0) return std::nullopt;
   const Denominator denominator = mean.denominator(census);
   at::NoGradGuard no_grad;
   at::Tensor loss = at::zeros({1}, at::kDouble);
+  const bool every_round = layout.takes_every_round();  // a forward is a collective
+  if (every_round)
+    micro_batches.resize(std::max(micro_batches.size(), static_cast<std::size_t>(census.rounds)),
+                         empty_batch());
   for (const auto& batch : micro_batches)
-    if (batch.num_tokens() > 0)
+    if (every_round || batch.num_tokens() > 0)
       loss += mean.scale(forward(mean.prepare(batch, denominator)), denominator).to(at::kDouble);
   group.all_reduce(loss);
   return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "isograd/data_parallel.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/text_data.hpp"
 #include "isograd/trainer.hpp"
@@ -13,7 +14,7 @@ namespace isograd {
 // Collective. The first step of `loader` (all of a validation loader) under the same normaliser as training:
 // the ranks' shares of the global mean are summed. Nothing when there is no loader or no valid target.
 std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& forward, Normalizer& mean,
-                                   Group& group, std::int64_t step);
+                                   DataParallel& layout, std::int64_t step);
 
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
 // break).

@@ -173,7 +173,8 @@ TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   other.train.dtype = "bfloat16";
   auto model = read_hf(checkpoint, at::kBFloat16);
   World alone;
-  auto layout = make_layout(other, other.parallel.strategy, trainable_parameters(model->named()), alone);
+  const ModelUnits units = model_units(*model, other);
+  auto layout = make_layout(other, other.parallel.strategy, model->named(), units, alone);
   auto optimizer = make_optimizer(other);
   EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *optimizer); }),
               HasSubstr("master: found no such tensor"));

@@ -41,6 +41,7 @@ struct Trainer::Impl {
   Corpus corpus{};
   TrainingState state{};
   std::shared_ptr<DecoderLM> model{};
+  std::optional<ModelUnits> units{};
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
   std::unique_ptr<TextLoader> loader{}, validation{};
@@ -64,12 +65,12 @@ struct Trainer::Impl {
     if (config.run.memory) memory.emplace();
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(config, corpus);
-      model = make_model(config, corpus, dtype);
-      layout = make_layout(config, config.parallel.strategy, trainable_parameters(model->named()), world);
+      model = make_model_to_lay_out(config, corpus);
+      make_layout_of_model();
     } else {
       Resumed resumed = resume_run(config, corpus, group);
       model = read_hf(resumed.directory, dtype);
-      layout = make_layout(config, config.parallel.strategy, trainable_parameters(model->named()), world);
+      make_layout_of_model();
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
       state = resumed.state;
       state.config = to_toml(config);
@@ -77,7 +78,7 @@ struct Trainer::Impl {
       outcome.checkpoint = resumed.directory;
       saved_step = state.step;
     }
-    forward = forward_loss(*model, config);
+    forward = inside(units->root, forward_loss(*model, config));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     outcome.steps = state.step;
     outcome.skipped = state.skipped;
@@ -85,6 +86,11 @@ struct Trainer::Impl {
     on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts()); });
     if (presenter && !validation)
       presenter->notice("no document is held out, so there is no validation loss (data.validation_fraction)");
+  }
+
+  void make_layout_of_model() {
+    units = model_units(*model, config);
+    layout = make_layout(config, config.parallel.strategy, model->named(), *units, world);
   }
 
   RunFacts facts() const {
@@ -158,7 +164,7 @@ struct Trainer::Impl {
 
   void measure() {
     evaluated_step = state.step;
-    const auto evaluation = evaluate(validation.get(), forward, *mean, world.group, state.step);
+    const auto evaluation = evaluate(validation.get(), forward, *mean, *layout, state.step);
     if (!evaluation) return;
     outcome.validation_loss = evaluation->loss;
     if (presenter) presenter->evaluation(*evaluation);
@@ -182,6 +188,7 @@ struct Trainer::Impl {
 
   void finish() {
     const bool finished = outcome.end == Outcome::End::kFinished;
+    const auto whole = layout->whole_parameters();  // to compare and to sample with
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
       FinishedRun run{config, world, *model, corpus.tokens, corpus.split};

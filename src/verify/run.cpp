@@ -12,23 +12,27 @@
 namespace isograd {
 namespace {
 
-MakeDataParallel maker(const RunConfig& config, const std::string& name, World& world) {
+LayoutUnderTest layout_of(const RunConfig& config, const std::string& name, World& world) {
   const auto names = layout_names();
   if (std::find(names.begin(), names.end(), name) == names.end())
     throw ConfigError({.where = "--layout",
                        .found = name,
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
-  return [&config, &world, name](auto parameters, const Group&) {
-    return make_layout(config, name, std::move(parameters), world);
-  };
+  return {.name = name,
+          .make = nullptr,
+          .make_from_model = [&config, &world, name](const VerifyModel& model, const Group&) {
+            return make_layout(config, name, model.named, *model.units, world);
+          }};
 }
 
 VerifyModel as_verify_model(const RunConfig& config, std::shared_ptr<DecoderLM> model) {
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model, loss = forward_loss(*model, config)](const Batch& batch) { return loss(batch); };
+  made.units = model_units(*model, config);
+  made.loss_terms = [model, loss = inside(made.units->root, forward_loss(*model, config))](
+                        const Batch& batch) { return loss(batch); };
   return made;
 }
 
@@ -65,7 +69,7 @@ Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus,
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.make_normalizer = [&] { return make_normalizer(config, world.size); };
-  for (const auto& name : layouts) problem.layouts.push_back({name, maker(config, name, world)});
+  for (const auto& name : layouts) problem.layouts.push_back(layout_of(config, name, world));
   return verify(problem, world.group);
 }
 

@@ -86,7 +86,8 @@ class LayoutRun {
         model_(std::move(model)),
         normalizer_(problem.make_normalizer ? problem.make_normalizer()
                                             : declared_normalizer(problem.loss, group.size())),
-        layout_(layout.make(trainable_parameters(model_.named), group)),
+        layout_(layout.make_from_model ? layout.make_from_model(model_, group)
+                                       : layout.make(trainable_parameters(model_.named), group)),
         step_(model_.loss_terms, *layout_, *normalizer_, witness_, problem.step) {}
 
   Made step() {
