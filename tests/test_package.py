@@ -22,6 +22,7 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
     run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", *launcher, cwd=project)
     run("cmake", "--build", "build", cwd=project)
+    run(project / "build/sharded_module")
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
     assert losses[-1] < 0.25 * losses[0], losses
