@@ -266,6 +266,11 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
   const bool share = shares_parameters(config, strategy, world.group);
+  if (stage_of(strategy) == 3 && !config.train.fp32_gradients)
+    throw ConfigError({.where = "train.fp32_gradients",
+                       .found = "false with zero3",
+                       .expected = "true: zero3 keeps its shard of the gradients in fp32",
+                       .action = "Leave it out, or use zero2"});
   if (stage_of(strategy) == 3)
     return fully_shard(units.root, parameters, units.blocks,
                        hybrid_groups(world, static_cast<int>(config.parallel.replicas)),

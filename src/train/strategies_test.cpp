@@ -25,10 +25,11 @@ struct Kind {
   }
 };
 
-const std::vector<Kind> kKinds = {{"naive", "off"},     {"overlapped", "off"}, {"bucketed", "off"},
-                                  {"bucketed", "auto"}, {"zero1", "off"},      {"zero1", "on"},
-                                  {"zero2", "off"},     {"zero2", "off", 2},   {"zero2", "off", 1, true},
-                                  {"zero1", "on", 2}};
+const std::vector<Kind> kKinds = {{"naive", "off"},     {"overlapped", "off"},    {"bucketed", "off"},
+                                  {"bucketed", "auto"}, {"zero1", "off"},         {"zero1", "on"},
+                                  {"zero2", "off"},     {"zero2", "off", 2},      {"zero2", "off", 1, true},
+                                  {"zero1", "on", 2},   {"zero3", "off"},         {"zero3", "on"},
+                                  {"zero3", "off", 2},  {"zero3", "off", 1, true}};
 
 class Strategies : public testing_runs::TinyRuns {};
 
@@ -52,8 +53,9 @@ TEST_F(Strategies, TrainAlike) {
 // Saved under one strategy and number of ranks, continued under another.
 TEST_F(Strategies, LoadOneAnothersCheckpoints) {
   const Run straight = run(tiny("straight", "float64"), 1);
-  const std::vector<std::pair<Kind, int>> places = {
-      {kKinds[6], 3}, {kKinds[3], 2}, {kKinds[5], 4}, {kKinds[7], 4}, {kKinds[0], 2}};
+  const std::vector<std::pair<Kind, int>> places = {{kKinds[6], 3}, {kKinds[3], 2},  {kKinds[5], 4},
+                                                    {kKinds[7], 4}, {kKinds[10], 3}, {kKinds[0], 2},
+                                                    {kKinds[12], 2}};
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto& [from, from_ranks] = places[i];
     const auto& [to, to_ranks] = places[(i + 1) % places.size()];
@@ -74,7 +76,7 @@ TEST_F(Strategies, LoadOneAnothersCheckpoints) {
 }
 
 TEST_F(Strategies, ResumeBitForBit) {
-  for (const Kind& kind : {kKinds[3], kKinds[6], kKinds[8]})
+  for (const Kind& kind : {kKinds[3], kKinds[6], kKinds[8], kKinds[10]})
     for (const char* dtype : {"float32", "bfloat16"}) {
       RunConfig saving = tiny("saving-" + kind.name() + dtype, dtype);
       saving.checkpoint.every = 3;
@@ -92,7 +94,7 @@ TEST_F(Strategies, ResumeBitForBit) {
 }
 
 TEST_F(Strategies, ANanOnOneRankMovesNothingAnywhere) {
-  for (const Kind& kind : {kKinds[3], kKinds[4], kKinds[6]}) {
+  for (const Kind& kind : {kKinds[3], kKinds[4], kKinds[6], kKinds[10]}) {
     RunConfig config = tiny("nan-" + kind.name());
     kind.put_into(config);
     config.checkpoint.every = 1;
