@@ -1,6 +1,8 @@
 #include "bench/strategy.hpp"
 
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
+#include "train/build.hpp"
 
 namespace isograd {
 
@@ -9,6 +11,7 @@ const std::vector<Strategy>& strategies() {
       {.name = "stage-0", .title = "stage 0", .options = {.stage = 0}},
       {.name = "zero-1", .title = "ZeRO-1", .options = {.stage = 1}},
       {.name = "zero-2", .title = "ZeRO-2", .options = {.stage = 2}},
+      {.name = "zero-3", .title = "ZeRO-3", .options = {.stage = 3}, .peer = "fsdp2"},
       {.name = "shared", .title = "shared parameters", .options = {.share_parameters = true}},
       {.name = "stage-0-late", .title = "stage 0, no overlap", .options = {.stage = 0, .overlap = false}},
       {.name = "zero-1-late",
@@ -40,10 +43,15 @@ const Strategy& find_strategy(const std::string& name) {
 }
 
 Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group) {
-  return {bucketed(trainable_parameters(model.named()), group, strategy.options),
-          [&model](const Batch& batch) -> LossTerms {
-            return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
-          }};
+  const auto forward = [&model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+  };
+  if (strategy.options.stage < 3)
+    return {bucketed(trainable_parameters(model.named()), group, strategy.options), forward};
+  const ModelUnits units = model_units(model, RunConfig{});
+  return {fully_shard(units.root, model.named(), units.blocks, group,
+                      {.share_parameters = strategy.options.share_parameters}),
+          inside(units.root, forward)};
 }
 
 }  // namespace isograd
