@@ -72,7 +72,8 @@ def broken_peer(tmp_path, name, right, wrong):
     ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1)),
     ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]', ("--ranks", 1)),
     # AdamW hides the factor from the losses; the norm tells it.
-    ("set_force_sum_reduction_for_comms(True)", "set_gradient_divide_factor(1.0)",
+    ("set_force_sum_reduction_for_comms(True)",
+     "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
      ("--ranks", 2, "--strategy", "stage-0")),
 ], ids=["rotary embedding", "optimizer", "fsdp2 divides by another number"])
 def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong, arguments):

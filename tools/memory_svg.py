@@ -21,6 +21,7 @@ STRATEGIES = [
 ]
 MODEL = ["train.steps=3", "train.dtype=bfloat16", "train.evaluate_every=0", "verify.at_end=false", "sample.tokens=0",
          "batch.packs_per_step=8", "batch.packs_per_micro_batch=1", "checkpoint.every=0"]
+COLUMNS = ["parameters", "gradients", "masters", "state", "total", "other", "in passing", "sent"]
 PARTS = [("parameters", "#4c78a8"), ("gradients", "#f58518"), ("masters", "#54a24b"), ("state", "#b79a20"),
          ("other", "#bab0ac")]
 RANKS = 4
@@ -36,12 +37,11 @@ def measure(program, settings, folder):
         return None
     if result.returncode != 0:
         sys.exit(result.stdout + result.stderr)
-    lines = result.stdout.splitlines()
+    lines = result.stderr.splitlines()
     header = next(line for line in lines if re.match(r"\s*MB\s+parameters", line))
-    names = re.split(r"\s{2,}", header.strip())[1:]
     rank = next(line for line in lines if line.strip().startswith("rank 0")).split()[2:]
     formula = next(line for line in lines if line.strip().startswith("formula")).split()[1:]
-    measured = dict(zip(names, map(float, rank)))
+    measured = dict(zip(COLUMNS, map(float, rank)))
     print(*lines[lines.index(header):lines.index(header) + RANKS + 3], sep="\n")
     return measured, float(formula[4])
 
