@@ -136,6 +136,9 @@ class Sharded : public UnitHandle {
   const std::shared_ptr<Module>& ptr() const { return module_; }
 
   template <typename... Arguments>
+  requires requires(Module& module, Arguments&&... arguments) {
+    module.forward(std::forward<Arguments>(arguments)...);
+  }
   auto operator()(Arguments&&... arguments) const {
     using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
     static_assert(sharded_call::holds_tensors<Result>(),
