@@ -251,7 +251,7 @@ struct ForgetsToPublish : DataParallel {
 
 // The gradient of Σ p²/2 is p itself: a rank that reads early gets another gradient.
 bool trains_right_under_delays(bool share, bool planted) {
-  constexpr int kRanks = 3, kSteps = 4;
+  constexpr int kRanks = 3, kSteps = 6;
   Model alone;
   for (int step = 0; step < kSteps; ++step) {
     at::NoGradGuard no_grad;
@@ -262,7 +262,11 @@ bool trains_right_under_delays(bool share, bool planted) {
     const auto pause = [&](int step, int place) {
       const RandomKey key{.seed = 9, .sample = static_cast<std::uint64_t>(world.rank)};
       const auto counter = static_cast<std::uint64_t>(step * 10 + place);
-      if (random_bits(key, counter) % 2) std::this_thread::sleep_for(std::chrono::milliseconds(8));
+      // One rank after the other is late with its update, by more than any other pause: whoever does not wait
+      // for it reads its shard too early.
+      const bool late = place == 3 && world.rank == step % kRanks;
+      if (late || random_bits(key, counter) % 2)
+        std::this_thread::sleep_for(std::chrono::milliseconds(late ? 25 : 2));
     };
     Model model;
     std::unique_ptr<DataParallel> layout = bucketed(
