@@ -201,6 +201,23 @@ def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, ro
     assert formula[5] == pytest.approx(psi * 4 * (rounds + 1) / 2, abs=0.01)
 
 
+def test_memory_under_zero3_and_with_bf16_gradients(place):
+    """The root stays whole from forward to the end of backward: of its parameters one gather in three is saved."""
+    for more, sends_least in ((dict(parallel__strategy="zero3"), 2 / 3),
+                              (dict(parallel__strategy="zero1", train__dtype="bfloat16",
+                                    train__fp32_gradients="false"), 1)):
+        result = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
+                           parallel__share_parameters="off", run__directory=place.folder / f"memory-{len(more)}", **more)
+        assert result.returncode == 0, result.stdout + result.stderr
+        rows = [re.split(r"\s{2,}", line.strip()) for line in result.stderr.splitlines()]
+        (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
+        measured = [list(map(float, row[1:])) for row in rows if re.fullmatch(r"rank \d", row[0])]
+        assert len(measured) == 2
+        for row in measured:
+            assert row[4] == pytest.approx(formula[4], rel=0.03)
+            assert sends_least * 0.97 * formula[5] <= row[7] <= 1.03 * formula[5]
+
+
 def test_a_trained_model_gives_the_same_loss_in_transformers(place):
     """20 steps; then transformers' loss on the held-out tokens equals ours to 1e-5 relative.
 

@@ -307,8 +307,7 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   return text;
 }
 
-DataParallelPlan make_plan(const RunConfig& config, const std::vector<NamedParameter>& parameters,
-                           const Group& group) {
+DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group) {
   const std::string& strategy = config.parallel.strategy;
   const int replicas = stage_of(strategy) > 0 ? static_cast<int>(config.parallel.replicas) : 1;
   int states = 2;  // moments of AdamW
@@ -322,7 +321,8 @@ DataParallelPlan make_plan(const RunConfig& config, const std::vector<NamedParam
                         .share_parameters = group.size() > 1 && shares_parameters(config, strategy, group),
                         .reduce_once = config.parallel.reduce_once,
                         .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
-  for (const NamedParameter& parameter : parameters) plan.numel += parameter.tensor.numel();
+  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
+  plan.numel = numel;
   return plan;
 }
 

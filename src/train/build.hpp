@@ -71,9 +71,8 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                                           const ModelUnits& units, World& world);
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const Group& group);
-// The plan of that layout for `parameters`, whose formulas tell what a rank keeps and sends.
-DataParallelPlan make_plan(const RunConfig& config, const std::vector<NamedParameter>& parameters,
-                           const Group& group);
+// The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.
+DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size);

@@ -183,7 +183,10 @@ struct Trainer::Impl {
   }
 
   DataParallelPlan plan() const {
-    return make_plan(config, trainable_parameters(model->named()), world.group);
+    std::int64_t numel = 0;
+    for (const Bucket& bucket : layout->buckets())
+      for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
+    return make_plan(config, numel, world.group);
   }
 
   void finish() {
