@@ -17,6 +17,7 @@
 namespace isograd {
 namespace {
 
+using testing::error_of;
 using testing::strategies;
 using testing::Strategy;
 
@@ -171,16 +172,6 @@ TEST(Module, RunningStatisticsAreLibTorchs) {
         ours.forward(x), at::batch_norm(x, ours.weight, ours.bias, mean, variance, false, 0.1, 1e-5, false),
         1e-12, 1e-13));
   });
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 struct WithBatchNorm : torch::nn::Module {

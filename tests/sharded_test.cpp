@@ -17,6 +17,7 @@
 namespace isograd {
 namespace {
 
+using testing::error_of;
 using testing::strategies;
 using testing::Strategy;
 
@@ -373,16 +374,6 @@ TEST(Sharded, BytesTellAReductionTooMany) {
     }
     EXPECT_EQ(bytes[1], 4 * bytes[0]);
   });
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(Sharded, RefusesWhatCannotBe) {

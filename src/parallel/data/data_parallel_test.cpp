@@ -24,16 +24,7 @@ std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors) {
   return trainable_parameters(list);
 }
 
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
+using testing::error_of;
 using testing::strategies;
 using testing::Strategy;
 

@@ -86,7 +86,6 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
 }
 
 void FlatBucket::zero() {
-  fresh_ = true;
   if (keeps_gradients())
     gradients_.zero_();
   else
@@ -142,11 +141,7 @@ void FlatBucket::gather_parameters() {
 // What follows once the collective under way is complete.
 void FlatBucket::settle() {
   if (scattered_.defined()) {
-    if (fresh_)
-      bucket_.gradients.copy_(scattered_);
-    else
-      bucket_.gradients.add_(scattered_);
-    fresh_ = false;
+    bucket_.gradients.add_(scattered_);
     scattered_ = at::Tensor();
   }
 }

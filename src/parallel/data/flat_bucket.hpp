@@ -74,7 +74,6 @@ class FlatBucket {
   Bucket bucket_;
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
-  bool fresh_ = true;     // bucket_.gradients hold nothing of this step yet
   bool then_replicas_ = false;
   Pending pending_;
 };

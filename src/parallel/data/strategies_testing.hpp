@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/error.hpp"
 
 namespace isograd::testing {
 
@@ -37,8 +38,18 @@ inline const std::vector<Strategy>& strategies() {
   return all;
 }
 
-// The same grid without asking the caller to know the world's size: as many replicas as divide it, at most
-// `most`.
+// What a ConfigError said, or "no error".
+template <typename F>
+std::string error_of(F&& call) {
+  try {
+    call();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// The largest number of replicas, at most `most`, that divides the ranks.
 inline int replicas_for(int size, int most) {
   for (int replicas = most; replicas > 1; --replicas)
     if (size % replicas == 0) return replicas;
