@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/dump.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/step.hpp"
@@ -89,15 +90,6 @@ struct ParameterVerdict {
   Comparison rounded;          // E2: the layout in the run's precision
   bool replicas_agree = true;  // same bits on every rank, in both precisions
   bool repeats = true;         // E3: same bits when the step is made again
-};
-
-// What a step says of itself, beside the gradient.
-struct StepFigures {
-  double loss = 0;
-  std::int64_t targets = 0;
-  std::int64_t tokens = 0;
-  double norm = 0;
-  double clip_coefficient = 1;
 };
 
 struct Grade {
