@@ -35,6 +35,9 @@ def run_case(isograd_comm, meeting, case, contestants):
         race.add_group("group", contestants["ordinary"], None, None)
     else:
         def buffers(make):
+            if case["operation"] == "all_gather_in_place":
+                output = make(output_numel)
+                return output.narrow(0, dist.get_rank() * input_numel, input_numel), output
             return make(input_numel), make(output_numel) if output_numel else None
         ordinary = buffers(lambda numel: torch.zeros(numel, dtype=dtype))
         shared = buffers(lambda numel: isograd_comm.empty_shared(numel, dtype, case["group"]))

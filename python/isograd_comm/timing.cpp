@@ -19,6 +19,11 @@ at::Tensor pattern(std::int64_t numel, std::int64_t rank, at::ScalarType dtype) 
   return block.repeat({numel / kPeriod + 1}).narrow(0, 0, numel);
 }
 
+// In place: the input is this rank's part of the output.
+bool gathers(const std::string& operation) {
+  return operation == "all_gather" || operation == "all_gather_in_place";
+}
+
 // What one call does over a c10d backend; the vectors it takes are made beforehand.
 std::function<void()> call_of(const Case& what, const c10::intrusive_ptr<c10d::Backend>& backend,
                               const Buffers& buffers) {
@@ -35,7 +40,7 @@ std::function<void()> call_of(const Case& what, const c10::intrusive_ptr<c10d::B
   if (operation == "barrier") return [held] { held->backend->barrier()->wait(); };
   if (operation == "reduce_scatter")
     return [held] { held->backend->_reduce_scatter_base(held->buffers.output, held->buffers.input)->wait(); };
-  if (operation == "all_gather")
+  if (gathers(operation))
     return [held] { held->backend->_allgather_base(held->buffers.output, held->buffers.input)->wait(); };
   if (operation == "all_to_all")
     return [held] {
@@ -54,8 +59,8 @@ std::function<void()> call_of(const Case& what, const c10::intrusive_ptr<c10d::B
   }
   throw ConfigError({.where = "a benchmark of collectives",
                      .found = "operation '" + operation + "'",
-                     .expected = "all_reduce, broadcast, barrier, reduce_scatter, all_gather, all_to_all or "
-                                 "round_trip",
+                     .expected = "all_reduce, broadcast, barrier, reduce_scatter, all_gather, "
+                                 "all_gather_in_place, all_to_all or round_trip",
                      .action = "Name one of these"});
 }
 
@@ -67,10 +72,9 @@ std::function<void()> call_of(const Case& what, Group group, const Buffers& buff
   if (operation == "barrier") return [=]() mutable { group.barrier(); };
   if (operation == "reduce_scatter")
     return [=]() mutable { group.reduce_scatter_async(output, input).wait(); };
-  if (operation == "all_gather")
-    return [=, rows = output.view({group.size(), -1})]() mutable {
-      group.all_gather_async(rows, input).wait();
-    };
+  if (gathers(operation))
+    return
+        [=, rows = output.view({group.size(), -1})]() mutable { group.all_gather_async(rows, input).wait(); };
   if (operation == "all_to_all") return [=]() mutable { group.all_to_all_async(output, input).wait(); };
   const int rank = group.rank();
   if (rank > 1) return [] {};
@@ -85,13 +89,13 @@ std::function<void()> call_of(const Case& what, Group group, const Buffers& buff
 
 std::int64_t Case::input_numel(int ranks) const {
   const std::int64_t numel = bytes / static_cast<std::int64_t>(c10::elementSize(dtype));
-  if (operation == "all_gather") return numel / ranks;
+  if (gathers(operation)) return numel / ranks;
   return operation == "reduce_scatter" || operation == "all_to_all" ? numel / ranks * ranks : numel;
 }
 
 std::int64_t Case::output_numel(int ranks) const {
   if (operation == "reduce_scatter") return input_numel(ranks) / ranks;
-  if (operation == "all_gather") return input_numel(ranks) * ranks;
+  if (gathers(operation)) return input_numel(ranks) * ranks;
   return operation == "all_to_all" ? input_numel(ranks) : 0;
 }
 
@@ -145,7 +149,7 @@ void Race::check(const Contestant& contestant) const {
     std::vector<at::Tensor> parts;
     const std::int64_t part = output.numel() / size;
     for (int r = 0; r < size; ++r)
-      parts.push_back(operation == "all_gather" ? of(r) : of(r).narrow(0, rank * part, part));
+      parts.push_back(gathers(operation) ? of(r) : of(r).narrow(0, rank * part, part));
     expected = at::cat(parts);
   }
   if (at::equal(result, expected)) return;

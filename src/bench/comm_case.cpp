@@ -24,8 +24,8 @@ CommCase make_case(const std::string& operation, std::int64_t bytes, bool quick,
 std::vector<CommCase> comm_cases(bool quick) {
   std::vector<CommCase> cases;
   const std::vector<std::int64_t> few = {64 * kKilo, 4 * kMega};
-  for (const char* operation :
-       {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "round_trip"}) {
+  for (const char* operation : {"all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place",
+                                "broadcast", "all_to_all", "round_trip"}) {
     const bool all = !quick || operation == std::string("all_reduce");
     for (const std::int64_t bytes : all ? kSizes : few) {
       if (!quick || bytes <= 64 * kMega) cases.push_back(make_case(operation, bytes, quick));

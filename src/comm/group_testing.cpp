@@ -217,6 +217,12 @@ class Checker {
     }
     expect(output, stacked({numel_, 2}));
     expect(x, own({numel_, 2}), " (input)");
+    if (!layout_.async) return;
+    begin("all_gather (in place)");
+    output = blank({group_.size(), numel_, 2});
+    output.select(0, group_.rank()).copy_(own({numel_, 2}));
+    finish(group_.all_gather_async(output, output.select(0, group_.rank())));
+    expect(output, stacked({numel_, 2}));
   }
 
   std::int64_t rows_of(int rank) const { return numel_ == 0 || rank % 3 == 1 ? 0 : numel_ + rank; }

@@ -113,12 +113,15 @@ void MpiBackend::gather_equal(Operation& operation, const at::Tensor& output, at
   check_same(static_cast<std::size_t>(output.nbytes()),
              static_cast<std::size_t>(input.nbytes()) * static_cast<std::size_t>(size_), "bytes of output",
              operation.where);
-  if (mpi::overlap(output, input)) input = input.detach().clone();
+  const auto* place =
+      static_cast<const std::byte*>(output.data_ptr()) + static_cast<std::ptrdiff_t>(input.nbytes()) * rank_;
+  const bool in_place = input.data_ptr() == place;
+  if (!in_place && mpi::overlap(output, input)) input = input.detach().clone();
   operation.used.push_back(input);
   const int each = count(input.numel(), operation.where);
   const MPI_Datatype type = copied_type(input, operation.where);
-  mpi::check(MPI_Iallgather(data_of(input), each, type, data_of(output), each, type, channel_->comm(),
-                            operation.next()),
+  mpi::check(MPI_Iallgather(in_place ? MPI_IN_PLACE : data_of(input), each, type, data_of(output), each, type,
+                            channel_->comm(), operation.next()),
              operation.where);
 }
 
