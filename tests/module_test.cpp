@@ -11,6 +11,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 #include "parallel/data/strategies_testing.hpp"
 
@@ -150,6 +151,99 @@ TEST(Module, SynchronisedBatchNormIsThatOfOneProcess) {
         EXPECT_GT(worst_error(strategy, size, 3, Norm::kOwnRows), 1e-4) << strategy.name << " " << size;
       }
     }
+}
+
+// The same net with its convolutions as units of ZeRO-3.
+struct Convolution : torch::nn::Module {
+  at::Tensor weight;
+  std::int64_t stride;
+  Convolution(at::IntArrayRef shape, std::uint64_t seed, std::int64_t stride_) : stride(stride_) {
+    weight = register_parameter("weight", random(shape, seed) * 0.3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::conv2d(x, weight, {}, {stride, stride}); }
+};
+struct UnitNet : torch::nn::Module {
+  at::Tensor head, unused, frozen;
+  Sharded<Convolution> first{std::make_shared<Convolution>(at::IntArrayRef{kChannels, 2, 3, 3}, 1, 1)};
+  Sharded<Convolution> second{
+      std::make_shared<Convolution>(at::IntArrayRef{kClasses, kChannels, 3, 3}, 2, 2)};
+  Net::Normalise normalise;
+  UnitNet() {
+    head = register_parameter("head", random({kClasses}, 3));
+    unused = register_parameter("unused", random({3}, 4));
+    frozen = register_parameter("frozen", random({1, kClasses}, 5), false);
+    register_module("first", first.ptr());
+    register_module("second", second.ptr());
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    at::Tensor x = first(images);
+    if (normalise) x = normalise(x);
+    return second(at::tanh(x)).mean({2, 3}) * head + frozen;
+  }
+};
+
+double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOptions& options, int replicas) {
+  const auto wanted = reference(size, micro, norm != Norm::kNone);
+  const std::map<std::string, std::size_t> place = {{"first.weight", 0}, {"second.weight", 1},
+                                                    {"head", 2},         {"unused", 3},
+                                                    {"norm.weight", 4},  {"norm.bias", 5}};
+  std::vector<double> worst(size);
+  run_ranks(size, [&](World& world) {
+    std::vector<int> everyone;
+    for (int rank = 0; rank < size; ++rank) everyone.push_back(rank);
+    Group apart = size > 1 ? world.subgroup(everyone, "normalisation") : Group::solo();
+    const Sharded<UnitNet> net(std::make_shared<UnitNet>());
+    auto normalisation = std::make_shared<SyncBatchNorm>(SyncBatchNormOptions{.channels = kChannels},
+                                                         norm == Norm::kSynchronised ? apart : Group::solo());
+    normalisation->to(at::kDouble);
+    if (norm != Norm::kNone) {
+      net->register_module("norm", normalisation);
+      net->normalise = [&](const at::Tensor& x) {
+        return x.size(0) > 0 || norm == Norm::kSynchronised ? normalisation->forward(x) : x;
+      };
+    }
+    prepare_module(*net, world.group);
+    auto layout = fully_shard(net, {net->first, net->second}, hybrid_groups(world, replicas), options);
+    layout->zero_gradients();
+    for (int m = 0; m < micro; ++m) {
+      const at::Tensor loss =
+          loss_sum(net(images_of(world.rank, m)), m) / static_cast<double>(total_rows(size, micro));
+      layout->begin_backward(m + 1 == micro);
+      loss.backward();
+    }
+    layout->finish_reduction();
+    const auto views = layout->views();
+    ASSERT_EQ(views.size(), wanted.size());
+    for (const auto& view : views) {
+      const at::Tensor& expected = wanted[place.at(view.name)];
+      const double scale = std::max(expected.norm().item<double>(), 1e-3);
+      worst[world.rank] =
+          std::max(worst[world.rank], (view.gradient - expected).norm().item<double>() / scale);
+    }
+  });
+  return *std::max_element(worst.begin(), worst.end());
+}
+
+TEST(Module, ConvolutionsAsUnitsHaveTheGradientOfOneProcess) {
+  double worst = 0;
+  for (int size : {1, 2, 3, 4, 5, 8})
+    for (int micro : {1, 3})
+      for (const FullyShardOptions& options : {FullyShardOptions{},
+                                               {.reshard_after_forward = false},
+                                               {.checkpoint = true},
+                                               {.reduce_once = true},
+                                               {.share_parameters = true}})
+        for (int replicas : {1, 2}) {
+          if (total_rows(size, micro) == 0 || size % replicas != 0) continue;
+          const double error = worst_error_of_units(size, micro, Norm::kNone, options, replicas);
+          worst = std::max(worst, error);
+          EXPECT_LT(error, 1e-10) << size << " ranks, " << micro << " micro-batches, " << replicas;
+        }
+  for (int size : {2, 3, 5}) {
+    EXPECT_LT(worst_error_of_units(size, 3, Norm::kSynchronised, {}, 1), 1e-10) << size;
+    EXPECT_GT(worst_error_of_units(size, 3, Norm::kOwnRows, {}, 1), 1e-4) << size;  // planted
+  }
+  std::printf("largest error of any parameter: %.2e of its norm (allowed 1e-10)\n", worst);
 }
 
 TEST(Module, RunningStatisticsAreLibTorchs) {

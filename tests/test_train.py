@@ -204,10 +204,14 @@ def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, ro
 def test_memory_under_zero3_and_with_bf16_gradients(place):
     """The root stays whole from forward to the end of backward: of its parameters one gather in three is saved."""
     for more, sends_least in ((dict(parallel__strategy="zero3"), 2 / 3),
+                              (dict(parallel__strategy="zero3", parallel__share_parameters="auto"), 1),
+                              (dict(parallel__strategy="zero3", train__dtype="bfloat16",
+                                    train__fp32_gradients="false"), 2 / 3),
                               (dict(parallel__strategy="zero1", train__dtype="bfloat16",
                                     train__fp32_gradients="false"), 1)):
+        options = dict(parallel__share_parameters="off") | more
         result = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
-                           parallel__share_parameters="off", run__directory=place.folder / f"memory-{len(more)}", **more)
+                           run__directory=place.folder / ("memory-" + "-".join(more)), **options)
         assert result.returncode == 0, result.stdout + result.stderr
         rows = [re.split(r"\s{2,}", line.strip()) for line in result.stderr.splitlines()]
         (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]

@@ -275,7 +275,7 @@ TEST(Zero3, ABufferUsedTooEarlyIsNoticed) {
         BucketPlan plan = plan_buckets({parameters[i]}, 1 << 20).at(0);
         plan.slots[0].index = i;
         pad_for(plan, 3);
-        flats.push_back(std::make_unique<FlatShard>(plan, parameters, "unit", true, nullptr, context));
+        flats.push_back(std::make_unique<FlatShard>(plan, parameters, "unit", true, true, nullptr, context));
         flats.back()->zero();
       }
       const at::Tensor buffer = world.group.empty_shared(96, at::kDouble);

@@ -32,10 +32,15 @@ class UnitHandle {
   // a parameter of the model (ConfigError otherwise). With checkpointing `body` runs again in backward.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Body& body) const;
   bool bound() const;
+  bool plain() const;  // neither taken by a layout nor with an output dtype: run() is body(inputs)
 
   // For this unit alone, before fully_shard(); otherwise its options decide.
   void set_checkpoint(bool checkpoint) const;
   void set_reshard_after_forward(bool reshard) const;
+  // Of bf16 parameters: gradients kept and reduced in fp32 (true) or in bf16.
+  void set_fp32_gradients(bool fp32) const;
+  // Floating-point tensors that the unit returns are cast to it, sharded or not; at any time.
+  void set_output_dtype(std::optional<at::ScalarType> dtype) const;
 
   struct Binding;
   const std::shared_ptr<Binding>& binding() const { return binding_; }
@@ -143,7 +148,7 @@ class Sharded : public UnitHandle {
     using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
     static_assert(sharded_call::holds_tensors<Result>(),
                   "forward of a sharded module returns tensors, alone or in vector, optional, tuple or pair");
-    if (!bound()) return Result(module_->forward(std::forward<Arguments>(arguments)...));
+    if (plain()) return Result(module_->forward(std::forward<Arguments>(arguments)...));
     std::tuple<std::decay_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor> inputs;
     sharded_call::take_tensors(values, inputs);
@@ -188,6 +193,8 @@ struct FullyShardOptions {
   bool checkpoint = false;  // blocks keep their inputs only and compute their forward again in backward
   // Whole gradients are kept until the last micro-batch: one reduction a step.
   bool reduce_once = false;
+  // Gradients of bf16 parameters are kept and reduced in fp32, or in bf16 (DataParallelOptions).
+  bool fp32_gradients = true;
   // The ranks of the shard group keep one copy of the parameters between them; nothing is gathered or freed.
   // ConfigError where the backend has no such memory.
   bool share_parameters = false;

@@ -46,7 +46,7 @@ struct PersistentBytes {
 //   stage 1   (p + g)Ψ + kΨ/N     4Ψ + 12Ψ/N
 //   stage 2   pΨ + (g + k)Ψ/N     2Ψ + 14Ψ/N
 //   stage 3   (p + g + k)Ψ/N      16Ψ/N
-//   shared    gΨ + (p + k)Ψ/N     one copy of the parameters between N ranks; (p + g + k)Ψ/N with stage 2
+//   shared    gΨ + (p + k)Ψ/N     one copy of the parameters between N ranks; (p + g + k)Ψ/N with stages 2 and 3
 // With reduce_once gradients are whole: gΨ. ConfigError on numbers that make no plan.
 PersistentBytes persistent_bytes(const DataParallelPlan& plan);
 
@@ -65,7 +65,7 @@ struct TrafficBytes {
 //   stage 1   Ψ + Ψ      gradients there, parameters back
 //   stage 2   GΨ + Ψ     each micro-batch's gradients are reduced; reduce_once: Ψ + Ψ
 //   stage 3   GΨ + 2GΨ   parameters are gathered for forward and for backward; reduce_once: Ψ + 2GΨ
-//   shared    Ψ          parameters need not go anywhere; GΨ with stage 2
+//   shared    Ψ          parameters need not go anywhere; GΨ with stages 2 and 3
 // over R replicas in addition 2Ψ/N · (R − 1)/R, stage 0 over all N·R ranks at once.
 TrafficBytes traffic_bytes(const DataParallelPlan& plan);
 

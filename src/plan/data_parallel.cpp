@@ -20,8 +20,6 @@ void check(const DataParallelPlan& plan) {
   if (plan.shards < 1) refuse("shards", plan.shards, "1 or more");
   if (plan.replicas < 1) refuse("replicas", plan.replicas, "1 or more");
   if (plan.micro_batches < 1) refuse("micro_batches", plan.micro_batches, "1 or more");
-  if (plan.share_parameters && plan.stage > 2)
-    refuse("share_parameters in stage", plan.stage, "stage 0 to 2");
 }
 
 bool shards_state(const DataParallelPlan& plan) {
@@ -52,7 +50,7 @@ struct Volumes {
 Volumes volumes(const DataParallelPlan& plan) {
   const std::int64_t rounds = plan.micro_batches;
   const std::int64_t reductions = plan.reduce_once ? 1 : rounds;
-  if (plan.share_parameters) return {plan.stage == 2 ? reductions : 1, 0};
+  if (plan.share_parameters) return {plan.stage >= 2 ? reductions : 1, 0};
   switch (plan.stage) {
     case 0:
       return {2, 0};

@@ -94,9 +94,18 @@ TEST(Plans, RefuseWhatMakesNone) {
   EXPECT_THROW(persistent_bytes(plan_of(4, 2)), ConfigError);
   EXPECT_THROW(persistent_bytes(plan_of(1, 0)), ConfigError);
   EXPECT_THROW(traffic_bytes(plan_of(1, 2, 0)), ConfigError);
-  auto plan = plan_of(3, 2);
-  plan.share_parameters = true;
-  EXPECT_THROW(traffic_bytes(plan), ConfigError);
+}
+
+// One copy of the parameters is there for all to use: nothing is gathered in stage 3, which then is stage 2.
+TEST(Plans, OfStage3WithOneCopyAreThoseOfStage2) {
+  for (bool once : {false, true}) {
+    auto three = plan_of(3, 4, 3), two = plan_of(2, 4, 3);
+    three.share_parameters = two.share_parameters = true;
+    three.reduce_once = two.reduce_once = once;
+    EXPECT_EQ(persistent_bytes(three).total(), persistent_bytes(two).total());
+    EXPECT_EQ(traffic_bytes(three).total(), traffic_bytes(two).total());
+    EXPECT_EQ(traffic_bytes(three).gather, 0);
+  }
 }
 
 }  // namespace

@@ -258,7 +258,8 @@ int count_replicas(const RunConfig& config, int ranks) {
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                                          const ModelUnits& units, World& world) {
+                                          const ModelUnits& units, World& world,
+                                          const std::vector<std::string>& bucket_order) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
@@ -266,17 +267,13 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
   const bool share = shares_parameters(config, strategy, world.group);
-  if (stage_of(strategy) == 3 && !config.train.fp32_gradients)
-    throw ConfigError({.where = "train.fp32_gradients",
-                       .found = "false with zero3",
-                       .expected = "true: zero3 keeps its shard of the gradients in fp32",
-                       .action = "Leave it out, or use zero2"});
   if (stage_of(strategy) == 3)
     return fully_shard(units.root, parameters, units.blocks,
                        hybrid_groups(world, static_cast<int>(config.parallel.replicas)),
                        {.reshard_after_forward = config.parallel.reshard_after_forward,
                         .checkpoint = config.parallel.checkpoint_activations,
                         .reduce_once = config.parallel.reduce_once,
+                        .fp32_gradients = config.train.fp32_gradients,
                         .share_parameters = share,
                         .gather_limit_bytes = config.parallel.gather_limit_bytes,
                         .initialize = units.initialize,
@@ -289,7 +286,8 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
       .reduce_once = config.parallel.reduce_once,
       .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
-      .overlap = config.parallel.overlap};
+      .overlap = config.parallel.overlap,
+      .order = bucket_order};
   if (strategy == "naive") return naive(trainable_parameters(parameters), world.group, options);
   const int replicas = options.stage > 0 ? static_cast<int>(config.parallel.replicas) : 1;
   return bucketed(trainable_parameters(parameters), hybrid_groups(world, replicas), options);

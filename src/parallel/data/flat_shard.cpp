@@ -61,7 +61,7 @@ void become(at::Tensor parameter, const at::Tensor& view) {
 }  // namespace
 
 FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
-                     bool trained, const Initialize& initialize, ShardContext& context)
+                     bool trained, bool fp32_gradients, const Initialize& initialize, ShardContext& context)
     : context_(context), trained_(trained), pieces_(plan.slots.size()) {
   Group& shard = context.groups.shard;
   const at::NoGradGuard no_grad;
@@ -103,7 +103,7 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
   }
   bucket_.master = plan.dtype == at::kBFloat16 ? bucket_.parameters.to(at::kFloat) : bucket_.parameters;
   if (trained) {
-    const at::ScalarType type = gradient_type(plan.dtype);
+    const at::ScalarType type = gradient_type(plan.dtype, fp32_gradients);
     if (context.reduce_once) {
       whole_gradients_ = shard.empty_shared(plan.numel, type);
       bucket_.gradients = whole_gradients_.narrow(0, held.begin, held.size());
@@ -164,8 +164,7 @@ void FlatShard::add(std::size_t slot, at::Tensor gradient) {
     return;
   }
   if (!piece.own)
-    piece.sum = piece.sum.to(gradient_type(bucket_.plan.dtype), /*non_blocking=*/false,
-                             /*copy=*/true);
+    piece.sum = piece.sum.to(bucket_.gradients.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   piece.own = true;
   piece.sum.add_(gradient);
 }

@@ -49,7 +49,7 @@ class FlatShard {
   // Collective. Moves the parameters of `plan` (indices into `parameters`) into this rank's shard; from then
   // on they can be read only while whole. The plan is padded for the shards.
   FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
-            bool trained, const Initialize& initialize, ShardContext& context);
+            bool trained, bool fp32_gradients, const Initialize& initialize, ShardContext& context);
 
   const Bucket& bucket() const { return bucket_; }
   bool trained() const { return trained_; }

@@ -121,7 +121,7 @@ struct UnitPlan {
     bool trained;
   };
   std::string name;
-  bool reshard = true;
+  bool reshard = true, fp32_gradients = true;
   std::vector<Flat> flats{};
   std::int64_t bytes = 0;  // gathered
 };
@@ -150,6 +150,7 @@ std::vector<UnitPlan> plan_units(const Uses& uses, const Named& named, const Mem
       }
     }
     const auto& own = uses.units[unit].binding()->reshard;
+    units[unit].fp32_gradients = uses.units[unit].binding()->fp32_gradients.value_or(options.fp32_gradients);
     units[unit].name = name_of(unit, names);
     units[unit].reshard =
         own.value_or(unit == kRootUnit ? options.reshard_root : options.reshard_after_forward);
@@ -191,9 +192,9 @@ class Layout final : public FullySharded {
     for (UnitPlan& plan : plans) {
       ShardedUnit& unit = units.emplace_back(ShardedUnit{.name = plan.name, .reshard = plan.reshard});
       for (auto& [flat, trained] : plan.flats) {
-        unit.flats.push_back(std::make_unique<FlatShard>(std::move(flat),
-                                                         trained ? members_.trained : members_.frozen,
-                                                         plan.name, trained, options.initialize, *context));
+        unit.flats.push_back(std::make_unique<FlatShard>(
+            std::move(flat), trained ? members_.trained : members_.frozen, plan.name, trained,
+            plan.fp32_gradients, options.initialize, *context));
         if (trained) buckets_.push_back(unit.flats.back()->bucket());
       }
     }

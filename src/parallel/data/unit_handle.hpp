@@ -8,7 +8,8 @@ namespace isograd {
 
 struct UnitHandle::Binding {
   std::function<std::vector<at::Tensor>()> parameters;
-  std::optional<bool> checkpoint{}, reshard{};
+  std::optional<bool> checkpoint{}, reshard{}, fp32_gradients{};
+  std::optional<at::ScalarType> output_dtype{};
   UnitCall call{};  // call.host is null: not taken
 };
 

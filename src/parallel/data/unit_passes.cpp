@@ -42,7 +42,7 @@ UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<Sharde
       for (std::size_t slot = 0; slot < plan.slots.size(); ++slot)
         places_[trained.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl()] = {flat.get(), slot};
       if (!flat->needs_buffer()) continue;
-      std::int64_t& numel = largest[{unit == kRootUnit, gradient_type(plan.dtype)}];
+      std::int64_t& numel = largest[{unit == kRootUnit, flat->bucket().gradients.scalar_type()}];
       numel = std::max(numel, plan.numel);
     }
   for (const auto& [key, numel] : largest)
@@ -202,7 +202,7 @@ void UnitPasses::abandon() noexcept {
 
 at::Tensor UnitPasses::buffer_for(std::size_t unit, const FlatShard& flat) {
   const BucketPlan& plan = flat.bucket().plan;
-  auto& ring = buffers_.at({unit == kRootUnit, gradient_type(plan.dtype)});
+  auto& ring = buffers_.at({unit == kRootUnit, flat.bucket().gradients.scalar_type()});
   const at::Tensor& buffer = ring[turn_++ % ring.size()];
   const void* memory = buffer.const_data_ptr();
   const auto in_use = [&] {
