@@ -32,6 +32,9 @@ struct TrainingState {
   std::string dtype;      // float64 | float32 | bfloat16
   std::string tokenizer;  // Tokenizer::name(); empty for foreign shards
   std::string config;     // the whole configuration as TOML
+  // DataParallel::bucket_order(): whoever goes on has the same bits only with the same buckets. Empty in
+  // checkpoints of versions that did not save it.
+  std::vector<std::string> bucket_order{};
 };
 
 // root/step-00000100

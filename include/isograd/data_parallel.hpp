@@ -51,6 +51,13 @@ struct DataParallelOptions {
   std::int64_t bucket_bytes = 25 << 20;       // of gradients
   std::int64_t first_bucket_bytes = 1 << 20;  // the first one to be complete; 0: like the others
   bool overlap = true;  // reduce a bucket as soon as its gradients are complete, inside backward
+  // With overlap: when the first step's gradients are summed, buckets are made anew in the order in which
+  // they arrived, so that what is complete first is sent first. Once, and not after keep_buckets().
+  bool rebuild_buckets = true;
+  // Names of all parameters in the order in which buckets are filled, as bucket_order() gives it; empty: the
+  // reverse of `parameters`, until they are rebuilt. A run that goes on from a checkpoint takes that of the
+  // run that saved it: the norm adds up by bucket, so that its last bit depends on the order.
+  std::vector<std::string> order{};
 };
 
 // A strategy for getting the sum over ranks of the gradients to where they are used. In a step:
@@ -65,10 +72,16 @@ class DataParallel {
   virtual void zero_gradients() = 0;
   virtual void begin_backward(bool last) = 0;
   virtual void finish_reduction() = 0;
+  // The same; `reduced` is called with each bucket in turn as soon as its gradients are final, while they are
+  // in the cache.
+  virtual void finish_reduction_with(const std::function<void(const Bucket&)>& reduced);
   virtual void publish_parameters() {}
   // Every rank must make equally many micro-batches (empty ones, if need be): something is exchanged in each.
   virtual bool takes_every_round() const { return false; }
   virtual std::vector<Bucket>& buckets() = 0;
+  // From here on buckets() stay as they are: something else has come to depend on them, as an optimizer's
+  // state.
+  virtual void keep_buckets() {}
   virtual Group& group() = 0;  // all ranks
   // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
   virtual Group& shard_group() { return group(); }
@@ -94,6 +107,8 @@ class DataParallel {
     at::Tensor gradient;
   };
   std::vector<View> views();
+  // Names of the parameters, bucket by bucket: DataParallelOptions::order.
+  std::vector<std::string> bucket_order();
 };
 
 // Bucketed and overlapped: gradients are views of buckets in shared memory, a bucket is reduced when its last

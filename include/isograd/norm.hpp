@@ -21,6 +21,11 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum
 // many on every rank) becomes their sums; one that is not finite counts like a loss that is not.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group);
 
+// The same in two halves: squares of the elements that this rank owns, bucket by bucket in their order, and
+// the rest from their sum.
+double owned_squares(const Bucket& bucket);
+GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group);
+
 // What a norm measures: the root of the sum of squares (in fp64), or the largest magnitude.
 enum class NormOrder { kTwo, kInfinity };
 

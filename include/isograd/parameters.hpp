@@ -54,8 +54,10 @@ struct BucketPlan {
 // Packs parameters into buckets in *reverse* order (backward makes the last gradients first), one dtype per
 // bucket, each at most `bucket_bytes` of gradients unless a single parameter is larger; the first one of each
 // dtype at most `first_bucket_bytes`, so that communication begins early (0: like the others). Pure.
+// `order`, if not empty, is every index into `parameters` once: packed in this order instead.
 std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
-                                     std::int64_t first_bucket_bytes = 0);
+                                     std::int64_t first_bucket_bytes = 0,
+                                     const std::vector<std::size_t>& order = {});
 
 // What a rank keeps of one bucket, flat. A layout that replicates holds all of it; one that shards holds the
 // elements that this rank updates. Norms, optimizers and checkpoints see nothing else.

@@ -93,7 +93,9 @@ Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment
 }
 
 std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
-                                     std::int64_t first_bucket_bytes) {
+                                     std::int64_t first_bucket_bytes, const std::vector<std::size_t>& order) {
+  ISOGRAD_INVARIANT(order.empty() || order.size() == parameters.size(),
+                    fmt::format("an order of {} of {} parameters", order.size(), parameters.size()));
   if (bucket_bytes <= 0 || first_bucket_bytes < 0)
     throw ConfigError({.where = bucket_bytes <= 0 ? "bucket_bytes" : "first_bucket_bytes",
                        .found = std::to_string(bucket_bytes <= 0 ? bucket_bytes : first_bucket_bytes),
@@ -105,7 +107,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
   std::vector<std::pair<std::size_t, BucketPlan>> closed;             // with the place of its last parameter
   std::map<at::ScalarType, std::pair<std::size_t, BucketPlan>> open;  // one per dtype
   for (std::size_t place = 0; place < parameters.size(); ++place) {
-    const std::size_t index = parameters.size() - 1 - place;
+    const std::size_t index = order.empty() ? parameters.size() - 1 - place : order[place];
     const auto& [name, tensor, decays] = parameters[index];
     const auto type = tensor.scalar_type();
     const std::int64_t bytes = c10::elementSize(gradient_type(type));

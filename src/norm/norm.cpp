@@ -15,11 +15,19 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum
 }
 
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group) {
+  double squares = 0;
+  for (const Bucket& bucket : buckets) squares += owned_squares(bucket);
+  return global_norm(squares, local_sums, group);
+}
+
+double owned_squares(const Bucket& bucket) {
+  return squared_norm(bucket.gradients, owned_part(bucket));
+}
+
+GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group) {
   const auto all_finite = [](const std::vector<double>& numbers) {
     return std::all_of(numbers.begin(), numbers.end(), [](double number) { return std::isfinite(number); });
   };
-  double squares = 0;
-  for (const Bucket& bucket : buckets) squares += squared_norm(bucket.gradients, owned_part(bucket));
   std::vector<double> sums = local_sums;  // of this rank, then of all
   sums.push_back(squares);
   sums.push_back(all_finite(sums) ? 0 : 1);

@@ -65,10 +65,12 @@ int count_replicas(const RunConfig& config, int ranks);
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
-// `strategy` is one of strategy_names(), with the configured options. Collective.
+// `strategy` is one of strategy_names(), with the configured options. `bucket_order`: of the run that this
+// one continues (DataParallelOptions::order). Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                                          const ModelUnits& units, World& world);
+                                          const ModelUnits& units, World& world,
+                                          const std::vector<std::string>& bucket_order = {});
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const Group& group);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.

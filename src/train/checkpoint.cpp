@@ -110,6 +110,7 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
          .action = "Resume with the model, optimizer and dtype that this checkpoint was saved with"});
   };
   const auto saved = read_safetensors(path);
+  layout.keep_buckets();
   const auto wanted = places(layout, sharded_state(layout, optimizer));
   for (const auto& [name, tensor] : saved)
     if (!wanted.contains(name)) bad(name, "a tensor that this run has no place for", "none");

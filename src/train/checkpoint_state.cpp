@@ -1,5 +1,6 @@
 #include "train/checkpoint_state.hpp"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "isograd/error.hpp"
@@ -28,6 +29,7 @@ void fields(State& state, Visit visit) {
   visit("dtype", state.dtype);
   visit("tokenizer", state.tokenizer);
   visit("config", state.config);
+  visit("bucket_order", state.bucket_order);
 }
 
 struct Reader {
@@ -54,6 +56,14 @@ struct Reader {
   void operator()(const char* key, double& value) const {
     if (!at(key).is_number()) bad(key, at(key).dump(), "a number");
     value = at(key).get<double>();
+  }
+  void operator()(const char* key, std::vector<std::string>& value) const {
+    if (!json.contains(key)) return;
+    const auto& list = json[key];
+    const auto is_text = [](const auto& item) { return item.is_string(); };
+    if (!list.is_array() || !std::all_of(list.begin(), list.end(), is_text))
+      bad(key, list.dump(), "a list of texts");
+    value = list.get<std::vector<std::string>>();
   }
   void operator()(const char* key, std::string& value) const {
     if (!at(key).is_string()) bad(key, at(key).dump(), "a text");

@@ -60,12 +60,13 @@ StepReport Step::finish() {
 
   // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
   // gradient_scale.
-  layout_.finish_reduction();
+  double squares = 0;  // of the elements that this rank owns
+  layout_.finish_reduction_with([&](const Bucket& bucket) { squares += owned_squares(bucket); });
   const double scale = denominator_.gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
   std::vector<double> sums = ledger_->message(census_);
-  const GlobalNorm global = global_norm(layout_.buckets(), sums, layout_.group());
+  const GlobalNorm global = global_norm(squares, sums, layout_.group());
 
   StepReport report;
   report.loss = global.loss_sum * scale;

@@ -70,7 +70,7 @@ struct Trainer::Impl {
     } else {
       Resumed resumed = resume_run(config, corpus, group);
       model = read_hf(resumed.directory, dtype);
-      make_layout_of_model();
+      make_layout_of_model(resumed.state.bucket_order);
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
       state = resumed.state;
       state.config = to_toml(config);
@@ -88,9 +88,9 @@ struct Trainer::Impl {
       presenter->notice("no document is held out, so there is no validation loss (data.validation_fraction)");
   }
 
-  void make_layout_of_model() {
+  void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
     units = model_units(*model, config);
-    layout = make_layout(config, config.parallel.strategy, model->named(), *units, world);
+    layout = make_layout(config, config.parallel.strategy, model->named(), *units, world, bucket_order);
   }
 
   RunFacts facts() const {
@@ -173,6 +173,7 @@ struct Trainer::Impl {
 
   void save() {
     if (saved_step == state.step) return;
+    state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint({.root = checkpoint_root(config),
                                           .keep = config.checkpoint.keep,
                                           .tokenizer_file = corpus.tokenizer_file},

@@ -7,6 +7,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/bucket_order.hpp"
 #include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/same_parameters.hpp"
 
@@ -22,10 +23,14 @@ class Bucketed final : public DataParallel {
 
   void zero_gradients() override;
   void begin_backward(bool last) override;
-  void finish_reduction() override;
+  void finish_reduction() override {
+    finish_reduction_with([](const Bucket&) {});
+  }
+  void finish_reduction_with(const std::function<void(const Bucket&)>& reduced) override;
   void publish_parameters() override;
   bool takes_every_round() const override { return policy_.every_round; }
   std::vector<Bucket>& buckets() override { return buckets_; }
+  void keep_buckets() override { watches_order_ = false; }
   Group& group() override { return policy_.groups.all; }
   Group& shard_group() override { return policy_.groups.shard; }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
@@ -38,15 +43,22 @@ class Bucketed final : public DataParallel {
     std::size_t missing = 0;
   };
 
+  void build(const std::vector<std::size_t>& order);
+  void rebuild();
+  void connect();
+  void disconnect();
   void on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter);
   void launch_next();
-  void finish_round();
+  void finish_round(const std::function<void(const Bucket&)>& reduced = [](const Bucket&) {});
   void check_views() const;
   bool reduces() const { return policy_.groups.all.size() > 1; }
 
   std::vector<NamedParameter> parameters_;
   BucketPolicy policy_;
   bool overlap_;
+  std::int64_t bucket_bytes_, first_bucket_bytes_;
+  bool watches_order_;               // in which gradients come, until buckets are made anew
+  std::vector<std::size_t> came_{};  // parameters, in that order
   std::vector<Bucket> buckets_;
   std::vector<std::unique_ptr<FlatBucket>> flats_;  // per bucket
   std::vector<Arrivals> arrivals_;                  // per bucket
@@ -81,21 +93,36 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
 
 Bucketed::Bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
                    const DataParallelOptions& options)
-    : parameters_(std::move(parameters)), policy_(std::move(groups), options), overlap_(options.overlap) {
+    : parameters_(std::move(parameters)),
+      policy_(std::move(groups), options),
+      overlap_(options.overlap),
+      bucket_bytes_(options.bucket_bytes),
+      first_bucket_bytes_(options.first_bucket_bytes),
+      watches_order_(options.rebuild_buckets && options.order.empty() && overlap_ && reduces()) {
   // Everything that can refuse comes before the model is touched.
   for (const NamedParameter& parameter : parameters_)
     if (torch::autograd::impl::post_acc_grad_hooks(parameter.tensor))
       refuse(parameter.name, "a post-accumulate-gradient hook already there", "none",
              "Destroy the other layout of this model first");
   if (options.check_parameters) check_same_parameters(parameters_, policy_.groups.all);
-  auto plans = plan_buckets(parameters_, options.bucket_bytes, options.first_bucket_bytes);
+  build(order_by_names(parameters_, options.order));
+  connect();
+}
+
+void Bucketed::build(const std::vector<std::size_t>& order) {
+  auto plans = plan_buckets(parameters_, bucket_bytes_, first_bucket_bytes_, order);
+  flats_.clear();
+  buckets_.clear();
   for (BucketPlan& plan : plans) {
     pad_for(plan, policy_.groups.all.size());
     flats_.push_back(std::make_unique<FlatBucket>(std::move(plan), parameters_, policy_));
     buckets_.push_back(flats_.back()->bucket());
   }
   policy_.make_transient(buckets_);
-  arrivals_.resize(buckets_.size());
+  arrivals_.assign(buckets_.size(), {});
+}
+
+void Bucketed::connect() {
   for (std::size_t b = 0; b < buckets_.size(); ++b)
     for (std::size_t s = 0; s < buckets_[b].plan.slots.size(); ++s) {
       const Slot& slot = buckets_[b].plan.slots[s];
@@ -107,11 +134,41 @@ Bucketed::Bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
     }
 }
 
-Bucketed::~Bucketed() {
+void Bucketed::disconnect() {
   for (NamedParameter& parameter : parameters_) {
     if (reduces() && overlap_) torch::autograd::impl::post_acc_grad_hooks(parameter.tensor).reset();
     parameter.tensor.mutable_grad() = at::Tensor();  // the bucket's memory goes with the group
   }
+}
+
+Bucketed::~Bucketed() {
+  disconnect();
+}
+
+// Between the sum and its first use. Old and new memory exist side by side for a moment.
+void Bucketed::rebuild() {
+  const auto order = agree_on_order(came_, parameters_.size(), policy_.groups.all);
+  if (order.empty()) return;  // no rank had a gradient: the next step may tell
+  watches_order_ = false;
+  came_ = {};
+  std::vector<std::string> names;
+  for (std::size_t index : order) names.push_back(parameters_[index].name);
+  if (names == bucket_order()) return;
+  std::map<std::size_t, at::Tensor> sums;  // whole, by parameter
+  for (const Bucket& bucket : buckets_) {
+    const at::Tensor whole = gather_whole(bucket, bucket.gradients);
+    for (const Slot& slot : bucket.plan.slots) sums[slot.index] = slot_view(whole, slot);
+  }
+  const auto old_flats = std::move(flats_);  // the sums may be views of them
+  const auto old_buckets = std::move(buckets_);
+  disconnect();
+  build(order);
+  for (const Bucket& bucket : buckets_)
+    for (const Slot& slot : bucket.plan.slots)
+      write_slot(bucket.gradients, bucket.held, slot, sums.at(slot.index));
+  connect();
+  // Nobody gives back what another still reads.
+  policy_.groups.all.barrier();
 }
 
 void Bucketed::zero_gradients() {
@@ -120,6 +177,7 @@ void Bucketed::zero_gradients() {
   check_views();
   in_round_ = in_last_ = false;
   completed_ = launched_ = 0;
+  came_.clear();
   for (auto& flat : flats_) flat->zero();
 }
 
@@ -147,6 +205,7 @@ void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tenso
   if (flats_[bucket]->keeps_gradients() &&
       !is_slot_view(parameter.grad(), flats_[bucket]->gradients(), place))
     refuse_gradient(place.name);
+  if (watches_order_ && in_last_) came_.push_back(place.index);
   if (!in_round_) return;
   Arrivals& arrived = arrivals_[bucket];
   if (arrived.slots[slot])
@@ -167,23 +226,38 @@ void Bucketed::launch_next() {
 
 // What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
 // It takes part with zeros.
-void Bucketed::finish_round() {
+void Bucketed::finish_round(const std::function<void(const Bucket&)>& reduced) {
   while (launched_ < buckets_.size()) launch_next();
-  for (; completed_ < launched_; ++completed_) flats_[completed_]->wait();
+  for (std::size_t b = 0; b < launched_; ++b) {
+    if (b == completed_) flats_[completed_++]->wait();
+    reduced(buckets_[b]);
+  }
   in_round_ = false;
 }
 
-void Bucketed::finish_reduction() {
+void Bucketed::finish_reduction_with(const std::function<void(const Bucket&)>& reduced) {
+  const auto all_reduced = [&] {
+    for (const Bucket& bucket : buckets_) reduced(bucket);
+  };
   if (reduces()) {
     if (!in_round_) completed_ = launched_ = 0;
     in_last_ = true;
-    finish_round();
-    if (policy_.every_round) {  // replicas add up once a step, not in every round
-      for (auto& flat : flats_) flat->sum_over_replicas();
-      for (auto& flat : flats_) flat->wait();
+    const bool rebuilds = watches_order_;
+    if (policy_.every_round || rebuilds) {  // replicas add up once a step, not in every round
+      finish_round();
+      if (policy_.every_round) {
+        for (auto& flat : flats_) flat->sum_over_replicas();
+        for (auto& flat : flats_) flat->wait();
+      }
+      if (rebuilds) rebuild();
+      all_reduced();
+    } else {
+      finish_round(reduced);
     }
     // Nobody reads parameters any more, so that their owners may write to them.
     if (policy_.one_copy) policy_.meet();
+  } else {
+    all_reduced();
   }
   in_round_ = in_last_ = false;
   check_views();

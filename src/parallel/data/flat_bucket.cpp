@@ -36,6 +36,7 @@ std::size_t BucketPolicy::most_in_flight() const {
 
 void BucketPolicy::make_transient(const std::vector<Bucket>& buckets) {
   if (!every_round) return;
+  transient_.clear();
   std::map<at::ScalarType, std::int64_t> largest;
   for (const Bucket& bucket : buckets) {
     std::int64_t& numel = largest[bucket.gradients.scalar_type()];

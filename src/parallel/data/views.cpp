@@ -13,6 +13,18 @@ at::Tensor DataParallel::gather_whole(const Bucket& bucket, const at::Tensor& sh
   return shard_group().all_gather(shard).view({-1});  // [S, numel / S]
 }
 
+void DataParallel::finish_reduction_with(const std::function<void(const Bucket&)>& reduced) {
+  finish_reduction();
+  for (const Bucket& bucket : buckets()) reduced(bucket);
+}
+
+std::vector<std::string> DataParallel::bucket_order() {
+  std::vector<std::string> names;
+  for (const Bucket& bucket : buckets())
+    for (const Slot& slot : bucket.plan.slots) names.push_back(slot.name);
+  return names;
+}
+
 std::vector<DataParallel::View> DataParallel::views() {
   std::vector<std::pair<std::size_t, View>> ordered;
   for (Bucket& bucket : buckets()) {

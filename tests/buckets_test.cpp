@@ -1,0 +1,225 @@
+// Buckets made anew in the order in which gradients come, and handed over as soon as they are reduced.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/world.hpp"
+#include "parallel/data/strategies_testing.hpp"
+#include "toy.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::error_of;
+using testing::replicas_for;
+using testing::strategies;
+using testing::Strategy;
+
+const std::vector<std::vector<std::int64_t>> kShapes = {{3, 5}, {40}, {7, 3}, {1}, {33}, {90}, {2}};
+// Not the order of registration, nor its reverse; 4 is used twice and 6 never.
+const std::vector<std::size_t> kUses = {2, 5, 4, 0, 4, 3, 1};
+// Backward meets the last use first; a parameter is complete with its first use.
+const std::vector<std::string> kObserved = {"p1", "p3", "p0", "p4", "p5", "p2", "p6"};
+
+at::Tensor drawn(at::IntArrayRef shape, std::uint64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(shape, generator, at::TensorOptions(at::kDouble)) * 0.2;
+}
+
+// A chain, so that gradients come strictly one after another.
+struct Model {
+  std::vector<at::Tensor> tensors;
+  explicit Model(at::ScalarType type = at::kDouble) {
+    for (std::size_t i = 0; i < kShapes.size(); ++i)
+      tensors.push_back(drawn(kShapes[i], i).to(type).requires_grad_(true));
+  }
+  std::vector<NamedParameter> named() const {
+    std::vector<std::pair<std::string, at::Tensor>> list;
+    for (const at::Tensor& tensor : tensors) list.emplace_back("p" + std::to_string(list.size()), tensor);
+    return trainable_parameters(list);
+  }
+  at::Tensor loss(int rank, int step, int m) const {
+    at::Tensor x = at::full({}, 0.1 * (1 + rank), tensors[0].options().requires_grad(false));
+    for (std::size_t use = 0; use < kUses.size(); ++use) {
+      const at::Tensor& p = tensors[kUses[use]];
+      const auto seed = static_cast<std::uint64_t>((((rank + 1) * 10 + step) * 10 + m) * 10) + use;
+      x = at::tanh(x + (p * drawn(p.sizes(), seed).to(p.scalar_type())).sum());
+    }
+    return x;
+  }
+};
+
+// Rank 0 has nothing in any step: another rank tells the order.
+int rounds(int rank, int micro) {
+  return rank == 0 ? 0 : micro;
+}
+
+// SGD on one process, plain autograd; the gradients of each step.
+std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, double rate) {
+  Model model;
+  std::vector<std::vector<at::Tensor>> all;
+  for (int step = 0; step < steps; ++step) {
+    at::Tensor sum = at::zeros({}, at::kDouble);
+    for (int rank = 0; rank < size; ++rank)
+      for (int m = 0; m < rounds(rank, micro); ++m) sum = sum + model.loss(rank, step, m);
+    auto gradients = torch::autograd::grad({sum}, model.tensors, {}, false, false, /*allow_unused=*/true);
+    at::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < gradients.size(); ++p) {
+      if (!gradients[p].defined()) gradients[p] = at::zeros_like(model.tensors[p]);
+      model.tensors[p] -= rate * gradients[p];
+    }
+    all.push_back(std::move(gradients));
+  }
+  return all;
+}
+
+void accumulate(DataParallel& layout, const Model& model, int rank, int step, int micro) {
+  layout.zero_gradients();
+  const int most = layout.takes_every_round() ? micro : rounds(rank, micro);
+  for (int m = 0; m < most; ++m) {
+    layout.begin_backward(m + 1 == most);
+    if (m < rounds(rank, micro)) model.loss(rank, step, m).backward();
+  }
+}
+
+TEST(Buckets, AreMadeAnewInTheOrderOfTheGradients) {
+  constexpr double kRate = 0.05;
+  for (const Strategy& strategy : strategies())
+    for (int size : {2, 3, 4, 5, 8})
+      for (int replicas : {1, 2})
+        for (int micro : {1, 3}) {
+          if (size % replicas != 0 || (replicas > 1 && strategy.is_naive)) continue;
+          const auto wanted = alone(size, 3, micro, kRate);
+          run_ranks(size, [&](World& world) {
+            Model model;
+            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas),
+                                        {.bucket_bytes = 400, .first_bucket_bytes = 100});
+            const auto before = layout->bucket_order();
+            const auto optimizer = sgd({.learning_rate = kRate, .momentum = 0});
+            for (int step = 0; step < 3; ++step) {
+              accumulate(*layout, model, world.rank, step, micro);
+              layout->finish_reduction();
+              std::vector<at::Tensor> found;
+              for (const auto& view : layout->views()) found.push_back(view.gradient);
+              EXPECT_LE(toy::worst_error(found, wanted[static_cast<std::size_t>(step)]), 1e-10)
+                  << strategy.name << ", " << size << " ranks, step " << step;
+              optimizer->update(layout->buckets(), 1);
+              layout->publish_parameters();
+              EXPECT_EQ(layout->bucket_order(), strategy.is_naive ? before : kObserved) << strategy.name;
+            }
+          });
+        }
+}
+
+// A run that continues one with the order that it observed has its bits, norm included.
+TEST(Buckets, GivenTheirOrderHaveTheSameBits) {
+  for (const Strategy& strategy : strategies()) {
+    if (strategy.is_naive) continue;
+    run_ranks(3, [&](World& world) {
+      Model watching, told, kept;
+      DataParallelOptions options{.bucket_bytes = 400, .first_bucket_bytes = 100};
+      const auto observed = strategy.make(watching.named(), world.group, options);
+      const auto before = observed->bucket_order();
+      const auto stays = strategy.make(kept.named(), world.group, options);
+      stays->keep_buckets();
+      options.order = kObserved;
+      const auto given = strategy.make(told.named(), world.group, options);
+      for (int step = 0; step < 2; ++step) {
+        std::vector<double> norms;
+        for (auto* layout : {&observed, &given, &stays}) {
+          const Model& model = layout == &observed ? watching : layout == &given ? told : kept;
+          accumulate(**layout, model, world.rank, step, 1);
+          (*layout)->finish_reduction();
+          norms.push_back(global_norm((*layout)->buckets(), 0, (*layout)->group()).norm);
+        }
+        EXPECT_EQ(norms[0], norms[1]) << strategy.name;
+        EXPECT_EQ(observed->bucket_order(), given->bucket_order());
+        EXPECT_EQ(stays->bucket_order(), before);
+        const auto a = observed->views(), b = given->views();
+        for (std::size_t p = 0; p < a.size(); ++p) EXPECT_TRUE(at::equal(a[p].gradient, b[p].gradient));
+      }
+    });
+  }
+}
+
+// A first step without any gradient tells nothing; the second one does. AdamW's state follows.
+TEST(Buckets, WaitForAStepThatTellsTheOrder) {
+  run_ranks(2, [](World& world) {
+    Model model, plain;
+    const auto layout = bucketed(model.named(), world.group, {.bucket_bytes = 400});
+    const auto reference = naive(plain.named(), world.group);
+    const auto before = layout->bucket_order();
+    const auto ours = adamw({.learning_rate = 0.01}), theirs = adamw({.learning_rate = 0.01});
+    layout->zero_gradients();
+    layout->finish_reduction();
+    EXPECT_EQ(layout->bucket_order(), before);
+    for (int step = 1; step < 4; ++step) {
+      for (auto* each : {&layout, &reference}) {
+        accumulate(**each, each == &layout ? model : plain, world.rank, step, 2);
+        (*each)->finish_reduction();
+        (each == &layout ? ours : theirs)->update((*each)->buckets(), 1);
+        (*each)->publish_parameters();
+      }
+      EXPECT_EQ(layout->bucket_order(), kObserved);
+    }
+    for (std::size_t p = 0; p < model.tensors.size(); ++p)
+      EXPECT_TRUE(at::allclose(model.tensors[p], plain.tensors[p], 1e-10, 1e-12)) << p;
+  });
+}
+
+TEST(Buckets, RefuseAnOrderOfAnotherModel) {
+  run_ranks(2, [](World& world) {
+    Model model;
+    const auto refusal = [&](std::vector<std::string> order) {
+      return error_of([&] { bucketed(model.named(), world.group, {.order = std::move(order)}); });
+    };
+    auto names = kObserved;
+    EXPECT_EQ(refusal(names), "no error");
+    names[2] = "other";
+    EXPECT_NE(refusal(names).find("'other', unknown or for the second time"), std::string::npos);
+    names[2] = "p1";
+    EXPECT_NE(refusal(names).find("'p1', unknown or for the second time"), std::string::npos);
+    names.erase(names.begin() + 2);
+    EXPECT_NE(refusal(names).find("nothing about 'p0'"), std::string::npos);
+  });
+}
+
+// Each bucket is handed over once, in the order of buckets(), when its gradients are final: the squares taken
+// then are those of the norm, to the last bit.
+TEST(Sharded, HandsOverEachBucketOnceItIsReduced) {
+  for (const Strategy& strategy : strategies())
+    for (int size : {1, 2, 3, 4})
+      run_ranks(size, [&](World& world) {
+        Model model;
+        auto layout =
+            strategy.make(model.named(), hybrid_groups(world, replicas_for(size, 2)), {.bucket_bytes = 500});
+        layout->zero_gradients();
+        accumulate(*layout, model, world.rank, 0, 2);
+        std::vector<const Bucket*> handed;
+        std::vector<at::Tensor> gradients;
+        double squares = 0;
+        layout->finish_reduction_with([&](const Bucket& bucket) {
+          handed.push_back(&bucket);
+          gradients.push_back(bucket.gradients.clone());
+          squares += owned_squares(bucket);
+        });
+        ASSERT_EQ(handed.size(), layout->buckets().size()) << strategy.name << " " << size;
+        for (std::size_t b = 0; b < handed.size(); ++b) {
+          EXPECT_EQ(handed[b], &layout->buckets()[b]);
+          EXPECT_TRUE(at::equal(gradients[b], layout->buckets()[b].gradients))
+              << strategy.name << " " << size;
+        }
+        std::vector<double> nothing = {0};
+        EXPECT_EQ(global_norm(squares, nothing, layout->group()).norm,
+                  global_norm(layout->buckets(), 0, layout->group()).norm);
+      });
+}
+
+}  // namespace
+}  // namespace isograd
