@@ -9,16 +9,27 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/optimizer.hpp"
 #include "isograd/step.hpp"
 #include "isograd/trainer.hpp"
 
 namespace isograd {
+
+// A further term of the loss as the oracle adds it up: weight · Σ over the step of `sum` / what `mean`
+// counts.
+struct OracleTerm {
+  std::string name;
+  std::function<at::Tensor(const Batch&)> sum;  // scalar, differentiable
+  Mean mean = Mean::kTargets;                   // kTargets, kMicroBatches (the most of any rank) or kNone
+  double weight = 1;
+};
 
 // A model as verify sees it: the outside oracle differentiates `logits` with a loss of its own, the product's
 // step differentiates `loss_terms`. The closures keep the model alive.
@@ -28,6 +39,8 @@ struct VerifyModel {
   ForwardLossTerms loss_terms;
   // For layouts that shard parameters: loss_terms runs inside units->root, its blocks inside theirs.
   std::optional<ModelUnits> units{};
+  std::vector<OracleTerm> more_terms{};   // beside the cross entropy of `logits`
+  std::function<void()> without_noise{};  // switches dropout off, where there is any
 };
 
 using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
@@ -39,7 +52,22 @@ struct LayoutUnderTest {
   MakeDataParallel make;
   // Instead of `make`, for layouts that need more than the trainable parameters.
   std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
+  std::vector<std::pair<std::string, int>> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
+  // Bytes that a rank should send for gradients and parameters in a step, for this many elements (with the
+  // padding of their flat storage) and rounds of micro-batches, in the given precision; not given: not
+  // claimed.
+  std::function<double(std::int64_t numel, std::int64_t rounds, at::ScalarType dtype)> traffic{};
 };
+
+// A loop that takes norms and clips by itself, in place of the step's own norm and clip.
+struct OwnClipping {
+  std::function<double(std::vector<Bucket>& buckets, Group& group)> norm;
+  // What each bucket's gradient is multiplied by; not given: min(1, max_norm / (norm + 1e-6)).
+  std::function<std::vector<double>(std::vector<Bucket>& buckets, double norm, double max_norm)>
+      coefficients{};
+};
+
+using OptimizerOptions = std::variant<SgdOptions, AdamWOptions>;
 
 // The loss that the run declares, as the oracle computes it: by its own plain code.
 struct DeclaredLoss {
@@ -67,6 +95,19 @@ struct VerifyProblem {
   DeclaredLoss loss;
   // The denominators of the step under test; not given: TokenMean, SampleMean, ... of `loss`.
   MakeNormalizer make_normalizer;
+
+  std::optional<OwnClipping> clipping{};
+  // Parameters are compared after so many updates in fp64, of plain SGD and of `optimizer`. 0: not compared.
+  int updates = 0;
+  OptimizerOptions optimizer = AdamWOptions{};
+  // Around the optimizers of the run under test.
+  std::function<std::unique_ptr<Optimizer>(std::unique_ptr<Optimizer>)> wrap_optimizer{};
+
+  bool probe_documents = true;  // on rank 0's first micro-batch with several documents (leak.hpp)
+  bool experiments = true;      // a failure is run again in other circumstances, to name it
+  std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
+  // The group of these ranks, for experiments on fewer; collective over them.
+  std::function<Group(const std::vector<int>&)> subgroup{};
 };
 
 // g against the reference g64 for one parameter. Scale s = max(‖g64‖, 1e-3 · RMS · √numel), RMS the root mean
@@ -90,6 +131,19 @@ struct ParameterVerdict {
   Comparison rounded;          // E2: the layout in the run's precision
   bool replicas_agree = true;  // same bits on every rank, in both precisions
   bool repeats = true;         // E3: same bits when the step is made again
+  // In fp64: over the parameter's elements, on how many ranks one counts in norms; 1 and 1 is right.
+  std::int64_t owners_least = 1, owners_most = 1;
+  std::uint64_t checksum = 0;  // xxHash of rank 0's gradient in the run's precision
+};
+
+// Parameters after some updates in fp64, against the oracle's.
+struct Trajectory {
+  std::string optimizer;  // "SGD", "AdamW"
+  int updates = 0;
+  std::string worst;  // parameter with the largest share of its allowed error used
+  double error = 0;   // ‖p − p64‖ / ‖p64 − p0‖
+  double allowed = 0;
+  bool passed = true;
 };
 
 struct Grade {
@@ -107,6 +161,10 @@ struct LayoutVerdict {
   StepFigures exact, rounded;
   bool figures_agree = false;  // fp64: counts equal, loss, norm and clip coefficient to 1e-10 relative
   Grade e1, e2, e3;
+  std::vector<Trajectory> trajectories;
+  double bytes_moved = 0;         // by rank 0 in the fp64 step, for gradients and parameters
+  double bytes_needed = 0;        // 0: not claimed
+  std::vector<Finding> findings;  // what is wrong, most telling first
   bool passed = false;
 };
 
@@ -116,9 +174,12 @@ struct Verdict {
   std::string precision;  // "fp32", ...
   std::string loss;       // what was compared with: DeclaredLoss::text()
   StepFigures oracle;
-  bool parameters_agree = false;  // initial values, over ranks
-  bool batch_agrees = false;      // the ranks together saw every token of the whole step exactly once
+  bool parameters_agree = false;      // initial values, over ranks
+  bool batch_agrees = false;          // the ranks together saw every token of the whole step exactly once
+  std::vector<std::int64_t> samples;  // ids seen, sorted, once for each fragment; each should be seen once
+  bool documents_apart = true;        // no document in a pack changes another one's logits or gradient
   std::vector<LayoutVerdict> layouts;
+  std::vector<Finding> findings;  // of the run and of all layouts, with their evidence
   std::vector<std::string>
       diagnosis;  // plain statements that follow from the numbers; empty when all is well
   double seconds = 0;

@@ -1,93 +1,86 @@
 #include "verify/diagnosis.hpp"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <set>
+
+#include "verify/case.hpp"
 
 namespace isograd {
-namespace {
 
-// In fp64 a pure scale error gives its ratio to about 1e-10; this is far above that and far below what tells
-// two wrong denominators apart.
-constexpr double kSameRatio = 1e-6;
+const std::vector<Diagnosis> kDiagnoses = {
+    {"averaged_over_axis", "gradients are averaged over ranks whose parts should be summed"},
+    {"multiplied_by_axis", "gradients are summed over ranks where the loss expects an average"},
+    {"summed_over_micro_batches", "the means of micro-batches are summed, not divided by their number"},
+    {"unscaled_sum", "nothing divides the loss: it grows with the batch"},
+    {"gradient_scaled_by_count", "the loss in the log is right, the gradient is multiplied by the count"},
+    {"loss_scaled", "the gradient is right, the loss in the log is multiplied"},
+    {"count_not_reduced", "the loss is divided by the targets of one rank instead of all"},
+    {"mean_of_rank_means", "each rank's mean counts the same, however much it holds"},
+    {"mean_of_micro_batch_means", "each micro-batch's mean counts the same, however much it holds"},
+    {"mean_of_micro_batch_means_by_rank", "the same within each rank, then the ranks are averaged"},
+    {"accumulation_rescaled", "every micro-batch rescales what was accumulated before it"},
+    {"not_finite_empty_micro_batch", "a micro-batch without a target divides zero by zero"},
+    {"not_finite", "the gradient is not finite"},
+    {"replicas_differ", "ranks hold different gradients for the same parameter"},
+    {"sum_order_depends_on_rank", "each rank adds the parts up in another order: replicas differ in bits"},
+    {"not_repeatable", "the same step made twice gives different bits"},
+    {"norm_counts_replicas", "elements count in the norm once for each rank that has a copy"},
+    {"norm_of_own_shard", "each rank takes the norm of the part it keeps"},
+    {"norms_averaged", "norms of parts are averaged instead of their squares summed"},
+    {"clip_not_applied", "the gradient is applied as if it had not been clipped"},
+    {"groups_clipped_apart", "groups of parameters are clipped by coefficients of their own"},
+    {"documents_leak", "a document in a pack changes what another one computes"},
+    {"term_scaled", "one term of the loss is multiplied, the others are right"},
+    {"some_parameters_scaled", "some parameters' gradients are multiplied, the others are right"},
+    {"missing_rank_part", "a rank's part of some gradient is not in the sum"},
+    {"sample_twice", "some samples count more than once"},
+    {"other_batch", "the runs did not see the same samples"},
+    {"initial_parameters_differ", "parameters differ before the first step"},
+    {"noise_depends_on_layout", "random numbers depend on the rank, not on the sample"},
+    {"resume_changes_step", "a resumed run goes on otherwise than one that was never stopped"},
+    {"reduced_every_micro_batch", "gradients are reduced after every micro-batch instead of once"},
+    {"traffic_differs", "another number of bytes was moved than the strategy needs"},
+    {"elements_not_owned_once", "some element has no owner, or several, in norms and checkpoints"},
+    {"norm_differs", "the norm is wrong in a way that fits no known mistake"},
+    {"clip_differs", "the clip coefficient does not follow from the norm"},
+    {"optimizer_differs", "the gradient is right, the parameters after some updates are not"},
+    {"random_model", "the model gives other numbers when it runs again: nothing can be compared"},
+    {"no_gradient", "the gradient is zero everywhere: nothing can be compared"},
+    {"parameters_missing", "the runs do not have the same parameters"},
+    {"parameters_renamed", "parameters have other names"},
+    {"parameters_reshaped", "parameters have other shapes"},
+    {"rounding", "right in fp64, outside the rounding bound in the run's precision"},
+    {"undecided", "several known mistakes fit, and no experiment tells them apart"},
+    {"unknown", "fits no known mistake"},
+};
 
-bool same(double a, double b) {
-  return std::abs(a - b) <= kSameRatio * std::abs(b);
-}
-
-// g = ρ · g64 within the bound that E1 would have given it, with ρ ≠ 1.
-bool is_scaled(const ParameterVerdict& parameter) {
-  const Comparison& exact = parameter.exact;
-  return !exact.passed && !same(exact.ratio, 1) &&
-         exact.residual <= exact.allowed * std::fmax(1, std::abs(exact.ratio));
-}
-
-std::string list_names(const std::vector<const ParameterVerdict*>& parameters) {
-  constexpr std::size_t kShown = 3;
+std::string Experiment::text() const {
   std::string text;
-  for (std::size_t i = 0; i < std::min(kShown, parameters.size()); ++i)
-    text += (i ? ", " : "") + parameters[i]->name;
-  if (parameters.size() > kShown) text += fmt::format(" and {} more", parameters.size() - kShown);
-  return text;
+  const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
+  if (counts == Counts::kEqual) add("equal counts");
+  if (counts == Counts::kUneven) add("uneven counts");
+  if (one_micro_batch) add("accumulation off");
+  if (without_silent) add("micro-batches without a target left out");
+  if (empty_rank >= 0) add(fmt::format("rank {} emptied", empty_rank));
+  if (only_rank >= 0 && only_micro_batch >= 0)
+    add(fmt::format("only micro-batch {} of rank {}", only_micro_batch, only_rank));
+  else if (only_rank >= 0)
+    add(fmt::format("only rank {}", only_rank));
+  if (swapped[0] >= 0) add(fmt::format("ranks {} and {} swapped", swapped[0], swapped[1]));
+  if (only_axis >= 0) add(fmt::format("axis {} alone", only_axis));
+  if (ranks > 0) add(fmt::format("{} ranks", ranks));
+  if (without_noise) add("without dropout");
+  if (without_resume) add("without the resume");
+  return text.empty() ? "as given" : text;
 }
-
-std::string with_ranks(double ratio, int ranks) {
-  const std::string text = ratio_text(ratio);
-  if (ranks > 1 && (same(ratio, ranks) || same(ratio * ranks, 1)))
-    return fmt::format("{} (the layout has {} ranks)", text, ranks);
-  return text;
-}
-
-// Parameters outside E1, grouped by the one ratio that explains them; the rest has another direction.
-void diagnose_ratios(const LayoutVerdict& layout, int ranks, std::vector<std::string>& statements) {
-  std::vector<std::pair<double, std::vector<const ParameterVerdict*>>> groups;
-  std::vector<const ParameterVerdict*> turned, broken;
-  std::size_t failed = 0, meaningful = 0;
-  for (const auto& parameter : layout.parameters) {
-    if (parameter.norm > 0) ++meaningful;
-    if (parameter.exact.passed) continue;
-    ++failed;
-    if (!std::isfinite(parameter.exact.error)) {
-      broken.push_back(&parameter);
-    } else if (!is_scaled(parameter)) {
-      turned.push_back(&parameter);
-    } else {
-      const double ratio = parameter.exact.ratio;
-      auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return same(ratio, g.first); });
-      if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
-      group->second.push_back(&parameter);
-    }
-  }
-  if (!broken.empty())
-    statements.push_back(fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)));
-  for (const auto& [ratio, members] : groups) {
-    if (members.size() == meaningful)
-      statements.push_back(fmt::format("all parameters scaled by {}", with_ranks(ratio, ranks)));
-    else
-      statements.push_back(fmt::format("{} of {} parameters scaled by {}: {}", members.size(),
-                                       layout.parameters.size(), with_ranks(ratio, ranks),
-                                       list_names(members)));
-  }
-  if (turned.empty()) return;
-  const auto by_error = [](const auto* a, const auto* b) { return a->exact.error > b->exact.error; };
-  std::sort(turned.begin(), turned.end(), by_error);
-  double low = turned[0]->exact.ratio, high = low, cosine = turned[0]->exact.cosine;
-  for (const auto* parameter : turned) {
-    low = std::fmin(low, parameter->exact.ratio);
-    high = std::fmax(high, parameter->exact.ratio);
-    cosine = std::fmin(cosine, parameter->exact.cosine);
-  }
-  statements.push_back(
-      fmt::format("unknown pattern: the direction of {} of {} parameters differs; ratios {:.6g} to {:.6g}, "
-                  "cosine from {:.6g}, "
-                  "largest error {:.3g} of {:.3g} allowed: {}",
-                  turned.size(), layout.parameters.size(), low, high, cosine, turned[0]->exact.error,
-                  turned[0]->exact.allowed, list_names(turned)));
-}
-
-}  // namespace
 
 std::string ratio_text(double ratio) {
-  constexpr double kLargest = 4096;
+  constexpr double kLargest = 4096, kSame = 1e-6;
+  const auto same = [](double a, double b) { return std::abs(a - b) <= kSame * std::abs(b); };
   const double rounded = std::round(ratio), inverse = std::round(1 / ratio);
   if (rounded >= 1 && rounded <= kLargest && same(ratio, rounded)) return fmt::format("{:.0f}", rounded);
   if (inverse >= 2 && inverse <= kLargest && same(ratio * inverse, 1))
@@ -95,41 +88,259 @@ std::string ratio_text(double ratio) {
   return fmt::format("{:.8g}", ratio);
 }
 
-std::vector<std::string> diagnose(const LayoutVerdict& layout, const StepFigures& oracle, int ranks) {
-  std::vector<std::string> statements;
-  if (layout.passed) return statements;
-  diagnose_ratios(layout, ranks, statements);
-  const StepFigures& step = layout.exact;
-  if (step.targets != oracle.targets || step.tokens != oracle.tokens)
-    statements.push_back(fmt::format("counts differ: {} targets of {} tokens, expected {} of {}",
-                                     step.targets, step.tokens, oracle.targets, oracle.tokens));
-  const auto figure = [&](const char* name, double found, double expected) {
-    if (!(std::abs(found - expected) <= 1e-10 * std::abs(expected)))
-      statements.push_back(fmt::format("{} {:.9g}, expected {:.9g}{}", name, found, expected,
-                                       expected != 0 && std::isfinite(found)
-                                           ? fmt::format(" (ratio {})", ratio_text(found / expected))
-                                           : ""));
-  };
-  figure("loss", step.loss, oracle.loss);
-  figure("norm", step.norm, oracle.norm);
-  figure("clip coefficient", step.clip_coefficient, oracle.clip_coefficient);
+namespace {
 
-  std::vector<const ParameterVerdict*> rounding, replicas, repeats;
-  for (const auto& parameter : layout.parameters) {
-    if (parameter.exact.passed && layout.e2.state == Grade::State::kFailed && !parameter.rounded.passed)
-      rounding.push_back(&parameter);
-    if (!parameter.replicas_agree) replicas.push_back(&parameter);
-    if (!parameter.repeats) repeats.push_back(&parameter);
+// Names and shapes that only one side has.
+std::vector<Finding> diagnose_names(const RunPair& pair) {
+  std::vector<Finding> findings;
+  const auto by_name = [](const StepDump& dump) {
+    std::map<std::string, at::Tensor> map;
+    for (const auto& [name, tensor] : dump.gradients) map[name] = tensor;
+    return map;
+  };
+  const auto found = by_name(pair.found), expected = by_name(pair.expected);
+  std::vector<std::string> missing, extra, reshaped;
+  for (const auto& [name, tensor] : expected) {
+    const auto match = found.find(name);
+    if (match == found.end())
+      missing.push_back(name);
+    else if (match->second.sizes() != tensor.sizes())
+      reshaped.push_back(fmt::format("{} [{}], expected [{}]", name,
+                                     fmt::join(match->second.sizes().vec(), ", "),
+                                     fmt::join(tensor.sizes().vec(), ", ")));
   }
-  if (!rounding.empty())
-    statements.push_back(fmt::format("right in fp64, outside the rounding bound in the run's precision: {}",
-                                     list_names(rounding)));
-  if (!replicas.empty())
-    statements.push_back(fmt::format("the ranks hold different gradients: {}", list_names(replicas)));
-  if (!repeats.empty())
-    statements.push_back(
-        fmt::format("the same step made twice gives different bits: {}", list_names(repeats)));
-  return statements;
+  for (const auto& [name, tensor] : found)
+    if (!expected.count(name)) extra.push_back(name);
+  if (!reshaped.empty())
+    findings.push_back(
+        {"parameters_reshaped",
+         fmt::format("{} parameters have another shape: {}", reshaped.size(), list_names(reshaped)),
+         {}});
+  // One old name fits one new one by shape: renamed; otherwise missing.
+  if (missing.size() == extra.size() && !missing.empty()) {
+    std::multiset<std::vector<std::int64_t>> old_shapes, new_shapes;
+    for (const auto& name : missing) old_shapes.insert(expected.at(name).sizes().vec());
+    for (const auto& name : extra) new_shapes.insert(found.at(name).sizes().vec());
+    if (old_shapes == new_shapes) {
+      findings.push_back({"parameters_renamed",
+                          fmt::format("{} parameters have other names: found {}, expected {}", missing.size(),
+                                      list_names(extra), list_names(missing)),
+                          {"the shapes are the same"}});
+      return findings;
+    }
+  }
+  if (!missing.empty() || !extra.empty())
+    findings.push_back(
+        {"parameters_missing",
+         fmt::format("not on both sides: {}{}{}", missing.empty() ? "" : "missing " + list_names(missing),
+                     missing.empty() || extra.empty() ? "" : "; ",
+                     extra.empty() ? "" : "not expected " + list_names(extra)),
+         {}});
+  return findings;
+}
+
+// Which samples were counted, as far as both sides say.
+std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected) {
+  if (!found.samples.empty() && !expected.samples.empty() && found.samples != expected.samples) {
+    std::map<std::int64_t, int> extra;
+    for (auto id : found.samples) ++extra[id];
+    for (auto id : expected.samples) --extra[id];
+    const std::set<std::int64_t> known(expected.samples.begin(), expected.samples.end());
+    std::vector<std::string> twice, strange, missing;
+    for (const auto& [id, count] : extra) {
+      if (count < 0) missing.push_back(std::to_string(id));
+      if (count > 0) (known.count(id) ? twice : strange).push_back(std::to_string(id));
+    }
+    if (strange.empty() && missing.empty())
+      return {{"sample_twice",
+               fmt::format("{} samples count more than once: ids {}", twice.size(), list_names(twice)),
+               {fmt::format("{} ids seen, expected {}", found.samples.size(), expected.samples.size())}}};
+    return {{"other_batch",
+             fmt::format("the runs did not see the same samples: {} ids too often, {} missing, {} not in the "
+                         "batch",
+                         twice.size(), missing.size(), strange.size()),
+             {twice.empty() ? "" : "too often: " + list_names(twice),
+              missing.empty() ? "" : "missing: " + list_names(missing),
+              strange.empty() ? "" : "not in the batch: " + list_names(strange)}}};
+  }
+  const auto &f = found.figures, &e = expected.figures;
+  if (e.targets > 0 && f.targets > 0 && (f.targets != e.targets || (f.tokens > 0 && f.tokens != e.tokens)))
+    return {{"other_batch",
+             fmt::format("counts differ: {} targets of {} tokens, expected {} of {}", f.targets, f.tokens,
+                         e.targets, e.tokens),
+             {}}};
+  return {};
+}
+
+std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected) {
+  if (found.ranks.empty()) return {};
+  const auto& first = expected.ranks.empty() || expected.ranks[0].initial.empty() ? found.ranks[0].initial
+                                                                                  : expected.ranks[0].initial;
+  std::set<std::size_t> parameters;
+  std::vector<std::string> ranks;
+  for (std::size_t r = 0; r < found.ranks.size(); ++r) {
+    const auto& own = found.ranks[r].initial;
+    if (own.size() != first.size()) continue;
+    bool differs = false;
+    for (std::size_t i = 0; i < own.size(); ++i)
+      if (own[i] != first[i]) {
+        parameters.insert(i);
+        differs = true;
+      }
+    if (differs) ranks.push_back(std::to_string(r));
+  }
+  if (parameters.empty()) return {};
+  const std::size_t i = *parameters.begin();
+  return {
+      {"initial_parameters_differ",
+       fmt::format("{} of {} parameters differ over the ranks before the step, first {}: nothing else was "
+                   "compared",
+                   parameters.size(), first.size(),
+                   i < found.gradients.size() ? found.gradients[i].first : std::to_string(i)),
+       {fmt::format("other bits on ranks {}: initialisation depends on the rank or the layout",
+                    list_names(ranks))}}};
+}
+
+bool same_bits(const StepDump& a, const StepDump& b, std::vector<std::string>& differing) {
+  for (std::size_t i = 0; i < std::min(a.gradients.size(), b.gradients.size()); ++i)
+    if (!a.gradients[i].second.equal(b.gradients[i].second)) differing.push_back(a.gradients[i].first);
+  return differing.empty();
+}
+
+std::vector<Finding> diagnose_repeat(const Case& one, const RunAgain& again) {
+  if (!again) return {};
+  const auto repeated = again(Experiment{});
+  if (!repeated) return {};
+  std::vector<std::string> differing;
+  // NaN is not equal to itself: what is not finite is named as that.
+  if (!one.finite() || same_bits(one.found(), repeated->found, differing)) return {};
+  return {{"not_repeatable",
+           fmt::format("the same step made twice gives different bits: {}", list_names(differing)),
+           {fmt::format("run again as given: {} of {} parameters changed", differing.size(),
+                        one.found().gradients.size())}}};
+}
+
+std::vector<Finding> diagnose_replicas(const Case& one, const RunAgain& again) {
+  const auto& ranks = one.found().ranks;
+  if (ranks.empty()) return {};
+  std::set<std::string> names;
+  double spread = 0;
+  for (const auto& rank : ranks) {
+    if (rank.gradients.size() != ranks[0].gradients.size()) continue;
+    spread = std::isnan(rank.spread) ? HUGE_VAL : std::max(spread, rank.spread);
+    for (std::size_t i = 0; i < rank.gradients.size(); ++i)
+      if (rank.gradients[i] != ranks[0].gradients[i] && i < one.found().gradients.size())
+        names.insert(one.found().gradients[i].first);
+  }
+  if (names.empty()) return {};
+  const std::vector<std::string> list(names.begin(), names.end());
+  Finding finding{"replicas_differ",
+                  fmt::format("the ranks hold different gradients: {}", list_names(list)),
+                  {fmt::format("largest distance from rank 0's: {:.3g} of its norm", spread)}};
+  if (spread <= one.limit() && one.same()) {
+    finding.id = "sum_order_depends_on_rank";
+    finding.sentence = fmt::format(
+        "the ranks hold different bits of the same gradient, within rounding: each adds up in its own order: "
+        "{}",
+        list_names(list));
+    if (again && ranks.size() > 2) {
+      const auto two = again({.ranks = 2});
+      if (two && two->found.ranks.size() == 2)
+        finding.evidence.push_back(
+            fmt::format("2 ranks: bits {}", two->found.ranks[0].gradients == two->found.ranks[1].gradients
+                                                ? "agree: sums of two terms commute"
+                                                : "differ too"));
+    }
+  }
+  return {finding};
+}
+
+// Whether what is wrong goes away in other circumstances; they were chosen because they take one cause away.
+std::vector<Finding> diagnose_without(const Case& one, const RunAgain& again) {
+  if (!again || one.same()) return {};
+  const auto vanishes = [&](const Experiment& setting) -> std::optional<Finding> {
+    auto pair = again(setting);
+    if (!pair) return std::nullopt;
+    const Case other(std::move(*pair), setting, again);
+    if (!other.same() || !other.finite() || !diagnose_samples(other.found(), other.expected()).empty())
+      return std::nullopt;
+    const auto& loss = one.found().figures.loss;
+    return Finding{"",
+                   "",
+                   {fmt::format("{}: all {} parameters are right (as given: {} are not, loss {:.9g}, "
+                                "expected {:.9g})",
+                                setting.text(), other.parameters().size(), one.off().size(), loss,
+                                one.expected().figures.loss)}};
+  };
+  if (one.finite()) {
+    if (auto finding = vanishes({.without_noise = true})) {
+      finding->id = "noise_depends_on_layout";
+      finding->sentence =
+          "the difference vanishes without dropout: random numbers depend on the rank or layout";
+      return {*finding};
+    }
+  } else if (one.silent()) {
+    if (auto finding = vanishes({.without_silent = true})) {
+      finding->id = "not_finite_empty_micro_batch";
+      finding->sentence = "not finite: a micro-batch without a target divides zero by zero";
+      return {*finding};
+    }
+  }
+  return {};
+}
+
+std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again, const std::string& how) {
+  if (!again) return {};
+  const Experiment setting{.without_resume = true};
+  auto other = again(setting);
+  if (!other || !diagnose_samples(other->found, other->expected).empty()) return {};
+  const Case uninterrupted(std::move(*other), setting, again);
+  if (!uninterrupted.same()) return {};
+  return {{"resume_changes_step",
+           fmt::format("the resumed step is another one ({}): the loss jumps from {:.9g} to {:.9g}", how,
+                       pair.expected.figures.loss, pair.found.figures.loss),
+           {"without the resume: the same samples, the right gradient"}}};
+}
+
+}  // namespace
+
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
+  std::vector<Finding> findings = diagnose_names(pair);
+  const auto ended_by = [&](std::vector<Finding> more) {
+    const bool ends = !more.empty();
+    for (auto& finding : more) {
+      std::erase(finding.evidence, "");
+      findings.push_back(std::move(finding));
+    }
+    return ends;
+  };
+  if (const auto samples = diagnose_samples(pair.found, pair.expected); !samples.empty()) {
+    if (!ended_by(diagnose_resume(pair, again, samples[0].sentence))) ended_by(samples);
+    return findings;
+  }
+  if (ended_by(diagnose_start(pair.found, pair.expected))) return findings;
+  Case one(pair, {}, again);
+  const bool nothing =
+      std::all_of(one.parameters().begin(), one.parameters().end(),
+                  [](const auto& parameter) { return parameter.expected.eq(0).all().template item<bool>(); });
+  if (nothing) {
+    ended_by(
+        {{"no_gradient",
+          fmt::format("the expected gradient is zero everywhere, over {} parameters: nothing can be compared",
+                      one.parameters().size()),
+          {fmt::format("the gradient found is {}zero everywhere", one.same() ? "" : "not ")}}});
+    return findings;
+  }
+  if (ended_by(diagnose_repeat(one, again))) return findings;
+  if (ended_by(diagnose_replicas(one, again))) return findings;
+  if (ended_by(diagnose_without(one, again))) return findings;
+  if (!one.same()) {
+    if (ended_by(diagnose_resume(pair, again, "the same samples"))) return findings;
+    ended_by(diagnose_gradient(one, again));
+    return findings;
+  }
+  ended_by(diagnose_figures(one));
+  return findings;
 }
 
 }  // namespace isograd

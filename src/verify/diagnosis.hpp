@@ -1,16 +1,56 @@
-// Plain statements that follow from a verdict's numbers. What does not fit a statement is reported as unknown
-// with the numbers; nothing is guessed.
+// From what two dumps of one step say, and from what happens when it is made again in other circumstances,
+// to a name for the mistake. What fits no known mistake is called unknown and given with its numbers; nothing
+// is guessed.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "isograd/verify.hpp"
+#include "isograd/dump.hpp"
 
 namespace isograd {
 
-// Empty when the layout passed. `ranks` only helps to write a ratio as 1/W.
-std::vector<std::string> diagnose(const LayoutVerdict& layout, const StepFigures& oracle, int ranks);
+// The same step in other circumstances. All defaults: exactly the same again.
+struct Experiment {
+  // Targets that carry loss: as given; equally many in every micro-batch that has any; another, uneven number
+  // in each.
+  enum class Counts { kAsGiven, kEqual, kUneven } counts = Counts::kAsGiven;
+  bool one_micro_batch = false;  // each rank's data in one: no accumulation
+  bool without_silent = false;   // micro-batches without a target left out
+  int empty_rank = -1;           // this rank has no data
+  int only_rank = -1;            // the others have none
+  int only_micro_batch = -1;     // and this rank has this one alone
+  int swapped[2] = {-1, -1};     // these ranks have each other's data
+  int only_axis = -1;            // index into StepDump::axes: the others have size 1
+  int ranks = 0;                 // 0: as many as there are
+  bool without_noise = false;    // no dropout
+  bool without_resume = false;   // the run went on instead of being resumed
+  bool reference_only = false;   // only RunPair::expected is needed
+
+  std::string text() const;  // "accumulation off", ...
+};
+
+// The run under test, and the same step made by one process or by a trainer that is known to be right.
+struct RunPair {
+  StepDump found, expected;
+};
+
+// Makes the step again; nothing: this cannot be run.
+using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
+
+// Empty: the pair shows the same step. The first finding names the cause; others follow where several things
+// are wrong. ids are those of kDiagnoses, and "unknown".
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {});
+
+struct Diagnosis {
+  const char* id;
+  const char* meaning;
+};
+extern const std::vector<Diagnosis> kDiagnoses;
 
 // "2", "1/3", "0.70710678": integers and their inverses up to 4096 by name, others as numbers.
 std::string ratio_text(double ratio);

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "verify/compare.hpp"
+#include "verify/statements.hpp"
 
 namespace isograd {
 namespace {

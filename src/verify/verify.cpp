@@ -8,9 +8,9 @@
 
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
-#include "verify/diagnosis.hpp"
 #include "verify/digest.hpp"
 #include "verify/oracle.hpp"
+#include "verify/statements.hpp"
 #include "verify/turns.hpp"
 
 namespace isograd {

@@ -1,0 +1,93 @@
+// Two dumps of one step, aligned by parameter, and what each micro-batch alone adds to the right gradient.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "isograd/verify.hpp"
+#include "verify/diagnosis.hpp"
+
+namespace isograd {
+
+class Case {
+ public:
+  Case(RunPair pair, Experiment setting, const RunAgain& again);
+
+  struct Parameter {
+    std::string name;
+    at::Tensor found, expected;  // fp64
+    double scale = 0;            // s
+    Comparison comparison;       // E1's, with limit()
+  };
+  struct Cell {  // a micro-batch with targets
+    int rank = 0, micro_batch = 0;
+    double targets = 0;
+    std::vector<at::Tensor> part;  // by parameters(): what it adds to the right gradient
+  };
+
+  const StepDump& found() const { return pair_.found; }
+  const StepDump& expected() const { return pair_.expected; }
+  const Experiment& setting() const { return setting_; }
+  std::string setting_text() const;
+
+  // Of the same name and shape on both sides.
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  std::vector<std::string> off() const;  // names of those that are not the same
+  bool same() const { return off().empty(); }
+  bool finite() const;  // `found`
+  // The share of its scale by which a parameter may be off: E1's 1e-10 in fp64, the limit of E2's ratio below
+  // that.
+  double limit() const { return limit_; }
+
+  // Without counts: 0, and no cells.
+  double targets() const { return targets_; }
+  double targets_of(int rank) const { return by_rank_.at(static_cast<std::size_t>(rank)); }
+  int ranks() const { return static_cast<int>(by_rank_.size()); }
+  int micro_batches(int rank) const;
+  int micro_batches() const;  // of all ranks
+  int rounds() const;         // most of any rank
+  bool silent() const;        // some micro-batch has no target
+  const std::vector<Cell>& cells() const { return cells_; }
+  // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up to the
+  // right gradient.
+  bool find_parts();
+
+ private:
+  RunPair pair_;
+  Experiment setting_;
+  const RunAgain& again_;
+  double limit_ = 0;
+  std::vector<Parameter> parameters_;
+  std::vector<std::vector<std::int64_t>> counts_;
+  std::vector<double> by_rank_;
+  double targets_ = 0;
+  std::vector<Cell> cells_;
+  enum class Parts { kNotAsked, kNone, kFound } parts_ = Parts::kNotAsked;
+};
+
+// What tells the parts of the gradient apart in weight: relative to the right weight, 1 everywhere.
+struct Cause {
+  std::string id;
+  std::function<double(const Case&, const Case::Cell&)> weight;
+  std::function<std::string(const Case&)> sentence;
+  enum class Loss { kAny, kRight, kScaled } loss = Loss::kAny;  // what is logged beside the gradient
+};
+std::vector<Cause> causes_of(const Case& one);
+
+// The largest ‖found − Σ weight · part‖ of the named parameters, as a share of the scale; nothing if the
+// parts would be needed and cannot be had.
+std::optional<double> misfit(Case& one, const Cause& cause, const std::vector<std::string>& names);
+
+// The parameters that are off: what explains them.
+std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again);
+// The gradient is right: loss, norm, clip, traffic.
+std::vector<Finding> diagnose_figures(const Case& one);
+
+// "dp_shard (4)", "accumulation (3)": whatever in the run has this size.
+std::string factors_of(const Case& one, double value);
+std::string list_names(const std::vector<std::string>& names);
+
+}  // namespace isograd

@@ -1,0 +1,154 @@
+// The gradient is right: what else of the step may be wrong.
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "verify/case.hpp"
+
+namespace isograd {
+namespace {
+
+bool close(double a, double b, double limit) {
+  return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
+}
+
+// Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
+double tolerance(const Case& one) {
+  return std::max(one.limit(), 1e-9);
+}
+
+std::vector<Finding> diagnose_loss(const Case& one) {
+  const double found = one.found().figures.loss, expected = one.expected().figures.loss;
+  if (std::isnan(expected) || close(found, expected, tolerance(one))) return {};
+  if (std::isnan(found)) return {};  // not recorded
+  const double ratio = found / expected;
+  const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
+  return {{factor.empty() ? "unknown" : "loss_scaled",
+           fmt::format("loss {:.9g}, expected {:.9g} (ratio {}{}); the gradient is right", found, expected,
+                       ratio_text(ratio), factor.empty() ? "" : ": " + factor),
+           {}}};
+}
+
+std::vector<Finding> diagnose_norm(const Case& one) {
+  const double expected = one.expected().figures.norm, found = one.found().figures.norm;
+  const double limit = tolerance(one);
+  if (std::isnan(expected) || std::isnan(found)) return {};
+  const auto& ranks = one.found().ranks;
+  std::vector<double> norms, owned;
+  double squares = 0, sum = 0;
+  for (const auto& rank : ranks) {
+    if (!std::isnan(rank.norm)) norms.push_back(rank.norm);
+    owned.push_back(rank.owned_norm);
+    squares += rank.owned_norm * rank.owned_norm;
+    sum += rank.owned_norm;
+  }
+  bool right = close(found, expected, limit), agree = true, own = norms.size() > 1;
+  for (std::size_t r = 0; r < norms.size(); ++r) {
+    right = right && close(norms[r], expected, limit);
+    agree = agree && close(norms[r], norms[0], limit);
+    own = own && close(norms[r], owned[r], limit);
+  }
+  std::int64_t least = 1, most = 1;
+  for (const auto& [low, high] : one.found().owners) {
+    least = std::min(least, low);
+    most = std::max(most, high);
+  }
+  const auto once = fmt::format("elements count on {} to {} ranks", least, most);
+  if (right) {
+    if (least == 1 && most == 1) return {};
+    return {{"elements_not_owned_once", once, {}}};
+  }
+  const double ratio = found / expected;
+  const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
+  if (!agree && own)
+    return {{"norm_of_own_shard",
+             numbers + ": each rank has the norm of the part it keeps",
+             {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))}}};
+  if (!agree) return {{"norm_differs", numbers + ", and other norms on other ranks", {}}};
+  if (most > 1 && close(found * found, squares, limit))
+    return {{"norm_counts_replicas", numbers + ": " + once, {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
+  const std::string factor = factors_of(one, ratio * ratio);
+  if (!factor.empty())
+    return {
+        {"norm_counts_replicas",
+         fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
+         {once}}};
+  if (owned.size() > 1 && close(found * static_cast<double>(owned.size()), sum, limit))
+    return {{"norms_averaged",
+             numbers + ": the mean of the norms of the ranks' parts",
+             {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
+  return {{"norm_differs", numbers, {once}}};
+}
+
+// How the gradient was applied.
+std::vector<Finding> diagnose_clip(const Case& one) {
+  const double coefficient = one.expected().figures.clip_coefficient;
+  const double own = one.found().figures.clip_coefficient;
+  const double limit = tolerance(one);
+  std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
+  for (std::size_t i = 0; i < one.found().applied.size(); ++i) {
+    const auto& [name, tensor] = one.found().applied[i];
+    for (const auto& parameter : one.parameters()) {
+      if (parameter.name != name || parameter.expected.eq(0).all().item<bool>()) continue;
+      const at::Tensor applied = tensor.to(at::kDouble);
+      const double ratio =
+          ((applied * parameter.expected).sum() / parameter.expected.square().sum()).item<double>();
+      auto group = std::find_if(groups.begin(), groups.end(),
+                                [&](const auto& g) { return close(g.first, ratio, 10 * limit); });
+      if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
+      group->second.push_back(name);
+    }
+  }
+  const auto numbers = fmt::format("expected coefficient {:.9g}, reported {:.9g}", coefficient, own);
+  if (groups.size() > 1) {
+    std::vector<std::string> evidence = {numbers};
+    for (const auto& [ratio, names] : groups)
+      evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
+    return {{"groups_clipped_apart",
+             fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "
+                         "their own",
+                         groups.size()),
+             evidence}};
+  }
+  if (groups.size() == 1 && !std::isnan(coefficient) && !close(groups[0].first, coefficient, 10 * limit)) {
+    if (close(groups[0].first, 1, 10 * limit))
+      return {{"clip_not_applied",
+               "the gradient is applied as it is, though its norm exceeds the limit",
+               {numbers}}};
+    return {
+        {"clip_differs", fmt::format("the gradient is applied {:.9g} times", groups[0].first), {numbers}}};
+  }
+  if (!std::isnan(own) && !std::isnan(coefficient) && !close(own, coefficient, limit))
+    return {{"clip_differs", "another clip coefficient is reported: " + numbers, {}}};
+  return {};
+}
+
+std::vector<Finding> diagnose_traffic(const Case& one) {
+  if (one.expected().ranks.empty() || one.found().ranks.empty()) return {};
+  const double found = one.found().ranks[0].bytes_moved, expected = one.expected().ranks[0].bytes_moved;
+  constexpr double kSame = 1e-3;  // each message is rounded to whole bytes
+  if (std::isnan(found) || std::isnan(expected) || close(found, expected, kSame)) return {};
+  const double ratio = found / expected;
+  const bool rounds = one.rounds() > 1 && close(ratio, one.rounds(), kSame);
+  return {{rounds ? "reduced_every_micro_batch" : "traffic_differs",
+           fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.3g}{})", found,
+                       expected, ratio,
+                       rounds ? fmt::format(": {} micro-batches, each reduced", one.rounds()) : ""),
+           {}}};
+}
+
+}  // namespace
+
+std::vector<Finding> diagnose_figures(const Case& one) {
+  std::vector<Finding> findings = diagnose_loss(one);
+  const auto norm = diagnose_norm(one);
+  findings.insert(findings.end(), norm.begin(), norm.end());
+  for (auto& finding : diagnose_clip(one))
+    // A wrong norm makes a wrong coefficient: said once.
+    if (norm.empty() || finding.id == "groups_clipped_apart") findings.push_back(std::move(finding));
+  for (auto& finding : diagnose_traffic(one)) findings.push_back(std::move(finding));
+  return findings;
+}
+
+}  // namespace isograd
