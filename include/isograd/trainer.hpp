@@ -54,11 +54,22 @@ struct FinishedRun {
   const Split& split;
 };
 
+// What a check may look at after a step's update. The model is whole while whole_parameters() of the layout
+// is held.
+struct RunningRun {
+  FinishedRun run;
+  DataParallel& layout;
+  std::int64_t step;  // steps made
+};
+
 // All optional. Called on every rank, in this order; a throw ends the run on all ranks.
 struct TrainerHooks {
   // Wraps the forward pass that a step differentiates (a loss of one's own, a fault to be tested).
   std::function<ForwardLossTerms(ForwardLossTerms)> wrap_forward;
   std::function<void(const StepEvent&)> on_step;
+  // After each step that verify.every or verify.checksums_every divides. Collective; the model must be left
+  // as it is. Returns why the run must stop, the same text on every rank; empty when all is well.
+  std::function<std::string(RunningRun&)> check;
   std::function<void(const Evaluation&)> on_evaluation;
   std::function<void(const std::filesystem::path&)> on_checkpoint;
   // After the last step of a run that was neither stopped nor diverged. May use collectives. Rank 0's tables
@@ -71,6 +82,7 @@ struct Outcome {
     kFinished,  // all steps made
     kStopped,   // SIGINT or SIGTERM: saved after the same step on all ranks; an orderly end
     kDiverged,  // a loss or gradient that is not finite, with train.on_non_finite = "stop": not saved
+    kRefuted,   // TrainerHooks::check found the run to be wrong: not saved
   } end = End::kFinished;
   std::int64_t steps = 0;                 // made, those before a resume included
   std::int64_t skipped = 0;               // refused because not finite (train.on_non_finite = "skip")
@@ -84,7 +96,7 @@ struct Outcome {
   std::filesystem::path report;      // rank 0 only
   std::vector<ReportTable> tables;   // of on_finish; rank 0 only
 
-  // 0: finished or stopped in order. 1: diverged, or a table did not pass.
+  // 0: finished or stopped in order. 1: diverged, refuted by a check, or a table did not pass.
   int exit_status() const;
 };
 

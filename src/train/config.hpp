@@ -85,7 +85,9 @@ struct RunConfig {
     std::string resume;  // checkpoint directory, "latest" or empty
   } checkpoint;
   struct {
-    bool at_end = true;  // prove the gradient of this very run against one process
+    bool at_end = true;                 // prove the gradient of this very run against one process
+    std::int64_t every = 0;             // the same of a micro-sized step, while training
+    std::int64_t checksums_every = 50;  // compare what replicas hold, bit for bit
   } verify;
   struct {
     std::string prompt;

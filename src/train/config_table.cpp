@@ -308,6 +308,14 @@ std::vector<ConfigKey> make_keys() {
       KEY("verify.at_end", verify.at_end, "", any(),
           "Whether a finished run proves that its gradient is the one that a single process has on the whole "
           "batch; it then ends with the parity line and, where parity is broken, exit status 1."),
+      KEY("verify.every", verify.every, "steps", at_least(0, kManySteps),
+          "How often a micro-sized step with the weights of that moment is proven the same way while "
+          "training "
+          "(`train --verify-every`). Parity broken stops the run, exit status 1. 0: never."),
+      KEY("verify.checksums_every", verify.checksums_every, "steps", at_least(0, kManySteps),
+          "How often ranks that keep the same weights compare checksums of them. A difference names the "
+          "first "
+          "parameter and the ranks and stops the run, exit status 1. 0: never."),
 
       KEY("sample.prompt", sample.prompt, "", any(),
           "What the text generated at the end begins with. Empty: a new document."),
@@ -339,7 +347,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"schedule", "The learning rate over the steps."},
       {"parallel", "How ranks work together. No key of this section changes the gradient."},
       {"checkpoint", "Saving and continuing."},
-      {"verify", "The proof at the end."},
+      {"verify", "The proof while training and at the end."},
       {"sample", "Text generated at the end."},
   };
   return sections;

@@ -31,6 +31,9 @@ std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
     case Outcome::End::kDiverged:
       return fmt::format("stopped in step {} of {}: not finite; nothing was updated", outcome.steps + 1,
                          total);
+    case Outcome::End::kRefuted:
+      return fmt::format("stopped after step {} of {}: a check found the run to be wrong", outcome.steps,
+                         total);
   }
   return "";
 }
@@ -84,7 +87,8 @@ struct Presenter::Impl {
 
   void write_report(const Outcome& outcome) const {
     Report report("isograd: " + directory.filename().string(), how_it_ended(outcome, config.train.steps));
-    report.verdict(outcome.end != Outcome::End::kDiverged, how_it_ended(outcome, config.train.steps));
+    report.verdict(outcome.end != Outcome::End::kDiverged && outcome.end != Outcome::End::kRefuted,
+                   how_it_ended(outcome, config.train.steps));
     for (const auto& table : outcome.tables) report.verdict(table.passed, table.summary);
     report.fact("loss", nats(outcome.loss));
     if (outcome.validation_loss) {

@@ -55,6 +55,11 @@ th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);verti
 th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;white-space:nowrap;box-shadow:0 1px var(--rule)}
 tr:last-child td{border-bottom:0}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.drawing{padding:14px;max-height:760px}
+p.prose{margin:0 0 10px;max-width:76ch}
+.item{background:var(--card);border:1px solid var(--rule);border-left:4px solid var(--bad);border-radius:8px;padding:10px 14px;margin:0 0 10px}
+.item p{margin:0;font-weight:550;overflow-wrap:anywhere}.item ul{margin:6px 0 0;padding-left:20px;color:var(--soft);font-size:13.5px}
+.item li{overflow-wrap:anywhere}
 p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
@@ -159,6 +164,32 @@ void Report::table(ReportTable table) {
   html += "<div class=\"wide\"><table><thead>" + cells(table.columns, "th") + "</thead><tbody>\n";
   for (const auto& row : table.rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");
+}
+
+void Report::figure(std::string title, std::string caption, std::string svg) {
+  section(fmt::format("<h2>{}</h2>\n<p class=\"summary\">{}</p>\n<div class=\"wide drawing\">{}</div>",
+                      escape_html(title), escape_html(caption), svg));
+}
+
+void Report::prose(std::string title, std::vector<std::string> paragraphs) {
+  std::string html = title.empty() ? "" : fmt::format("<h2>{}</h2>\n", escape_html(title));
+  for (const auto& paragraph : paragraphs)
+    html += fmt::format("<p class=\"prose\">{}</p>\n", escape_html(paragraph));
+  section(html);
+}
+
+void Report::list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items) {
+  std::string html = fmt::format("<h2>{}</h2>\n", escape_html(title));
+  for (const auto& [statement, reasons] : items) {
+    html += fmt::format("<div class=\"item\"><p>{}</p>\n", escape_html(statement));
+    if (!reasons.empty()) {
+      html += "<ul>";
+      for (const auto& reason : reasons) html += fmt::format("<li>{}</li>\n", escape_html(reason));
+      html += "</ul>";
+    }
+    html += "</div>\n";
+  }
+  section(html);
 }
 
 void Report::text(std::string title, std::string body) {

@@ -40,6 +40,10 @@ class Report {
   void fact(std::string label, std::string value);   // a tile of the summary
   void chart(Chart chart);                           // neighbouring charts share a row
   void table(ReportTable table);                     // numeric columns are right-aligned
+  void figure(std::string title, std::string caption, std::string svg);  // across the page; `svg` as it is
+  void prose(std::string title, std::vector<std::string> paragraphs);
+  // Statements, each with what speaks for it below.
+  void list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items);
   void text(std::string title, std::string body);    // preformatted: a sample, a configuration
   void folded(std::string title, std::string body);  // the same, closed until clicked
 

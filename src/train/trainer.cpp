@@ -21,8 +21,12 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+bool divides(std::int64_t every, std::int64_t step) {
+  return every > 0 && step % every == 0;
+}
+
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
-  return step == total || (every > 0 && step % every == 0);
+  return step == total || divides(every, step);
 }
 
 }  // namespace
@@ -30,7 +34,7 @@ bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
 int Outcome::exit_status() const {
   const bool passed =
       std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
-  return end == End::kDiverged || !passed ? 1 : 0;
+  return end == End::kDiverged || end == End::kRefuted || !passed ? 1 : 0;
 }
 
 struct Trainer::Impl {
@@ -52,6 +56,7 @@ struct Trainer::Impl {
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   double step_seconds = 0;
+  std::string refutation{};  // what a check found
 
   void prepare() {
     Group& group = world.group;
@@ -126,6 +131,7 @@ struct Trainer::Impl {
         outcome.end = Outcome::End::kDiverged;
         return;
       }
+      if (!checked()) return;
       if (report.census.stop_requested) {
         outcome.end = Outcome::End::kStopped;
         save();
@@ -160,6 +166,17 @@ struct Trainer::Impl {
                           .tokens_per_second = static_cast<double>(report.census.tokens) / seconds};
     if (presenter) presenter->step(event);
     if (hooks.on_step) hooks.on_step(event);
+  }
+
+  // Before anything is saved: a checkpoint of a run that is known to be wrong would outlive the message.
+  bool checked() {
+    if (!hooks.check ||
+        !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
+      return true;
+    RunningRun running{{config, world, *model, corpus.tokens, corpus.split}, *layout, state.step};
+    refutation = hooks.check(running);
+    if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
+    return refutation.empty();
   }
 
   void measure() {
@@ -220,20 +237,24 @@ struct Trainer::Impl {
         presenter->notice("stopped after step " + std::to_string(state.step) +
                           "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
       if (outcome.end == Outcome::End::kDiverged) presenter->notice(divergence());
+      if (outcome.end == Outcome::End::kRefuted)
+        presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, way_back()));
       outcome.report = presenter->finish(outcome);
     });
   }
 
+  std::string way_back() const {
+    return outcome.checkpoint.empty()
+               ? std::string("no checkpoint had been saved yet")
+               : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
+  }
+
   std::string divergence() const {
-    const std::string back =
-        outcome.checkpoint.empty()
-            ? std::string("no checkpoint had been saved yet")
-            : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
     return fmt::format(
         "step {}: the loss or the gradient is not finite on some rank; nothing was updated, on any rank. "
         "Lower "
         "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; {}",
-        state.step + 1, back);
+        state.step + 1, way_back());
   }
 };
 
