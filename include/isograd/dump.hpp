@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <limits>
 #include <string>
 #include <utility>
@@ -20,8 +21,10 @@ struct StepFigures {
   double clip_coefficient = 1;
 };
 
-// One optimizer step. A field that its writer did not record is empty, or NaN; what needs it is then not
-// claimed. Lists by parameter have the order of `gradients`.
+inline constexpr std::int64_t kNotRecorded = -1;  // a count that its writer left out
+
+// One optimizer step. A field that its writer did not record is empty, NaN or, for a count, kNotRecorded;
+// what needs it is then not claimed. Lists by parameter have the order of `gradients`.
 struct StepDump {
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -53,6 +56,10 @@ struct StepDump {
     double bytes_moved = std::numeric_limits<double>::quiet_NaN();  // to make the step
   };
   std::vector<RankView> ranks;
+
+  // [rank][micro-batch] the part of `gradients` that its tokens made, so that all of them add up to it. With
+  // it, wrong weights can be told where the step cannot be made again. Empty where there are no tokens.
+  std::vector<std::vector<Named>> shares{};
 };
 
 // What a diagnosis says.
@@ -61,5 +68,14 @@ struct Finding {
   std::string sentence;  // in words: "all parameters scaled by 1/4: averaged over dp_shard (4)"
   std::vector<std::string> evidence;  // what was run, and the numbers
 };
+
+// A dump as a directory: gradients.safetensors and step.json, with applied.safetensors and
+// share-RANK-MICROBATCH.safetensors where there is any (docs/verify.md). Written beside and renamed: whole or
+// not at all. An earlier dump of that name is replaced, any other directory is refused (ConfigError).
+void write_dump(const StepDump& dump, const std::filesystem::path& directory);
+
+// Tensors come back in fp64, in the order that was recorded, else by name. The files are not trusted:
+// ConfigError names the file and the key on anything that is not a dump.
+StepDump read_dump(const std::filesystem::path& directory);
 
 }  // namespace isograd

@@ -7,6 +7,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/differentiable.hpp"
+#include "isograd/dump.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/group.hpp"
@@ -25,4 +26,5 @@
 #include "isograd/token_losses.hpp"
 #include "isograd/trainer.hpp"
 #include "isograd/verify.hpp"
+#include "isograd/verify_module.hpp"
 #include "isograd/world.hpp"

@@ -80,6 +80,10 @@ struct DeclaredLoss {
   std::string text() const;  // "token mean", "mean of per-replica sample means", ...
 };
 
+// Takes the dump of "oracle" and of each layout by name, made in fp64, and of "alone" and "NAME, fp32" in the
+// run's precision. Called on rank 0.
+using TakeDump = std::function<void(const std::string& name, const StepDump& dump)>;
+
 // One step, as every rank would make it. Each rank fills in its own.
 struct VerifyProblem {
   // A fresh model in the given dtype. Values of `dtype` (below) are then copied into the fp64 models, so that
@@ -106,6 +110,7 @@ struct VerifyProblem {
   bool probe_documents = true;  // on rank 0's first micro-batch with several documents (leak.hpp)
   bool experiments = true;      // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
+  TakeDump take_dump{};
   // The group of these ranks, for experiments on fewer; collective over them.
   std::function<Group(const std::vector<int>&)> subgroup{};
 };

@@ -93,8 +93,12 @@ int run(int argc, char** argv) {
   program.footer(
       "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
       "was lost; 4 a defect of isograd (docs/errors.md).");
-  std::vector<Verb> verbs = {train_verb(program, invocation), verify_verb(program, invocation),
-                             sample_verb(program), config_verb(program), launch_verb(program, invocation)};
+  std::vector<Verb> verbs = {train_verb(program, invocation),
+                             verify_verb(program, invocation),
+                             compare_verb(program),
+                             sample_verb(program),
+                             config_verb(program),
+                             launch_verb(program, invocation)};
   for (auto& more : {data_verbs(program), bench_verbs(program)})
     verbs.insert(verbs.end(), more.begin(), more.end());
   try {

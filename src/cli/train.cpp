@@ -11,6 +11,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   struct Flags : RunFlags {
     std::string json_log;
     bool memory = false;
+    std::optional<std::int64_t> verify_every;
   };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
@@ -18,20 +19,29 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       ->type_name("FILE");
   verb->add_flag("--memory", flags->memory,
                  "print what each rank keeps and sends, beside the formulas (run.memory)");
+  verb->add_option(
+          "--verify-every", flags->verify_every,
+          "every N steps prove a micro-sized step and compare checksums of replicas (verify.every and "
+          "verify.checksums_every)")
+      ->type_name("N");
   verb->footer(
       "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
       "Ctrl-C ends the step on all ranks alike, saves, and says how to continue.\n\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
       "  isograd train run.toml --set checkpoint.resume=latest\n\n"
-      "Status: 0 finished or stopped in order; 1 diverged, or the proof at the end failed; 2 bad input;\n"
+      "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
       "3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, &invocation] {
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
     if (flags->memory) sets.push_back("run.memory=true");
+    if (flags->verify_every)
+      for (const char* key : {"verify.every", "verify.checksums_every"})
+        sets.push_back(fmt::format("{}={}", key, *flags->verify_every));
     const RunConfig config = configuration(*flags, sets);
     return on_ranks(invocation, *flags, config, [&](World& world) {
       TrainerHooks hooks;
+      hooks.check = [](RunningRun& run) { return check_running(run); };
       if (config.verify.at_end)
         hooks.on_finish = [](FinishedRun& run) -> std::vector<ReportTable> {
           const Verdict verdict = verify_finished(run);

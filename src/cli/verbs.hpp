@@ -25,6 +25,7 @@ struct Verb {
 
 Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);
+Verb compare_verb(CLI::App& program);
 Verb sample_verb(CLI::App& program);
 std::vector<Verb> bench_verbs(CLI::App& program);
 std::vector<Verb> data_verbs(CLI::App& program);

@@ -1,43 +1,103 @@
 // isograd verify: is the gradient of this layout the gradient of one device?
+#include <fmt/ranges.h>
+
+#include <filesystem>
+
 #include "base/files.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
+#include "isograd/error.hpp"
+#include "verify/layouts.hpp"
+#include "verify/minimise.hpp"
+#include "verify/present.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {
+namespace {
+
+struct Flags : RunFlags {
+  std::vector<std::string> layouts;
+  std::string json, report, dump, minimise;
+};
+
+// The smallest configuration that still fails, as a file.
+int minimise_verb(const Flags& flags, const RunConfig& config) {
+  const int ranks = flags.ranks.value_or(1);
+  if (rank_of_several())
+    throw ConfigError({.where = "--minimise",
+                       .found = "a launcher that has started several ranks",
+                       .expected = "one process: it starts ranks of its own, as many as each trial needs",
+                       .action = "Start it without a launcher, with --ranks"});
+  if (!flags.json.empty() || !flags.report.empty() || !flags.dump.empty())
+    throw ConfigError({.where = "--minimise",
+                       .found = "--json, --report or --dump beside it",
+                       .expected = "none: it makes many verdicts and writes a configuration",
+                       .action = "Verify the file that it writes"});
+  check(config, ranks);
+  const auto found = minimise_run(config, ranks, flags.layouts);
+  if (!found) {
+    std::puts(
+        "nothing to minimise: every layout asked for has the gradient of one device, on ranks that are "
+        "threads");
+    return 0;
+  }
+  write_file(flags.minimise, minimised_toml(*found, flags.minimise));
+  std::string text = fmt::format("{}; smallest configuration after {} trials: {}\n", found->failure,
+                                 found->tried, flags.minimise);
+  for (const auto& change : found->changes) text += "  " + change + "\n";
+  std::fputs((text + verify_command(flags.minimise, found->trial.ranks) + "\n").c_str(), stdout);
+  return 1;
+}
+
+}  // namespace
 
 Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb = program.add_subcommand(
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
-  struct Flags : RunFlags {
-    std::vector<std::string> layouts;
-    std::string json, report;
-  };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option("--layout", flags->layouts,
-                   "layout under test, may be repeated; parallel.strategy unless given")
+  verb->add_option(
+          "--layout", flags->layouts,
+          "layout under test, may be repeated: a parallel.strategy, with :replicas=N and :share=on or "
+          ":share=off behind it; or all: every one that the ranks allow. The configured one unless given")
       ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(layout_names()));
+      ->allow_extra_args(false);
   verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
   verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
+  verb->add_option("--dump", flags->dump,
+                   "the gradients of one process and of each layout go here, for isograd compare")
+      ->type_name("DIR");
+  verb->add_option("--minimise", flags->minimise,
+                   "shrink a failure to the smallest model, batch and ranks that still fail, and write that "
+                   "configuration here")
+      ->type_name("FILE.toml");
   verb->footer(
       "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
       "plain step in fp64 on one process. Grades: E1 exact arithmetic, E2 within rounding, E3 same bits run "
       "to\n"
       "run (DESIGN.md).\n\n"
-      "  isograd verify examples/first_light.toml --ranks 2 --report verdict.html\n\n"
+      "  isograd verify examples/first_light.toml --ranks 2 --report verdict.html\n"
+      "  isograd verify examples/first_light.toml --ranks 4 --layout all\n\n"
       "Status: 0 proven; 1 not the same gradient; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, &invocation] {
     const RunConfig config = configuration(*flags);
+    for (const auto& layout : flags->layouts)
+      if (layout != kAllLayouts) parse_layout(layout);  // said once, before any rank starts
+    if (!flags->minimise.empty()) return minimise_verb(*flags, config);
     return on_ranks(invocation, *flags, config, [&](World& world) {
-      const Verdict verdict = verify_run(config, world, flags->layouts);
+      const auto write = [&](const std::string& name, const StepDump& dump) {
+        write_dump(dump, std::filesystem::path(flags->dump) / name);
+      };
+      const Verdict verdict =
+          verify_run(config, world, flags->layouts, {}, flags->dump.empty() ? TakeDump() : TakeDump(write));
       if (world.rank == 0) {
-        std::fputs(to_text(verdict).c_str(), stdout);
+        Wording wording = verify_wording(verdict);
+        wording.command = "isograd " + shell_words(invocation.arguments);
+        wording.configuration = to_toml(config);
+        std::fputs(to_text(verdict, wording).c_str(), stdout);
         std::fflush(stdout);
-        if (!flags->json.empty()) write_file(flags->json, to_json(verdict) + "\n");
-        if (!flags->report.empty()) write_verify_page(verdict, flags->report, to_toml(config));
+        if (!flags->json.empty()) write_file(flags->json, to_json(verdict, wording) + "\n");
+        if (!flags->report.empty()) write_verify_page(verdict, wording, flags->report);
       }
       return verdict.passed ? 0 : 1;
     });

@@ -150,6 +150,12 @@ std::vector<Cause> causes_of(const Case& one) {
           {.id = "missing_rank_part",
            .weight = [rank](const Case&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },
            .sentence = [rank](const Case&) { return fmt::format("without the part of rank {}", rank); }});
+  // Without accumulation these are the same as their counterparts over ranks.
+  if (one.rounds() == 1)
+    std::erase_if(causes, [](const Cause& cause) {
+      return cause.id == "summed_over_micro_batches" || cause.id == "mean_of_micro_batch_means" ||
+             cause.id == "mean_of_micro_batch_means_by_rank" || cause.id == "accumulation_rescaled";
+    });
   return causes;
 }
 

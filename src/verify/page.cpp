@@ -1,52 +1,167 @@
-// The verdict as one HTML page that stands alone.
+// The verdict as one HTML page that stands alone and explains itself.
+#include <cmath>
+
 #include "train/report.hpp"
-#include "verify/run.hpp"
+#include "verify/diagnosis.hpp"
+#include "verify/present.hpp"
 
 namespace isograd {
+namespace {
 
-void write_verify_page(const Verdict& verdict, const std::filesystem::path& file, const std::string& config) {
-  Report report("Is this the gradient of one device?",
-                fmt::format("{} rank{} against one process in fp64, one whole step", verdict.ranks,
-                            verdict.ranks == 1 ? "" : "s"));
-  report.verdict(verdict.passed, parity_line(verdict));
-  report.fact("targets in the step", std::to_string(verdict.oracle.targets));
-  report.fact("loss", fmt::format("{:.9g}", verdict.oracle.loss));
-  report.fact("gradient norm", fmt::format("{:.9g}", verdict.oracle.norm));
-  report.fact("precision of the run", verdict.precision);
-  report.fact("took", fmt::format("{:.1f} s", verdict.seconds));
-  if (!verdict.diagnosis.empty()) {
-    std::string statements;
-    for (const auto& statement : verdict.diagnosis) statements += statement + "\n";
-    report.text("What follows from the numbers", statements);
-  }
-  report.table(to_table(verdict));
+std::string number(double value) {
+  return std::isnan(value) ? "not recorded" : fmt::format("{:.9g}", value);
+}
+std::string count(std::int64_t value) {
+  return value == kNotRecorded ? "not recorded" : std::to_string(value);
+}
 
-  ReportTable grades;
-  grades.title = "Grades";
-  grades.columns = {"layout", "grade", "state", "outside", "what it claims"};
+bool any_claims(const Verdict& verdict, Grade LayoutVerdict::*grade) {
   for (const auto& layout : verdict.layouts)
-    for (const auto& [name, grade] : {std::pair{"E1", &layout.e1}, {"E2", &layout.e2}, {"E3", &layout.e3}})
-      grades.rows.push_back(
-          {layout.name, name, state_name(grade->state), std::to_string(grade->failed), grade->bound});
-  grades.passed = verdict.passed;
-  report.table(std::move(grades));
+    if ((layout.*grade).state != Grade::State::kNotClaimed) return true;
+  return false;
+}
 
-  ReportTable steps;
-  steps.title = "The step";
-  steps.columns = {"", "loss", "targets", "tokens", "norm", "clip coefficient"};
-  const auto row = [&](const std::string& name, const StepFigures& figures) {
-    steps.rows.push_back({name, fmt::format("{:.12g}", figures.loss), std::to_string(figures.targets),
-                          std::to_string(figures.tokens), fmt::format("{:.12g}", figures.norm),
-                          fmt::format("{:.12g}", figures.clip_coefficient)});
-  };
-  row("one process, fp64", verdict.oracle);
+// The answer to the title, for somebody who reads nothing else.
+std::string answer(const Verdict& verdict, const Wording& wording) {
+  if (verdict.layouts.empty() || verdict.layouts[0].parameters.empty())
+    return "No answer: nothing could be compared.";
+  std::int64_t all = 0, outside = 0, layouts = 0;
   for (const auto& layout : verdict.layouts) {
+    layouts += !layout.passed;
+    for (const auto& parameter : layout.parameters) {
+      ++all;
+      outside += !good(parameter, layout);
+    }
+  }
+  if (verdict.passed)
+    return fmt::format("Yes. All {} gradients compared are those of {}, as far as rounding allows.", all,
+                       wording.right);
+  std::string text =
+      outside == 0 ? std::string("No: the gradients agree, but something else does not.")
+                   : fmt::format("No. {} of {} gradients are not those of {}.", outside, all, wording.right);
+  if (verdict.layouts.size() > 1 && layouts > 0)
+    text += fmt::format(" {} of {} layouts are wrong.", layouts, verdict.layouts.size());
+  return text;
+}
+
+// What a class of mistakes is, in plain words.
+std::string meaning_of(const std::string& id) {
+  for (const auto& diagnosis : kDiagnoses)
+    if (id == diagnosis.id) return diagnosis.meaning;
+  return {};
+}
+
+void explain(Report& report, const Verdict& verdict, const Wording& wording) {
+  report.prose(
+      "What this page shows",
+      {"A training step computes a gradient: for every number in the model, how it should change. Spread "
+       "over "
+       "several processes, the step must end with the gradient that one process would have computed on the "
+       "whole batch. Often it does not: something is averaged twice, counted twice or left out, and training "
+       "goes on, a little wrong, without an error message.",
+       fmt::format(
+           "Here one step was compared with {}, parameter by parameter. The ratio says by what the "
+           "expected gradient would have to be multiplied to come closest to the one found: 1 is right, "
+           "1/2 or 4 is a wrong scale. The error is the distance between the two in units of the "
+           "expected gradient's length; what is allowed is what rounding can do. {}",
+           wording.subject.empty() ? "the same step made by one process with 64-bit numbers"
+                                   : wording.reference,
+           verdict.passed ? "All of it lies within that."
+                          : "What lies outside is marked, and named below as far as the numbers tell."),
+       "In these words: a parameter is a named group of the model's numbers. A rank is one of the processes "
+       "that "
+       "work together; a layout is the way in which they divide the work. Targets are the tokens that the "
+       "loss "
+       "is about."});
+}
+
+void grades(Report& report, const Verdict& verdict) {
+  ReportTable table;
+  table.title = "What is claimed";
+  table.columns = {"layout", "claim", "state", "outside", "bound"};
+  for (const auto& layout : verdict.layouts) {
+    for (const auto& [name, grade] : {std::pair{"E1 exact arithmetic", &layout.e1},
+                                      {"E2 within rounding", &layout.e2},
+                                      {"E3 same bits again", &layout.e3}})
+      table.rows.push_back({layout.name, name, state_name(grade->state),
+                            grade->state == Grade::State::kNotClaimed ? "-" : std::to_string(grade->failed),
+                            grade->bound});
+    for (const auto& trajectory : layout.trajectories)
+      table.rows.push_back(
+          {layout.name, "after updates", trajectory.passed ? "pass" : "fail", "-", words(trajectory)});
+    if (layout.bytes_moved > 0) table.rows.push_back({layout.name, "traffic", "-", "-", traffic(layout)});
+  }
+  table.passed = verdict.passed;
+  report.table(std::move(table));
+}
+
+void steps(Report& report, const Verdict& verdict, const Wording& wording) {
+  ReportTable table;
+  table.title = "The step";
+  table.columns = {"", "loss", "targets", "tokens", "gradient norm", "clip coefficient"};
+  const auto row = [&](const std::string& name, const StepFigures& figures) {
+    table.rows.push_back({name, number(figures.loss), count(figures.targets), count(figures.tokens),
+                          number(figures.norm), number(figures.clip_coefficient)});
+  };
+  row(wording.reference, verdict.oracle);
+  for (const auto& layout : verdict.layouts) {
+    if (!wording.subject.empty()) {
+      row(layout.name, layout.exact);
+      continue;
+    }
     row(layout.name + ", fp64", layout.exact);
     if (layout.e2.state != Grade::State::kNotClaimed)
       row(layout.name + ", " + verdict.precision, layout.rounded);
   }
-  report.table(std::move(steps));
-  if (!config.empty()) report.folded("Configuration", config);
+  report.table(std::move(table));
+}
+
+}  // namespace
+
+void write_verify_page(const Verdict& verdict, const Wording& wording, const std::filesystem::path& file) {
+  Report report("Is this the gradient of one device?",
+                wording.subject.empty()
+                    ? fmt::format("{} against {}, one whole step", wording.left, wording.reference)
+                    : fmt::format("{} against {}", wording.left, wording.right));
+  report.verdict(verdict.passed, answer(verdict, wording));
+  report.fact("targets in the step", count(verdict.oracle.targets));
+  report.fact("loss", number(verdict.oracle.loss));
+  report.fact("gradient norm", number(verdict.oracle.norm));
+  report.fact("precision of the run", verdict.precision);
+  if (!verdict.loss.empty()) report.fact("loss is a", verdict.loss);
+  if (verdict.seconds > 0) report.fact("took", fmt::format("{:.1f} s", verdict.seconds));
+  explain(report, verdict, wording);
+  if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);
+
+  std::vector<std::pair<std::string, std::vector<std::string>>> findings;
+  for (const auto& finding : wording.findings) {
+    std::vector<std::string> lines = finding.evidence;
+    if (const std::string meaning = meaning_of(finding.id); !meaning.empty())
+      lines.insert(lines.begin(), fmt::format("{}: {}", finding.id, meaning));
+    findings.emplace_back(finding.sentence, std::move(lines));
+  }
+  if (!findings.empty()) report.list("What is wrong, and what speaks for it", std::move(findings));
+
+  const char* caption =
+      "One row a parameter, one column a layout. The darker, the larger the error; red with a cross lies "
+      "outside the bound, black is not a finite number.";
+  if (any_claims(verdict, &LayoutVerdict::e1))
+    report.figure("Errors in exact arithmetic (fp64)", caption, heat_map(verdict, true));
+  if (any_claims(verdict, &LayoutVerdict::e2))
+    report.figure(fmt::format("Errors in {}, the precision of the run", verdict.precision), caption,
+                  heat_map(verdict, false));
+  report.figure("Ratios", "How many parameters have which ratio; red ones lie outside a bound.",
+                ratio_histogram(verdict));
+
+  ReportTable parameters = to_table(verdict);
+  parameters.title = "Parameters, worst first";
+  parameters.summary.clear();
+  report.table(std::move(parameters));
+  grades(report, verdict);
+  steps(report, verdict, wording);
+  report.text("In one line", parity_line(verdict, wording));
+  if (!wording.command.empty()) report.text("To see it again", wording.command);
+  if (!wording.configuration.empty()) report.folded("Configuration", wording.configuration);
   report.write(file);
 }
 

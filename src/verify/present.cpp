@@ -1,60 +1,11 @@
-// A verdict as JSON, as one line, as a terminal table and as a table for a run's report.
+// A verdict as one line, as a terminal table and as a table for a run's report.
+#include "verify/present.hpp"
+
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
-
-#include "isograd/verify.hpp"
-#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {
-
-using json = nlohmann::ordered_json;
-
-// JSON has no NaN and no infinity: a number that is not finite is written as null.
-json number(double value) {
-  return std::isfinite(value) ? json(value) : json(nullptr);
-}
-
-json to_json(const Grade& grade) {
-  json object = {{"state", state_name(grade.state)}, {"bound", grade.bound}};
-  if (grade.state == Grade::State::kNotClaimed) return object;
-  object["failed"] = grade.failed;
-  if (!grade.worst.empty()) object["worst"] = grade.worst;
-  if (grade.allowed > 0) {
-    object["error"] = number(grade.error);
-    object["allowed"] = grade.allowed;
-    object["unresolved"] = grade.unresolved;
-  }
-  return object;
-}
-
-json to_json(const StepFigures& figures) {
-  return {{"loss", number(figures.loss)},
-          {"targets", figures.targets},
-          {"tokens", figures.tokens},
-          {"norm", number(figures.norm)},
-          {"clip_coefficient", number(figures.clip_coefficient)}};
-}
-
-json to_json(const ParameterVerdict& parameter) {
-  return {{"name", parameter.name},
-          {"ratio", number(parameter.exact.ratio)},
-          {"cosine", number(parameter.exact.cosine)},
-          {"error", number(parameter.exact.error)},
-          {"allowed", parameter.exact.allowed},
-          {"elements", parameter.elements},
-          {"norm", number(parameter.norm)},
-          {"run_precision",
-           {{"ratio", number(parameter.rounded.ratio)},
-            {"cosine", number(parameter.rounded.cosine)},
-            {"error", number(parameter.rounded.error)},
-            {"allowed", number(parameter.rounded.allowed)},
-            {"one_process_error", number(parameter.alone_error)},
-            {"resolved", parameter.rounded.resolved}}},
-          {"same_bits", parameter.repeats},
-          {"replicas_agree", parameter.replicas_agree}};
-}
 
 // How much of its allowance a parameter used; a number that is not finite comes first.
 double share(const Comparison& comparison) {
@@ -62,50 +13,42 @@ double share(const Comparison& comparison) {
   return comparison.error > 0 ? comparison.error / comparison.allowed : 0;
 }
 
-bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
-  return parameter.exact.passed && parameter.repeats && parameter.replicas_agree &&
-         (layout.e2.state == Grade::State::kNotClaimed || parameter.rounded.passed);
-}
-
-std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout) {
-  std::vector<const ParameterVerdict*> order;
-  for (const auto& parameter : layout.parameters) order.push_back(&parameter);
-  const bool rounds = layout.e2.state != Grade::State::kNotClaimed;
-  const auto key = [&](const ParameterVerdict* p) {
-    return std::make_tuple(good(*p, layout), -share(p->exact), rounds ? -share(p->rounded) : 0.0);
-  };
-  std::stable_sort(order.begin(), order.end(), [&](auto* a, auto* b) { return key(a) < key(b); });
-  return order;
-}
-
-std::string scientific(double value) {
-  if (std::isnan(value)) return "nan";
-  return value == 0 ? "0" : fmt::format("{:.1e}", value);
+bool claimed(const Grade& grade) {
+  return grade.state != Grade::State::kNotClaimed;
 }
 
 std::string ratio_cell(double ratio) {
   return std::isnan(ratio) ? "-" : fmt::format("{:.9g}", ratio);
 }
 
+// Columns that say something: those of the grades that are claimed.
 std::vector<std::string> cells(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
-  const bool rounds = layout.e2.state != Grade::State::kNotClaimed;
-  return {parameter.name,
-          std::to_string(parameter.elements),
-          ratio_cell(parameter.exact.ratio),
-          std::isnan(parameter.exact.cosine) ? "-" : fmt::format("{:.9g}", parameter.exact.cosine),
-          scientific(parameter.exact.error),
-          scientific(parameter.exact.allowed),
-          rounds ? scientific(parameter.rounded.error) : "-",
-          rounds ? scientific(parameter.rounded.allowed) : "-",
-          !parameter.replicas_agree ? "ranks differ"
-          : parameter.repeats       ? "yes"
-                                    : "no",
-          good(parameter, layout) ? "pass" : "FAIL"};
+  const Comparison& comparison = shown(parameter, layout);
+  std::vector<std::string> row = {
+      parameter.name, std::to_string(parameter.elements), ratio_cell(comparison.ratio),
+      std::isnan(comparison.cosine) ? "-" : fmt::format("{:.9g}", comparison.cosine)};
+  for (const auto& [grade, one] : {std::pair{&layout.e1, &parameter.exact}, {&layout.e2, &parameter.rounded}})
+    if (claimed(*grade)) {
+      row.push_back(scientific(one->error));
+      row.push_back(scientific(one->allowed));
+    }
+  if (claimed(layout.e3))
+    row.push_back(!parameter.replicas_agree ? "ranks differ" : parameter.repeats ? "yes" : "no");
+  row.push_back(good(parameter, layout) ? "pass" : "FAIL");
+  return row;
 }
 
-std::vector<std::string> columns(const Verdict& verdict) {
-  return {"parameter", "elements",  "ratio",  "cosine", "error fp64", "allowed", "error " + verdict.precision,
-          "allowed",   "same bits", "verdict"};
+std::vector<std::string> columns(const Verdict& verdict, const LayoutVerdict& layout) {
+  std::vector<std::string> names = {"parameter", "elements", "ratio", "cosine"};
+  for (const auto& [grade, precision] :
+       {std::pair{&layout.e1, std::string("fp64")}, {&layout.e2, verdict.precision}})
+    if (claimed(*grade)) {
+      names.push_back("error " + precision);
+      names.push_back("allowed");
+    }
+  if (claimed(layout.e3)) names.push_back("same bits");
+  names.push_back("verdict");
+  return names;
 }
 
 // Left-aligned names, right-aligned numbers.
@@ -124,9 +67,21 @@ std::string aligned(const std::vector<std::vector<std::string>>& rows) {
   return text;
 }
 
-std::string figures_row(const char* name, const StepFigures& figures) {
-  return fmt::format("  {:<22} loss {:.12g}  targets {}  tokens {}  norm {:.12g}  clip {:.12g}\n", name,
-                     figures.loss, figures.targets, figures.tokens, figures.norm, figures.clip_coefficient);
+// What was not recorded is left out.
+std::string figures_row(const std::string& name, std::size_t width, const StepFigures& figures) {
+  std::string text = fmt::format("  {:<{}}", name, width);
+  const auto number = [&](const char* what, double value) {
+    if (!std::isnan(value)) text += fmt::format("  {} {:.12g}", what, value);
+  };
+  const auto count = [&](const char* what, std::int64_t value) {
+    if (value != kNotRecorded) text += fmt::format("  {} {}", what, value);
+  };
+  number("loss", figures.loss);
+  count("targets", figures.targets);
+  count("tokens", figures.tokens);
+  number("norm", figures.norm);
+  number("clip", figures.clip_coefficient);
+  return text + "\n";
 }
 
 // Where several layouts were tried: the one that used most of its allowance.
@@ -156,86 +111,149 @@ const char* state_name(Grade::State state) {
   return "";
 }
 
-std::string to_json(const Verdict& verdict) {
-  json grades = json::object(), parameters = json::array(), steps = json::object();
-  for (const auto& layout : verdict.layouts) {
-    const json entry = {{"E1", to_json(layout.e1)},
-                        {"E2", to_json(layout.e2)},
-                        {"E3", to_json(layout.e3)},
-                        {"figures_agree", layout.figures_agree}};
-    if (verdict.layouts.size() == 1)
-      grades = entry;
-    else
-      grades[layout.name] = entry;
-    for (const auto* parameter : worst_first(layout)) {
-      json row = to_json(*parameter);
-      row["layout"] = layout.name;
-      parameters.push_back(std::move(row));
-    }
-    steps[layout.name] = {{"fp64", to_json(layout.exact)}, {verdict.precision, to_json(layout.rounded)}};
-  }
-  steps["oracle"] = to_json(verdict.oracle);
-  json document = {{"verdict", verdict.passed ? "pass" : "fail"},
-                   {"grades", grades},
-                   {"parameters", parameters},
-                   {"diagnosis", verdict.diagnosis},
-                   {"ranks", verdict.ranks},
-                   {"loss", verdict.loss},
-                   {"precision", verdict.precision},
-                   {"step", steps},
-                   {"parameters_agree", verdict.parameters_agree},
-                   {"batch_agrees", verdict.batch_agrees},
-                   {"seconds", verdict.seconds}};
-  return document.dump(2);
+const Comparison& shown(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
+  return claimed(layout.e1) ? parameter.exact : parameter.rounded;
 }
 
-std::string parity_line(const Verdict& verdict) {
-  const std::string ranks = fmt::format("{} rank{}", verdict.ranks, verdict.ranks == 1 ? "" : "s");
-  const LayoutVerdict* layout = worst_layout(verdict);
-  std::string line = fmt::format("parity {}: {} {} 1 device", verdict.passed ? "PASS" : "FAIL", ranks,
-                                 verdict.passed ? "=" : "!=");
-  if (layout && !layout->e1.worst.empty())
-    line += fmt::format("; largest error {} of {:g} allowed (fp64, {})", scientific(layout->e1.error),
-                        layout->e1.allowed, layout->e1.worst);
-  if (layout && layout->e2.state != Grade::State::kNotClaimed && !layout->e2.worst.empty())
-    line += fmt::format(", {} of {} allowed ({}, {})", scientific(layout->e2.error),
-                        scientific(layout->e2.allowed), verdict.precision, layout->e2.worst);
-  if (layout && verdict.passed) line += "; same bits twice";
-  if (!verdict.diagnosis.empty()) line += "; " + verdict.diagnosis[0];
+bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
+  return (!claimed(layout.e1) || parameter.exact.passed) &&
+         (!claimed(layout.e2) || parameter.rounded.passed) && parameter.repeats && parameter.replicas_agree &&
+         parameter.owners_least == 1 && parameter.owners_most == 1;
+}
+
+std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout) {
+  std::vector<const ParameterVerdict*> order;
+  for (const auto& parameter : layout.parameters) order.push_back(&parameter);
+  const auto key = [&](const ParameterVerdict* p) {
+    return std::make_tuple(good(*p, layout), claimed(layout.e1) ? -share(p->exact) : 0.0,
+                           claimed(layout.e2) ? -share(p->rounded) : 0.0);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](auto* a, auto* b) { return key(a) < key(b); });
+  return order;
+}
+
+std::string scientific(double value) {
+  if (std::isnan(value)) return "nan";
+  return value == 0 ? "0" : fmt::format("{:.1e}", value);
+}
+
+std::string words(const Trajectory& trajectory) {
+  return fmt::format("parameters after {} updates of {}: error {} of {} allowed{}", trajectory.updates,
+                     trajectory.optimizer, scientific(trajectory.error), scientific(trajectory.allowed),
+                     trajectory.worst.empty() ? "" : ", worst " + trajectory.worst);
+}
+
+std::string traffic(const LayoutVerdict& layout) {
+  std::string text = fmt::format("{:.0f} bytes sent by rank 0 in the step", layout.bytes_moved);
+  if (layout.bytes_needed > 0) text += fmt::format(", its formula says {:.0f}", layout.bytes_needed);
+  return text;
+}
+
+std::string shell_words(const std::vector<std::string>& words) {
+  std::string line;
+  for (const auto& word : words) {
+    const bool plain = !word.empty() && word.find_first_not_of(
+                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                            "0123456789_-+=./:,@%") == std::string::npos;
+    std::string quoted = word;
+    if (!plain) {
+      quoted = "'";
+      for (const char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+      quoted += "'";
+    }
+    line += (line.empty() ? "" : " ") + quoted;
+  }
   return line;
 }
 
-std::string to_text(const Verdict& verdict, std::size_t rows) {
-  std::string text = parity_line(verdict) + "\n";
+Wording verify_wording(const Verdict& verdict) {
+  Wording wording{.left = fmt::format("{} rank{}", verdict.ranks, verdict.ranks == 1 ? "" : "s"),
+                  .right = "1 device",
+                  .reference = "one process, fp64",
+                  .subject = {}};
+  wording.findings = verdict.findings;
+  if (!wording.findings.empty()) return wording;
+  for (const auto& statement : verdict.diagnosis)
+    wording.findings.push_back({.id = {}, .sentence = statement, .evidence = {}});
+  return wording;
+}
+
+std::string parity_line(const Verdict& verdict, const Wording& wording) {
+  const LayoutVerdict* layout = worst_layout(verdict);
+  std::string line = fmt::format("parity {}: {} {} {}", verdict.passed ? "PASS" : "FAIL", wording.left,
+                                 verdict.passed ? "=" : "!=", wording.right);
+  std::string joint = "; largest error";
+  if (layout && claimed(layout->e1) && !layout->e1.worst.empty()) {
+    line += fmt::format("{} {} of {:g} allowed (fp64, {})", joint, scientific(layout->e1.error),
+                        layout->e1.allowed, layout->e1.worst);
+    joint = ",";
+  }
+  if (layout && claimed(layout->e2) && !layout->e2.worst.empty())
+    line += fmt::format("{} {} of {} allowed ({}, {})", joint, scientific(layout->e2.error),
+                        scientific(layout->e2.allowed), verdict.precision, layout->e2.worst);
+  if (layout && verdict.passed && claimed(layout->e3)) line += "; same bits twice";
+  if (!wording.findings.empty()) line += "; " + wording.findings[0].sentence;
+  return line;
+}
+
+std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows) {
+  std::string text = parity_line(verdict, wording) + "\n";
+  for (const auto& notice : wording.notices) text += "note: " + notice + "\n";
   if (!verdict.loss.empty() && verdict.loss != "token mean")
     text += "compared under the loss that was declared: " + verdict.loss + "\n";
+  // Of many layouts only those that say something are shown in full: the failed ones, else the worst.
+  const bool many = verdict.layouts.size() > 4;
+  const LayoutVerdict* worst = worst_layout(verdict);
+  std::vector<std::vector<std::string>> passed;
   for (const auto& layout : verdict.layouts) {
-    text += fmt::format("\nlayout {}, {} ranks, one step of {} targets\n", layout.name, verdict.ranks,
-                        verdict.oracle.targets);
-    std::vector<std::vector<std::string>> table{columns(verdict)};
+    if (many && layout.passed && &layout != worst) {
+      passed.push_back(
+          {layout.name, scientific(layout.e1.error), claimed(layout.e2) ? scientific(layout.e2.error) : "-"});
+      continue;
+    }
+    text += "\n";
+    text += wording.subject.empty() ? fmt::format("layout {}, {} ranks, one step", layout.name, verdict.ranks)
+                                    : wording.subject;
+    if (verdict.oracle.targets != kNotRecorded) text += fmt::format(" of {} targets", verdict.oracle.targets);
+    text += "\n";
+    std::vector<std::vector<std::string>> table{columns(verdict, layout)};
     std::size_t hidden = 0;
     for (const auto* parameter : worst_first(layout)) {
-      if (table.size() <= rows)
+      if (table.size() <= rows || !good(*parameter, layout))
         table.push_back(cells(*parameter, layout));
-      else if (good(*parameter, layout))
-        ++hidden;
       else
-        table.push_back(cells(*parameter, layout));
+        ++hidden;
     }
     text += aligned(table);
     if (hidden) text += fmt::format("  and {} more, all passed\n", hidden);
-    text += figures_row("one process, fp64", verdict.oracle);
-    text += figures_row("layout, fp64", layout.exact);
-    if (layout.e2.state != Grade::State::kNotClaimed)
-      text += figures_row(fmt::format("layout, {}", verdict.precision).c_str(), layout.rounded);
+    const std::size_t width = std::max<std::size_t>(18, wording.reference.size());
+    text += figures_row(wording.reference, width, verdict.oracle);
+    if (!wording.subject.empty()) {
+      text += figures_row(layout.name, width, layout.exact);
+    } else {
+      text += figures_row("layout, fp64", width, layout.exact);
+      if (claimed(layout.e2))
+        text += figures_row(fmt::format("layout, {}", verdict.precision), width, layout.rounded);
+    }
     for (const auto& [name, grade] : {std::pair{"E1", &layout.e1}, {"E2", &layout.e2}, {"E3", &layout.e3}}) {
       text += fmt::format("  {} {:<11} {}", name, state_name(grade->state), grade->bound);
       if (grade->unresolved)
         text += fmt::format(" ({} ratios unresolved, hidden by rounding)", grade->unresolved);
       text += '\n';
     }
+    for (const auto& trajectory : layout.trajectories)
+      text += fmt::format("  {:<14} {}\n", trajectory.passed ? "pass" : "fail", words(trajectory));
+    if (layout.bytes_moved > 0) text += "  " + traffic(layout) + "\n";
   }
-  for (const auto& statement : verdict.diagnosis) text += "diagnosis: " + statement + "\n";
+  if (!passed.empty()) {
+    passed.insert(passed.begin(), {"passed as well", "error fp64", "error " + verdict.precision});
+    text += "\n" + aligned(passed);
+  }
+  for (const auto& finding : wording.findings) {
+    text +=
+        fmt::format("diagnosis{}: {}\n", finding.id.empty() ? "" : " (" + finding.id + ")", finding.sentence);
+    for (const auto& evidence : finding.evidence) text += "  evidence: " + evidence + "\n";
+  }
   return text;
 }
 
@@ -243,8 +261,9 @@ ReportTable to_table(const Verdict& verdict) {
   ReportTable table;
   table.title = "Parity with one process";
   table.summary = parity_line(verdict);
-  table.columns = columns(verdict);
   table.passed = verdict.passed;
+  if (verdict.layouts.empty()) return table;
+  table.columns = columns(verdict, verdict.layouts[0]);
   const bool several = verdict.layouts.size() > 1;
   if (several) table.columns.insert(table.columns.begin(), "layout");
   for (const auto& layout : verdict.layouts)
@@ -254,6 +273,16 @@ ReportTable to_table(const Verdict& verdict) {
       table.rows.push_back(std::move(row));
     }
   return table;
+}
+
+std::string parity_line(const Verdict& verdict) {
+  return parity_line(verdict, verify_wording(verdict));
+}
+std::string to_text(const Verdict& verdict, std::size_t rows) {
+  return to_text(verdict, verify_wording(verdict), rows);
+}
+std::string to_json(const Verdict& verdict) {
+  return to_json(verdict, verify_wording(verdict));
 }
 
 }  // namespace isograd

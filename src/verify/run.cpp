@@ -2,27 +2,23 @@
 
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
+#include <iterator>
 
-#include "isograd/error.hpp"
 #include "train/build.hpp"
+#include "train/rank_zero.hpp"
+#include "verify/layouts.hpp"
+#include "verify/replicas.hpp"
 
 namespace isograd {
 namespace {
 
-LayoutUnderTest layout_of(const RunConfig& config, const std::string& name, World& world) {
-  const auto names = layout_names();
-  if (std::find(names.begin(), names.end(), name) == names.end())
-    throw ConfigError({.where = "--layout",
-                       .found = name,
-                       .expected = fmt::format("{}", fmt::join(names, ", ")),
-                       .action = "Choose one of them"});
-  return {.name = name,
+LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
+                          World& world) {
+  return {.name = choice.text() + suffix,
           .make = nullptr,
-          .make_from_model = [&config, &world, name](const VerifyModel& model, const Group&) {
-            return make_layout(config, name, model.named, *model.units, world);
+          .make_from_model = [config = choice.in(config), &world](const VerifyModel& model, const Group&) {
+            return make_layout(config, config.parallel.strategy, model.named, *model.units, world);
           }};
 }
 
@@ -57,9 +53,25 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
   return loss;
 }
 
+std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
+                                         const World& world) {
+  std::vector<LayoutChoice> choices;
+  for (const auto& name : names) {
+    if (name != kAllLayouts) {
+      choices.push_back(parse_layout(name));
+      continue;
+    }
+    const auto all = layout_matrix(config, world.size, world.group.has_host_memory());
+    choices.insert(choices.end(), all.begin(), all.end());
+  }
+  if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
+  return choices;
+}
+
+// `suffix` goes behind the layouts' names.
 Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, MakeVerifyModel make_model,
-                    std::vector<std::string> layouts) {
-  if (layouts.empty()) layouts.push_back(config.parallel.strategy);
+                    const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
+                    const std::string& suffix = {}) {
   VerifyProblem problem;
   problem.make_model = std::move(make_model);
   problem.local = make_loader(config, corpus, world.rank, world.size)->next();
@@ -69,39 +81,97 @@ Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus,
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.make_normalizer = [&] { return make_normalizer(config, world.size); };
-  for (const auto& name : layouts) problem.layouts.push_back(layout_of(config, name, world));
+  for (const auto& choice : layouts) problem.layouts.push_back(layout_of(config, choice, suffix, world));
+  if (change) change(problem, world);
   return verify(problem, world.group);
+}
+
+// Another cut of the same step: its layouts join those of the first.
+void join(Verdict& verdict, Verdict more) {
+  verdict.passed = verdict.passed && more.passed;
+  verdict.batch_agrees = verdict.batch_agrees && more.batch_agrees;
+  verdict.seconds += more.seconds;
+  std::move(more.layouts.begin(), more.layouts.end(), std::back_inserter(verdict.layouts));
+  std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
+}
+
+// The model of a run that is under way, with its weights of this moment: `values` are read when it is made.
+MakeVerifyModel model_of(const RunConfig& config, DecoderLM& model) {
+  const DecoderConfig shape = model.config();
+  std::vector<at::Tensor> values;
+  for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
+  return [&config, shape, values](at::ScalarType dtype) {
+    auto made = std::make_shared<DecoderLM>(shape, dtype, 0);
+    at::NoGradGuard no_grad;
+    auto named = made->named();
+    for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
+    return as_verify_model(config, std::move(made));
+  };
+}
+
+Corpus corpus_of(const FinishedRun& run) {
+  Corpus corpus;
+  corpus.tokens = run.tokens;
+  corpus.split = run.split;
+  return corpus;
+}
+
+// A step small enough to be verified now and then: a pack of at most this many tokens for each rank and one
+// more, so that counts differ and one rank accumulates; other documents each time.
+constexpr std::int64_t kMicroPack = 64;
+RunConfig micro_sized(RunConfig config, int ranks, std::int64_t step) {
+  config.batch.packs_per_step = ranks + 1;
+  config.batch.packs_per_micro_batch = 1;
+  config.data.pack_length = std::min(config.data.pack_length, kMicroPack);
+  config.run.seed += step;
+  return config;
 }
 
 }  // namespace
 
-std::vector<std::string> layout_names() {
-  return strategy_names();
-}
-
-Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts) {
+Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
+                   const ChangeProblem& change, const TakeDump& take_dump) {
   const Corpus corpus = open_corpus(config, world.group);
-  const auto make = [&](at::ScalarType dtype) {
-    return as_verify_model(config, make_model(config, corpus, dtype));
+  const auto choices = chosen_layouts(config, layouts, world);
+  const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
+    const auto make = [&](at::ScalarType dtype) {
+      return as_verify_model(cut, make_model(cut, corpus, dtype));
+    };
+    const ChangeProblem with_dump = [&](VerifyProblem& problem, World& own) {
+      problem.take_dump = take_dump;
+      if (change) change(problem, own);
+    };
+    return verify_step(cut, world, corpus, make, choices, with_dump, suffix);
   };
-  return verify_step(config, world, corpus, make, layouts);
+  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
+  const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
+  Verdict verdict = verify_cut(cuts[0], "");
+  for (std::size_t i = 1; i < cuts.size(); ++i)
+    join(verdict,
+         verify_cut(cuts[i], fmt::format(" {} to a micro-batch", cuts[i].batch.packs_per_micro_batch)));
+  return verdict;
 }
 
 Verdict verify_finished(FinishedRun& run) {
-  Corpus corpus;
-  corpus.tokens = run.tokens;
-  corpus.split = run.split;
-  const DecoderConfig shape = run.model.config();
-  std::vector<at::Tensor> values;
-  for (const auto& [name, tensor] : run.model.named()) values.push_back(tensor.detach());
-  const auto make = [&](at::ScalarType dtype) {
-    auto model = std::make_shared<DecoderLM>(shape, dtype, 0);
-    at::NoGradGuard no_grad;
-    auto named = model->named();
-    for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-    return as_verify_model(run.config, std::move(model));
-  };
-  return verify_step(run.config, run.world, corpus, make, {});
+  const Corpus corpus = corpus_of(run);
+  return verify_step(run.config, run.world, corpus, model_of(run.config, run.model),
+                     chosen_layouts(run.config, {}, run.world), {});
+}
+
+std::string check_running(RunningRun& run, const ChangeProblem& change) {
+  const RunConfig& config = run.run.config;
+  World& world = run.run.world;
+  const auto due = [&](std::int64_t every) { return every > 0 && run.step % every == 0; };
+  if (due(config.verify.checksums_every) && world.size > 1)
+    if (const auto divergence = find_divergence(run.run.model.named(), run.layout)) return divergence->text();
+  if (!due(config.verify.every)) return {};
+  const auto whole = run.layout.whole_parameters();
+  const RunConfig micro = micro_sized(config, world.size, run.step);
+  const Corpus corpus = corpus_of(run.run);
+  const Verdict verdict = verify_step(micro, world, corpus, model_of(micro, run.run.model),
+                                      chosen_layouts(micro, {}, world), change);
+  if (verdict.passed) return {};
+  return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
 }
 
 }  // namespace isograd

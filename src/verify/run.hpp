@@ -1,7 +1,7 @@
 // verify for a configured run: the same data, model and layout that `isograd train` would use.
 #pragma once
 
-#include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,18 +11,22 @@
 
 namespace isograd {
 
-// Names that `--layout` takes.
-std::vector<std::string> layout_names();
+// What a caller, or a test that plants a fault, does to the problem before it is looked at. On every rank.
+using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 
-// Collective: one step of the configured batch, from the configured initial weights. `layouts` empty: the
-// configured strategy. ConfigError on an unknown layout.
-Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {});
+// Collective: one step of the configured batch, from the configured initial weights. `layouts` as
+// parse_layout() reads them, or "all": every one that the ranks allow, with and without accumulation; empty:
+// the configured one. ConfigError on an unknown layout.
+Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
+                   const ChangeProblem& change = {}, const TakeDump& take_dump = {});
 
 // Collective: the same for a run that has just ended, with the weights as they are now. For
 // TrainerHooks::on_finish.
 Verdict verify_finished(FinishedRun& run);
 
-// A self-contained HTML page; `config` (TOML) is folded into it. Rank 0 only.
-void write_verify_page(const Verdict& verdict, const std::filesystem::path& file, const std::string& config);
+// Collective, for TrainerHooks::check: where verify.checksums_every divides the step, what replicas keep is
+// compared bit for bit; where verify.every does, a step of at most ranks + 1 short packs, others each time,
+// is verified with the weights as they are now. Why the run must stop, on every rank; empty when all is well.
+std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 
 }  // namespace isograd

@@ -1,0 +1,50 @@
+// isograd compare: two gradient dumps of one step, of any trainer.
+#include "base/files.hpp"
+#include "cli/verbs.hpp"
+#include "isograd/dump.hpp"
+#include "verify/compare_dumps.hpp"
+#include "verify/present.hpp"
+
+namespace isograd {
+
+Verb compare_verb(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand(
+      "compare", "Compare two gradient dumps of one step, written by any trainer (docs/verify.md)");
+  struct Flags {
+    std::string found, expected, alone, json, report;
+  };
+  auto flags = std::make_shared<Flags>();
+  verb->add_option("A", flags->found, "dump of the trainer in question, a folder")->required();
+  verb->add_option("B", flags->expected, "dump of the same step by one process, best in fp64")->required();
+  verb->add_option("--alone", flags->alone,
+                   "dump of the same step by one process in the precision of A: what rounding alone does")
+      ->type_name("DIR");
+  verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
+  verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
+  verb->footer(
+      "  isograd compare dumps/ddp dumps/one --report verdict.html\n\n"
+      "Status: 0 the same gradient; 1 another one, or not the same step; 2 bad input; 4 a defect of "
+      "isograd.");
+  const auto action = [flags] {
+    const DumpNames names{flags->found, flags->expected};
+    std::optional<StepDump> alone;
+    if (!flags->alone.empty()) alone = read_dump(flags->alone);
+    const StepDump expected = read_dump(names.expected);
+    const DumpComparison comparison = compare_dumps(read_dump(names.found), expected, names, alone);
+    Wording wording{.left = names.found,
+                    .right = names.expected,
+                    .reference = names.expected,
+                    .subject = "dump " + names.found,
+                    .findings = comparison.findings,
+                    .notices = comparison.notices,
+                    .command = "isograd compare " + shell_words({names.found, names.expected})};
+    if (!flags->alone.empty()) wording.command += " --alone " + shell_words({flags->alone});
+    std::fputs(to_text(comparison.verdict, wording).c_str(), stdout);
+    if (!flags->json.empty()) write_file(flags->json, to_json(comparison.verdict, wording) + "\n");
+    if (!flags->report.empty()) write_verify_page(comparison.verdict, wording, flags->report);
+    return comparison.verdict.passed ? 0 : 1;
+  };
+  return {verb, action};
+}
+
+}  // namespace isograd

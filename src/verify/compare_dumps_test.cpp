@@ -1,0 +1,214 @@
+// Dumps of a step against each other: named when wrong, innocent when right, refused when not comparable.
+#include "verify/compare_dumps.hpp"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "isograd/error.hpp"
+#include "verify/present.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::HasSubstr;
+
+// Three ranks of 3, 5 and 12 targets, the first in two micro-batches; shares that are random but fixed.
+const std::vector<std::vector<std::int64_t>> kCounts = {{1, 2}, {5}, {12}};
+
+StepDump::Named gradient_of(int seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed) + 1);
+  return {{"embedding", at::randn({7, 4}, generator, at::kDouble)},
+          {"block.norm", at::randn({4}, generator, at::kDouble)},
+          {"block.weight", at::randn({4, 4}, generator, at::kDouble)},
+          {"unused", at::zeros({3}, at::kDouble)}};
+}
+
+// Σ weight(rank, micro-batch) · share.
+StepDump dump_of(const std::function<double(std::size_t, std::size_t)>& weight, bool with_shares = true) {
+  StepDump dump;
+  dump.counts = kCounts;
+  dump.figures = {.loss = 2, .targets = 20, .tokens = 23, .norm = std::nan(""), .clip_coefficient = 1};
+  dump.samples = {0, 1, 2, 3};
+  dump.axes = {{"dp_replicate", 3}};
+  dump.precision = "fp64";
+  dump.gradients = gradient_of(0);
+  for (auto& [name, tensor] : dump.gradients) tensor.zero_();
+  int seed = 0;
+  for (std::size_t rank = 0; rank < kCounts.size(); ++rank) {
+    if (with_shares) dump.shares.emplace_back();
+    for (std::size_t i = 0; i < kCounts[rank].size(); ++i) {
+      const auto share = gradient_of(seed++);
+      for (std::size_t p = 0; p < share.size(); ++p)
+        dump.gradients[p].second += share[p].second * weight(rank, i);
+      if (with_shares) dump.shares[rank].push_back(share);
+    }
+  }
+  return dump;
+}
+
+StepDump right(bool with_shares = true) {
+  return dump_of([](auto, auto) { return 1.0; }, with_shares);
+}
+double of_rank(std::size_t rank) {
+  double sum = 0;
+  for (const auto count : kCounts[rank]) sum += static_cast<double>(count);
+  return sum;
+}
+StepDump mean_of_rank_means() {
+  return dump_of([](auto rank, auto) { return 20 / (3 * of_rank(rank)); }, false);
+}
+
+const DumpNames kNames{"A", "B"};
+
+std::string first_id(const DumpComparison& comparison) {
+  return comparison.findings.empty() ? "" : comparison.findings[0].id;
+}
+
+TEST(CompareDumps, TheSameStepIsTheSame) {
+  const auto same = compare_dumps(right(false), right(), kNames);
+  EXPECT_TRUE(same.verdict.passed);
+  EXPECT_TRUE(same.findings.empty());
+  EXPECT_EQ(same.verdict.layouts[0].e1.state, Grade::State::kPassed);
+  EXPECT_EQ(same.verdict.layouts[0].e2.state, Grade::State::kNotClaimed);
+  EXPECT_EQ(same.verdict.layouts[0].e3.state, Grade::State::kNotClaimed);
+  const std::string text =
+      to_text(same.verdict, {.left = "A", .right = "B", .reference = "B", .subject = "A"});
+  EXPECT_THAT(text, HasSubstr("parity PASS: A = B"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("nan")));  // the norm was not recorded
+}
+
+TEST(CompareDumps, MeansOfRankMeansAreNamedFromTheShares) {
+  const auto guilty = compare_dumps(mean_of_rank_means(), right(), kNames);
+  EXPECT_FALSE(guilty.verdict.passed);
+  EXPECT_EQ(first_id(guilty), "mean_of_rank_means");
+  // Without shares the numbers do not tell, nothing is guessed, and what would help is said.
+  const auto unknown = compare_dumps(mean_of_rank_means(), right(false), kNames);
+  EXPECT_FALSE(unknown.verdict.passed);
+  EXPECT_EQ(first_id(unknown), "unknown");
+  ASSERT_EQ(unknown.notices.size(), 1u);
+  EXPECT_THAT(unknown.notices[0], HasSubstr("holds no shares"));
+}
+
+TEST(CompareDumps, OtherWeightsHaveOtherNames) {
+  const auto id = [](const std::function<double(std::size_t, std::size_t)>& weight) {
+    return first_id(compare_dumps(dump_of(weight, false), right(), kNames));
+  };
+  EXPECT_EQ(id([](auto, auto) { return 1 / 3.0; }), "averaged_over_axis");
+  EXPECT_EQ(id([](auto rank, auto) { return 20 / of_rank(rank); }), "count_not_reduced");
+  EXPECT_EQ(id([](auto rank, auto) { return rank == 1 ? 0.0 : 1.0; }), "missing_rank_part");
+  EXPECT_EQ(id([](auto rank, auto i) { return 20 / (4.0 * static_cast<double>(kCounts[rank][i])); }),
+            "mean_of_micro_batch_means");
+  EXPECT_EQ(id([](auto rank, auto i) { return 1.0 + 0.1 * static_cast<double>(rank + i); }), "unknown");
+}
+
+TEST(CompareDumps, SharesThatDoNotAddUpProveNothing) {
+  StepDump reference = right();
+  reference.shares[2][0][0].second.mul_(1.5);
+  EXPECT_EQ(first_id(compare_dumps(mean_of_rank_means(), reference, kNames)), "unknown");
+}
+
+TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
+  const auto rounded = [](double more) {
+    StepDump dump = right(false);
+    dump.precision = "fp32";
+    for (auto& [name, tensor] : dump.gradients) tensor = (tensor * more).to(at::kFloat).to(at::kDouble);
+    return dump;
+  };
+  const auto good = compare_dumps(rounded(1), right(), kNames);
+  EXPECT_TRUE(good.verdict.passed);
+  EXPECT_EQ(good.verdict.layouts[0].e1.state, Grade::State::kNotClaimed);
+  EXPECT_EQ(good.verdict.layouts[0].e2.state, Grade::State::kPassed);
+  EXPECT_THAT(good.verdict.layouts[0].e2.bound, HasSubstr("--alone"));
+  EXPECT_FALSE(compare_dumps(rounded(1.0002), right(), kNames).verdict.passed);
+  // With the step of one process in the same precision the bound is E2's own, and sharper.
+  EXPECT_TRUE(compare_dumps(rounded(1), right(), kNames, rounded(1)).verdict.passed);
+  EXPECT_TRUE(compare_dumps(rounded(1 + 2e-5), right(), kNames).verdict.passed);
+  EXPECT_FALSE(compare_dumps(rounded(1 + 2e-5), right(), kNames, rounded(1)).verdict.passed);
+  StepDump others = rounded(1);
+  others.gradients.pop_back();
+  EXPECT_THROW(compare_dumps(rounded(1), right(), kNames, others), ConfigError);
+  EXPECT_THROW(compare_dumps(rounded(1), rounded(1), kNames, rounded(1)), ConfigError);
+}
+
+TEST(CompareDumps, ADumpOfAnotherStepIsSaidToBeOne) {
+  StepDump other = right(false);
+  other.samples = {7, 8, 9, 10};
+  const auto result = compare_dumps(other, right(), kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_FALSE(result.verdict.batch_agrees);
+  EXPECT_EQ(first_id(result), "other_batch");
+  other.samples = {0, 0, 1, 2, 3};
+  EXPECT_EQ(first_id(compare_dumps(other, right(), kNames)), "sample_twice");
+  other = right(false);
+  other.figures.targets = 19;
+  EXPECT_EQ(first_id(compare_dumps(other, right(), kNames)), "other_batch");
+}
+
+TEST(CompareDumps, ParametersThatAreMissingRenamedOrReshaped) {
+  StepDump missing = right(false);
+  missing.gradients.erase(missing.gradients.begin() + 1);
+  auto result = compare_dumps(missing, right(), kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_EQ(first_id(result), "parameters_missing");
+  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("block.norm"));
+
+  StepDump renamed = right(false);
+  renamed.gradients[1].first = "block.layer_norm";
+  result = compare_dumps(renamed, right(), kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_EQ(first_id(result), "parameters_renamed");
+  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("block.layer_norm"));
+
+  StepDump reshaped = right(false);
+  reshaped.gradients[0].second = reshaped.gradients[0].second.t().contiguous();
+  result = compare_dumps(reshaped, right(), kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_EQ(first_id(result), "parameters_reshaped");
+  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("[4, 7], expected [7, 4]"));
+
+  StepDump others;
+  others.gradients = {{"x", at::ones({2}, at::kDouble)}};
+  others.precision = "fp64";
+  EXPECT_FALSE(compare_dumps(others, right(), kNames).verdict.passed);
+}
+
+TEST(CompareDumps, AWrappersPrefixIsTakenOffAndSaid) {
+  StepDump wrapped = right(false);
+  for (auto& [name, tensor] : wrapped.gradients) name = "module._orig_mod." + name;
+  const auto result = compare_dumps(wrapped, right(), kNames);
+  EXPECT_TRUE(result.verdict.passed);
+  ASSERT_EQ(result.notices.size(), 1u);
+  EXPECT_THAT(result.notices[0], HasSubstr("\"module._orig_mod.\""));
+  wrapped.gradients[2].first = "block.weight";  // not all of them: no prefix
+  EXPECT_FALSE(compare_dumps(wrapped, right(), kNames).verdict.passed);
+}
+
+TEST(CompareDumps, NothingIsClaimedOfAGradientThatIsZeroEverywhere) {
+  StepDump zero = right(false);
+  for (auto& [name, tensor] : zero.gradients) tensor = at::zeros_like(tensor);
+  auto result = compare_dumps(zero, zero, kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_EQ(first_id(result), "no_gradient");
+  EXPECT_FALSE(compare_dumps(zero, right(), kNames).verdict.passed);
+  EXPECT_FALSE(compare_dumps(right(false), zero, kNames).verdict.passed);
+}
+
+TEST(CompareDumps, WhatIsNotFiniteFailsOnEitherSide) {
+  for (const double value : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    StepDump broken = right(false);
+    broken.gradients[2].second[0][0] = value;
+    const auto result = compare_dumps(broken, right(), kNames);
+    EXPECT_FALSE(result.verdict.passed);
+    EXPECT_EQ(first_id(result), "not_finite");
+    EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("block.weight"));
+    EXPECT_FALSE(compare_dumps(right(false), broken, kNames).verdict.passed);
+    EXPECT_FALSE(compare_dumps(broken, broken, kNames).verdict.passed);
+  }
+}
+
+}  // namespace
+}  // namespace isograd

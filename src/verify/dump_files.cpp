@@ -1,0 +1,373 @@
+// A dump on disk: written beside and renamed, read as hostile.
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "base/files.hpp"
+#include "isograd/dump.hpp"
+#include "isograd/error.hpp"
+#include "model/json_reader.hpp"
+#include "model/safetensors.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using json = nlohmann::ordered_json;
+
+constexpr const char* kFormat = "isograd-dump";
+constexpr int kVersion = 1;
+constexpr const char* kStep = "step.json";
+constexpr const char* kGradients = "gradients.safetensors";
+constexpr const char* kApplied = "applied.safetensors";
+constexpr std::uintmax_t kMostJson = 256 << 20;
+constexpr std::int64_t kMostInteger = std::int64_t{1} << 53;
+constexpr std::size_t kMostRanks = 1 << 20;
+
+std::string share_file(std::size_t rank, std::size_t micro_batch) {
+  return fmt::format("share-{}-{}.safetensors", rank, micro_batch);
+}
+
+// ---- writing ----
+
+// JSON has no NaN and no infinity: they are written as texts, which read_dump() takes back.
+json number(double value) {
+  return std::isfinite(value) ? json(value) : json(std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf");
+}
+
+json describe(const StepDump& dump) {
+  json object = {{"format", kFormat}, {"version", kVersion}};
+  const StepFigures& figures = dump.figures;
+  const auto put = [&](const char* key, double value) {
+    if (!std::isnan(value)) object[key] = number(value);
+  };
+  put("loss", figures.loss);
+  if (figures.targets != kNotRecorded) object["targets"] = figures.targets;
+  if (figures.tokens != kNotRecorded) object["tokens"] = figures.tokens;
+  put("norm", figures.norm);
+  put("clip_coefficient", figures.clip_coefficient);
+  if (!dump.samples.empty()) object["samples"] = dump.samples;
+  if (!dump.counts.empty()) object["counts"] = dump.counts;
+  for (const auto& [axis, size] : dump.axes) object["axes"][axis] = size;
+  if (!dump.precision.empty()) object["precision"] = dump.precision;
+  for (const auto& [name, gradient] : dump.gradients) object["parameters"].push_back(name);
+  for (const auto& [name, value] : dump.terms) object["terms"][name] = number(value);
+  if (!dump.owners.empty()) object["owners"] = dump.owners;
+  for (const auto& rank : dump.ranks) {
+    json view = {{"spread", number(rank.spread)}, {"owned_norm", number(rank.owned_norm)}};
+    for (const auto& [key, value] : {std::pair{"norm", rank.norm}, {"bytes_moved", rank.bytes_moved}})
+      if (!std::isnan(value)) view[key] = number(value);
+    for (const auto hash : rank.initial) view["initial"].push_back(fmt::format("{:016x}", hash));
+    for (const auto hash : rank.gradients) view["gradients"].push_back(fmt::format("{:016x}", hash));
+    object["ranks"].push_back(std::move(view));
+  }
+  return object;
+}
+
+// Files that cannot be written: what the operating system said, as an error of the input.
+template <typename Action>
+void on_disk(const fs::path& path, Action&& action) {
+  try {
+    action();
+  } catch (const fs::filesystem_error& error) {
+    throw ConfigError({.where = path.string(),
+                       .found = error.code().message(),
+                       .expected = "a place that a dump can be written to",
+                       .action = "Choose another folder"});
+  }
+}
+
+// ---- reading ----
+
+class StepReader {
+ public:
+  explicit StepReader(const fs::path& path) : path_(path) {
+    std::error_code none;
+    const auto bytes = fs::file_size(path, none);
+    if (!none && bytes > kMostJson)
+      bad("", fmt::format("{} bytes", bytes), fmt::format("at most {}", kMostJson));
+    const std::string text = read_file(path);
+    // A key twice would hide the first.
+    std::vector<std::set<std::string>> keys;
+    std::string twice;
+    const auto watch = [&](int, json::parse_event_t event, json& value) {
+      using Event = json::parse_event_t;
+      if (event == Event::object_start) keys.emplace_back();
+      if (event == Event::object_end) keys.pop_back();
+      if (event == Event::key && !keys.back().insert(value.get_ref<const std::string&>()).second)
+        twice = value.get<std::string>();
+      return true;
+    };
+    object_ = json::parse(text, watch, /*allow_exceptions=*/false);
+    if (!object_.is_object())
+      bad("",
+          text.find("NaN") != std::string::npos || text.find("Infinity") != std::string::npos
+              ? "NaN or Infinity, which JSON does not have"
+              : "no JSON object",
+          "a JSON object; a number that is not finite is written as \"nan\" or \"inf\"");
+    if (!twice.empty()) bad(twice, "this key twice", "once");
+  }
+
+  StepDump read() {
+    if (const auto* format = find("format"); !format || *format != kFormat)
+      bad("format", format ? show(*format) : "no such key", fmt::format("\"{}\"", kFormat));
+    if (integer("version", 0) != kVersion)
+      bad("version", show(object_["version"]), fmt::format("{}, the version that is read here", kVersion));
+    StepDump dump;
+    dump.figures = {.loss = real("loss"),
+                    .targets = integer("targets", kNotRecorded),
+                    .tokens = integer("tokens", kNotRecorded),
+                    .norm = real("norm"),
+                    .clip_coefficient = real("clip_coefficient")};
+    if (const auto* value = find("samples")) dump.samples = integers("samples", *value, -kMostInteger);
+    std::sort(dump.samples.begin(), dump.samples.end());
+    if (const auto* value = find("counts")) {
+      if (!value->is_array() || value->size() > kMostRanks)
+        bad("counts", show(*value), "for each rank a list of its micro-batches' targets");
+      for (const auto& rank : *value) dump.counts.push_back(integers("counts", rank, 0));
+    }
+    if (const auto* value = find("axes")) {
+      if (!value->is_object()) bad("axes", show(*value), "sizes by name, {\"dp_shard\": 4}");
+      for (const auto& [axis, size] : value->items()) {
+        const std::int64_t ranks = whole("axes." + axis, size);
+        if (ranks < 1 || ranks > static_cast<std::int64_t>(kMostRanks))
+          bad("axes." + axis, show(size), fmt::format("1 to {} ranks", kMostRanks));
+        dump.axes.emplace_back(axis, static_cast<int>(ranks));
+      }
+    }
+    if (const auto* value = find("precision")) {
+      if (!value->is_string()) bad("precision", show(*value), "a text, \"fp32\"");
+      dump.precision = value->get<std::string>();
+    }
+    if (const auto* value = find("parameters")) {
+      if (!value->is_array()) bad("parameters", show(*value), "the names in the model's order");
+      for (const auto& name : *value) {
+        if (!name.is_string()) bad("parameters", show(name), "names");
+        order_.push_back(name.get<std::string>());
+      }
+    }
+    if (const auto* value = find("terms")) {
+      if (!value->is_object()) bad("terms", show(*value), "values by name");
+      for (const auto& [name, term] : value->items())
+        dump.terms.emplace_back(name, real("terms." + name, &term));
+    }
+    if (const auto* value = find("owners")) {
+      if (!value->is_array()) bad("owners", show(*value), "for each parameter the least and the most");
+      for (const auto& pair : *value) {
+        const auto two = integers("owners", pair, 0);
+        if (two.size() != 2) bad("owners", show(pair), "[least, most]");
+        dump.owners.emplace_back(two[0], two[1]);
+      }
+    }
+    if (const auto* value = find("ranks")) {
+      if (!value->is_array() || value->size() > kMostRanks)
+        bad("ranks", show(*value), "what each rank says for itself");
+      for (const auto& rank : *value) dump.ranks.push_back(rank_view(rank));
+    }
+    refuse_others(object_, seen_, "");
+    return dump;
+  }
+
+  const std::vector<std::string>& order() const { return order_; }
+
+  [[noreturn]] void bad(const std::string& key, const std::string& found, const std::string& expected) const {
+    throw ConfigError({.where = path_.string() + (key.empty() ? "" : ": " + brief(key)),
+                       .found = found,
+                       .expected = expected,
+                       .action = "Write the dump again as docs/verify.md says"});
+  }
+
+ private:
+  static std::string show(const nlohmann::json& value) { return brief(value); }
+
+  const json* find(const char* key) {
+    seen_.insert(key);
+    const auto place = object_.find(key);
+    return place == object_.end() || place->is_null() ? nullptr : &*place;
+  }
+
+  std::int64_t whole(const std::string& key, const json& value) const {
+    if (!value.is_number_integer() ||
+        (value.is_number_unsigned() && value.get<std::uint64_t>() > std::uint64_t{kMostInteger}) ||
+        value.get<std::int64_t>() < -kMostInteger)
+      bad(key, show(value), "a whole number of at most 2^53");
+    return value.get<std::int64_t>();
+  }
+
+  std::int64_t integer(const char* key, std::int64_t absent) {
+    const auto* value = find(key);
+    if (!value) return absent;
+    const std::int64_t result = whole(key, *value);
+    if (result < 0) bad(key, show(*value), "0 or more");
+    return result;
+  }
+
+  std::vector<std::int64_t> integers(const char* key, const json& values, std::int64_t least) const {
+    if (!values.is_array()) bad(key, show(values), "a list of whole numbers");
+    std::vector<std::int64_t> result;
+    for (const auto& value : values) {
+      result.push_back(whole(key, value));
+      if (result.back() < least) bad(key, show(value), "0 or more");
+    }
+    return result;
+  }
+
+  double real(const char* key) { return real(key, find(key)); }
+
+  double real(const std::string& key, const json* value) const {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    if (!value || value->is_null()) return std::numeric_limits<double>::quiet_NaN();
+    if (value->is_number()) return value->get<double>();
+    if (*value == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (*value == "inf") return kInfinity;
+    if (*value == "-inf") return -kInfinity;
+    bad(key, show(*value), "a number, \"nan\", \"inf\" or \"-inf\"");
+  }
+
+  StepDump::RankView rank_view(const json& view) const {
+    if (!view.is_object()) bad("ranks", show(view), "an object for each rank");
+    const auto entry = [&](const char* key) {
+      const auto place = view.find(key);
+      return place == view.end() ? nullptr : &*place;
+    };
+    const auto or_zero = [](double value) { return std::isnan(value) ? 0 : value; };
+    StepDump::RankView read;
+    read.spread = or_zero(real("ranks.spread", entry("spread")));
+    read.owned_norm = or_zero(real("ranks.owned_norm", entry("owned_norm")));
+    read.norm = real("ranks.norm", entry("norm"));
+    read.bytes_moved = real("ranks.bytes_moved", entry("bytes_moved"));
+    for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}})
+      if (const auto* list = entry(key)) {
+        if (!list->is_array()) bad(std::string("ranks.") + key, show(*list), "checksums of 16 hex digits");
+        for (const auto& text : *list) {
+          if (!text.is_string() || text.get_ref<const std::string&>().size() != 16 ||
+              text.get_ref<const std::string&>().find_first_not_of("0123456789abcdef") != std::string::npos)
+            bad(std::string("ranks.") + key, show(text), "16 hex digits");
+          hashes->push_back(std::stoull(text.get<std::string>(), nullptr, 16));
+        }
+      }
+    refuse_others(view, {"spread", "owned_norm", "norm", "bytes_moved", "initial", "gradients"}, "ranks.");
+    return read;
+  }
+
+  void refuse_others(const json& object, const std::set<std::string>& known, const std::string& in) const {
+    std::string names;
+    for (const auto& name : known) names += (names.empty() ? "" : ", ") + name;
+    for (const auto& [key, value] : object.items())
+      if (!known.contains(key)) bad(in + key, "this key", names);
+  }
+
+  fs::path path_;
+  json object_;
+  std::set<std::string> seen_;
+  std::vector<std::string> order_;
+};
+
+StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> order, std::string* precision) {
+  const auto refuse = [&](const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = file.string(),
+                       .found = found,
+                       .expected = expected,
+                       .action = "Write the dump again as docs/verify.md says"});
+  };
+  const auto tensors = read_safetensors(file);
+  if (tensors.empty()) refuse("no tensor", "one gradient for each parameter");
+  if (order.empty())
+    for (const auto& [name, tensor] : tensors) order.push_back(name);
+  if (order.size() != tensors.size())
+    refuse(fmt::format("{} tensors", tensors.size()),
+           fmt::format("the {} that \"parameters\" of {} names", order.size(), kStep));
+  bool wide = true, narrow = false;
+  StepDump::Named gradients;
+  std::set<std::string> taken;
+  for (const auto& name : order) {
+    const auto place = tensors.find(name);
+    if (place == tensors.end() || !taken.insert(name).second)
+      refuse(fmt::format("{} {}", place == tensors.end() ? "no tensor" : "twice in \"parameters\"", name),
+             "each tensor named once");
+    const at::ScalarType type = place->second.scalar_type();
+    if (type != at::kDouble && type != at::kFloat && type != at::kBFloat16 && type != at::kHalf)
+      refuse(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
+    wide = wide && type == at::kDouble;
+    narrow = narrow || type == at::kBFloat16 || type == at::kHalf;
+    gradients.emplace_back(name, place->second.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true));
+  }
+  if (precision->empty()) *precision = wide ? "fp64" : narrow ? "bf16" : "fp32";
+  return gradients;
+}
+
+}  // namespace
+
+void write_dump(const StepDump& dump, const fs::path& directory) {
+  const fs::path path = directory.has_filename() ? directory : directory.parent_path();
+  if (fs::exists(path) && !fs::exists(path / kStep) && !(fs::is_directory(path) && fs::is_empty(path)))
+    throw ConfigError({.where = path.string(),
+                       .found = "something that is no dump",
+                       .expected = "a new folder, or a dump to be replaced",
+                       .action = "Choose another folder"});
+  on_disk(path, [&] {
+    if (path.has_parent_path()) fs::create_directories(path.parent_path());
+    std::string partial = (path.parent_path() / ("." + path.filename().string() + ".XXXXXX")).string();
+    if (!mkdtemp(partial.data()))
+      throw fs::filesystem_error("mkdtemp", path, std::error_code(errno, std::generic_category()));
+    try {
+      fs::permissions(partial, fs::perms(0755));
+      write_safetensors(fs::path(partial) / kGradients, dump.gradients);
+      if (!dump.applied.empty()) write_safetensors(fs::path(partial) / kApplied, dump.applied);
+      for (std::size_t rank = 0; rank < dump.shares.size(); ++rank)
+        for (std::size_t i = 0; i < dump.shares[rank].size(); ++i)
+          if (!dump.shares[rank][i].empty())
+            write_safetensors(fs::path(partial) / share_file(rank, i), dump.shares[rank][i]);
+      write_file(fs::path(partial) / kStep, describe(dump).dump(1) + "\n");
+      if (fs::exists(path)) {
+        const fs::path replaced = partial + ".replaced";
+        fs::rename(path, replaced);
+        fs::rename(partial, path);
+        fs::remove_all(replaced);
+      } else {
+        fs::rename(partial, path);
+      }
+    } catch (...) {
+      std::error_code ignored;
+      fs::remove_all(partial, ignored);
+      throw;
+    }
+  });
+}
+
+StepDump read_dump(const fs::path& directory) {
+  if (!fs::is_directory(directory))
+    throw ConfigError({.where = directory.string(),
+                       .found = fs::exists(directory) ? "no folder" : "no such folder",
+                       .expected = fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
+                       .action = "Name the folder that the trainer wrote (docs/verify.md)"});
+  StepReader reader(directory / kStep);
+  StepDump dump = reader.read();
+  dump.gradients = read_gradients(directory / kGradients, reader.order(), &dump.precision);
+  std::vector<std::string> names;
+  for (const auto& [name, gradient] : dump.gradients) names.push_back(name);
+  const auto more = [&](const std::string& file) {
+    auto tensors = read_gradients(directory / file, names, &dump.precision);
+    for (std::size_t i = 0; i < names.size(); ++i)
+      if (tensors[i].second.sizes() != dump.gradients[i].second.sizes())
+        throw ConfigError({.where = (directory / file).string() + ": tensor " + names[i],
+                           .found = fmt::format("another shape than in {}", kGradients),
+                           .expected = "the same",
+                           .action = "Write the dump again as docs/verify.md says"});
+    return tensors;
+  };
+  if (fs::exists(directory / kApplied)) dump.applied = more(kApplied);
+  // Which shares there are follows from the counts.
+  for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
+    for (std::size_t i = 0; i < dump.counts[rank].size(); ++i) {
+      if (!fs::exists(directory / share_file(rank, i))) continue;
+      dump.shares.resize(dump.counts.size());
+      dump.shares[rank].resize(dump.counts[rank].size());
+      dump.shares[rank][i] = more(share_file(rank, i));
+    }
+  return dump;
+}
+
+}  // namespace isograd

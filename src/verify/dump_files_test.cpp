@@ -1,0 +1,223 @@
+// Dumps on disk: what is written comes back; what is no dump is refused by name.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "base/files.hpp"
+#include "isograd/dump.hpp"
+#include "isograd/error.hpp"
+#include "model/safetensors.hpp"
+#include "verify/test_problem.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+using verify_test::ScratchFolder;
+
+StepDump full_dump() {
+  const auto gradients = [](double first) {
+    return StepDump::Named{{"zz.weight", at::arange(6, at::kDouble).view({2, 3}) + first},
+                           {"a.bias", at::full({4}, first, at::kDouble)}};
+  };
+  StepDump dump;
+  dump.gradients = gradients(0.1);
+  dump.figures = {.loss = 1.25, .targets = 7, .tokens = 9, .norm = 3.5, .clip_coefficient = 0.25};
+  dump.samples = {3, 3, 11};
+  dump.counts = {{3, 1}, {}, {3}};
+  dump.axes = {{"dp_replicate", 1}, {"dp_shard", 3}};
+  dump.precision = "fp32";
+  dump.terms = {{"cross_entropy", 1.5}, {"balance", std::nan("")}};
+  dump.applied = gradients(0.7);
+  dump.owners = {{1, 1}, {0, 2}};
+  dump.ranks.resize(2);
+  dump.ranks[0] = {.initial = {1, ~std::uint64_t{0}}, .gradients = {7, 8}, .spread = 0.5, .owned_norm = 2};
+  dump.ranks[1].norm = 4;
+  dump.ranks[1].bytes_moved = 1e12;
+  dump.shares = {{gradients(0.5), gradients(0.25)}, {}, {gradients(0.125)}};
+  return dump;
+}
+
+void expect_equal(const StepDump& read, const StepDump& written) {
+  const auto same = [](const auto& a, const auto& b) {
+    ASSERT_EQ(a.size(), b.size());
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      EXPECT_EQ(a[i].first, b[i].first);
+      EXPECT_TRUE(at::equal(a[i].second, b[i].second.to(at::kDouble)));
+    }
+  };
+  same(read.gradients, written.gradients);
+  ASSERT_EQ(read.shares.size(), written.shares.size());
+  for (std::size_t rank = 0; rank < read.shares.size(); ++rank) {
+    ASSERT_EQ(read.shares[rank].size(), written.shares[rank].size());
+    for (std::size_t i = 0; i < read.shares[rank].size(); ++i)
+      same(read.shares[rank][i], written.shares[rank][i]);
+  }
+  same(read.applied, written.applied);
+  ASSERT_EQ(read.terms.size(), written.terms.size());
+  for (std::size_t i = 0; i < read.terms.size(); ++i) {
+    EXPECT_EQ(read.terms[i].first, written.terms[i].first);
+    EXPECT_THAT(read.terms[i].second, testing::NanSensitiveDoubleEq(written.terms[i].second));
+  }
+  EXPECT_EQ(read.owners, written.owners);
+  ASSERT_EQ(read.ranks.size(), written.ranks.size());
+  for (std::size_t rank = 0; rank < read.ranks.size(); ++rank) {
+    EXPECT_EQ(read.ranks[rank].initial, written.ranks[rank].initial);
+    EXPECT_EQ(read.ranks[rank].gradients, written.ranks[rank].gradients);
+    EXPECT_EQ(read.ranks[rank].spread, written.ranks[rank].spread);
+    EXPECT_EQ(read.ranks[rank].owned_norm, written.ranks[rank].owned_norm);
+    EXPECT_THAT(read.ranks[rank].norm, testing::NanSensitiveDoubleEq(written.ranks[rank].norm));
+    EXPECT_THAT(read.ranks[rank].bytes_moved, testing::NanSensitiveDoubleEq(written.ranks[rank].bytes_moved));
+  }
+  EXPECT_EQ(read.figures.loss, written.figures.loss);
+  EXPECT_EQ(read.figures.targets, written.figures.targets);
+  EXPECT_EQ(read.figures.tokens, written.figures.tokens);
+  EXPECT_EQ(read.figures.norm, written.figures.norm);
+  EXPECT_EQ(read.figures.clip_coefficient, written.figures.clip_coefficient);
+  EXPECT_EQ(read.samples, written.samples);
+  EXPECT_EQ(read.counts, written.counts);
+  EXPECT_EQ(read.axes, written.axes);
+  EXPECT_EQ(read.precision, written.precision);
+}
+
+TEST(DumpFiles, WhatIsWrittenComesBackInTheModelsOrder) {
+  const ScratchFolder folder;
+  write_dump(full_dump(), folder.path() / "deep/er/dump");
+  expect_equal(read_dump(folder.path() / "deep/er/dump"), full_dump());
+  // Written again, it replaces the earlier one and leaves nothing beside it.
+  StepDump other = full_dump();
+  other.shares.clear();
+  other.figures.loss = 2;
+  write_dump(other, folder.path() / "deep/er/dump/");
+  expect_equal(read_dump(folder.path() / "deep/er/dump"), other);
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path() / "deep/er"), {}), 1);
+}
+
+TEST(DumpFiles, NumbersThatAreNotFiniteComeBack) {
+  const ScratchFolder folder;
+  StepDump dump = full_dump();
+  dump.figures.loss = std::numeric_limits<double>::infinity();
+  dump.figures.norm = -std::numeric_limits<double>::infinity();
+  dump.figures.clip_coefficient = std::nan("");
+  dump.gradients[0].second[0][0] = std::nan("");
+  write_dump(dump, folder.path() / "d");
+  const StepDump read = read_dump(folder.path() / "d");
+  EXPECT_EQ(read.figures.loss, dump.figures.loss);
+  EXPECT_EQ(read.figures.norm, dump.figures.norm);
+  EXPECT_TRUE(std::isnan(read.figures.clip_coefficient));
+  EXPECT_TRUE(std::isnan(read.gradients[0].second[0][0].item<double>()));
+}
+
+TEST(DumpFiles, EverythingButTheGradientsIsOptional) {
+  const ScratchFolder folder;
+  fs::create_directory(folder.path() / "d");
+  write_safetensors(folder.path() / "d/gradients.safetensors",
+                    {{"b", at::ones({2}, at::kFloat)}, {"a", at::ones({3}, at::kBFloat16)}});
+  write_file(folder.path() / "d/step.json", R"({"format": "isograd-dump", "version": 1})");
+  const StepDump read = read_dump(folder.path() / "d");
+  ASSERT_EQ(read.gradients.size(), 2u);
+  EXPECT_EQ(read.gradients[0].first, "a");  // by name where no order is recorded
+  EXPECT_EQ(read.gradients[0].second.scalar_type(), at::kDouble);
+  EXPECT_TRUE(std::isnan(read.figures.loss));
+  EXPECT_EQ(read.figures.targets, kNotRecorded);
+  EXPECT_TRUE(read.terms.empty() && read.applied.empty() && read.owners.empty() && read.ranks.empty());
+  EXPECT_TRUE(read.samples.empty() && read.counts.empty() && read.axes.empty() && read.shares.empty());
+  EXPECT_EQ(read.precision, "bf16");  // the coarsest of its gradients
+}
+
+TEST(DumpFiles, NeverTakesTheFolderOfSomethingElse) {
+  const ScratchFolder folder;
+  fs::create_directory(folder.path() / "mine");
+  write_file(folder.path() / "mine/letter.txt", "dear");
+  EXPECT_THROW(write_dump(full_dump(), folder.path() / "mine"), ConfigError);
+  EXPECT_THROW(write_dump(full_dump(), folder.path() / "mine/letter.txt"), ConfigError);
+  EXPECT_THROW(write_dump(full_dump(), folder.path() / "mine/letter.txt/below"), ConfigError);
+  EXPECT_EQ(read_file(folder.path() / "mine/letter.txt"), "dear");
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1);
+}
+
+std::string refusal(const fs::path& dump) {
+  try {
+    read_dump(dump);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
+  const ScratchFolder folder;
+  const fs::path dump = folder.path() / "d";
+  write_dump(full_dump(), dump);
+  const auto with = [&](const std::string& rest) {
+    write_file(dump / "step.json", R"({"format": "isograd-dump", "version": 1)" + rest + "}");
+    return refusal(dump);
+  };
+  EXPECT_THAT(with(""), HasSubstr("nothing was refused"));
+  const std::pair<const char*, const char*> wrong[] = {
+      {R"(, "loss": "much")", "loss"},
+      {R"(, "loss": [1])", "loss"},
+      {R"(, "loss": NaN)", "NaN or Infinity, which JSON does not have"},
+      {R"(, "targets": -1)", "targets"},
+      {R"(, "targets": 1.5)", "targets"},
+      {R"(, "tokens": 18446744073709551615)", "tokens"},
+      {R"(, "samples": 5)", "samples"},
+      {R"(, "samples": [1, "two"])", "samples"},
+      {R"(, "counts": [3])", "counts"},
+      {R"(, "counts": [[-3]])", "counts"},
+      {R"(, "axes": [2])", "axes"},
+      {R"(, "axes": {"dp_shard": 0})", "axes.dp_shard"},
+      {R"(, "axes": {"dp_shard": 4294967296})", "axes.dp_shard"},
+      {R"(, "precision": 32)", "precision"},
+      {R"(, "parameters": [1])", "parameters"},
+      {R"(, "parameters": ["zz.weight"])", "2 tensors"},
+      {R"(, "parameters": ["zz.weight", "zz.weight"])", "twice"},
+      {R"(, "parameters": ["zz.weight", "b"])", "no tensor b"},
+      {R"(, "terms": [1])", "terms"},
+      {R"(, "terms": {"a": "b"})", "terms.a"},
+      {R"(, "owners": [[1]])", "owners"},
+      {R"(, "ranks": [3])", "ranks"},
+      {R"(, "ranks": [{"initial": ["xyz"]}])", "ranks.initial"},
+      {R"(, "ranks": [{"initial": 4}])", "ranks.initial"},
+      {R"(, "ranks": [{"spreads": 4}])", "ranks.spreads"},
+      {R"(, "los": 1)", "los"},
+      {R"(, "loss": 1, "loss": 2)", "this key twice"},
+      {R"(, "loss": )", "no JSON object"},
+  };
+  for (const auto& [text, expected] : wrong) EXPECT_THAT(with(text), HasSubstr(expected)) << text;
+  for (const char* text : {"", "[]", "3", "{", "\xff\xfe", R"({"format": "tar", "version": 1})",
+                           R"({"format": "isograd-dump"})", R"({"format": "isograd-dump", "version": 2})"}) {
+    write_file(dump / "step.json", text);
+    EXPECT_THAT(refusal(dump), HasSubstr("step.json")) << text;
+  }
+  std::string deep = R"({"format": )" + std::string(200000, '[');
+  write_file(dump / "step.json", deep);
+  EXPECT_THAT(refusal(dump), HasSubstr("no JSON object"));
+}
+
+TEST(DumpFiles, BrokenTensorsAreRefusedByTheirFile) {
+  const ScratchFolder folder;
+  const fs::path dump = folder.path() / "d", gradients = dump / "gradients.safetensors";
+  EXPECT_THAT(refusal(dump), HasSubstr("no such folder"));
+  write_dump(full_dump(), dump);
+  const std::string whole = read_file(gradients);
+  for (std::size_t bytes : {std::size_t{0}, std::size_t{5}, std::size_t{60}, whole.size() - 1}) {
+    write_file(gradients, whole.substr(0, bytes));
+    EXPECT_THAT(refusal(dump), HasSubstr("gradients.safetensors")) << bytes;
+  }
+  write_safetensors(gradients, {{"zz.weight", at::ones({2, 3}, at::kLong)}, {"a.bias", at::ones({4})}});
+  EXPECT_THAT(refusal(dump), HasSubstr("zz.weight in Long"));
+  write_safetensors(gradients, {{"zz.weight", at::ones({2, 3})}, {"a.bias", at::ones({5})}});
+  EXPECT_THAT(refusal(dump), HasSubstr("applied.safetensors: tensor a.bias"));
+  fs::remove(gradients);
+  EXPECT_THAT(refusal(dump), HasSubstr("gradients.safetensors"));
+  fs::remove(dump / "step.json");
+  EXPECT_THAT(refusal(dump), HasSubstr("step.json"));
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,197 @@
+// The page's drawings: errors by parameter and layout, and how often each ratio occurs.
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "train/report.hpp"
+#include "verify/present.hpp"
+
+namespace isograd {
+namespace {
+
+// From the unit round-off of fp64 to "nothing in common", in powers of ten.
+constexpr double kLeast = -17, kMost = 0;
+
+double logarithm(double error) {
+  return error > 0 ? std::clamp(std::log10(error), kLeast, kMost) : kLeast;
+}
+
+// Blue where the bound holds, red where it does not: the darker, the larger. A colour-blind reader has the
+// cross as well.
+std::string colour(double error, bool passed) {
+  if (!std::isfinite(error)) return "#1c1018";
+  const double share = (logarithm(error) - kLeast) / (kMost - kLeast);
+  return passed ? fmt::format("hsl(205 {:.0f}% {:.0f}%)", 45 + 25 * share, 92 - 42 * share)
+                : fmt::format("hsl(8 {:.0f}% {:.0f}%)", 70.0, 72 - 32 * share);
+}
+
+std::string shortened(const std::string& name, std::size_t most) {
+  if (name.size() <= most) return name;
+  const std::size_t half = (most - 3) / 2;
+  return name.substr(0, half) + "..." + name.substr(name.size() - half);
+}
+
+std::string text_at(double x, double y, const char* anchor, const std::string& text,
+                    const std::string& more = {}) {
+  return fmt::format("<text class=\"label\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\"{}>{}</text>", x, y,
+                     anchor, more, escape_html(text));
+}
+
+std::string legend(double x, double y) {
+  std::string svg = text_at(x, y + 10, "start", "error, power of ten:");
+  double at = x + 128;
+  for (int power = static_cast<int>(kLeast); power <= static_cast<int>(kMost); power += 2) {
+    svg += fmt::format("<rect x=\"{0:.1f}\" y=\"{1:.1f}\" width=\"22\" height=\"12\" fill=\"{2}\"/>", at, y,
+                       colour(std::pow(10.0, power), true));
+    svg += text_at(at + 11, y + 25, "middle", std::to_string(power));
+    at += 23;
+  }
+  at += 26;
+  for (const double power : {-8.0, -4.0, 0.0}) {
+    svg += fmt::format("<rect x=\"{0:.1f}\" y=\"{1:.1f}\" width=\"22\" height=\"12\" fill=\"{2}\"/>", at, y,
+                       colour(std::pow(10.0, power), false));
+    svg += text_at(at + 11, y + 25, "middle", fmt::format("{:.0f}", power));
+    at += 23;
+  }
+  return svg + text_at(at + 6, y + 10, "start", "outside the bound");
+}
+
+}  // namespace
+
+std::string heat_map(const Verdict& verdict, bool exact) {
+  constexpr std::size_t kMostRows = 300, kMostName = 46;
+  constexpr double kRow = 16, kNames = 320, kWidth = 1000;
+  // By name: a layout that failed early may have none, or others.
+  std::vector<std::string> names;
+  std::map<std::string, double> worst;
+  const auto of = [&](const ParameterVerdict& p) -> const Comparison& { return exact ? p.exact : p.rounded; };
+  for (const auto& layout : verdict.layouts)
+    for (const auto& parameter : layout.parameters) {
+      const auto [place, fresh] = worst.try_emplace(parameter.name, 0);
+      if (fresh) names.push_back(parameter.name);
+      const double error = of(parameter).error;
+      place->second = std::isnan(error) ? HUGE_VAL : std::max(place->second, error);
+    }
+  if (names.empty()) return {};
+  const std::size_t all = names.size();
+  if (all > kMostRows) {
+    std::vector<std::string> order = names;
+    std::stable_sort(order.begin(), order.end(),
+                     [&](const auto& a, const auto& b) { return worst[a] > worst[b]; });
+    order.resize(kMostRows);
+    std::erase_if(
+        names, [&](const auto& name) { return std::find(order.begin(), order.end(), name) == order.end(); });
+  }
+  std::map<std::string, double> top;
+  for (std::size_t i = 0; i < names.size(); ++i) top[names[i]] = static_cast<double>(i) * kRow;
+
+  const auto columns = static_cast<double>(verdict.layouts.size());
+  const double cell = std::min(150.0, (kWidth - kNames - 10) / columns);
+  const bool slanted = cell < 110;
+  std::size_t longest = 0;
+  for (const auto& layout : verdict.layouts) longest = std::max(longest, layout.name.size());
+  const double head = slanted ? 30 + 4.6 * static_cast<double>(std::min(longest, kMostName)) : 30;
+  const double height = head + static_cast<double>(names.size()) * kRow + 60;
+
+  std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", kWidth, height);
+  for (const auto& name : names)
+    svg += text_at(kNames - 8, head + top[name] + 12, "end", shortened(name, kMostName));
+  for (std::size_t i = 0; i < verdict.layouts.size(); ++i) {
+    const auto& layout = verdict.layouts[i];
+    const double x = kNames + static_cast<double>(i) * cell;
+    const std::string name = shortened(layout.name, kMostName);
+    svg += slanted ? text_at(0, 0, "start", name,
+                             fmt::format(" transform=\"translate({:.1f} {:.1f}) rotate(-40)\"",
+                                         x + cell / 2 + 3, head - 6))
+                   : text_at(x + cell / 2, head - 8, "middle", name);
+    for (const auto& parameter : layout.parameters) {
+      if (!top.contains(parameter.name)) continue;
+      const Comparison& comparison = of(parameter);
+      const double y = head + top[parameter.name];
+      svg += fmt::format(
+          "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" "
+          "fill=\"{}\"><title>{}</title></rect>",
+          x, y, std::max(1.0, cell - 1), kRow - 1, colour(comparison.error, comparison.passed),
+          escape_html(fmt::format("{}, {}: error {} of {} allowed, ratio {:.9g}", parameter.name, layout.name,
+                                  scientific(comparison.error), scientific(comparison.allowed),
+                                  comparison.ratio)));
+      if (!comparison.passed)
+        svg += fmt::format(
+            "<path d=\"M{:.1f} {:.1f}l7 7m0 -7l-7 7\" stroke=\"#fff\" stroke-width=\"1.4\" fill=\"none\"/>",
+            x + cell / 2 - 3.5, y + kRow / 2 - 4);
+    }
+  }
+  svg += legend(kNames, height - 36);
+  if (all > names.size())
+    svg += text_at(kNames - 8, height - 26, "end", fmt::format("the {} worst of {}", names.size(), all));
+  return svg + "</svg>";
+}
+
+std::string ratio_histogram(const Verdict& verdict) {
+  constexpr double kWidth = 1000, kHeight = 250, kLeft = 56, kRight = 20, kTop = 26, kBottom = 46;
+  constexpr int kBars = 41;
+  std::vector<double> good_ones, bad_ones;
+  for (const auto& layout : verdict.layouts)
+    for (const auto& parameter : layout.parameters) {
+      const double ratio = shown(parameter, layout).ratio;
+      if (std::isfinite(ratio)) (good(parameter, layout) ? good_ones : bad_ones).push_back(ratio);
+    }
+  if (good_ones.empty() && bad_ones.empty()) return {};
+  double low = 1, high = 1;
+  for (const auto* ones : {&good_ones, &bad_ones})
+    for (const double ratio : *ones) {
+      low = std::min(low, ratio);
+      high = std::max(high, ratio);
+    }
+  // All but equal ratios: so that they do not fill one bar alone, the axis shows how far they are from 1.
+  const bool near = high - low < 1e-3;
+  const double margin = near ? 0 : 0.04 * (high - low);
+  const double from = near ? kLeast : low - margin, to = near ? -3 : high + margin;
+  const auto place = [&](double ratio) { return near ? logarithm(std::abs(ratio - 1)) : ratio; };
+  std::vector<std::pair<int, int>> bars(kBars);  // within the bound, outside
+  for (const auto* ones : {&good_ones, &bad_ones})
+    for (const double ratio : *ones) {
+      const double share = (place(ratio) - from) / (to - from);
+      const int bar = std::clamp(static_cast<int>(share * kBars), 0, kBars - 1);
+      ++(ones == &good_ones ? bars[static_cast<std::size_t>(bar)].first
+                            : bars[static_cast<std::size_t>(bar)].second);
+    }
+  int most = 1;
+  for (const auto& [inside, outside] : bars) most = std::max(most, inside + outside);
+
+  const double wide = kWidth - kLeft - kRight, tall = kHeight - kTop - kBottom, base = kHeight - kBottom;
+  const auto x_of = [&](double value) { return kLeft + wide * (value - from) / (to - from); };
+  std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", kWidth, kHeight);
+  for (int i = 0; i < kBars; ++i) {
+    const auto& [inside, outside] = bars[static_cast<std::size_t>(i)];
+    double y = base;
+    for (const auto& [number, fill] :
+         {std::pair{inside, colour(1e-6, true)}, {outside, colour(1e-2, false)}}) {
+      if (number == 0) continue;
+      const double part = std::max(1.5, tall * number / most);
+      y -= part;
+      svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\"/>",
+                         kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill);
+    }
+    if (inside + outside > 0)
+      svg += text_at(kLeft + wide * (i + 0.5) / kBars, y - 5, "middle", std::to_string(inside + outside));
+  }
+  svg += fmt::format("<path class=\"axis\" d=\"M{0:.1f} {1:.1f}H{2:.1f}\"/>", kLeft, base, kWidth - kRight);
+  if (near) {
+    for (int power = static_cast<int>(kLeast) + 1; power <= -3; power += 2)
+      svg += text_at(x_of(power), base + 18, "middle", fmt::format("1e{}", power));
+    svg += text_at(kLeft, base + 18, "middle", "0");
+    svg += text_at(kLeft + wide / 2, base + 38, "middle", "distance of the ratio from 1");
+  } else {
+    for (int i = 0; i <= 8; ++i) {
+      const double value = from + (to - from) * i / 8;
+      svg += text_at(x_of(value), base + 18, "middle", fmt::format("{:.4g}", value));
+    }
+    svg += fmt::format("<path class=\"mark\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/>", x_of(1), kTop - 8, base);
+    svg += text_at(x_of(1), kTop - 12, "middle", "1: the same gradient");
+    svg += text_at(kLeft + wide / 2, base + 38, "middle", "ratio to the gradient of one device");
+  }
+  return svg + "</svg>";
+}
+
+}  // namespace isograd

@@ -1,0 +1,106 @@
+#include "verify/layouts.hpp"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include "isograd/differentiable.hpp"
+#include "isograd/error.hpp"
+#include "train/build.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) {
+  throw ConfigError(
+      {.where = "--layout",
+       .found = text,
+       .expected = fmt::format("{}, or {}; behind a name :replicas=N and :share=on or :share=off",
+                               fmt::join(strategy_names(), ", "), kAllLayouts),
+       .action = "Choose one of them"});
+}
+
+bool shards(const std::string& strategy) {
+  return strategy.starts_with("zero");
+}
+
+// What keeps gradients one by one has no use for one copy of the parameters.
+bool may_share(const std::string& strategy) {
+  return strategy != "naive" && strategy != "overlapped";
+}
+
+}  // namespace
+
+std::string LayoutChoice::text() const {
+  std::string text = strategy;
+  if (replicas) text += fmt::format(":replicas={}", *replicas);
+  if (share_parameters) text += *share_parameters ? ":share=on" : ":share=off";
+  return text;
+}
+
+RunConfig LayoutChoice::in(RunConfig config) const {
+  config.parallel.strategy = strategy;
+  if (replicas) config.parallel.replicas = *replicas;
+  if (share_parameters) config.parallel.share_parameters = *share_parameters ? "on" : "off";
+  return config;
+}
+
+LayoutChoice parse_layout(const std::string& text) {
+  LayoutChoice choice;
+  std::size_t begin = 0;
+  for (bool first = true; begin <= text.size(); first = false) {
+    const std::size_t end = std::min(text.find(':', begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    begin = end + 1;
+    if (first) {
+      const auto names = strategy_names();
+      if (std::find(names.begin(), names.end(), part) == names.end()) refuse(text);
+      choice.strategy = part;
+    } else if (part == "share=on" || part == "share=off") {
+      choice.share_parameters = part == "share=on";
+    } else if (part.starts_with("replicas=")) {
+      std::int64_t replicas = 0;
+      const char* last = part.data() + part.size();
+      const auto [stop, problem] = std::from_chars(part.data() + 9, last, replicas);
+      if (problem != std::errc() || stop != last || replicas < 1 || !shards(choice.strategy)) refuse(text);
+      choice.replicas = replicas;
+    } else {
+      refuse(text);
+    }
+  }
+  return choice;
+}
+
+std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory) {
+  std::vector<LayoutChoice> all;
+  const bool by_replica = normalises_by_replica(config);
+  for (const auto& strategy : strategy_names()) {
+    if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
+    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? ranks : 1); ++replicas) {
+      if (ranks % replicas != 0) continue;
+      for (const bool share : {false, true}) {
+        // One copy needs somebody to share it with.
+        if (share && (!may_share(strategy) || !host_memory || replicas >= ranks)) continue;
+        LayoutChoice choice{.strategy = strategy};
+        if (shards(strategy)) choice.replicas = replicas;
+        if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
+        if (by_replica && count_replicas(choice.in(config), ranks) != count_replicas(config, ranks)) continue;
+        all.push_back(std::move(choice));
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks) {
+  std::vector<RunConfig> all{config};
+  const std::int64_t most = split_rows(config.batch.packs_per_step, ranks)[0];
+  if (most < 2) return all;
+  RunConfig other = config;
+  other.batch.packs_per_micro_batch = config.batch.packs_per_micro_batch < most ? most : 1;
+  all.push_back(std::move(other));
+  return all;
+}
+
+}  // namespace isograd

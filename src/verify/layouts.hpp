@@ -1,0 +1,37 @@
+// The layouts that a configured run can be verified on, by name.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "train/config.hpp"
+
+namespace isograd {
+
+// A strategy and what of [parallel] goes before the configuration.
+struct LayoutChoice {
+  std::string strategy;
+  std::optional<std::int64_t> replicas{};
+  std::optional<bool> share_parameters{};
+
+  std::string text() const;              // as parse_layout() reads it: "zero2:replicas=2:share=off"
+  RunConfig in(RunConfig config) const;  // the configuration with this layout
+};
+
+inline constexpr const char* kAllLayouts = "all";
+
+// ConfigError on anything that is not STRATEGY[:replicas=N][:share=on|off].
+LayoutChoice parse_layout(const std::string& text);
+
+// Every layout that `ranks` allow: each strategy, sharded ones with each number of replicas that divides the
+// ranks, with one copy of the parameters (where `host_memory`: ranks can reach one another's) and without.
+// Where the loss is a mean of replicas' means, only layouts with as many replicas as configured.
+std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory);
+
+// The configuration itself and, where a rank has several packs, the one that cuts a rank's part of the step
+// otherwise: into one micro-batch, or a pack at a time where it is one already.
+std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks);
+
+}  // namespace isograd

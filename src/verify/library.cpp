@@ -1,0 +1,101 @@
+// verify for models that are not ours.
+#include <algorithm>
+
+#include "isograd/error.hpp"
+#include "isograd/token_losses.hpp"
+#include "isograd/verify_module.hpp"
+#include "train/build.hpp"
+#include "verify/layouts.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kBucketBytes = 1 << 20;  // several buckets in models of a test's size
+
+}  // namespace
+
+VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
+                         std::function<at::Tensor(const Batch&)> logits) {
+  VerifyModel model;
+  model.units = ModelUnits{.root = UnitHandle([named] {
+                             std::vector<at::Tensor> all;
+                             for (const auto& [name, tensor] : named) all.push_back(tensor);
+                             return all;
+                           }),
+                           .blocks = {}};
+  model.named = std::move(named);
+  model.loss_terms = inside(model.units->root, [logits](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(logits(batch), batch.targets, {.weights = batch.weights})}};
+  });
+  model.logits = std::move(logits);
+  return model;
+}
+
+LayoutUnderTest verify_layout(const std::string& strategy) {
+  const LayoutChoice choice = parse_layout(strategy);
+  if (choice.replicas || choice.share_parameters)
+    throw ConfigError({.where = "verify_layout",
+                       .found = strategy,
+                       .expected = "the name of a strategy alone",
+                       .action = "Make such a layout yourself and give it as a LayoutUnderTest"});
+  const std::string& name = choice.strategy;
+  return {.name = name, .make = nullptr, .make_from_model = [name](const VerifyModel& model, Group group) {
+            const int stage = name == "zero1" ? 1 : name == "zero2" ? 2 : 0;
+            const bool each = name == "overlapped";
+            std::unique_ptr<DataParallel> layout;
+            if (name == "zero3") {
+              if (!model.units)
+                throw ConfigError({.where = "verify_layout(\"zero3\")",
+                                   .found = "a model without units",
+                                   .expected = "VerifyModel::units, as verify_model() gives it",
+                                   .action = "Make the model with verify_model(), or fill in its units"});
+              layout = fully_shard(model.units->root, model.named, model.units->blocks, group);
+            } else if (name == "naive") {
+              layout = naive(trainable_parameters(model.named), group);
+            } else {
+              layout = bucketed(
+                  trainable_parameters(model.named), group,
+                  {.stage = stage, .bucket_bytes = each ? 1 : kBucketBytes, .first_bucket_bytes = 0});
+            }
+            return layout;
+          }};
+}
+
+std::vector<LayoutUnderTest> verify_layouts(const std::vector<std::string>& strategies) {
+  std::vector<LayoutUnderTest> layouts;
+  for (const auto& strategy : strategies) layouts.push_back(verify_layout(strategy));
+  return layouts;
+}
+
+Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
+               const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options, World& world) {
+  VerifyProblem problem;
+  problem.make_model = make_model;
+  for (std::size_t i = static_cast<std::size_t>(world.rank); i < batches.size();
+       i += static_cast<std::size_t>(world.size))
+    problem.local.push_back(batches[i]);
+  problem.whole = [&batches] { return batches; };
+  problem.dtype = options.dtype;
+  problem.step = options.step;
+  problem.layouts = layouts;
+  problem.loss = options.loss;
+  problem.make_normalizer = options.make_normalizer;
+  problem.updates = options.updates;
+  problem.optimizer = options.optimizer;
+  problem.subgroup = [&world](const std::vector<int>& ranks) {
+    return world.subgroup(ranks, "verify on fewer ranks");
+  };
+  return verify(problem, world.group);
+}
+
+Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
+               const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options) {
+  Verdict verdict;
+  run_ranks(options.ranks, [&](World& world) {
+    Verdict own = verify(make_model, batches, layouts, options, world);
+    if (world.rank == 0) verdict = std::move(own);
+  });
+  return verdict;
+}
+
+}  // namespace isograd

@@ -1,0 +1,282 @@
+// The search for the smallest failing configuration, with predicates of its own and with a planted fault; and
+// what a configured run can be verified on.
+#include "verify/minimise.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "train/trainer_testing.hpp"
+#include "verify/layouts.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::Contains;
+using testing::HasSubstr;
+
+RunConfig large() {
+  RunConfig config;
+  config.model.shape.layers = 12;
+  config.model.shape.hidden = 384;
+  config.model.shape.heads = 12;
+  config.model.shape.key_value_heads = 4;
+  config.model.shape.head_dim = 32;
+  config.model.shape.feed_forward = 1000;
+  config.batch.packs_per_step = 37;
+  config.batch.packs_per_micro_batch = 2;
+  config.data.pack_length = 500;
+  config.parallel.strategy = "zero2";
+  config.parallel.replicas = 2;
+  return config;
+}
+
+TEST(Minimise, FindsTheSmallestOfEverything) {
+  int asked = 0;
+  const auto found = minimise({large(), 8}, [&](const Trial&) {
+    ++asked;
+    return std::string("always");
+  });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->tried, asked);
+  const RunConfig& config = found->trial.config;
+  EXPECT_EQ(found->trial.ranks, 1);
+  EXPECT_EQ(config.model.shape.layers, 1);
+  EXPECT_EQ(config.model.shape.hidden, 1);
+  EXPECT_EQ(config.model.shape.heads, 1);
+  EXPECT_EQ(config.model.shape.head_dim, 2);
+  EXPECT_EQ(config.model.shape.feed_forward, 1);
+  EXPECT_EQ(config.batch.packs_per_step, 1);
+  EXPECT_EQ(config.data.pack_length, 2);
+  EXPECT_EQ(config.parallel.strategy, "naive");
+  EXPECT_EQ(config.parallel.replicas, 1);
+  EXPECT_FALSE(config.parallel.overlap);
+  EXPECT_THAT(found->changes, Contains("ranks 8 -> 1"));
+  EXPECT_THAT(found->changes, Contains("model.layers 12 -> 1"));
+}
+
+TEST(Minimise, KeepsExactlyWhatTheFailureNeeds) {
+  // Needs 5 packs a step at least, 3 ranks or more, 2 layers, zero2, more than one micro-batch and 17 tokens.
+  const auto fails = [](const Trial& trial) -> std::string {
+    const auto& batch = trial.config.batch;
+    const bool failing = batch.packs_per_step >= 5 && trial.ranks >= 3 &&
+                         trial.config.model.shape.layers >= 2 && trial.config.parallel.strategy == "zero2" &&
+                         batch.packs_per_micro_batch * trial.ranks < batch.packs_per_step &&
+                         trial.config.data.pack_length >= 17;
+    return failing ? "planted" : "";
+  };
+  const auto found = minimise({large(), 8}, fails);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->failure, "planted");
+  EXPECT_EQ(fails(found->trial), "planted");
+  EXPECT_EQ(found->trial.ranks, 3);
+  EXPECT_EQ(found->trial.config.batch.packs_per_step, 5);
+  EXPECT_EQ(found->trial.config.model.shape.layers, 2);
+  EXPECT_EQ(found->trial.config.data.pack_length, 17);
+  EXPECT_EQ(found->trial.config.model.shape.hidden, 1);
+  EXPECT_EQ(found->trial.config.parallel.strategy, "zero2");
+  EXPECT_LT(found->tried, 200);
+}
+
+TEST(Minimise, NeverTakesAnotherFailureOrAnImpossibleConfiguration) {
+  const auto fails = [](const Trial& trial) -> std::string {
+    if (trial.config.model.shape.layers < 3)
+      throw ConfigError({.where = "here", .found = "few", .expected = "many", .action = "Do"});
+    return trial.config.model.shape.hidden < 100 ? "another" : "this";
+  };
+  const auto found = minimise({large(), 4}, fails);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->failure, "this");
+  EXPECT_EQ(found->trial.config.model.shape.hidden, 100);
+  EXPECT_EQ(found->trial.config.model.shape.layers, 3);
+}
+
+TEST(Minimise, HasNothingToDoWhereNothingFailsAndStopsWhenTold) {
+  EXPECT_FALSE(minimise({large(), 4}, [](const Trial&) { return std::string(); }));
+  int asked = 0;
+  const auto found = minimise(
+      {large(), 8},
+      [&](const Trial&) {
+        ++asked;
+        return std::string("always");
+      },
+      7);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(asked, 7);
+  EXPECT_EQ(found->tried, 7);
+}
+
+TEST(Minimise, TheFileSaysTheSameAsTheTrial) {
+  const auto found = minimise({large(), 8}, [](const Trial&) { return std::string("always"); });
+  const std::string text = minimised_toml(*found, "small.toml");
+  EXPECT_THAT(text, HasSubstr("isograd verify small.toml --ranks 1"));
+  EXPECT_EQ(to_toml(parse_config(text, "small.toml")), to_toml(found->trial.config));
+}
+
+// ---- on real runs ----
+
+class RunsVerified : public testing_runs::TinyRuns {};
+
+// Every rank divides by its own tokens, then by the number of ranks.
+struct MeanOfRankMeans : TokenMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]) *
+                  static_cast<double>(census.targets_by_rank.size());
+    return wrong;
+  }
+};
+
+const ChangeProblem kPlanted = [](VerifyProblem& problem, World&) {
+  problem.make_normalizer = [] { return std::make_unique<MeanOfRankMeans>(); };
+};
+
+TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
+  RunConfig config = tiny("big");
+  config.model.shape.layers = 2;
+  config.parallel.strategy = "zero1";
+  const auto found = minimise_run(config, 4, {}, kPlanted);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->trial.ranks, 2);  // one rank's mean is the mean
+  EXPECT_EQ(found->trial.config.model.shape.layers, 1);
+  EXPECT_LE(found->trial.config.batch.packs_per_step, 3);  // counts must differ
+  EXPECT_EQ(found->trial.config.parallel.strategy, "naive");
+  // The file that was written fails as well, with the fault, and passes without.
+  const auto file = root_ / "small.toml";
+  write_file(file, minimised_toml(*found, file.string()));
+  const RunConfig read = load_config(file);
+  const auto passes = [&](const ChangeProblem& change) {
+    bool passed = false;
+    run_ranks(found->trial.ranks, [&](World& world) {
+      const Verdict verdict = verify_run(read, world, {}, change);
+      if (world.rank == 0) passed = verdict.passed;
+    });
+    return passed;
+  };
+  EXPECT_FALSE(passes(kPlanted));
+  EXPECT_TRUE(passes({}));
+  EXPECT_FALSE(minimise_run(config, 2, {"bucketed", "zero3"}));
+}
+
+TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
+  for (const int ranks : {1, 2, 4}) {
+    Verdict verdict;
+    run_ranks(ranks, [&](World& world) {
+      Verdict own = verify_run(tiny("all"), world, {kAllLayouts});
+      if (world.rank == 0) verdict = std::move(own);
+    });
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+    // naive, overlapped, bucketed with and without one copy, three sharded ones with 1, 2, 4 replicas, those
+    // that leave shards also with one copy; all of it twice: another accumulation.
+    const std::size_t expected[] = {0, 6, 13, 0, 19};
+    EXPECT_EQ(verdict.layouts.size(), 2 * expected[ranks]) << ranks;
+    std::set<std::string> names;
+    for (const auto& layout : verdict.layouts) names.insert(layout.name);
+    EXPECT_EQ(names.size(), verdict.layouts.size());
+  }
+  run_ranks(2, [&](World& world) {
+    const Verdict verdict = verify_run(tiny("all"), world, {kAllLayouts}, kPlanted);
+    EXPECT_FALSE(verdict.passed);
+    if (world.rank != 0) return;
+    for (const auto& layout : verdict.layouts) EXPECT_FALSE(layout.passed) << layout.name;
+  });
+}
+
+TEST(Layouts, AreReadAsTheyAreWritten) {
+  for (const char* text : {"naive", "zero2:replicas=2", "zero3:replicas=4:share=on", "bucketed:share=off"})
+    EXPECT_EQ(parse_layout(text).text(), text);
+  for (const char* text :
+       {"", "magic", "zero2:", "zero2:replicas=0", "zero2:replicas=two", "naive:replicas=2",
+        "zero2:share=maybe", "zero2 ", "zero2:replicas=99999999999999999999"})
+    EXPECT_THROW(parse_layout(text), ConfigError) << text;
+}
+
+TEST(Layouts, AMeanOfReplicasKeepsItsReplicas) {
+  RunConfig config;
+  config.loss.normalise_over = {"dp_shard"};
+  config.parallel.strategy = "zero2";
+  config.parallel.replicas = 2;
+  for (const auto& choice : layout_matrix(config, 4, true)) EXPECT_EQ(choice.replicas, 2) << choice.text();
+  config.loss.normalise_over = RunConfig().loss.normalise_over;
+  EXPECT_GT(layout_matrix(config, 4, true).size(), layout_matrix(config, 4, false).size());
+}
+
+// ---- while training ----
+
+std::string drift(RunningRun& run, int rank, double factor) {
+  if (run.step == 4 && run.run.world.rank == rank) {
+    at::NoGradGuard no_grad;
+    run.run.model.named()[2].second.mul_(factor);
+  }
+  return check_running(run);
+}
+
+TEST_F(RunsVerified, ReplicasThatDriftApartStopTheRunAndAreNamed) {
+  for (const char* strategy : {"bucketed", "zero1"})
+    for (const int ranks : {2, 3}) {
+      RunConfig config = tiny(std::string("drift") + strategy + std::to_string(ranks));
+      config.parallel.strategy = strategy;
+      config.parallel.share_parameters = "off";
+      config.verify.checksums_every = 2;
+      std::vector<std::string> said(static_cast<std::size_t>(ranks));
+      const auto result = run(config, ranks, [&](World& world, TrainerHooks& hooks) {
+        hooks.check = [&said](RunningRun& running) {
+          return said[static_cast<std::size_t>(running.run.world.rank)] = drift(running, 1, 1 + 1e-6);
+        };
+      });
+      for (const auto& outcome : result.outcomes) {
+        EXPECT_EQ(outcome.end, Outcome::End::kRefuted);
+        EXPECT_EQ(outcome.exit_status(), 1);
+        EXPECT_EQ(outcome.steps, 4);
+      }
+      const auto name = DecoderLM(config.model.shape, at::kFloat, 0).named()[2].first;
+      for (const auto& text : said)
+        EXPECT_EQ(text, "replicas differ in 1 parameter, first " + name +
+                            (ranks == 2 ? ": rank 0 against rank 1" : ": ranks 0, 2 against rank 1"));
+    }
+}
+
+TEST_F(RunsVerified, ChecksChangeNothing) {
+  for (const char* strategy : {"bucketed", "zero3"})
+    for (const char* dtype : {"float32", "bfloat16"}) {
+      RunConfig config = tiny(std::string("checked") + strategy + dtype, dtype);
+      config.parallel.strategy = strategy;
+      const auto plain = run(config, 2);
+      config.run.directory += "-checks";
+      config.verify.every = 3;
+      config.verify.checksums_every = 1;
+      int checks = 0;
+      const auto checked = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+        hooks.check = [&checks, &world](RunningRun& running) {
+          if (world.rank == 0) ++checks;
+          return check_running(running);
+        };
+      });
+      EXPECT_EQ(checks, 7);
+      EXPECT_EQ(checked.outcomes[0].end, Outcome::End::kFinished);
+      ASSERT_EQ(plain.steps.size(), checked.steps.size());
+      for (std::size_t i = 0; i < plain.steps.size(); ++i) {
+        EXPECT_EQ(plain.steps[i].report.loss, checked.steps[i].report.loss);
+        EXPECT_EQ(plain.steps[i].report.norm, checked.steps[i].report.norm);
+      }
+    }
+}
+
+TEST_F(RunsVerified, AWrongGradientWhileTrainingStopsTheRun) {
+  RunConfig config = tiny("refuted");
+  config.verify.every = 3;
+  const auto result = run(config, 3, [&](World&, TrainerHooks& hooks) {
+    hooks.check = [](RunningRun& running) { return check_running(running, kPlanted); };
+  });
+  for (const auto& outcome : result.outcomes) {
+    EXPECT_EQ(outcome.end, Outcome::End::kRefuted);
+    EXPECT_EQ(outcome.steps, 3);
+    EXPECT_TRUE(outcome.checkpoint.empty());
+  }
+}
+
+}  // namespace
+}  // namespace isograd

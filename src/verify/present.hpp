@@ -1,0 +1,44 @@
+// A verdict in the words of whoever asked for it: as text, JSON, a table and a page.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "isograd/dump.hpp"
+#include "isograd/verify.hpp"
+
+namespace isograd {
+
+struct Wording {
+  std::string left, right;          // of the parity line: "3 ranks" = "1 device"
+  std::string reference;            // "one process, fp64"
+  std::string subject;              // before a layout's table; empty: "layout NAME, N ranks"
+  std::vector<Finding> findings{};  // instead of the verdict's diagnosis, with their evidence
+  std::vector<std::string> notices{};
+  std::string command{};        // that makes the verdict again
+  std::string configuration{};  // TOML
+};
+Wording verify_wording(const Verdict& verdict);
+
+// What the shown table claims of one parameter: E1's comparison where E1 is claimed, else E2's.
+const Comparison& shown(const ParameterVerdict& parameter, const LayoutVerdict& layout);
+bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout);
+std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout);
+std::string scientific(double value);
+std::string words(const Trajectory& trajectory);
+std::string traffic(const LayoutVerdict& layout);
+std::string shell_words(const std::vector<std::string>& words);  // quoted where a shell needs it
+
+std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows = 8);
+std::string to_json(const Verdict& verdict, const Wording& wording);
+std::string parity_line(const Verdict& verdict, const Wording& wording);
+
+// A self-contained HTML page. Rank 0 only.
+void write_verify_page(const Verdict& verdict, const Wording& wording, const std::filesystem::path& file);
+
+// For the page: parameters x layouts by log10 of the error, and how often each ratio occurs. SVG.
+std::string heat_map(const Verdict& verdict, bool exact);
+std::string ratio_histogram(const Verdict& verdict);
+
+}  // namespace isograd

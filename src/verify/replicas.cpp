@@ -1,0 +1,104 @@
+#include "verify/replicas.hpp"
+
+#include <ATen/ops/empty.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+
+#include "isograd/fully_shard.hpp"
+#include "verify/digest.hpp"
+
+namespace isograd {
+namespace {
+
+// What one rank keeps of one parameter: elements [begin, end) of its bucket or of itself.
+struct Piece {
+  std::size_t order;  // of the parameter, in the model
+  std::string name;
+  std::int64_t begin, end;
+  at::Tensor bits;
+};
+
+void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix, std::vector<Piece>& pieces) {
+  for (const Slot& slot : bucket.plan.slots) {
+    const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
+    const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
+    pieces.push_back({.order = slot.index,
+                      .name = slot.name + suffix,
+                      .begin = begin,
+                      .end = end,
+                      .bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin)});
+  }
+}
+
+std::vector<Piece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                               DataParallel& layout) {
+  std::vector<Piece> pieces;
+  const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
+  if (readable)
+    for (std::size_t i = 0; i < named.size(); ++i)
+      pieces.push_back({i, named[i].first, 0, named[i].second.numel(), named[i].second});
+  for (const Bucket& bucket : layout.buckets()) {
+    if (!readable) add_slots(bucket, bucket.parameters, "", pieces);
+    if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
+      add_slots(bucket, bucket.master, " (its fp32 master)", pieces);
+  }
+  return pieces;
+}
+
+}  // namespace
+
+std::string Divergence::text() const {
+  std::vector<std::string> sides;
+  for (const auto& camp : camps)
+    sides.push_back(fmt::format("rank{} {}", camp.size() == 1 ? "" : "s", fmt::join(camp, ", ")));
+  return fmt::format("replicas differ in {} parameter{}, first {}: {}", differing, differing == 1 ? "" : "s",
+                     parameter, fmt::join(sides, " against "));
+}
+
+std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                          DataParallel& layout) {
+  Group& group = layout.group();
+  const std::vector<Piece> pieces = kept_pieces(named, layout);
+  std::vector<at::Tensor> bits;
+  for (const Piece& piece : pieces) bits.push_back(piece.bits);
+  const at::Tensor digests = digest(bits);
+  at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), 3}, at::kLong);
+  auto* row = rows.data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    *row++ = pieces[i].begin;
+    *row++ = pieces[i].end;
+    *row++ = digests.const_data_ptr<std::int64_t>()[i];
+  }
+  const at::Tensor all = group.all_gather(rows).contiguous();  // [W, pieces, 3]
+  const auto* value = all.const_data_ptr<std::int64_t>();
+
+  std::optional<Divergence> found;
+  std::size_t first = 0, differing = 0;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    std::map<std::pair<std::int64_t, std::int64_t>, std::map<std::int64_t, std::vector<int>>> by_part;
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* entry = value + (static_cast<std::size_t>(rank) * pieces.size() + i) * 3;
+      if (entry[0] < entry[1]) by_part[{entry[0], entry[1]}][entry[2]].push_back(rank);
+    }
+    for (const auto& [part, by_bits] : by_part) {
+      if (by_bits.size() == 1) continue;
+      ++differing;
+      if (!found || pieces[i].order < first) {
+        first = pieces[i].order;
+        found = Divergence{.parameter = pieces[i].name, .camps = {}};
+        for (const auto& [hash, ranks] : by_bits) found->camps.push_back(ranks);
+        std::sort(found->camps.begin(), found->camps.end(), [](const auto& a, const auto& b) {
+          return std::pair(-static_cast<std::ptrdiff_t>(a.size()), a[0]) <
+                 std::pair(-static_cast<std::ptrdiff_t>(b.size()), b[0]);
+        });
+      }
+      break;
+    }
+  }
+  if (found) found->differing = differing;
+  return found;
+}
+
+}  // namespace isograd

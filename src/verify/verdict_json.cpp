@@ -1,0 +1,117 @@
+// A verdict as JSON.
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "verify/present.hpp"
+
+namespace isograd {
+namespace {
+
+using json = nlohmann::ordered_json;
+
+// JSON has no NaN and no infinity: a number that is not finite is written as null.
+json number(double value) {
+  return std::isfinite(value) ? json(value) : json(nullptr);
+}
+
+json to_json(const Grade& grade) {
+  json object = {{"state", state_name(grade.state)}, {"bound", grade.bound}};
+  if (grade.state == Grade::State::kNotClaimed) return object;
+  object["failed"] = grade.failed;
+  if (!grade.worst.empty()) object["worst"] = grade.worst;
+  if (grade.allowed > 0) {
+    object["error"] = number(grade.error);
+    object["allowed"] = grade.allowed;
+    object["unresolved"] = grade.unresolved;
+  }
+  return object;
+}
+
+json to_json(const StepFigures& figures) {
+  const auto count = [](std::int64_t value) { return value == kNotRecorded ? json(nullptr) : json(value); };
+  return {{"loss", number(figures.loss)},
+          {"targets", count(figures.targets)},
+          {"tokens", count(figures.tokens)},
+          {"norm", number(figures.norm)},
+          {"clip_coefficient", number(figures.clip_coefficient)}};
+}
+
+json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
+  const Comparison& comparison = shown(parameter, layout);
+  return {{"name", parameter.name},
+          {"ratio", number(comparison.ratio)},
+          {"cosine", number(comparison.cosine)},
+          {"error", number(comparison.error)},
+          {"allowed", comparison.allowed},
+          {"passed", good(parameter, layout)},
+          {"elements", parameter.elements},
+          {"norm", number(parameter.norm)},
+          {"run_precision",
+           {{"ratio", number(parameter.rounded.ratio)},
+            {"cosine", number(parameter.rounded.cosine)},
+            {"error", number(parameter.rounded.error)},
+            {"allowed", number(parameter.rounded.allowed)},
+            {"one_process_error", number(parameter.alone_error)},
+            {"resolved", parameter.rounded.resolved}}},
+          {"same_bits", parameter.repeats},
+          {"replicas_agree", parameter.replicas_agree},
+          {"owners", {parameter.owners_least, parameter.owners_most}},
+          {"checksum", fmt::format("{:016x}", parameter.checksum)}};
+}
+
+}  // namespace
+
+std::string to_json(const Verdict& verdict, const Wording& wording) {
+  json grades = json::object(), parameters = json::array(), steps = json::object();
+  for (const auto& layout : verdict.layouts) {
+    json entry = {{"E1", to_json(layout.e1)},
+                  {"E2", to_json(layout.e2)},
+                  {"E3", to_json(layout.e3)},
+                  {"figures_agree", layout.figures_agree}};
+    entry["passed"] = layout.passed;
+    for (const auto& trajectory : layout.trajectories)
+      entry["trajectories"].push_back({{"optimizer", trajectory.optimizer},
+                                       {"updates", trajectory.updates},
+                                       {"worst", trajectory.worst},
+                                       {"error", number(trajectory.error)},
+                                       {"allowed", number(trajectory.allowed)},
+                                       {"passed", trajectory.passed}});
+    if (layout.bytes_moved > 0) entry["bytes_moved"] = layout.bytes_moved;
+    if (layout.bytes_needed > 0) entry["bytes_needed"] = layout.bytes_needed;
+    if (verdict.layouts.size() == 1)
+      grades = entry;
+    else
+      grades[layout.name] = entry;
+    for (const auto* parameter : worst_first(layout)) {
+      json row = to_json(*parameter, layout);
+      row["layout"] = layout.name;
+      parameters.push_back(std::move(row));
+    }
+    steps[layout.name] = {{"fp64", to_json(layout.exact)}, {verdict.precision, to_json(layout.rounded)}};
+  }
+  steps["oracle"] = to_json(verdict.oracle);
+  json diagnosis = json::array(), findings = json::array();
+  for (const auto& finding : wording.findings) {
+    diagnosis.push_back(finding.sentence);
+    findings.push_back({{"id", finding.id}, {"sentence", finding.sentence}, {"evidence", finding.evidence}});
+  }
+  json document = {{"verdict", verdict.passed ? "pass" : "fail"},
+                   {"grades", grades},
+                   {"parameters", parameters},
+                   {"diagnosis", diagnosis},
+                   {"findings", findings},
+                   {"notices", wording.notices},
+                   {"command", wording.command},
+                   {"ranks", verdict.ranks},
+                   {"loss", verdict.loss},
+                   {"precision", verdict.precision},
+                   {"step", steps},
+                   {"parameters_agree", verdict.parameters_agree},
+                   {"batch_agrees", verdict.batch_agrees},
+                   {"samples", verdict.samples},
+                   {"documents_apart", verdict.documents_apart},
+                   {"seconds", verdict.seconds}};
+  return document.dump(2, ' ', false, json::error_handler_t::replace);
+}
+
+}  // namespace isograd
