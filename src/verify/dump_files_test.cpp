@@ -199,6 +199,29 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
   EXPECT_THAT(refusal(dump), HasSubstr("no JSON object"));
 }
 
+// Whatever a byte becomes, the answer is a dump or a ConfigError.
+TEST(DumpFiles, FlippedBytesNeverGoFurtherThanAnError) {
+  const ScratchFolder folder;
+  const fs::path dump = folder.path() / "d";
+  write_dump(full_dump(), dump);
+  int refused = 0;
+  for (const char* name : {"step.json", "gradients.safetensors", "share-0-1.safetensors"}) {
+    const std::string whole = read_file(dump / name);
+    for (std::uint64_t i = 0; i < 300; ++i) {
+      std::string spoilt = whole;
+      const RandomKey key{.seed = i};
+      // The headers, where bytes mean something.
+      const std::size_t most = std::min<std::size_t>(whole.size(), 400);
+      spoilt[random_bits(key, 0) % most] = static_cast<char>(random_bits(key, 1));
+      write_file(dump / name, spoilt);
+      refused += refusal(dump) != "nothing was refused";
+    }
+    write_file(dump / name, whole);
+  }
+  EXPECT_GT(refused, 300);
+  EXPECT_EQ(refusal(dump), "nothing was refused");
+}
+
 TEST(DumpFiles, BrokenTensorsAreRefusedByTheirFile) {
   const ScratchFolder folder;
   const fs::path dump = folder.path() / "d", gradients = dump / "gradients.safetensors";

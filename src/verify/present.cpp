@@ -260,7 +260,7 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
 ReportTable to_table(const Verdict& verdict) {
   ReportTable table;
   table.title = "Parity with one process";
-  table.summary = parity_line(verdict);
+  table.summary = fmt::format("{} ({:.1f} s)", parity_line(verdict), verdict.seconds);
   table.passed = verdict.passed;
   if (verdict.layouts.empty()) return table;
   table.columns = columns(verdict, verdict.layouts[0]);
