@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "attention/views.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -10,20 +11,14 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Consecutive fragments of one length: one call of the kernel.
-struct Run {
-  std::int64_t begin = 0;
-  std::int64_t fragments = 0;
-  std::int64_t length = 0;
-};
-
-std::vector<Run> runs_of(const std::vector<std::int64_t>& cu_seqlens) {
-  std::vector<Run> runs;
+// Consecutive fragments of one length are one call of the kernel.
+std::vector<Rows> runs_of(const std::vector<std::int64_t>& cu_seqlens) {
+  std::vector<Rows> runs;
   for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
     const std::int64_t length = cu_seqlens[f + 1] - cu_seqlens[f];
     if (length == 0) continue;
     if (!runs.empty() && runs.back().length == length)
-      ++runs.back().fragments;
+      ++runs.back().count;
     else
       runs.push_back({cu_seqlens[f], 1, length});
   }
@@ -53,15 +48,6 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
         fmt::format("ascending from 0 to T = {}", q.size(0)));
 }
 
-// The fragments of a run as the kernels want them, without a copy. x [T, heads, D] -> [F, heads/groups, L,
-// D]: of the `groups` heads that share a key head, the `group`-th.
-at::Tensor view_of(const at::Tensor& x, const Run& run, std::int64_t groups, std::int64_t group) {
-  return x.narrow(0, run.begin, run.fragments * run.length)
-      .view({run.fragments, run.length, x.size(1) / groups, groups, x.size(2)})
-      .select(3, group)
-      .transpose(1, 2);
-}
-
 // LibTorch's own blocked kernel, which neither reads nor writes a T×T matrix.
 class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
@@ -71,16 +57,16 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     const std::int64_t groups = q.size(1) / k.size(1);
     at::Tensor out;
     variable_list saved{q, k, v, at::Tensor()};
-    for (const Run& run : runs)
+    for (const Rows& run : runs)
       for (std::int64_t group = 0; group < groups; ++group) {
         const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
-            view_of(q, run, groups, group), view_of(k, run, 1, 0), view_of(v, run, 1, 0), 0.0, causal);
+            heads_first(q, run, groups, group), heads_first(k, run), heads_first(v, run), 0.0, causal);
         saved.push_back(log_sums);
         if (runs.size() == 1 && groups == 1) {
           out = part.transpose(1, 2).reshape(q.sizes());
         } else {
           if (!out.defined()) out = at::empty(q.sizes(), q.options());
-          view_of(out, run, groups, group).copy_(part);
+          heads_first(out, run, groups, group).copy_(part);
         }
       }
     if (!out.defined()) out = at::zeros(q.sizes(), q.options());  // no token at all
@@ -111,21 +97,22 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
       dv = at::empty(v.sizes(), v.options());
     }
     std::size_t log_sums = 4;
-    for (const Run& run : runs) {
+    for (const Rows& run : runs) {
       at::Tensor dk_sum, dv_sum;  // over the query heads that share a key head; in order, so the same bits
       for (std::int64_t group = 0; group < groups; ++group) {
         auto [dq_part, dk_part, dv_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            view_of(gradient, run, groups, group), view_of(q, run, groups, group), view_of(k, run, 1, 0),
-            view_of(v, run, 1, 0), view_of(out, run, groups, group), saved[log_sums++], 0.0, causal);
+            heads_first(gradient, run, groups, group), heads_first(q, run, groups, group),
+            heads_first(k, run), heads_first(v, run), heads_first(out, run, groups, group), saved[log_sums++],
+            0.0, causal);
         if (whole)
           return {dq_part.transpose(1, 2).reshape(q.sizes()), dk_part.transpose(1, 2).reshape(k.sizes()),
                   dv_part.transpose(1, 2).reshape(v.sizes()), at::Tensor(), at::Tensor()};
-        view_of(dq, run, groups, group).copy_(dq_part);
+        heads_first(dq, run, groups, group).copy_(dq_part);
         dk_sum = group == 0 ? dk_part : dk_sum.add_(dk_part);
         dv_sum = group == 0 ? dv_part : dv_sum.add_(dv_part);
       }
-      view_of(dk, run, 1, 0).copy_(dk_sum);
-      view_of(dv, run, 1, 0).copy_(dv_sum);
+      heads_first(dk, run).copy_(dk_sum);
+      heads_first(dv, run).copy_(dv_sum);
     }
     return {dq, dk, dv, at::Tensor(), at::Tensor()};
   }
@@ -147,12 +134,12 @@ at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, c
   const auto runs = runs_of(cu_seqlens);
   if (runs.empty()) return q + (k.sum() + v.sum());  // empty, and still part of the graph
   std::vector<std::int64_t> sizes;
-  for (const Run& run : runs) sizes.push_back(run.fragments * run.length);
+  for (const Rows& run : runs) sizes.push_back(run.count * run.length);
   const auto qs = q.split_with_sizes(sizes), ks = k.split_with_sizes(sizes), vs = v.split_with_sizes(sizes);
   std::vector<at::Tensor> parts;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const auto heads_first = [&](const at::Tensor& x) {
-      return x.reshape({runs[i].fragments, runs[i].length, x.size(1), x.size(2)}).transpose(1, 2);
+      return x.reshape({runs[i].count, runs[i].length, x.size(1), x.size(2)}).transpose(1, 2);
     };
     const at::Tensor part =
         at::scaled_dot_product_attention(heads_first(qs[i]), heads_first(ks[i]), heads_first(vs[i]), {}, 0.0,

@@ -1,0 +1,217 @@
+#include "attention/tiles.hpp"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <limits>
+#include <unordered_map>
+
+#include "attention/views.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr double kNothing = -std::numeric_limits<double>::infinity();
+
+class Tiler {
+ public:
+  explicit Tiler(bool causal) : causal_(causal) {}
+
+  // Queries of positions a ... a + n - 1 at rows from q, keys of positions c ... c + m - 1 at rows from k.
+  void cover(std::int64_t a, std::int64_t n, std::int64_t q, std::int64_t c, std::int64_t m, std::int64_t k) {
+    if (n == 0 || m == 0) return;
+    if (!causal_ || c + m - 1 <= a) return emit({.q_row = q, .q_length = n, .k_row = k, .k_length = m});
+    if (c > a + n - 1) return;
+    if (a == c && n == m) return emit({.q_row = q, .q_length = n, .k_row = k, .k_length = m, .causal = true});
+    // Cut where one begins or ends inside the other, until a part is one of the three above.
+    if (a < c) return cover(c, n - (c - a), q + (c - a), c, m, k);  // earlier queries see none of these keys
+    if (a > c) {
+      cover(a, n, q, c, a - c, k);
+      return cover(a, n, q, a, m - (a - c), k + (a - c));
+    }
+    if (n < m) return cover(a, n, q, c, n, k);  // later keys are seen by none
+    cover(a, m, q, c, m, k);
+    cover(a + m, n - m, q + m, c, m, k);
+  }
+
+  std::vector<Tile> take() { return std::move(tiles_); }
+
+ private:
+  void emit(const Tile& tile) {
+    if (!tiles_.empty()) {
+      Tile& last = tiles_.back();
+      if (last.causal == tile.causal && last.q_length == tile.q_length && last.k_length == tile.k_length &&
+          tile.q_row == last.q_row + last.count * last.q_length &&
+          tile.k_row == last.k_row + last.count * last.k_length) {
+        ++last.count;
+        return;
+      }
+    }
+    tiles_.push_back(tile);
+  }
+
+  bool causal_;
+  std::vector<Tile> tiles_;
+};
+
+// Of `part` [F, heads, L, D], whose log-sums are `log_sums` [F, heads, L], into what was there.
+void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums) {
+  if (sums.eq(kNothing).all().item<bool>()) {
+    out.copy_(part);
+    sums.copy_(log_sums);
+    return;
+  }
+  const at::Tensor both = at::logaddexp(sums, log_sums);
+  out.mul_((sums - both).exp_().unsqueeze(3));
+  out.addcmul_(part.to(out.scalar_type()), (log_sums - both).exp_().unsqueeze(3));
+  sums.copy_(both);
+}
+
+}  // namespace
+
+std::vector<Tile> tiles_between(const std::vector<Span>& queries, const std::vector<Span>& keys,
+                                bool causal) {
+  std::unordered_map<std::int64_t, std::vector<const Span*>> by_document;
+  for (const Span& span : keys) by_document[span.document].push_back(&span);
+  Tiler tiler(causal);
+  for (const Span& query : queries)
+    if (const auto found = by_document.find(query.document); found != by_document.end())
+      for (const Span* key : found->second)
+        tiler.cover(query.position, query.length, query.row, key->position, key->length, key->row);
+  return tiler.take();
+}
+
+bool sees_any(const std::vector<Span>& queries, const Span& keys, bool causal) {
+  if (keys.length == 0) return false;
+  for (const Span& query : queries)
+    if (query.document == keys.document && query.length > 0 &&
+        (!causal || query.position + query.length > keys.position))
+      return true;
+  return false;
+}
+
+std::int64_t num_scores(const std::vector<Tile>& tiles) {
+  std::int64_t scores = 0;
+  for (const Tile& tile : tiles)
+    scores +=
+        tile.count * (tile.causal ? tile.q_length * (tile.q_length + 1) / 2 : tile.q_length * tile.k_length);
+  return scores;
+}
+
+at::ScalarType accumulating_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+Attended Attended::nothing(const at::Tensor& q) {
+  const auto options = q.options().dtype(accumulating_type(q.scalar_type()));
+  return {at::zeros(q.sizes(), options), at::full({q.size(0), q.size(1)}, kNothing, options)};
+}
+
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            Attended& attended) {
+  if (!q.is_cpu()) return products::attend(q, k, v, tile, attended);
+  const std::int64_t groups = q.size(1) / k.size(1);
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+        heads_first(q, queries, groups, group), heads_first(k, keys), heads_first(v, keys), 0.0, tile.causal);
+    merge(part, log_sums, heads_first(attended.out, queries, groups, group),
+          heads_first(attended.log_sums, queries, groups, group));
+  }
+}
+
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
+  if (!q.is_cpu()) return products::attend_backward(q, k, v, attended, tile, gradients);
+  const std::int64_t groups = q.size(1) / k.size(1);
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const auto of_group = [&](const at::Tensor& x) { return heads_first(x, queries, groups, group); };
+    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        of_group(attended.gradient), of_group(q), heads_first(k, keys), heads_first(v, keys),
+        of_group(attended.out), of_group(attended.log_sums), 0.0, tile.causal);
+    of_group(gradients.q).add_(dq);
+    heads_first(gradients.k, keys).add_(dk);
+    heads_first(gradients.v, keys).add_(dv);
+  }
+}
+
+namespace products {
+namespace {
+
+constexpr std::int64_t kQueries = 256;  // of one product: their scores are all that is kept
+
+// Some queries of a tile: [F, Hkv, groups · L, D] of x, as the products want them.
+struct Slice {
+  const Tile& tile;
+  std::int64_t begin, length, groups;
+
+  // [F · q_length rows, H, D] -> [F, Hkv, groups, L, D]
+  at::Tensor of(const at::Tensor& x) const {
+    return x.narrow(0, tile.q_row, tile.count * tile.q_length)
+        .view({tile.count, tile.q_length, x.size(1) / groups, groups, -1})
+        .narrow(1, begin, length)
+        .permute({0, 2, 3, 1, 4});
+  }
+  at::Tensor joined(const at::Tensor& x, at::ScalarType type) const {
+    const at::Tensor part = of(x).to(type);
+    return part.reshape({part.size(0), part.size(1), groups * length, part.size(4)});
+  }
+  // Back into the shape of of().
+  at::Tensor apart(const at::Tensor& x) const {
+    return x.view({x.size(0), x.size(1), groups, length, x.size(3)});
+  }
+  // [F, Hkv, groups · L, k_length]; −∞ where a query must not see a key.
+  at::Tensor scores(const at::Tensor& q, const at::Tensor& keys) const {
+    at::Tensor result =
+        at::matmul(joined(q, keys.scalar_type()), keys.transpose(2, 3)) / std::sqrt(double(q.size(2)));
+    if (!tile.causal) return result;
+    const auto places = keys.options().dtype(at::kLong);
+    const at::Tensor later = at::arange(tile.k_length, places).unsqueeze(0) >
+                             at::arange(begin, begin + length, places).unsqueeze(1);  // [L, k_length]
+    return apart(result).masked_fill_(later, kNothing).view(result.sizes());
+  }
+};
+
+template <typename F>
+void for_each_slice(const at::Tensor& q, const at::Tensor& k, const Tile& tile, F&& work) {
+  for (std::int64_t begin = 0; begin < tile.q_length; begin += kQueries)
+    work(Slice{tile, begin, std::min(kQueries, tile.q_length - begin), q.size(1) / k.size(1)});
+}
+
+}  // namespace
+
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            Attended& attended) {
+  const auto type = attended.out.scalar_type();
+  const Rows rows{tile.k_row, tile.count, tile.k_length};
+  const at::Tensor keys = heads_first(k, rows).to(type), values = heads_first(v, rows).to(type);
+  for_each_slice(q, k, tile, [&](const Slice& slice) {
+    const at::Tensor scores = slice.scores(q, keys), log_sums = at::logsumexp(scores, {3}, true);
+    const at::Tensor part = at::matmul((scores - log_sums).exp_(), values);
+    merge(slice.apart(part).flatten(1, 2), slice.apart(log_sums).squeeze(4).flatten(1, 2),
+          slice.of(attended.out).flatten(1, 2), slice.of(attended.log_sums).squeeze(4).flatten(1, 2));
+  });
+}
+
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
+  const auto type = gradients.q.scalar_type();
+  const double scale = 1 / std::sqrt(double(q.size(2)));
+  const Rows rows{tile.k_row, tile.count, tile.k_length};
+  const at::Tensor keys = heads_first(k, rows).to(type), values = heads_first(v, rows).to(type);
+  for_each_slice(q, k, tile, [&](const Slice& slice) {
+    const at::Tensor gradient = slice.joined(attended.gradient, type);
+    const at::Tensor log_sums = slice.joined(attended.log_sums, type);  // [F, Hkv, groups · L, 1]
+    const at::Tensor weights = (slice.scores(q, keys) - log_sums).exp_();
+    const at::Tensor mean = (gradient * slice.joined(attended.out, type)).sum(3, true);
+    const at::Tensor of_scores =
+        (at::matmul(gradient, values.transpose(2, 3)) - mean).mul_(weights).mul_(scale);
+    slice.of(gradients.q).add_(slice.apart(at::matmul(of_scores, keys)));
+    heads_first(gradients.k, rows).add_(at::matmul(of_scores.transpose(2, 3), slice.joined(q, type)));
+    heads_first(gradients.v, rows).add_(at::matmul(weights.transpose(2, 3), gradient));
+  });
+}
+
+}  // namespace products
+}  // namespace isograd

@@ -1,0 +1,84 @@
+// Attention of some queries to some keys: the part of softmax(q kᵀ / √D) v that one block of keys gives,
+// merged with the other blocks' parts by log-sum-exp. For devices that hold parts of documents.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace isograd {
+
+// Consecutive tokens of one document at consecutive rows of a tensor.
+struct Span {
+  std::int64_t document = 0;
+  std::int64_t position = 0;  // of the first token, within its document
+  std::int64_t length = 0;
+  std::int64_t row = 0;
+
+  bool operator==(const Span&) const = default;
+};
+
+// A rectangle of scores: every query of rows [q_row, q_row + q_length) sees every key of rows [k_row, k_row +
+// k_length), or with `causal` (then both lengths are equal) the keys up to its own place. `count` of them,
+// each as many rows further on as it is long.
+struct Tile {
+  std::int64_t q_row = 0, q_length = 0;
+  std::int64_t k_row = 0, k_length = 0;
+  bool causal = false;
+  std::int64_t count = 1;
+
+  bool operator==(const Tile&) const = default;
+};
+
+// The tiles that cover what these queries may see of these keys, each score once: keys of the same document
+// and, with `causal`, of positions up to the query's own. In the order of the queries, then of the keys.
+std::vector<Tile> tiles_between(const std::vector<Span>& queries, const std::vector<Span>& keys, bool causal);
+
+// Whether any query of `queries` sees a key of `keys`.
+bool sees_any(const std::vector<Span>& queries, const Span& keys, bool causal);
+
+// Scores in the tiles: what they cost.
+std::int64_t num_scores(const std::vector<Tile>& tiles);
+
+// fp64 for fp64, else fp32: what parts are merged and gradients added up in.
+at::ScalarType accumulating_type(at::ScalarType type);
+
+// What queries have got from the keys they met so far.
+struct Attended {
+  at::Tensor out;       // [T, H, D] in the accumulating type; zeros before the first key
+  at::Tensor log_sums;  // [T, H] likewise, log Σ exp(score); −∞ before the first key
+
+  static Attended nothing(const at::Tensor& q);
+};
+
+// Merges one tile into `attended`. q [T, H, D], k and v [N, Hkv, D], H a multiple of Hkv (query head h reads
+// key head h / (H / Hkv)), the last dim dense. No gradient. Scores are never kept: LibTorch's blocked kernel
+// on the CPU, elsewhere products of a few hundred queries at a time.
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            Attended& attended);
+
+// Where gradients are added up: dq [T, H, D], dk and dv [N, Hkv, D], in the accumulating type.
+struct AttentionGradients {
+  at::Tensor q, k, v;
+};
+
+// What queries keep for backward: all keys' `out` in q's type and `log_sums`, and the gradient of `out`.
+struct AttendedGradient {
+  at::Tensor out, log_sums, gradient;  // [T, H, D], [T, H], [T, H, D]
+};
+
+// Adds one tile's part of the gradients. Summed over all tiles they are those of the whole: with the global
+// log-sums every weight exp(score − log_sum) is final.
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients);
+
+// The same by matrix products, for any device; what the kernel is tested against.
+namespace products {
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            Attended& attended);
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients);
+}  // namespace products
+
+}  // namespace isograd
