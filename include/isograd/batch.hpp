@@ -4,11 +4,33 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace isograd {
 
 inline constexpr std::int64_t kIgnoreIndex = -100;  // a target that carries no loss
+
+inline constexpr std::int64_t kPaddingSample = -1;  // the sample id of tokens that fill up a rank's part
+
+// Consecutive tokens of one document of a batch that is cut over context ranks.
+struct Piece {
+  std::int64_t document = 0;  // fragment of the uncut batch; F + r: what fills up rank r's part
+  std::int64_t begin = 0;     // within the document
+  std::int64_t length = 0;    // may be 0
+};
+
+// Where the tokens of a batch lie that is cut over context ranks (include/isograd/context_parallel.hpp). The
+// same on all of them but for `rank`. Plain data.
+struct ContextCut {
+  std::vector<std::int64_t> cu_seqlens{0};  // [F + 1] of the uncut batch
+  std::vector<std::vector<Piece>> pieces;   // by rank; the fragments of that rank's batch, in order
+  int rank = 0;
+
+  const std::vector<Piece>& own() const { return pieces[static_cast<std::size_t>(rank)]; }
+  std::int64_t document_length(std::int64_t document) const;  // of padding: the padding's own
+  std::int64_t tokens_of(int of_rank) const;
+};
 
 // Fragment f occupies positions cu_seqlens[f] .. cu_seqlens[f+1] - 1. Attention and positions never cross a
 // fragment. Several packs are laid one after another. A batch may be empty (T_local = 0, F = 0).
@@ -22,6 +44,9 @@ struct Batch {
   // [T_local] floating or bool, finite, >= 0; undefined: all 1. What each token's loss is multiplied by in a
   // sum. Normalizer::prepare() replaces it where the mean needs that (w_i / T_b under the sample mean).
   at::Tensor weights;
+  // Not null: this is a context rank's part. Fragment f is then piece f of cut->own(), positions go on where
+  // the piece begins, and attention reaches the rest of the document on other ranks.
+  std::shared_ptr<const ContextCut> cut;
   // Set by Normalizer::prepare(), for further terms of the same forward: the weights as the caller gave them,
   // and w_i / T_b where samples are counted.
   at::Tensor given_weights, sample_weights;

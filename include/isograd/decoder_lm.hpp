@@ -1,5 +1,6 @@
 // The reference language model: Llama to the letter, with its near relatives Qwen2, Qwen3 and Mistral.
-// No parallel code; attention never crosses a fragment of the batch.
+// No parallel code; attention never crosses a fragment of the batch. For batches that are cut over ranks it
+// comes in as an argument.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -83,6 +84,13 @@ class DecoderLM : public torch::nn::Module {
       std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream, const BlockForward& block)>;
   void set_around_block(AroundBlock around);
   std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
+
+  // Causal attention within the batch's documents: q [T_local, H, D], k and v [T_local, Hkv, D], turned
+  // already, -> [T_local, H, D]. Not set: variable_length_attention over cu_seqlens, which refuses batches
+  // that are cut over context ranks (Batch::cut).
+  using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
+                                             const at::Tensor& v)>;
+  void set_attention(Attention attention);
 
  private:
   struct Impl;

@@ -114,6 +114,7 @@ class Tallier {
   }
 
   void add_fragment(std::int64_t id, std::int64_t valid, std::int64_t declared, double weight) {
+    if (id == kPaddingSample && valid == 0) return;  // nobody's
     const auto [place, first] = tally_.samples.try_emplace(id);
     Sample& sample = place->second;
     if (first) sample.declared = declared;

@@ -188,12 +188,29 @@ const DecoderConfig& DecoderLM::config() const {
 at::Tensor DecoderLM::hidden(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
   const auto device = impl_->embedding.device();
-  const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens);
-  return impl_->hidden(batch.tokens.to(device), cos.to(device), sin.to(device),
-                       [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
-                                                       const at::Tensor& v) {
-                         return variable_length_attention(q, k, v, cu_seqlens);
-                       });
+  if (batch.cut && !impl_->attention)
+    throw ConfigError(
+        {.where = "batch for the model",
+         .found = fmt::format("a part of a batch that is cut over {} context ranks, and attention "
+                              "that knows no ranks",
+                              batch.cut->pieces.size()),
+         .expected = "attention over the context ranks",
+         .action = "Give the model a ContextAttention (set_attention)"});
+  std::vector<std::int64_t> lengths;  // of the documents, of which this batch may hold parts
+  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
+    lengths.push_back(batch.cut ? batch.cut->document_length(batch.cut->own().at(f).document)
+                                : batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
+  const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths);
+  Attend attend;
+  if (impl_->attention)
+    attend = [attention = impl_->attention, batch](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                                   const at::Tensor& v) { return attention(batch, q, k, v); };
+  else
+    attend = [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                             const at::Tensor& v) {
+      return variable_length_attention(q, k, v, cu_seqlens);
+    };
+  return impl_->hidden(batch.tokens.to(device), cos.to(device), sin.to(device), attend);
 }
 
 at::Tensor DecoderLM::logits(const Batch& batch) {
@@ -210,6 +227,10 @@ std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
 
 void DecoderLM::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
+}
+
+void DecoderLM::set_attention(Attention attention) {
+  impl_->attention = std::move(attention);
 }
 
 std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {

@@ -75,10 +75,13 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::compute(const at::Tensor& positio
 }
 
 std::pair<at::Tensor, at::Tensor> RotaryTable::at(const at::Tensor& positions,
-                                                  const std::vector<std::int64_t>& cu_seqlens) {
+                                                  const std::vector<std::int64_t>& cu_seqlens,
+                                                  const std::vector<std::int64_t>& lengths) {
   const at::NoGradGuard no_grad;
   const at::Tensor places = positions.cpu();
-  const std::int64_t longest = places.numel() == 0 ? 0 : places.max().item<std::int64_t>() + 1;
+  std::int64_t longest = places.numel() == 0 ? 0 : places.max().item<std::int64_t>() + 1;
+  if (places.numel() > 0 && !lengths.empty())
+    longest = std::max(longest, *std::max_element(lengths.begin(), lengths.end()));
   at::Tensor cos, sin;
   if (!depends_on_length(longest)) {
     const std::lock_guard lock(mutex_);
@@ -92,7 +95,8 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::at(const at::Tensor& positions,
     for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
       if (cu_seqlens[f + 1] == cu_seqlens[f]) continue;
       const at::Tensor own = places.narrow(0, cu_seqlens[f], cu_seqlens[f + 1] - cu_seqlens[f]);
-      const auto [own_cos, own_sin] = compute(own, own.max().item<std::int64_t>() + 1);
+      const std::int64_t reached = own.max().item<std::int64_t>() + 1;
+      const auto [own_cos, own_sin] = compute(own, lengths.empty() ? reached : std::max(reached, lengths[f]));
       all_cos.push_back(own_cos), all_sin.push_back(own_sin);
     }
     cos = at::cat(all_cos), sin = at::cat(all_sin);

@@ -24,10 +24,11 @@ class RotaryTable {
   // Do positions of a sequence of that length turn by angles of their own?
   bool depends_on_length(std::int64_t length) const;
 
-  // cos and sin [T, head_dim/2] at `positions` [T]. A fragment's own length decides where the length matters,
-  // so that no fragment depends on another.
+  // cos and sin [T, head_dim/2] at `positions` [T]. Where the length matters, that of a fragment's document
+  // decides (`lengths` [F]; not given: what its positions reach), so that no document depends on another.
   std::pair<at::Tensor, at::Tensor> at(const at::Tensor& positions,
-                                       const std::vector<std::int64_t>& cu_seqlens);
+                                       const std::vector<std::int64_t>& cu_seqlens,
+                                       const std::vector<std::int64_t>& lengths = {});
 
  private:
   std::pair<at::Tensor, at::Tensor> compute(const at::Tensor& positions, std::int64_t length) const;
