@@ -41,7 +41,7 @@ ALLOWED = [
     ("src/data/sampler.cpp", "length * (options_.rank + 1) / options_.size", "deals samples out to ranks"),
     ("src/data/describe.cpp", "store.num_tokens()", "the average length of a document, for display"),
     ("src/train/build.cpp", "count[token]", "the unigram entropy of the corpus, for display"),
-    ("src/attention/attention.cpp", "groups = q.size(1) / k.size(1)", "query heads of each key head"),
+    ("src/attention/views.hpp", "return q.size(1) / k.size(1)", "query heads of each key head"),
     ("src/model/fused.cpp", "wide.pow(2).mean(-1", "RMSNorm: the mean square of a row, over its channels"),
     ("src/verify/oracle.cpp", "factors / declared.denominator",
      "the outside oracle: one process that shares no code with the normaliser"),

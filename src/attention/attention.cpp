@@ -54,7 +54,7 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
     const auto runs = runs_of(cu_seqlens);
-    const std::int64_t groups = q.size(1) / k.size(1);
+    const std::int64_t groups = queries_per_key(q, k);
     at::Tensor out;
     variable_list saved{q, k, v, at::Tensor()};
     for (const Rows& run : runs)
@@ -84,7 +84,7 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
     const auto runs = runs_of(ctx->saved_data["cu_seqlens"].toIntVector());
     const bool causal = ctx->saved_data["causal"].toBool();
-    const std::int64_t groups = q.size(1) / k.size(1);
+    const std::int64_t groups = queries_per_key(q, k);
     const at::Tensor gradient = gradients[0].contiguous();
     if (runs.empty())
       return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor()};
@@ -177,7 +177,7 @@ namespace naive {
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   check(q, k, v, cu_seqlens);
-  const std::int64_t tokens = q.size(0), groups = q.size(1) / k.size(1);
+  const std::int64_t tokens = q.size(0), groups = queries_per_key(q, k);
   at::Tensor visible = at::zeros({tokens, tokens}, q.options().dtype(at::kBool));
   for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
     const std::int64_t begin = cu_seqlens[f], length = cu_seqlens[f + 1] - begin;

@@ -110,7 +110,7 @@ Attended Attended::nothing(const at::Tensor& q) {
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
             Attended& attended) {
   if (!q.is_cpu()) return products::attend(q, k, v, tile, attended);
-  const std::int64_t groups = q.size(1) / k.size(1);
+  const std::int64_t groups = queries_per_key(q, k);
   const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
   for (std::int64_t group = 0; group < groups; ++group) {
     const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -123,7 +123,7 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
 void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
   if (!q.is_cpu()) return products::attend_backward(q, k, v, attended, tile, gradients);
-  const std::int64_t groups = q.size(1) / k.size(1);
+  const std::int64_t groups = queries_per_key(q, k);
   const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
   for (std::int64_t group = 0; group < groups; ++group) {
     const auto of_group = [&](const at::Tensor& x) { return heads_first(x, queries, groups, group); };
@@ -176,7 +176,7 @@ struct Slice {
 template <typename F>
 void for_each_slice(const at::Tensor& q, const at::Tensor& k, const Tile& tile, F&& work) {
   for (std::int64_t begin = 0; begin < tile.q_length; begin += kQueries)
-    work(Slice{tile, begin, std::min(kQueries, tile.q_length - begin), q.size(1) / k.size(1)});
+    work(Slice{tile, begin, std::min(kQueries, tile.q_length - begin), queries_per_key(q, k)});
 }
 
 }  // namespace

@@ -19,4 +19,9 @@ inline at::Tensor heads_first(const at::Tensor& x, const Rows& rows, std::int64_
   return x.narrow(0, rows.begin, rows.count * rows.length).view(sizes).select(3, group).transpose(1, 2);
 }
 
+// Grouped-query attention: how many query heads share a key head. q [T, H, D], k [T, Hkv, D].
+inline std::int64_t queries_per_key(const at::Tensor& q, const at::Tensor& k) {
+  return q.size(1) / k.size(1);
+}
+
 }  // namespace isograd

@@ -1,0 +1,126 @@
+// Context parallelism: the tokens of a batch are cut over ranks, and attention reaches across the cut. Ring
+// attention, Ulysses and any product of them; parameters' gradients are summed over these ranks like over all
+// data axes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isograd/batch.hpp"
+#include "isograd/group.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+
+// ---- the ranks ----
+
+// Which context axes the shard group of the parameters spans; gradients are summed over the others by a
+// separate all-reduce, like over replicas (`cp_fsdp_mode`). The gradient is the same.
+enum class ContextFold { kAll, kUlyssesOnly, kRingOnly, kNone };
+ContextFold context_fold(const std::string& name);  // all | ulysses_only | ring_only | none
+
+struct ContextMeshOptions {
+  int dp_replicate = 1;
+  int ring = 1;     // cp_ring
+  int ulysses = 1;  // cp_ulysses
+  ContextFold fold = ContextFold::kAll;
+};
+
+// dp_replicate x dp_shard x cp_ring x cp_ulysses over the ranks of a world, replicas outermost.
+struct ContextMesh {
+  int dp_rank = 0, dp_size = 1;     // whose batch this is: the ranks of one context group share it
+  Group context = Group::solo();    // cp_ring x cp_ulysses
+  Group ring = Group::solo();       // the same place in each Ulysses group
+  Group ulysses = Group::solo();    // the same place in the ring
+  Group shard = Group::solo();      // dp_shard and the folded context axes: DataGroups(world.group, shard,
+  Group replicate = Group::solo();  //   replicate)
+};
+
+// Collective. ConfigError, with the nearest possible sizes, unless the axes divide the ranks.
+ContextMesh context_mesh(const World& world, const ContextMeshOptions& options);
+
+// ---- cutting the batch ----
+
+struct CutOptions {
+  int ring = 1, ulysses = 1;
+  bool causal = true;
+  // Level the ranks' costs: documents go whole to the rank with the least work, longest first, and the
+  // longest are cut over all ring ranks until costs differ by less than `tolerance`. A document that is cut
+  // is dealt in 2 · ring chunks, rank r getting the r-th and the r-th last (causal), or in `ring` chunks.
+  // Off: the row of all documents is dealt like that as if it were one.
+  bool level = true;
+  double tolerance = 0.05;
+  // What a token costs besides attention, in scores: the model's other work. About 3 · hidden for a decoder
+  // whose feed-forward is 2.7 times as wide (12 · hidden² multiplications a token, 4 · hidden · scores).
+  std::int64_t token_cost = 0;
+  // Fill every rank's part up to the longest one's length, rounded up to a multiple of this, with tokens
+  // that carry no loss. 0: nothing is padded, parts may differ and be empty; nothing in isograd needs
+  // padding.
+  std::int64_t pad_to_multiple = 0;
+  std::int64_t most_tokens = 0;  // that a rank has memory for; 0: no limit
+};
+
+// Where the documents of a batch go, for all ranks alike; no communication. Every document's tokens stay in
+// order within a rank. Empty documents go to rank 0. ConfigError: cu_seqlens that do not ascend from 0, sizes
+// below 1, more tokens on a rank than `most_tokens` (says which document, and how many ranks would do).
+ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options);
+
+// Rank `rank`'s part: its pieces are fragments of the sample they were cut from, with its id, its number of
+// targets in the step, its targets (shifted before the cut) and its positions. ConfigError when the batch
+// contradicts itself or was cut already.
+Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank);
+// Each batch by a cut of its own.
+MicroBatches cut_micro_batches(const MicroBatches& whole, const CutOptions& options, int rank);
+
+// What a cut costs each ring rank (of its Ulysses group together), for people and for tests.
+struct CutCost {
+  std::vector<std::int64_t> tokens;  // [ring]
+  std::vector<std::int64_t> scores;  // [ring]
+  std::int64_t documents_cut = 0;    // that lie on several ring ranks
+  std::int64_t padding = 0;          // tokens over all ranks
+  double imbalance = 1;              // the highest cost over the mean one
+};
+CutCost cost_of(const ContextCut& cut, const CutOptions& options);
+std::string describe(const CutCost& cost);  // one line
+
+// ---- attention ----
+
+// Attention over the context ranks, to be given to a model (DecoderLM::set_attention). Copyable.
+//
+// Ulysses first: an all-to-all turns [T_local, H] into the tokens of the Ulysses group with H / ulysses heads
+// (a key head goes to every rank that needs it, once). Then the ring: queries stay, keys and values travel to
+// the right while the ones at hand are computed, in a second buffer; only the pieces that some rank further
+// on needs are sent, and blocks that no local document needs are not computed. Outputs merge by log-sum-exp.
+// In backward keys and values travel again, and their gradients after them. Memory is O(T_local · H) a rank.
+//
+// Collective over the context ranks, forward and backward alike: every rank makes the same calls and comes to
+// backward, a rank without tokens too (its loss must hang on the model's output).
+class ContextAttention {
+ public:
+  // `context` is ring x ulysses with Ulysses inside, as context_mesh() makes them.
+  ContextAttention(Group context, Group ring, Group ulysses, bool causal = true);
+  explicit ContextAttention(const ContextMesh& mesh, bool causal = true)
+      : ContextAttention(mesh.context, mesh.ring, mesh.ulysses, causal) {}
+
+  // q [T_local, H, D], k and v [T_local, Hkv, D] at the places that batch.cut says; [T_local, H, D].
+  // Differentiable once. With each new cut, ranks compare what they were given (one all-gather):
+  // ConfigError, on all ranks, when shapes, types or cuts differ; when heads do not divide by the Ulysses
+  // ranks, or key heads neither divide by them nor they by key heads (with the nearest possible sizes).
+  at::Tensor operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& v) const;
+
+ private:
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
+
+// The Ulysses sizes that these heads allow.
+std::vector<int> possible_ulysses(std::int64_t heads, std::int64_t key_value_heads);
+
+// The naive twin: all keys and values gathered on every rank, one mask, one softmax.
+at::Tensor naive_context_attention(Group context, const Batch& batch, const at::Tensor& q,
+                                   const at::Tensor& k, const at::Tensor& v, bool causal = true);
+
+}  // namespace isograd

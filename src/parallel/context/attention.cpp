@@ -1,0 +1,242 @@
+// Attention over the context ranks as one autograd node: Ulysses outside, the ring inside.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "attention/attention.hpp"
+#include "attention/views.hpp"
+#include "isograd/context_parallel.hpp"
+#include "isograd/differentiable.hpp"
+#include "isograd/error.hpp"
+#include "parallel/context/ring.hpp"
+#include "parallel/context/ulysses.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const char* const kWhere = "attention over context ranks";
+
+// What one call needs, kept for its backward.
+struct Call final : torch::CustomClassHolder {
+  Call(Group ring_, Group ulysses_) : ring(std::move(ring_)), ulysses(std::move(ulysses_)) {}
+  Group ring, ulysses;
+  RingPlan plan;
+  Group::Rows rows;  // tokens of each Ulysses rank
+};
+
+at::Tensor dense_heads(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+struct Function : torch::autograd::Function<Function> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const c10::intrusive_ptr<Call>& call) {
+    Heads heads{dense_heads(q), dense_heads(k), dense_heads(v)};
+    if (call->ulysses.size() > 1) heads = to_heads(call->ulysses, call->rows, heads);
+    const Attended attended = ring_attend(call->ring, call->plan, heads.q, heads.k, heads.v);
+    const at::Tensor out = attended.out.to(q.scalar_type());
+    ctx->save_for_backward({heads.q, heads.k, heads.v, out, attended.log_sums});
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    ctx->saved_data["key_value_heads"] = k.size(1);
+    return call->ulysses.size() > 1 ? to_tokens(call->ulysses, call->rows, out) : out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
+                      "a second derivative of attention, which is not supported");
+    const auto saved = ctx->get_saved_variables();
+    const auto capsule = ctx->saved_data["call"].toCapsule();
+    Call& call = *static_cast<Call*>(capsule.get());
+    const at::Tensor gradient = call.ulysses.size() > 1 ? from_tokens(call.ulysses, call.rows, gradients[0])
+                                                        : gradients[0].contiguous();
+    const AttentionGradients sums = ring_attend_backward(call.ring, call.plan, saved[0], saved[1], saved[2],
+                                                         {saved[3], saved[4], gradient});
+    Heads result{sums.q, sums.k, sums.v};
+    if (call.ulysses.size() > 1)
+      result = from_heads(call.ulysses, call.rows, result, ctx->saved_data["key_value_heads"].toInt());
+    const auto type = saved[0].scalar_type();
+    return {result.q.to(type), result.k.to(type), result.v.to(type), at::Tensor()};
+  }
+};
+
+std::int64_t hash_of(const ContextCut& cut) {
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a over words
+  const auto add = [&](std::int64_t word) {
+    hash = (hash ^ static_cast<std::uint64_t>(word)) * 1099511628211u;
+  };
+  for (const std::int64_t end : cut.cu_seqlens) add(end);
+  for (const auto& pieces : cut.pieces) {
+    add(-1);
+    for (const Piece& piece : pieces) add(piece.document), add(piece.begin), add(piece.length);
+  }
+  return static_cast<std::int64_t>(hash >> 1);
+}
+
+// Each ring rank's block: the parts of its Ulysses group one after another.
+std::vector<std::vector<Span>> blocks_of(const ContextCut& cut, int ring, int ulysses) {
+  std::vector<std::vector<Span>> blocks(static_cast<std::size_t>(ring));
+  for (int r = 0; r < ring; ++r) {
+    auto& block = blocks[static_cast<std::size_t>(r)];
+    std::int64_t row = 0;
+    for (int u = 0; u < ulysses; ++u)
+      for (const Piece& piece : cut.pieces[static_cast<std::size_t>(r * ulysses + u)]) {
+        if (piece.length == 0) continue;
+        if (!block.empty() && block.back().document == piece.document &&
+            block.back().position + block.back().length == piece.begin)
+          block.back().length += piece.length;
+        else
+          block.push_back({piece.document, piece.begin, piece.length, row});
+        row += piece.length;
+      }
+  }
+  return blocks;
+}
+
+[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+  throw ConfigError({kWhere, std::move(found), std::move(expected), std::move(action)});
+}
+
+void check_shapes(const ContextCut& cut, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const std::int64_t tokens = cut.tokens_of(cut.rank);
+  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
+      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0 || q.size(0) != tokens)
+    refuse(c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
+           fmt::format("q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv and T = {} as the cut says",
+                       tokens),
+           "Pass tensors of the batch that was cut");
+  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
+    refuse(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
+                       c10::toString(v.scalar_type())),
+           "one floating-point dtype", "Convert them");
+}
+
+}  // namespace
+
+std::vector<int> possible_ulysses(std::int64_t heads, std::int64_t key_value_heads) {
+  std::vector<int> sizes;
+  for (std::int64_t size = 1; size <= heads; ++size)
+    if (heads % size == 0 && (key_value_heads % size == 0 || size % key_value_heads == 0))
+      sizes.push_back(static_cast<int>(size));
+  return sizes;
+}
+
+struct ContextAttention::Impl {
+  Group context, ring, ulysses;
+  bool causal;
+  std::shared_ptr<const ContextCut> cut;  // whose plan is kept
+  c10::intrusive_ptr<Call> call;
+
+  void check_agreement(const ContextCut& own, const at::Tensor& q, const at::Tensor& k) {
+    const std::vector<std::int64_t> mine{q.size(1), k.size(1), q.size(2),
+                                         static_cast<std::int64_t>(q.scalar_type()), hash_of(own)};
+    const at::Tensor all = context.all_gather(at::tensor(mine, at::kLong));  // [P, 5]
+    for (int rank = 1; rank < context.size(); ++rank) {
+      if (at::equal(all[rank], all[0])) continue;
+      const auto tell = [&](int of) {
+        const auto* numbers = all[of].const_data_ptr<std::int64_t>();
+        return fmt::format("{} query heads, {} key heads of {} {}, cut {:x}", numbers[0], numbers[1],
+                           numbers[2], c10::toString(static_cast<at::ScalarType>(numbers[3])), numbers[4]);
+      };
+      refuse(fmt::format("context rank {}: {}; rank 0: {}", rank, tell(rank), tell(0)),
+             "the same heads, dtype and cut on every context rank",
+             "Give every rank the same model and cut the same batch");
+    }
+  }
+
+  void check_heads(const at::Tensor& q, const at::Tensor& k) {
+    const auto possible = possible_ulysses(q.size(1), k.size(1));
+    const int size = ulysses.size();
+    if (std::find(possible.begin(), possible.end(), size) != possible.end()) return;
+    int below = 1, above = possible.back();
+    for (const int other : possible) {
+      if (other < size) below = std::max(below, other);
+      if (other > size) above = std::min(above, other);
+    }
+    refuse(fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, q.size(1), k.size(1)),
+           fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one "
+                       "of {}",
+                       fmt::join(possible, ", ")),
+           above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
+                        : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
+  }
+
+  void prepare(const std::shared_ptr<const ContextCut>& given, const at::Tensor& q, const at::Tensor& k,
+               const at::Tensor& v) {
+    if (static_cast<int>(given->pieces.size()) != context.size() || given->rank != context.rank())
+      refuse(fmt::format("rank {}'s part of a batch cut for {} ranks", given->rank, given->pieces.size()),
+             fmt::format("rank {}'s part for {} ranks", context.rank(), context.size()),
+             "Cut the batch for this context group");
+    check_shapes(*given, q, k, v);
+    if (cut == given) return;
+    check_agreement(*given, q, k);
+    check_heads(q, k);
+    auto made = c10::make_intrusive<Call>(ring, ulysses);
+    made->plan = make_ring_plan(blocks_of(*given, ring.size(), ulysses.size()), ring.rank(), causal);
+    for (int u = 0; u < ulysses.size(); ++u)
+      made->rows.push_back(given->tokens_of(ring.rank() * ulysses.size() + u));
+    call = std::move(made);
+    cut = given;
+  }
+};
+
+ContextAttention::ContextAttention(Group context, Group ring, Group ulysses, bool causal)
+    : impl_(std::make_shared<Impl>(Impl{context, ring, ulysses, causal, nullptr, {}})) {
+  if (ring.size() * ulysses.size() != context.size() ||
+      ring.rank() * ulysses.size() + ulysses.rank() != context.rank())
+    refuse(fmt::format("a ring of {} and Ulysses of {} for {} context ranks", ring.size(), ulysses.size(),
+                       context.size()),
+           "sizes that multiply to the context ranks, Ulysses inside", "Use the groups of context_mesh()");
+}
+
+at::Tensor ContextAttention::operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
+                                        const at::Tensor& v) const {
+  if (!batch.cut) {
+    if (impl_->context.size() > 1 && batch.num_tokens() > 0)
+      refuse(fmt::format("a whole batch of {} tokens, for {} context ranks", batch.num_tokens(),
+                         impl_->context.size()),
+             "this rank's part of it", "Cut it first (cut_batch)");
+    return variable_length_attention(q, k, v, batch.cu_seqlens, impl_->causal);
+  }
+  impl_->prepare(batch.cut, q, k, v);
+  return Function::apply(q, k, v, impl_->call);
+}
+
+at::Tensor naive_context_attention(Group context, const Batch& batch, const at::Tensor& q,
+                                   const at::Tensor& k, const at::Tensor& v, bool causal) {
+  const ContextCut& cut = *batch.cut;
+  check_shapes(cut, q, k, v);
+  Group::Rows rows;
+  std::vector<std::int64_t> documents, positions;
+  for (std::size_t rank = 0; rank < cut.pieces.size(); ++rank) {
+    rows.push_back(cut.tokens_of(static_cast<int>(rank)));
+    for (const Piece& piece : cut.pieces[rank])
+      for (std::int64_t i = 0; i < piece.length; ++i) {
+        documents.push_back(piece.document);
+        positions.push_back(piece.begin + i);
+      }
+  }
+  std::int64_t before = 0;
+  for (int rank = 0; rank < cut.rank; ++rank) before += rows[static_cast<std::size_t>(rank)];
+  const auto of_queries = [&](const at::Tensor& x) { return x.narrow(0, before, q.size(0)).unsqueeze(1); };
+  const at::Tensor document = at::tensor(documents, at::kLong), position = at::tensor(positions, at::kLong);
+  at::Tensor visible = of_queries(document).eq(document);  // [T_local, T]
+  if (causal) visible = visible.logical_and(of_queries(position).ge(position));
+
+  const std::int64_t groups = queries_per_key(q, k);
+  const at::Tensor keys = differentiable::all_gather_rows(context, k, rows).repeat_interleave(groups, 1);
+  const at::Tensor values = differentiable::all_gather_rows(context, v, rows).repeat_interleave(groups, 1);
+  const at::Tensor scores = at::einsum("ihd,jhd->hij", {q, keys}) / std::sqrt(static_cast<double>(q.size(2)));
+  const at::Tensor weights =
+      at::softmax(scores.masked_fill(visible.logical_not(), -std::numeric_limits<double>::infinity()), -1,
+                  accumulating_type(q.scalar_type()));
+  return at::einsum("hij,jhd->ihd", {weights.to(q.scalar_type()), values});
+}
+
+}  // namespace isograd

@@ -1,0 +1,274 @@
+// The law with samples cut over ranks: the gradient of data x context ranks is that of one process.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "comm/group_testing.hpp"
+#include "context_step.hpp"
+
+namespace isograd::context {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr double kExact = 1e-10;  // E1
+
+const std::vector<ContextFold> kFolds = {ContextFold::kAll, ContextFold::kUlyssesOnly, ContextFold::kRingOnly,
+                                         ContextFold::kNone};
+
+// Every mesh × layout × mean × accumulation. Each has one strategy and one fold, which take turns;
+// ISOGRAD_FULL_TESTS=1: all of them with each. Folds that make the same groups (an axis of size 1) are one.
+std::vector<ContextFold> folds_of(const Axes& axes) {
+  if (axes.context() == 1) return {ContextFold::kAll};
+  if (axes.ring == 1 || axes.ulysses == 1) return {ContextFold::kAll, ContextFold::kNone};
+  return kFolds;
+}
+
+void check_axes(const Axes& axes, int turn) {
+  const DecoderConfig config = small_decoder(axes.ulysses);
+  const auto strategies = all_strategies();
+  const auto folds = folds_of(axes);
+  int cases = 0;
+  double worst = 0;
+  for (const Layout& layout : kLayouts)
+    for (const bool samples : {false, true})
+      for (const int accumulation : {1, 2}) {
+        const auto whole = make_step(layout, axes.data(), accumulation);
+        const Reference wanted = reference(config, whole, samples);
+        for (std::size_t i = 0; i < strategies.size() * folds.size(); ++i) {
+          if (!testing::full_tests() &&
+              i != static_cast<std::size_t>(turn) % (strategies.size() * folds.size()))
+            continue;
+          const Setting setting{.strategy = strategies[i % strategies.size()],
+                                .fold = folds[i / strategies.size()],
+                                .samples = samples};
+          const Outcome outcome = run_step(axes, config, whole, layout.options, setting);
+          const double error = outcome.worst_error(wanted);
+          EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
+                                   << ", accumulation " << accumulation << ", " << setting.strategy.name()
+                                   << ", fold " << static_cast<int>(setting.fold);
+          for (const StepReport& report : outcome.reports) EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
+          worst = std::max(worst, error);
+          ++cases;
+        }
+        turn += 7;  // no divisor of the numbers of strategies and folds
+      }
+  std::printf("%s: %d cases, largest error of any parameter %.1e of its scale (allowed %.0e)\n",
+              axes.name().c_str(), cases, worst, kExact);
+}
+
+TEST(Context, GradientIsThatOfOneProcess) {
+  int turn = 0;
+  for (const ContextSizes& sizes : testing::kContextSizes)
+    check_axes({.ring = sizes.ring, .ulysses = sizes.ulysses}, turn++);
+}
+
+TEST(Context, UnderDataParallelismToo) {
+  check_axes({.dp_shard = 2, .ring = 2}, 1);
+  check_axes({.dp_replicate = 2, .ring = 2}, 2);
+  check_axes({.dp_shard = 2, .ulysses = 2}, 3);
+  check_axes({.dp_shard = 2, .ring = 2, .ulysses = 2}, 4);
+  check_axes({.dp_replicate = 2, .ring = 2, .ulysses = 2}, 5);
+}
+
+// Doing nothing must not pass as parity.
+TEST(Context, LocalGradientsDifferBeforeTheReduction) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ulysses = 4}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}}) {
+    const DecoderConfig config = small_decoder(axes.ulysses);
+    const auto whole = make_step(kLayouts[3], axes.data(), 2);
+    const Reference wanted = reference(config, whole, true);
+    const Outcome outcome = run_step(axes, config, whole, {}, {.samples = true, .reduce = false});
+    for (std::size_t r = 0; r < outcome.gradients.size(); ++r) {
+      EXPECT_GT(worst_error(outcome.gradients[r], wanted), 1e-3) << axes.name() << ", rank " << r;
+      const auto& next = outcome.gradients[(r + 1) % outcome.gradients.size()];
+      EXPECT_GT(worst_error(outcome.gradients[r], {.gradients = next}), 1e-3) << axes.name();
+    }
+  }
+}
+
+// ---- the museum's mistakes ----
+
+struct AveragesOverContext : planted::Wrapped {  // B19
+  int ranks;
+  AveragesOverContext(std::unique_ptr<DataParallel> inner_, int ranks_)
+      : Wrapped(std::move(inner_)), ranks(ranks_) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.div_(ranks);
+  }
+};
+
+template <typename Mean>
+struct CountsContextPeers : Mean {  // B5: every context rank counts the whole sample
+  double peers;
+  explicit CountsContextPeers(double peers_) : peers(peers_) {}
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = Mean::denominator(census);
+    wrong.value *= peers;
+    return wrong;
+  }
+};
+
+struct FragmentsAreSamples : SampleMean {  // T_b of the tokens at hand
+  Batch prepare(const Batch& batch, const Denominator& denominator) const override {
+    Denominator wrong = denominator;
+    wrong.sample_sizes.clear();
+    for (std::size_t i = 0; i < batch.sample_ids.size(); ++i)
+      wrong.sample_sizes[batch.sample_ids[i]] +=
+          batch.targets.slice(0, batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
+              .ne(kIgnoreIndex)
+              .sum()
+              .item<double>();
+    return SampleMean::prepare(batch, wrong);
+  }
+};
+
+// How all gradients compare with the right ones: the same ratio everywhere, or NaN.
+double common_ratio(const Outcome& outcome, const Reference& wanted) {
+  double common = 0;
+  for (const auto& gradients : outcome.gradients)
+    for (const auto& [name, g] : wanted.gradients) {
+      const double ratio = ((gradients.at(name) * g).sum() / g.square().sum()).item<double>();
+      if (common == 0) common = ratio;
+      if ((gradients.at(name) - common * g).norm().item<double>() > 1e-9 * g.norm().item<double>())
+        return std::nan("");
+    }
+  return common;
+}
+
+TEST(Context, PlantedMistakesAreSeen) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 3}, Axes{.ulysses = 4}, Axes{.ring = 2, .ulysses = 2},
+        Axes{.dp_shard = 2, .ring = 2}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}}) {
+    const DecoderConfig config = small_decoder(axes.ulysses);
+    const double cp = axes.context();
+    for (const bool samples : {false, true})
+      for (const Layout* layout : {&kLayouts[0], &kLayouts[2], &kLayouts[3]}) {
+        const auto whole = make_step(*layout, axes.data(), 2);
+        const Reference wanted = reference(config, whole, samples);
+        const auto outcome = [&](Setting setting) {
+          setting.samples = samples;
+          return run_step(axes, config, whole, layout->options, setting);
+        };
+        const std::string where = fmt::format("{}, {}, samples {}", axes.name(), layout->name, samples);
+
+        const Outcome averaged =
+            outcome({.wrap = [](std::unique_ptr<DataParallel> right,
+                                const ContextMesh& mesh) -> std::unique_ptr<DataParallel> {
+              return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+            }});
+        EXPECT_GT(averaged.worst_error(wanted), 0.1) << "B19: " << where;
+        EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
+
+        const Outcome counted =
+            outcome({.mean = [](bool of_samples, const ContextMesh& mesh) -> std::unique_ptr<Normalizer> {
+              if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.context.size());
+              return std::make_unique<CountsContextPeers<TokenMean>>(mesh.context.size());
+            }});
+        EXPECT_NEAR(common_ratio(counted, wanted), 1 / cp, 1e-9) << "B5: " << where;
+        EXPECT_NEAR(counted.reports[0].loss, wanted.loss / cp, 1e-9) << "B5: " << where;
+        EXPECT_NEAR(averaged.reports[0].loss, wanted.loss, 1e-12) << "B19 has the right loss: " << where;
+
+        if (layout->lengths.size() > 1) {
+          const Outcome joined = outcome({.attention = [](ContextAttention right) -> DecoderLM::Attention {
+            return
+                [right](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+                  auto wrong = std::make_shared<ContextCut>(*testing::joined_across_shards(*batch.cut));
+                  wrong->rank = batch.cut->rank;
+                  Batch leaky = batch;
+                  leaky.cut = wrong;
+                  return right(leaky, q, k, v);
+                };
+          }});
+          EXPECT_GT(joined.worst_error(wanted), 1e-3) << "B20: " << where;
+          EXPECT_TRUE(std::isnan(common_ratio(joined, wanted))) << "B20: " << where;
+        }
+        if (samples) {
+          const Outcome fragments =
+              outcome({.mean = [](bool, const ContextMesh&) -> std::unique_ptr<Normalizer> {
+                return std::make_unique<FragmentsAreSamples>();
+              }});
+          EXPECT_GT(fragments.worst_error(wanted), 1e-3) << "fragments as samples: " << where;
+        }
+        if (axes.ring > 1) {  // B23: right with the axis folded, forgotten where it is not
+          const Outcome forgotten =
+              outcome({.fold = ContextFold::kUlyssesOnly, .mesh = [](ContextMesh& mesh) {
+                         mesh.replicate = planted::skips_reductions(mesh.replicate);
+                       }});
+          EXPECT_GT(forgotten.worst_error(wanted), 1e-3) << "B23: " << where;
+        }
+      }
+  }
+}
+
+// The two means are different losses here, so that one cannot pass for the other.
+TEST(Context, TheMeansDiffer) {
+  for (const Layout& layout : kLayouts) {
+    if (layout.lengths.size() < 3) continue;
+    const auto whole = make_step(layout, 2, 1);
+    const DecoderConfig config = small_decoder(2);
+    const Reference tokens = reference(config, whole, false), samples = reference(config, whole, true);
+    EXPECT_GT(worst_error(tokens.gradients, samples), 1e-2) << layout.name;
+  }
+}
+
+// Another document's tokens change nothing, bit for bit.
+TEST(Context, NothingLeaksBetweenDocuments) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 5}, Axes{.ulysses = 4}, Axes{.ring = 2, .ulysses = 2}})
+    for (const std::size_t which : {1, 2, 3}) {
+      const Layout& layout = kLayouts[which];
+      const DecoderConfig config = small_decoder(axes.ulysses);
+      const Batch whole = make_step(layout, 1, 1)[0][0];
+      CutOptions options = layout.options;
+      options.ring = axes.ring, options.ulysses = axes.ulysses;
+      const ContextCut cut = cut_documents(whole.cu_seqlens, options);
+      run_ranks(axes.ranks(), [&](World& world) {
+        const ContextMesh mesh = context_mesh(world, {.ring = axes.ring, .ulysses = axes.ulysses});
+        DecoderLM model(config, at::kFloat, 3);
+        model.set_attention(ContextAttention(mesh));
+        const auto hidden = [&](const Batch& batch) {
+          return model.hidden(cut_batch(batch, cut, world.rank)).detach();
+        };
+        const at::Tensor before = hidden(whole);
+        for (std::size_t victim = 0; victim + 1 < whole.cu_seqlens.size(); ++victim) {
+          Batch changed = whole;
+          changed.tokens = whole.tokens.clone();
+          at::Tensor place = changed.tokens.slice(0, whole.cu_seqlens[victim], whole.cu_seqlens[victim + 1]);
+          place.add_(11).remainder_(31);
+          const at::Tensor after = hidden(changed);
+          const Batch own = cut_batch(whole, cut, world.rank);
+          for (std::size_t f = 0; f < own.sample_ids.size(); ++f) {
+            const auto part = [&](const at::Tensor& x) {
+              return x.slice(0, own.cu_seqlens[f], own.cu_seqlens[f + 1]);
+            };
+            const bool is_victim = own.sample_ids[f] == whole.sample_ids[victim];
+            const bool same = part(before).equal(part(after));
+            EXPECT_TRUE(is_victim ? !same || part(before).numel() == 0 : same)
+                << axes.name() << ", " << layout.name;
+          }
+        }
+      });
+    }
+}
+
+// Angles that depend on a document's length know the whole document's.
+TEST(Context, DynamicRotaryAnglesAreTheDocuments) {
+  DecoderConfig config = small_decoder(1);
+  config.max_positions = 16;
+  config.rope_scaling = {.kind = "dynamic", .factor = 2};
+  const auto whole = make_step(kLayouts[3], 1, 1);
+  const Reference wanted = reference(config, whole, false);
+  EXPECT_LT(run_step({.ring = 3}, config, whole, {}, {}).worst_error(wanted), kExact);
+}
+
+TEST(Context, AModelWithoutContextAttentionRefusesParts) {
+  const Batch whole = make_step(kLayouts[0], 1, 1)[0][0];
+  DecoderLM model(small_decoder(1), at::kFloat, 3);
+  const Batch part = cut_batch(whole, cut_documents(whole.cu_seqlens, {.ring = 2}), 0);
+  EXPECT_THAT(testing::config_error_of([&] { model.hidden(part); }),
+              HasSubstr("a part of a batch that is cut over 2 context ranks"));
+}
+
+}  // namespace
+}  // namespace isograd::context
