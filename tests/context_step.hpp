@@ -19,7 +19,6 @@
 #include "parallel/context/context_testing.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
-#include "train/build.hpp"
 
 namespace isograd::context {
 
@@ -38,7 +37,7 @@ struct Axes {
 // 12 heads: for every Ulysses size tested. Fewer key heads than ranks where that is possible.
 inline DecoderConfig small_decoder(int ulysses) {
   DecoderConfig config;
-  config.vocabulary = 31, config.hidden = 16, config.layers = 2, config.heads = 12;
+  config.vocabulary = 31, config.hidden = 24, config.layers = 2, config.heads = 12;
   config.key_value_heads = ulysses == 3 ? 12 : 2;
   config.head_dim = 4, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
   return config;
@@ -111,7 +110,7 @@ struct Reference {
 inline Reference reference(const DecoderConfig& config, const std::vector<MicroBatches>& step, bool samples) {
   DecoderLM model(config, at::kDouble, 3);
   model.set_attention([](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    return naive::variable_length_attention(q, k, v, batch.cu_seqlens);
+    return naive_variable_length_attention(q, k, v, batch.cu_seqlens);
   });
   std::map<std::int64_t, double> sizes;
   double targets = 0;
@@ -173,6 +172,25 @@ inline std::vector<Strategy> all_strategies() {
   return all;
 }
 
+// The decoder's blocks as units of ZeRO-3, everything else as its root.
+inline ModelUnits units_of(DecoderLM& model) {
+  ModelUnits units{.root = UnitHandle([&model] {
+                     std::vector<at::Tensor> all;
+                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
+                     return all;
+                   }),
+                   .blocks = {}};
+  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
+    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
+                                                 const DecoderLM::BlockForward& block) {
+    return blocks[static_cast<std::size_t>(layer)].run({stream}, [block](const std::vector<at::Tensor>& in) {
+      return std::vector<at::Tensor>{block(in[0])};
+    })[0];
+  });
+  return units;
+}
+
 struct Setting {
   Strategy strategy{.flat = {.name = "bucketed"}};
   ContextFold fold = ContextFold::kAll;
@@ -181,9 +199,9 @@ struct Setting {
   // Seams for what is planted.
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const ContextMesh&)> wrap =
       [](std::unique_ptr<DataParallel> layout, const ContextMesh&) { return layout; };
-  std::function<std::unique_ptr<Normalizer>(bool samples, const ContextMesh&)> mean =
-      [](bool samples, const ContextMesh&) -> std::unique_ptr<Normalizer> {
-    if (samples) return std::make_unique<SampleMean>();
+  std::function<std::unique_ptr<Normalizer>(bool, const ContextMesh&)> mean =
+      [](bool of_samples, const ContextMesh&) -> std::unique_ptr<Normalizer> {
+    if (of_samples) return std::make_unique<SampleMean>();
     return std::make_unique<TokenMean>();
   };
   std::function<DecoderLM::Attention(ContextAttention)> attention = [](ContextAttention right) {
@@ -225,10 +243,14 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
     };
     std::unique_ptr<DataParallel> layout;
     if (setting.strategy.zero3) {
-      const ModelUnits units = model_units(model, RunConfig{});
+      const ModelUnits units = units_of(model);
       layout = fully_shard(units.root, model.named(), units.blocks, groups,
                            {.checkpoint = setting.strategy.checkpoint});
-      forward = inside(units.root, forward);
+      forward = [root = units.root, forward](const Batch& batch) -> LossTerms {
+        return {{"cross_entropy", root.run({}, [&](const std::vector<at::Tensor>&) {
+                   return std::vector<at::Tensor>{forward(batch)[0].sum};
+                 })[0]}};
+      };
     } else {
       layout = setting.strategy.flat.make(trainable_parameters(model.named()), groups,
                                           {.bucket_bytes = 1024, .overlap = setting.reduce});

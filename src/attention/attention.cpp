@@ -172,10 +172,8 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
       .reshape(q.sizes());
 }
 
-namespace naive {
-
-at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+at::Tensor naive_variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                           const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   check(q, k, v, cu_seqlens);
   const std::int64_t tokens = q.size(0), groups = queries_per_key(q, k);
   at::Tensor visible = at::zeros({tokens, tokens}, q.options().dtype(at::kBool));
@@ -192,5 +190,4 @@ at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, c
   return at::einsum("hij,jhd->ihd", {weights.to(q.scalar_type()), values});
 }
 
-}  // namespace naive
 }  // namespace isograd

@@ -20,10 +20,8 @@ at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, c
 // keys and values. q [L, H, D], keys and values [N, Hkv, D], L <= N; returns [L, H, D].
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values);
 
-namespace naive {
 // The obviously right twin: one T×T mask, an explicit softmax.
-at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
-}  // namespace naive
+at::Tensor naive_variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                           const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
 
 }  // namespace isograd

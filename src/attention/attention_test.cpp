@@ -59,7 +59,7 @@ TEST(Attention, AgreesWithItsNaiveTwin) {
         for (const bool causal : {true, false}) {
           const auto problem = make_problem(37, heads, key_heads, 16, type, 1);
           const auto ours = run(variable_length_attention, problem, cut, causal);
-          const auto theirs = run(naive::variable_length_attention, problem, cut, causal);
+          const auto theirs = run(naive_variable_length_attention, problem, cut, causal);
           for (std::size_t i = 0; i < ours.size(); ++i)
             EXPECT_LT(relative(ours[i], theirs[i]), tolerance)
                 << c10::toString(type) << " heads " << heads << "/" << key_heads << " fragments "
@@ -113,7 +113,7 @@ TEST(Attention, StridedInputsAndFrozenOnes) {
   const auto q = all.narrow(1, 0, heads), k = all.narrow(1, heads, key_heads).clone().requires_grad_(),
              v = all.narrow(1, heads + key_heads, key_heads);
   const auto out = variable_length_attention(q, k, v, {0, 12, 20});
-  EXPECT_LT(relative(out.detach(), naive::variable_length_attention(q, k, v, {0, 12, 20}).detach()), 1e-13);
+  EXPECT_LT(relative(out.detach(), naive_variable_length_attention(q, k, v, {0, 12, 20}).detach()), 1e-13);
   out.sum().backward();
   EXPECT_TRUE(k.grad().defined());
   const at::Tensor permuted = q.transpose(0, 1).contiguous().transpose(0, 1);
@@ -127,7 +127,7 @@ TEST(Attention, AnEmptyBatchGivesEmptyGradients) {
 
 TEST(Attention, CachedEqualsWhole) {
   const auto problem = make_problem(19, 6, 2, 16, at::kDouble, 5);
-  const at::Tensor whole = naive::variable_length_attention(problem.q, problem.k, problem.v, {0, 19});
+  const at::Tensor whole = naive_variable_length_attention(problem.q, problem.k, problem.v, {0, 19});
   for (const std::int64_t last : {1, 4, 19})
     EXPECT_LT(relative(cached_attention(problem.q.narrow(0, 19 - last, last), problem.k, problem.v),
                        whole.narrow(0, 19 - last, last)),

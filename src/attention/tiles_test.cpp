@@ -94,7 +94,7 @@ std::vector<at::Tensor> whole(const Problem& problem, bool causal) {
   for (const auto& x : {problem.q, problem.k, problem.v})
     leaves.push_back(x.detach().clone().requires_grad_());
   const at::Tensor out =
-      naive::variable_length_attention(leaves[0], leaves[1], leaves[2], problem.cu_seqlens, causal);
+      naive_variable_length_attention(leaves[0], leaves[1], leaves[2], problem.cu_seqlens, causal);
   std::vector<at::Tensor> results{out.detach()};
   for (auto& gradient : torch::autograd::grad({out}, leaves, {problem.gradient})) results.push_back(gradient);
   return results;

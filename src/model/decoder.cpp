@@ -188,7 +188,7 @@ const DecoderConfig& DecoderLM::config() const {
 at::Tensor DecoderLM::hidden(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
   const auto device = impl_->embedding.device();
-  if (batch.cut && !impl_->attention)
+  if (batch.cut && !impl_->given_attention)
     throw ConfigError(
         {.where = "batch for the model",
          .found = fmt::format("a part of a batch that is cut over {} context ranks, and attention "
@@ -202,9 +202,9 @@ at::Tensor DecoderLM::hidden(const Batch& batch) {
                                 : batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
   const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths);
   Attend attend;
-  if (impl_->attention)
-    attend = [attention = impl_->attention, batch](std::int64_t, const at::Tensor& q, const at::Tensor& k,
-                                                   const at::Tensor& v) { return attention(batch, q, k, v); };
+  if (impl_->given_attention)
+    attend = [given = impl_->given_attention, batch](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                                     const at::Tensor& v) { return given(batch, q, k, v); };
   else
     attend = [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v) {
@@ -230,7 +230,7 @@ void DecoderLM::set_around_block(AroundBlock around) {
 }
 
 void DecoderLM::set_attention(Attention attention) {
-  impl_->attention = std::move(attention);
+  impl_->given_attention = std::move(attention);
 }
 
 std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {

@@ -48,7 +48,7 @@ struct DecoderLM::Impl {
   at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
   std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
   AroundBlock around;                                        // empty: nothing
-  Attention attention;                                       // empty: within the fragments of one device
+  Attention given_attention;                                 // empty: within fragments, on one device
 };
 
 }  // namespace isograd

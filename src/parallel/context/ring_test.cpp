@@ -48,7 +48,7 @@ Results run(Attention&& attention, const Problem& problem) {
 Results one_process(const Problem& problem, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   return run(
       [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-        return naive::variable_length_attention(q, k, v, cu_seqlens, causal);
+        return naive_variable_length_attention(q, k, v, cu_seqlens, causal);
       },
       problem);
 }
