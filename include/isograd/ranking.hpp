@@ -1,0 +1,313 @@
+// Ranking and imbalance losses over the global batch: smooth average precision, recall at a quantile, partial
+// AUC, focal losses (docs/ranking.md). None of them decomposes over samples: each ranks, or counts, the rows
+// of all ranks of its group.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/gather.hpp"
+#include "isograd/group.hpp"
+
+namespace isograd {
+
+// Of the classes (ranking losses: those that are valid) or elements (focal losses).
+enum class LossReduction {
+  kMean,
+  kSum,
+  kNone,          // [C], NaN where a class is invalid; focal losses: this rank's elements
+  kMeanPositive,  // softmax focal: divided by the number of foreground elements
+};
+
+// What the trainer does with the ranks' parameter gradients. isograd sums them; kMean is for a trainer that
+// averages: the gradient is then multiplied by the number of ranks, the value is not.
+enum class GradReduction { kSum, kMean };
+
+// torch.quantile's: of the two order statistics around the rank q (n − 1).
+enum class Interpolation { kLinear, kLower, kHigher, kNearest, kMidpoint };
+
+struct RankingOptions {
+  std::int64_t num_classes = 1;    // 1: binary, targets 0 and 1; more: one-vs-rest
+  std::int64_t queue_size = 1024;  // rows of earlier batches that take part in the ranking; 0: none
+  double temperature = 0.01;       // of SmoothAP and recall in units of the scores, of PAUC in its own scale
+  LossReduction reduction = LossReduction::kMean;
+  std::int64_t ignore_index = -100;
+  bool update_queue_in_eval = false;
+  std::int64_t max_pool_size = 0;  // rows at most, by minimum-quota subsampling; 0: all
+  GradReduction grad_reduction = GradReduction::kSum;
+  std::uint64_t seed = 0;    // of subsampling, shared by all ranks
+  bool check_queue = false;  // compare a checksum of the queue over ranks, in the header
+};
+
+// Optional inputs of a forward; given on all ranks that have rows, or on none.
+struct RankingExtras {
+  at::Tensor iid_mask{};       // [N] bool: rows that PAUC may estimate thresholds from; undefined: all
+  at::Tensor sample_weight{};  // [N] finite, >= 0: weights of the positives in the numerator; undefined: 1
+};
+
+struct RankingDiagnostics {             // of PAUC, each [C]
+  at::Tensor t_alpha, t_beta, tau_eff;  // fp64; NaN where invalid
+  at::Tensor pauc_var;        // population variance over the numerator's positives of their contributions
+  at::Tensor band_neg_count;  // int64, iid negatives in [t_beta, t_alpha]; 0 where invalid
+  at::Tensor grad_pos_count;  // int64, positives of this rank
+};
+
+struct RankingResult {
+  at::Tensor loss;       // scalar, or [C] under kNone; differentiable
+  at::Tensor per_class;  // [C], NaN where invalid; detached
+  at::Tensor valid;      // [C] bool
+  RankingDiagnostics diagnostics{};
+};
+
+struct RankingPool;      // src/loss/ranking/pool.hpp
+struct RankingExchange;  // src/loss/ranking/pool.hpp
+template <typename T>
+struct ClassPool;
+struct ClassResult;
+
+// What the ranking losses share. Rows whose target is ignore_index take part in nothing. The pool is the rows
+// of all ranks, rank by rank, then the queue; its scores but this rank's are constants, which are ranked
+// against all the same.
+//
+// Gradient: the value is the whole loss on every rank ("replicated" in LossTerm), and this rank's scores get
+// exactly their own derivative, so that parameter gradients *summed* over ranks are those of one process on
+// the rank-major concatenation of all rows. Averaged, they are 1/W of it: see GradReduction.
+//
+// Collectives of a forward on W > 1 ranks: a header, the rows (left out when there are none), and for the
+// losses whose work is dealt out one reduce-scatter of score gradients and value (one all-reduce without
+// gradient). The backward has none. Everything refused is refused on every rank, with the rank at fault
+// named.
+//
+// Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature. They are the same
+// on all ranks. CPU tensors and groups; scores of other devices are copied. No second derivatives:
+// ConfigError.
+class RankingLoss : public torch::nn::Module {
+ public:
+  // scores [N, C] floating, targets [N] or [N, 1]. N may be 0, and differ over ranks.
+  at::Tensor forward(const at::Tensor& scores, const at::Tensor& targets, const RankingExtras& extras = {});
+  RankingResult evaluate(const at::Tensor& scores, const at::Tensor& targets,
+                         const RankingExtras& extras = {});
+
+  void reset_queue();
+  std::int64_t queue_rows() const;  // filled ones
+  double temperature() const;
+  void set_temperature(double temperature);  // ConfigError unless > 0
+
+  using State = std::vector<std::pair<std::string, at::Tensor>>;
+  State state() const;                  // copies of the buffers
+  void load_state(const State& state);  // ConfigError: another size of queue, other classes, a buffer missing
+
+  const RankingOptions& options() const { return options_; }
+  Group& group() { return group_; }
+
+ protected:
+  RankingLoss(std::string name, RankingOptions options, Group group);
+  virtual bool deals_out_work() const = 0;
+  virtual std::uint64_t fingerprint() const = 0;  // of the subclass's own options
+  // One class; see cores.hpp.
+  virtual ClassResult compute(const ClassPool<float>& pool, float* gradient) const = 0;
+  virtual ClassResult compute(const ClassPool<double>& pool, double* gradient) const = 0;
+
+  void check(bool holds, const std::string& key, const std::string& found, const std::string& expected) const;
+
+ private:
+  void push(const RankingPool& pool);
+  std::vector<std::int64_t> subsample(const RankingPool& pool) const;
+
+  std::string name_;
+  RankingOptions options_;
+  Group group_;
+  at::Tensor queue_scores_;   // [Q, C] fp64
+  at::Tensor queue_labels_;   // [Q] int64; -1: not filled
+  at::Tensor queue_iid_;      // [Q] bool
+  at::Tensor queue_weights_;  // [Q] fp64
+  at::Tensor position_;       // [2] int64: where the next row goes, forwards made
+  at::Tensor temperature_;    // [1] fp64
+};
+
+// 1 − AP, with sigmoids for ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): for a positive k
+// a_k = 1 + Σ_{j≠k} σ((s_j − s_k)/τ), p_k the same over positives, AP = Σ w_k p_k/a_k / Σ w_k. Invalid
+// without positives or without negatives. O(P M) time in tiles, dealt out over the ranks; O(P + M) memory.
+class SmoothAPLoss final : public RankingLoss {
+ public:
+  explicit SmoothAPLoss(RankingOptions options = {}, Group group = Group::solo());
+
+ private:
+  bool deals_out_work() const override { return true; }
+  std::uint64_t fingerprint() const override { return 1; }
+  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
+  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
+};
+
+struct RecallOptions : RankingOptions {
+  double quantile = 0.005;  // in (0, 1): the share of all rows above the threshold
+  Interpolation interpolation = Interpolation::kHigher;
+};
+
+// 1 − mean over positives of σ((s − θ)/τ), θ the (1 − quantile) quantile of all scores, not differentiated.
+// Invalid without positives.
+class RecallAtQuantileLoss final : public RankingLoss {
+ public:
+  explicit RecallAtQuantileLoss(RecallOptions options = {}, Group group = Group::solo());
+
+ private:
+  bool deals_out_work() const override { return false; }
+  std::uint64_t fingerprint() const override;
+  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
+  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
+  double quantile_;
+  Interpolation interpolation_;
+};
+
+struct PAUCOptions : RankingOptions {
+  PAUCOptions() { temperature = 0.1; }
+  double alpha = 0, beta = 0.005;  // band of false-positive rates, 0 <= alpha < beta <= 1
+  enum class Surrogate { kTrapezoid, kPairwise } surrogate = Surrogate::kTrapezoid;
+  std::int64_t n_knots = 2;  // of the trapezoid
+  enum class Scale { kIqr, kBand } tau_scale = Scale::kIqr;
+  enum class Numerator { kPool, kLive } pos_numerator = Numerator::kPool;
+  enum class Basis { kFpr, kPopulation } budget_basis = Basis::kFpr;
+  Interpolation interpolation = Interpolation::kHigher;
+};
+
+// 1 − partial AUC over a band of false-positive rates: soft true-positive rates at the band's quantiles of
+// the negatives (trapezoid), or positives against the negatives in the band (pairwise). The temperature is
+// multiplied by a dispersion of the reference scores. Invalid without positives, without iid negatives, or
+// where the dispersion is at most 1e-12. docs/ranking.md has the formulas.
+class PAUCAtBudgetLoss final : public RankingLoss {
+ public:
+  explicit PAUCAtBudgetLoss(PAUCOptions options = {}, Group group = Group::solo());
+
+ private:
+  bool deals_out_work() const override { return pairwise_; }
+  std::uint64_t fingerprint() const override;
+  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
+  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
+  PAUCOptions band_;
+  bool pairwise_;
+};
+
+struct SigmoidFocalOptions {
+  double alpha = 0.25;  // in [0, 1], or -1: no class weight
+  double gamma = 2;     // >= 0
+  LossReduction reduction = LossReduction::kMean;
+  GradReduction grad_reduction = GradReduction::kSum;
+};
+
+// a_t (1 − p_t)^γ · binary cross entropy (Lin et al., "Focal loss", ICCV 2017, eq. 5) over elements of any
+// shape; targets in [0, 1], soft ones too. kMean divides by the elements (or weights) of all ranks; 0
+// elements: 0. The value of kMean and kSum is the whole on every rank and its gradient exact under a sum, as
+// of RankingLoss; kNone gives this rank's elements. One collective a forward; nothing is gathered.
+class SigmoidFocalLoss final : public torch::nn::Module {
+ public:
+  explicit SigmoidFocalLoss(SigmoidFocalOptions options = {}, Group group = Group::solo());
+  // sample_weight: dim 0 as the scores', further dims broadcast.
+  at::Tensor forward(const at::Tensor& scores, const at::Tensor& targets,
+                     const at::Tensor& sample_weight = {});
+
+ private:
+  SigmoidFocalOptions options_;
+  Group group_;
+};
+
+struct SoftmaxFocalOptions {
+  std::vector<double> alpha{};  // a weight for each class; empty: none
+  double gamma = 2;             // >= 0
+  LossReduction reduction = LossReduction::kMean;
+  double label_smoothing = 0;  // in [0, 1)
+  std::int64_t ignore_index = -100;
+  std::int64_t background_class = 0;  // of kMeanPositive
+  GradReduction grad_reduction = GradReduction::kSum;
+};
+
+// α_y (1 − p_y)^γ · cross entropy. kMean: over valid elements; kMeanPositive: the sum over all valid elements
+// by the number of those that are not background. Weighted: by the weight mass of the same elements. All over
+// all ranks; as SigmoidFocalLoss otherwise.
+class SoftmaxFocalLoss final : public torch::nn::Module {
+ public:
+  explicit SoftmaxFocalLoss(SoftmaxFocalOptions options = {}, Group group = Group::solo());
+  // scores [N, C] or [N, C, ...]; targets, and weights if any, [N] or [N, ...] int64
+  at::Tensor forward(const at::Tensor& scores, const at::Tensor& targets,
+                     const at::Tensor& sample_weight = {});
+
+ private:
+  SoftmaxFocalOptions options_;
+  Group group_;
+};
+
+struct WarmupOptions {
+  std::int64_t warmup_epochs = 0, blend_epochs = 0;
+  std::optional<std::int64_t> warmup_steps{}, blend_steps{};  // instead of epochs
+  double temp_start = 0.05, temp_end = 0.005;
+  std::int64_t temp_decay_steps = 10000;
+  double final_main_weight = 1;  // in (0, 1]
+  bool reset_queue_each_epoch = false;
+};
+
+// Trains with `warmup` first, then blends to `main`, whose temperature then decays. Both must keep one
+// convention: the whole value on every rank, exact under a sum of gradients (the focal losses above over the
+// same group are). Extras reach `main` in every phase, sample_weight reaches `warmup` too. A training forward
+// before the hooks were called is a ConfigError: it would warm up for ever. State: the progress and main's
+// (its queue, its temperature).
+class LossWarmup final : public torch::nn::Module {
+ public:
+  using Warmup = std::function<at::Tensor(const at::Tensor& scores, const at::Tensor& targets,
+                                          const at::Tensor& sample_weight)>;
+  LossWarmup(Warmup warmup, std::shared_ptr<RankingLoss> main, WarmupOptions options = {});
+
+  void on_train_epoch_start(std::int64_t epoch);
+  void on_train_batch_start(std::int64_t global_step);
+  double main_weight() const;  // 0 in the warm-up, final_main_weight after the blend
+  at::Tensor forward(const at::Tensor& scores, const at::Tensor& targets, const RankingExtras& extras = {});
+  RankingLoss& main() { return *main_; }
+
+  RankingLoss::State state() const;
+  void load_state(const RankingLoss::State& state);
+
+ private:
+  std::int64_t steps_past_warmup() const;  // < 0: in the warm-up
+
+  Warmup warmup_;
+  std::shared_ptr<RankingLoss> main_;
+  WarmupOptions options_;
+  at::Tensor progress_;  // [3] int64: epoch, step, step of the switch; -1: not told yet
+};
+
+// The q-th quantiles of `values` (floating, 1-D, not empty) by torch.quantile's rank arithmetic: q is rounded
+// to the values' type, rank = q (n − 1) computed in it (in fp64 above 2^24 values, where torch.quantile
+// refuses). fp16 and bf16 are computed in fp32. A NaN among the values gives NaN. ConfigError: q outside [0,
+// 1], no values.
+std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,
+                              Interpolation interpolation = Interpolation::kLinear);
+
+// The same over the values of all ranks, any number on each, 0 included; the same bits on every rank and as
+// on one process. Nothing is gathered: a radix selection, one all-reduce of 2^11 counts for each order
+// statistic (up to two a quantile) and digit: 3 rounds in fp32, 6 in fp64, all quantiles together, after one
+// of 2 numbers. Cheaper than gathering from about 3 · 2^11 · 8 · order statistics bytes of values on.
+std::vector<double> distributed_quantiles(Group& group, const at::Tensor& values,
+                                          const std::vector<double>& q,
+                                          Interpolation interpolation = Interpolation::kLinear);
+
+// Of one set of scores [N] with targets [N] in {0, 1}, without smoothing.
+struct RankingMetrics {
+  std::int64_t rows = 0, positives = 0;
+  double average_precision = 0;  // Σ (R_n − R_{n-1}) P_n over distinct scores: ties enter together
+  double recall_at_quantile = 0;  // positives among the ⌈quantile · N⌉ highest scores, ties shared out evenly
+  double partial_auc = 0;         // ROC area over false-positive rates [0, budget], by `budget`: in [0, 1]
+};
+RankingMetrics ranking_metrics(const at::Tensor& scores, const at::Tensor& targets, double quantile,
+                               double budget);
+// Over the rows of all ranks: gathered, one header and one buffer.
+RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at::Tensor& targets,
+                               double quantile, double budget);
+
+}  // namespace isograd

@@ -1,0 +1,298 @@
+#include "loss/ranking/pool.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "loss/checks.hpp"
+
+namespace isograd {
+namespace {
+
+std::string shape(const at::Tensor& tensor) {
+  return tensor.defined() ? fmt::format("[{}]", fmt::join(tensor.sizes(), ", ")) : "nothing";
+}
+
+class Checker {
+ public:
+  Checker(const std::string& where, LocalRows& rows) : where_(where), rows_(rows) {}
+  // Keeps the first problem. False: stop looking.
+  bool operator()(bool holds, std::string found, std::string expected, std::string action) {
+    if (!holds && !rows_.problem)
+      rows_.problem = ErrorText{where_, std::move(found), std::move(expected), std::move(action)};
+    return !rows_.problem;
+  }
+
+ private:
+  const std::string& where_;
+  LocalRows& rows_;
+};
+
+enum Field : std::int64_t {
+  kFingerprint,
+  kClasses,
+  kType,
+  kRows,
+  kProblem,
+  kWeights,  // 0: none, 1: given, 2: no rows to weigh
+  kIid,
+  kGradient,
+  kForwards,
+  kUpdates,
+  kChecksum,
+  kFields
+};
+
+// 1 byte a row where labels are 0 and 1, else 4: the label above a bit for iid.
+std::int64_t label_bytes(std::int64_t classes) {
+  return classes == 1 ? 1 : 4;
+}
+
+std::int64_t row_bytes(std::int64_t classes, std::int64_t element, bool weights) {
+  return classes * element + label_bytes(classes) + (weights ? 8 : 0);
+}
+
+at::Tensor packed(const LocalRows& local, std::int64_t classes, bool weights) {
+  const auto n = static_cast<std::int64_t>(local.labels.size());
+  const auto element = static_cast<std::int64_t>(local.scores.element_size());
+  at::Tensor bytes = at::empty({n * row_bytes(classes, element, weights)}, at::kByte);
+  if (n == 0) return bytes;
+  auto* at = bytes.data_ptr<std::uint8_t>();
+  std::memcpy(at, local.scores.const_data_ptr(), static_cast<std::size_t>(n * classes * element));
+  at += n * classes * element;
+  for (std::size_t i = 0; i < local.labels.size(); ++i) {
+    const auto code = static_cast<std::uint32_t>(local.labels[i] << 1 | local.iid[i]);
+    std::memcpy(at, &code, static_cast<std::size_t>(label_bytes(classes)));  // little-endian, as all of us
+    at += label_bytes(classes);
+  }
+  if (weights) std::memcpy(at, local.weights.data(), static_cast<std::size_t>(n) * 8);
+  return bytes;
+}
+
+std::string ranks_by(const std::int64_t* headers, int size, Field field,
+                     const std::function<std::string(std::int64_t)>& say) {
+  std::string text;
+  for (int rank = 0; rank < size; ++rank)
+    text += fmt::format("{}rank {}: {}", rank > 0 ? ", " : "", rank, say(headers[rank * kFields + field]));
+  return text;
+}
+
+// The same refusal on every rank, the one at fault saying more.
+void check_headers(const std::string& where, const std::int64_t* headers, int size, const LocalRows& local) {
+  for (int rank = 0; rank < size; ++rank)
+    if (headers[rank * kFields + kProblem] != 0) {
+      if (local.problem) throw ConfigError(*local.problem);
+      refuse(where, fmt::format("rank {} refused its input", rank), "rows that can be ranked on every rank",
+             fmt::format("See what rank {} says", rank));
+    }
+  const auto differ = [&](Field field) {
+    for (int rank = 1; rank < size; ++rank)
+      if (headers[rank * kFields + field] != headers[field]) return true;
+    return false;
+  };
+  const auto number = [](std::int64_t value) { return std::to_string(value); };
+  if (differ(kFingerprint))
+    refuse(where,
+           "ranks that differ: " +
+               ranks_by(headers, size, kFingerprint,
+                        [](std::int64_t v) { return fmt::format("{:016x}", static_cast<std::uint64_t>(v)); }),
+           "the same loss with the same options", "Construct it alike on every rank");
+  if (differ(kClasses))
+    refuse(where, "scores of " + ranks_by(headers, size, kClasses, number) + " classes", "one number",
+           "Give scores [N, C] with one C");
+  if (differ(kType))
+    refuse(where,
+           "scores of other types: " +
+               ranks_by(headers, size, kType,
+                        [](std::int64_t value) { return c10::toString(static_cast<at::ScalarType>(value)); }),
+           "one type", "Convert the scores");
+  if (differ(kForwards))
+    refuse(where, "forwards made: " + ranks_by(headers, size, kForwards, number), "as many on every rank",
+           "Call the loss equally often, without rows where there are none; load one state everywhere");
+  if (differ(kUpdates))
+    refuse(where, "ranks in training and ranks in evaluation", "one mode", "Call train() or eval() alike");
+  if (differ(kChecksum))
+    refuse(where, "queues that differ over ranks", "the same rows on every rank",
+           "Load one state on every rank, and never write to the buffers");
+  for (const Field field : {kWeights, kIid}) {
+    bool given = false, absent = false;
+    for (int rank = 0; rank < size; ++rank) {
+      const std::int64_t value = headers[rank * kFields + field];
+      given = given || value == 1, absent = absent || value == 0;
+    }
+    if (given && absent)
+      refuse(where,
+             std::string(field == kWeights ? "sample_weight" : "iid_mask") + " on some ranks only: " +
+                 ranks_by(headers, size, field,
+                          [](std::int64_t value) {
+                            return value == 2 ? "no rows" : value == 1 ? "given" : "not given";
+                          }),
+             "on all ranks that have rows, or on none",
+             "Pass it on every rank, ones where nothing is special");
+  }
+}
+
+}  // namespace
+
+LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::int64_t ignore_index,
+                     const at::Tensor& scores, const at::Tensor& targets_given, const at::Tensor& iid_mask,
+                     const at::Tensor& sample_weight) {
+  LocalRows rows;
+  Checker check(where, rows);
+  rows.scores = at::empty({0, num_classes}, at::kFloat);
+  if (!check(scores.defined() && scores.dim() == 2 && scores.size(1) == num_classes &&
+                 at::isFloatingType(scores.scalar_type()),
+             "scores " + shape(scores), fmt::format("[N, {}] of a floating type", num_classes),
+             "Pass one score for each row and class"))
+    return rows;
+  const std::int64_t n = scores.size(0);
+  rows.is_empty = n == 0;
+  rows.scores = at::empty({0, num_classes}, scores.options().device(at::kCPU));
+  at::Tensor targets = targets_given;
+  if (targets.defined() && targets.dim() == 2 && targets.size(1) == 1) targets = targets.squeeze(1);
+  if (!check(targets.defined() && targets.dim() == 1 && targets.size(0) == n, "targets " + shape(targets),
+             fmt::format("[{}]", n), "Pass one target for each row of scores"))
+    return rows;
+  if (iid_mask.defined() &&
+      !check(iid_mask.dim() == 1 && iid_mask.size(0) == n, "iid_mask " + shape(iid_mask),
+             fmt::format("[{}]", n), "Pass one flag for each row of scores"))
+    return rows;
+  if (sample_weight.defined() &&
+      !check(sample_weight.dim() == 1 && sample_weight.size(0) == n, "sample_weight " + shape(sample_weight),
+             fmt::format("[{}]", n), "Pass one weight for each row of scores"))
+    return rows;
+  rows.has_weights = sample_weight.defined();
+  rows.has_iid = iid_mask.defined();
+
+  const at::Tensor labels = targets.detach().to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor flags =
+      rows.has_iid ? iid_mask.detach().to(at::kCPU, at::kBool).contiguous() : at::Tensor();
+  const at::Tensor weights =
+      rows.has_weights ? sample_weight.detach().to(at::kCPU, at::kDouble).contiguous() : at::Tensor();
+  const double* label = labels.data_ptr<double>();
+  const std::int64_t most = num_classes == 1 ? 1 : num_classes - 1;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (label[i] == static_cast<double>(ignore_index)) continue;
+    if (!check(label[i] == std::floor(label[i]) && label[i] >= 0 && label[i] <= static_cast<double>(most),
+               fmt::format("target {} in row {}", label[i], i),
+               fmt::format("an integer from 0 to {}, or {} to ignore the row", most, ignore_index),
+               "Correct the targets"))
+      return rows;
+    if (rows.has_weights) {
+      const double weight = weights.data_ptr<double>()[i];
+      if (!check(std::isfinite(weight) && weight >= 0, fmt::format("sample_weight {} in row {}", weight, i),
+                 "finite weights >= 0", "Correct the weights"))
+        return rows;
+      rows.weights.push_back(weight + 0.0);
+    }
+    rows.kept.push_back(i);
+    rows.labels.push_back(static_cast<std::int64_t>(label[i]));
+    rows.iid.push_back(!rows.has_iid || flags.data_ptr<bool>()[i] ? 1 : 0);
+  }
+  at::Tensor chosen = scores.detach().to(at::kCPU);
+  if (static_cast<std::int64_t>(rows.kept.size()) < n)
+    chosen = chosen.index_select(0, at::tensor(rows.kept, at::kLong));
+  rows.scores = chosen.contiguous();
+  const at::Tensor finite = at::isfinite(rows.scores).all(1);
+  if (rows.kept.empty() || finite.all().item<bool>()) return rows;
+  const auto bad = at::logical_not(finite).nonzero()[0].item<std::int64_t>();
+  check(false, fmt::format("a score that is not finite in row {}", rows.kept[static_cast<std::size_t>(bad)]),
+        "finite scores in rows that are not ignored", "Look for the step at which the model diverged");
+  return rows;
+}
+
+RankingPool exchange_rows(const std::string& where, Group& group, const LocalRows& local,
+                          RankingExchange& header) {
+  const int size = group.size();
+  const std::int64_t classes = local.scores.size(1);
+  RankingPool pool{.classes = classes, .rows = {static_cast<std::int64_t>(local.labels.size())}};
+  at::Tensor bytes;
+  bool weighted = local.has_weights;
+  at::ScalarType type = local.scores.scalar_type();
+  if (size == 1) {
+    if (local.problem) throw ConfigError(*local.problem);
+    bytes = packed(local, classes, weighted);
+  } else {
+    at::Tensor own = at::zeros({kFields}, at::kLong);
+    auto* field = own.data_ptr<std::int64_t>();
+    field[kFingerprint] = static_cast<std::int64_t>(header.fingerprint);
+    field[kClasses] = classes;
+    field[kType] = static_cast<std::int64_t>(type);
+    field[kRows] = pool.rows[0];
+    field[kProblem] = local.problem ? 1 : 0;
+    field[kWeights] = local.is_empty ? 2 : local.has_weights ? 1 : 0;
+    field[kIid] = local.is_empty ? 2 : local.has_iid ? 1 : 0;
+    field[kGradient] = header.wants_gradient ? 1 : 0;
+    field[kForwards] = header.forwards;
+    field[kUpdates] = header.updates_queue ? 1 : 0;
+    field[kChecksum] = static_cast<std::int64_t>(header.queue_checksum);
+    const at::Tensor all = group.all_gather(own);
+    const auto* headers = all.data_ptr<std::int64_t>();
+    check_headers(where, headers, size, local);
+    pool.rows.clear();
+    weighted = false;
+    for (int rank = 0; rank < size; ++rank) {
+      const std::int64_t* of = headers + rank * kFields;
+      pool.rows.push_back(of[kRows]);
+      weighted = weighted || of[kWeights] == 1;
+      header.wants_gradient = header.wants_gradient || of[kGradient] == 1;
+    }
+    const auto row = row_bytes(classes, static_cast<std::int64_t>(local.scores.element_size()), weighted);
+    Group::Rows parts;
+    for (const auto count : pool.rows) parts.push_back(count * row);
+    bytes = at::empty({std::accumulate(parts.begin(), parts.end(), std::int64_t{0})}, at::kByte);
+    if (bytes.numel() > 0) group.all_gather_rows_async(bytes, packed(local, classes, weighted), parts).wait();
+  }
+
+  pool.live = std::accumulate(pool.rows.begin(), pool.rows.end(), std::int64_t{0});
+  for (int rank = 0; rank < group.rank(); ++rank) pool.own_begin += pool.rows[static_cast<std::size_t>(rank)];
+  const auto element = static_cast<std::int64_t>(local.scores.element_size());
+  at::Tensor scores = at::empty({pool.live, classes}, type);
+  const auto live = static_cast<std::size_t>(pool.live);
+  pool.labels.resize(live), pool.iid.resize(live);
+  if (weighted) pool.weights.resize(live);
+  const auto* from = bytes.data_ptr<std::uint8_t>();
+  std::size_t row = 0;
+  for (const auto count : pool.rows) {
+    const auto score_bytes = static_cast<std::size_t>(count * classes * element);
+    if (count == 0) continue;
+    std::memcpy(static_cast<std::uint8_t*>(scores.mutable_data_ptr()) +
+                    static_cast<std::int64_t>(row) * classes * element,
+                from, score_bytes);
+    from += score_bytes;
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::uint32_t code = 0;
+      std::memcpy(&code, from, static_cast<std::size_t>(label_bytes(classes)));
+      from += label_bytes(classes);
+      pool.labels[row + static_cast<std::size_t>(i)] = code >> 1;
+      pool.iid[row + static_cast<std::size_t>(i)] = code & 1;
+    }
+    if (weighted) {
+      std::memcpy(pool.weights.data() + row, from, static_cast<std::size_t>(count) * 8);
+      from += count * 8;
+    }
+    row += static_cast<std::size_t>(count);
+  }
+  pool.scores = scores.to(computing_type(type)).t().contiguous();
+  return pool;
+}
+
+void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,
+                 const std::vector<std::uint8_t>& iid, const std::vector<double>& weights) {
+  if (labels.empty()) return;
+  const bool all_ones =
+      pool.weights.empty() && std::all_of(weights.begin(), weights.end(), [](double w) { return w == 1; });
+  if (!all_ones) {
+    pool.weights.resize(pool.labels.size(), 1);
+    pool.weights.insert(pool.weights.end(), weights.begin(), weights.end());
+  }
+  pool.scores = at::cat({pool.scores, scores.t().to(pool.scores.scalar_type())}, 1);
+  pool.labels.insert(pool.labels.end(), labels.begin(), labels.end());
+  pool.iid.insert(pool.iid.end(), iid.begin(), iid.end());
+}
+
+}  // namespace isograd

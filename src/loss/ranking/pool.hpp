@@ -1,0 +1,63 @@
+// The rows that a ranking loss ranks: what this rank brings, checked; the rows of all ranks; the queue.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/error.hpp"
+#include "isograd/group.hpp"
+
+namespace isograd {
+
+// This rank's rows without the ignored ones. A problem is kept until all ranks know of it.
+struct LocalRows {
+  at::Tensor scores;                 // [n, C] in their own type, on the CPU, contiguous
+  std::vector<std::int64_t> kept;    // [n] row of the input
+  std::vector<std::int64_t> labels;  // [n] class; binary: 0 or 1
+  std::vector<std::uint8_t> iid;     // [n]
+  std::vector<double> weights;       // [n], or empty
+  bool has_weights = false, has_iid = false, is_empty = false;  // of the input, ignored rows included
+  std::optional<ErrorText> problem;
+};
+
+LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::int64_t ignore_index,
+                     const at::Tensor& scores, const at::Tensor& targets, const at::Tensor& iid_mask,
+                     const at::Tensor& sample_weight);
+
+// What every rank says of itself before any row moves.
+struct RankingExchange {
+  std::uint64_t fingerprint = 0;  // of the loss and its options
+  std::int64_t forwards = 0;      // made so far
+  bool wants_gradient = false;    // afterwards: on any rank
+  bool updates_queue = false;
+  std::uint64_t queue_checksum = 0;
+};
+
+// Rows of all ranks, rank by rank; then the queue's.
+struct RankingPool {
+  std::int64_t classes = 1;
+  at::Tensor scores{};  // [C, M] fp64 or fp32
+  std::vector<std::int64_t> labels{};
+  std::vector<std::uint8_t> iid{};
+  std::vector<double> weights{};  // empty: 1
+  std::int64_t live = 0;          // rows of this step
+  Group::Rows rows{};             // of each rank
+  std::int64_t own_begin = 0;     // this rank's first
+
+  std::int64_t size() const { return static_cast<std::int64_t>(labels.size()); }
+};
+
+// Collective: a header, then the rows unless there are none. ConfigError on every rank when any has a problem
+// or the headers do not agree.
+RankingPool exchange_rows(const std::string& where, Group& group, const LocalRows& local,
+                          RankingExchange& header);
+
+// Appends rows that all ranks have: scores [n, C] fp64.
+void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,
+                 const std::vector<std::uint8_t>& iid, const std::vector<double>& weights);
+
+}  // namespace isograd

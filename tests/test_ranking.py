@@ -1,0 +1,264 @@
+"""Our ranking and imbalance losses beside those of the package imbalanced-losses, on one process.
+
+Random inputs with ties, ignored rows, empty classes, flags, weights and queues over 50 steps: values and gradients in
+fp32, except where docs/ranking.md lists that the package is wrong or means something else; each of those rows has a
+test here that shows the difference.
+"""
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import warnings
+
+import imbalanced_losses
+import numpy as np
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+
+# Of values and of gradients: in fp64 of the largest element; in fp32 of that or of 1, and what the package's own fp32
+# is off its fp64 comes on top (gradients of saturated sigmoids are differences of rounded numbers there).
+ALLOWED = {"float32": 1e-6, "float64": 1e-9}
+
+
+def probe(tmp_path, cases):
+    cases_file, results_file = tmp_path / "cases.json", tmp_path / "results.json"
+    cases_file.write_text(json.dumps(cases))
+    run = subprocess.run([BUILD / "bin/ranking_probe", cases_file, results_file], capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(results_file.read_text())
+
+
+def numbers(values):
+    return np.array([np.nan if v is None else v for v in values])
+
+
+def make_step(rng, rows, classes, *, ties, ignored, empty_class, weights, iid, dtype=np.float32):
+    scores = rng.normal(size=(rows, classes))
+    if ties:
+        scores = np.round(scores * 4) / 4
+    if classes == 1:
+        targets = (rng.random(rows) < 0.3).astype(np.int64)
+    else:
+        targets = rng.integers(0, classes - (1 if empty_class else 0), rows)
+    if ignored:
+        targets[rng.random(rows) < 0.2] = -100
+    step = {"scores": scores.astype(dtype).tolist(), "targets": targets.tolist()}
+    if weights:
+        step["weight"] = rng.random(rows).astype(dtype).tolist()
+    if iid:
+        step["iid"] = (rng.random(rows) < 0.7).astype(int).tolist()
+    return step
+
+
+def theirs(case):
+    """The package's losses and gradients of a case's steps."""
+    dtype = getattr(torch, case["dtype"])
+    loss = getattr(imbalanced_losses, case["loss"])(**case["options"])
+    loss.to(dtype) if case["loss"] == "SoftmaxFocalLoss" else loss
+    results = []
+    for step in case["steps"]:
+        scores = torch.tensor(step["scores"], dtype=dtype, requires_grad=True)
+        kind = dtype if case["loss"] == "SigmoidFocalLoss" else torch.int64
+        arguments = {}
+        if "weight" in step:
+            arguments["sample_weight"] = torch.tensor(step["weight"], dtype=dtype)
+        if "iid" in step:
+            arguments["iid_mask"] = torch.tensor(step["iid"]).bool()
+        if case["loss"] == "PAUCAtBudgetLoss":
+            arguments["return_diagnostics"] = True
+        value = loss(scores, torch.tensor(step["targets"], dtype=kind), **arguments)
+        stats = {}
+        if isinstance(value, tuple):
+            value, stats = value
+        total = torch.nan_to_num(value).sum()
+        # With no valid class and reduction "none" its loss hangs on nothing.
+        gradient = torch.autograd.grad(total, scores, allow_unused=True)[0] if total.requires_grad else None
+        results.append({"loss": value.detach().double().flatten().numpy(),
+                        "gradient": np.zeros(scores.numel()) if gradient is None
+                        else gradient.double().flatten().numpy(),
+                        "diagnostics": {k: v.double().flatten().numpy() for k, v in stats.items()}})
+    return results
+
+
+def compare(tmp_path, cases):
+    """Asserts that all values and gradients agree, in both types; the largest distances."""
+    worst = {}
+    for dtype, allowed in ALLOWED.items():
+        cases = [{**case, "dtype": dtype} for case in cases]  # the same numbers, which fp32 can hold
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wanted = [theirs(case) for case in cases]
+        if dtype == "float32":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                exact = [theirs({**case, "dtype": "float64"}) for case in cases]
+        else:
+            exact = wanted
+        differentiated, distances = 0, [0, 0]
+        for case, ours, peer, in_double in zip(cases, probe(tmp_path, cases), wanted, exact):
+            for number, (mine, other, true) in enumerate(zip(ours, peer, in_double)):
+                where = f"{case['loss']} {case['options']} {dtype} step {number}"
+                value, gradient = numbers(mine["loss"]), numbers(mine["gradient"])
+                np.testing.assert_array_equal(np.isnan(value), np.isnan(other["loss"]), err_msg=where)
+                for i, (found, expected, best) in enumerate([(value, other["loss"], true["loss"]),
+                                                             (gradient, other["gradient"], true["gradient"])]):
+                    own = np.nanmax(np.abs(expected - best), initial=0)
+                    scale = np.nanmax(np.abs(expected), initial=0)
+                    far = np.nanmax(np.abs(found - expected), initial=0)
+                    if i == 1:
+                        differentiated += scale > 0
+                    # An element whose terms cancel is off by what they are, about 1 at most, in units of 2^-53.
+                    limit = allowed * max(1, scale) + own if dtype == "float32" else allowed * scale + 1e-14
+                    assert far <= limit, f"{where}: {far} of {scale}"
+                    distances[i] = max(distances[i], far / max(1, scale))
+                for name, found in other["diagnostics"].items():
+                    np.testing.assert_allclose(numbers(mine["diagnostics"][name]), found, rtol=2 * allowed,
+                                               atol=2 * allowed, err_msg=f"{where} {name}")
+        assert differentiated > len(cases) / 2
+        worst[dtype] = distances
+    return worst
+
+
+def options_of_ranking():
+    yield "SmoothAPLoss", {"temperature": 0.5}
+    yield "SmoothAPLoss", {"temperature": 0.05}
+    for mode in ("linear", "lower", "higher", "nearest", "midpoint"):
+        yield "RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2, "quantile_interpolation": mode}
+        yield "PAUCAtBudgetLoss", {"temperature": 0.4, "beta": 0.3, "quantile_interpolation": mode}
+    yield "RecallAtQuantileLoss", {"temperature": 0.05}
+    for surrogate, scale, numerator, basis in itertools.product(
+            ("trapezoid", "pairwise"), ("iqr", "band"), ("pool", "live"), ("fpr", "population")):
+        yield "PAUCAtBudgetLoss", {"temperature": 0.5, "alpha": 0.05, "beta": 0.5, "n_knots": 4, "surrogate": surrogate,
+                                   "tau_scale": scale, "pos_numerator": numerator, "budget_basis": basis}
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+@pytest.mark.parametrize("ties", [False, True])
+def test_ranking_losses_without_a_queue(tmp_path, classes, ties):
+    rng = np.random.default_rng(1)
+    cases = []
+    for (loss, options), reduction, weights in itertools.product(options_of_ranking(), ("mean", "sum", "none"),
+                                                                 (False, True)):
+        steps = [make_step(rng, int(rows), classes, ties=ties, ignored=True, empty_class=True, weights=weights, iid=True)
+                 for rows in rng.integers(4, 60, 4)]
+        cases.append({"loss": loss, "dtype": "float32", "steps": steps,
+                      "options": {"num_classes": classes, "queue_size": 0, "reduction": reduction, **options}})
+    print("worst", compare(tmp_path, cases))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_ranking_losses_with_a_queue_over_50_steps(tmp_path, classes):
+    rng = np.random.default_rng(2)
+    cases = []
+    for (loss, options), weights in itertools.product(options_of_ranking(), (False, True)):
+        # No ignored rows and no batch as large as the queue: exceptions of their own, below.
+        steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,
+                           weights=weights and number % 3 > 0, iid=True)
+                 for number, rows in enumerate(rng.integers(1, 12, 50))]
+        cases.append({"loss": loss, "dtype": "float32", "steps": steps,
+                      "options": {"num_classes": classes, "queue_size": 37, "reduction": "mean", **options}})
+    print("worst", compare(tmp_path, cases))
+
+
+def test_focal_losses(tmp_path):
+    rng = np.random.default_rng(3)
+    cases = []
+    for alpha, gamma, reduction, weights in itertools.product((-1, 0.25, 0.8), (0.0, 1.0, 2.0, 3.5),
+                                                              ("mean", "sum", "none"), (False, True)):
+        steps = []
+        for soft in (False, True):
+            scores = (rng.normal(size=(7, 3)) * 3).astype(np.float32)
+            targets = rng.random((7, 3)) if soft else rng.integers(0, 2, (7, 3))
+            steps.append({"scores": scores.tolist(), "targets": targets.astype(np.float32).tolist()})
+            if weights:
+                steps[-1]["weight"] = rng.random((7, 1)).astype(np.float32).tolist()
+        cases.append({"loss": "SigmoidFocalLoss", "dtype": "float32", "steps": steps,
+                      "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}})
+    for alpha, gamma, smoothing, reduction, weights in itertools.product(
+            (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 1.0, 2.0), (0.0, 0.1), ("mean", "sum", "none", "mean_positive"),
+            (False, True)):
+        steps = []
+        for shape in ((9, 4), (3, 4, 5)):
+            targets = rng.integers(0, 4, (shape[0], *shape[2:]))
+            targets[rng.random(targets.shape) < 0.2] = -100
+            steps.append({"scores": (rng.normal(size=shape) * 2).astype(np.float32).tolist(),
+                          "targets": targets.tolist()})
+            if weights:
+                steps[-1]["weight"] = rng.random(targets.shape).astype(np.float32).tolist()
+        options = {"gamma": gamma, "reduction": reduction, "label_smoothing": smoothing, "background_class": 1}
+        if alpha is not None:
+            options["alpha"] = alpha
+        cases.append({"loss": "SoftmaxFocalLoss", "dtype": "float32", "steps": steps, "options": options})
+    print("worst", compare(tmp_path, cases))
+
+
+# Where the package is wrong, or means something else (docs/ranking.md, "Exceptions").
+def one(tmp_path, loss, options, steps, dtype="float32"):
+    return probe(tmp_path, [{"loss": loss, "dtype": dtype, "options": options, "steps": steps}])[0]
+
+
+def test_ignored_rows_displace_nothing_in_our_queue(tmp_path):
+    case = {"loss": "SmoothAPLoss", "dtype": "float32",
+            "options": {"num_classes": 1, "queue_size": 4, "temperature": 1.0},
+            "steps": [{"scores": [[1.0], [2.0]], "targets": [1, 0]},
+                      {"scores": [[0.0], [0.0], [0.0]], "targets": [-100, -100, -100]},
+                      {"scores": [[1.5]], "targets": [1]}]}
+    peer, mine = theirs(case)[2], one(tmp_path, case["loss"], case["options"], case["steps"])[2]
+    whole = {**case, "options": {**case["options"], "queue_size": 0},
+             "steps": [{"scores": [[1.5], [1.0], [2.0]], "targets": [1, 1, 0]}]}
+    assert abs(mine["loss"][0] - theirs(whole)[0]["loss"][0]) < ALLOWED["float32"]
+    assert abs(peer["loss"][0] - mine["loss"][0]) > 1e-3
+
+
+def test_a_batch_larger_than_the_queue_keeps_a_draw_not_its_end(tmp_path):
+    steps = [{"scores": [[float(i)] for i in range(8)], "targets": [1, 0] * 4},
+             {"scores": [[3.5], [2.5]], "targets": [1, 0]}]
+    case = {"loss": "SmoothAPLoss", "dtype": "float32", "steps": steps,
+            "options": {"num_classes": 1, "queue_size": 4, "temperature": 1.0}}
+    mine = one(tmp_path, case["loss"], case["options"], steps)[1]
+    assert abs(theirs(case)[1]["loss"][0] - mine["loss"][0]) > 1e-3
+
+
+def test_empty_sigmoid_focal_mean_is_zero_not_nan(tmp_path):
+    loss = imbalanced_losses.SigmoidFocalLoss()
+    assert torch.isnan(loss(torch.zeros(0, 2), torch.zeros(0, 2)))
+    # Ours: FocalTest in src/loss/ranking/focal_test.cpp (IgnoredPositionsMayHoldAnything).
+
+
+def test_a_nan_at_an_ignored_position_stays_there(tmp_path):
+    scores = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+    assert torch.isnan(imbalanced_losses.SoftmaxFocalLoss()(scores, torch.tensor([1, -100])))
+    # Ours: the same test as above.
+
+
+@pytest.mark.parametrize("loss,step,text", [
+    ("SmoothAPLoss", {"scores": [[1.0], [2.0]], "targets": [0, 3]}, "target 3 in row 1"),
+    ("SmoothAPLoss", {"scores": [[1.0], [2.0]], "targets": [0, -1]}, "target -1 in row 1"),
+])
+def test_targets_out_of_range_are_refused(tmp_path, loss, step, text):
+    case = {"loss": loss, "dtype": "float32", "options": {"num_classes": 1, "queue_size": 0}, "steps": [step]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs(case)  # takes any value but 0 for a positive
+    with pytest.raises(AssertionError, match=text):
+        probe(tmp_path, [case])
+
+
+def test_half_precision_is_computed():
+    loss = imbalanced_losses.RecallAtQuantileLoss(num_classes=1, queue_size=0)
+    with pytest.raises(RuntimeError):
+        loss(torch.zeros(4, 1, dtype=torch.bfloat16), torch.tensor([0, 1, 0, 1]))
+    # Ours: Types.OfHalfPrecisionAreComputedInSingle in src/loss/ranking/ranking_test.cpp.
+
+
+def test_alpha_of_another_length_is_refused(tmp_path):
+    case = {"loss": "SoftmaxFocalLoss", "dtype": "float32", "options": {"alpha": [1.0, 2.0]},
+            "steps": [{"scores": [[0.0, 1.0, 2.0]], "targets": [2]}]}
+    theirs(case)  # class 2 silently has the weight of class 1
+    with pytest.raises(AssertionError, match="alpha of 2 classes"):
+        probe(tmp_path, [case])
