@@ -53,9 +53,8 @@ function(isograd_test name)
     target_link_libraries(test_${name} PRIVATE isograd_${_room})
   endforeach()
   target_include_directories(test_${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
-  target_link_libraries(test_${name} PRIVATE GTest::gtest GTest::gmock rapidcheck isograd_test_main
-    isograd_warnings isograd_torch::torch fmt::fmt-header-only ${TEST_LIBRARIES})
-  target_precompile_headers(test_${name} REUSE_FROM isograd_pch)
+  target_link_libraries(test_${name} PRIVATE isograd_test_flags rapidcheck isograd_test_main ${TEST_LIBRARIES})
+  target_precompile_headers(test_${name} REUSE_FROM isograd_test_pch)
   add_test(NAME ${name} COMMAND test_${name} --gtest_color=no)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} ENVIRONMENT "OMP_NUM_THREADS=1"
     WORKING_DIRECTORY ${CMAKE_BINARY_DIR})

@@ -24,6 +24,9 @@ struct DataGroups {
   DataGroups(Group all_, Group shard_, Group replicate_);
 };
 
+// Sent by this rank in three groups, of which some may be the same.
+std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& replicate);
+
 // `replicas` copies of the model, each over world.size / replicas ranks. Collective. ConfigError unless the
 // replicas divide the ranks.
 DataGroups hybrid_groups(const World& world, int replicas);
@@ -85,6 +88,8 @@ class DataParallel {
   virtual Group& group() = 0;  // all ranks
   // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
   virtual Group& shard_group() { return group(); }
+  // Bytes that this rank has sent in the layout's groups since they were made (Group::traffic).
+  virtual std::int64_t bytes_sent();
   // Seconds that this rank has waited for others or for data since the layout was made: communication that
   // was not hidden behind computation.
   virtual double exposed_seconds() const { return 0; }

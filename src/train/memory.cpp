@@ -40,23 +40,17 @@ PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const Optimizer
   return kept;
 }
 
-std::int64_t sent_so_far(DataParallel& layout) {
-  std::int64_t bytes = layout.group().traffic().bytes();
-  if (layout.shard_group().name() != layout.group().name()) bytes += layout.shard_group().traffic().bytes();
-  return bytes;
-}
-
 void MemoryWatch::before_step(DataParallel& layout) {
   meter_.restart_peak();
   alive_ = meter_.alive();
-  sent_ = sent_so_far(layout);
+  sent_ = layout.bytes_sent();
 }
 
 void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sharers) {
   use_.kept = measure_kept(layout.buckets(), optimizer.state(layout.buckets()), sharers);
   use_.other = meter_.alive() + meter_.shared() - start_ - use_.kept.total();
   use_.passing = meter_.peak() - alive_;
-  use_.sent = sent_so_far(layout) - sent_;
+  use_.sent = layout.bytes_sent() - sent_;
 }
 
 ElementBytes element_bytes(at::ScalarType parameters, int states) {

@@ -25,9 +25,6 @@ struct MemoryUse {
 // surroundings included. Parameters that `sharers` ranks keep between them count their part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers);
 
-// Bytes that a layout's groups have sent so far.
-std::int64_t sent_so_far(DataParallel& layout);
-
 // Follows a run: begin() before its model is made, before_step() and after_step() around each step.
 class MemoryWatch {
  public:

@@ -33,6 +33,9 @@ class Bucketed final : public DataParallel {
   void keep_buckets() override { watches_order_ = false; }
   Group& group() override { return policy_.groups.all; }
   Group& shard_group() override { return policy_.groups.shard; }
+  std::int64_t bytes_sent() override {
+    return isograd::bytes_sent(policy_.groups.all, policy_.groups.shard, policy_.groups.replicate);
+  }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
 
  private:

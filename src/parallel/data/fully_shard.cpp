@@ -223,6 +223,10 @@ class Layout final : public FullySharded {
   std::vector<Bucket>& buckets() override { return buckets_; }
   Group& group() override { return passes_->context().groups.all; }
   Group& shard_group() override { return passes_->context().groups.shard; }
+  std::int64_t bytes_sent() override {
+    const DataGroups& groups = passes_->context().groups;
+    return isograd::bytes_sent(groups.all, groups.shard, groups.replicate);
+  }
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
   std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }

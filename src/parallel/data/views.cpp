@@ -18,6 +18,18 @@ void DataParallel::finish_reduction_with(const std::function<void(const Bucket&)
   for (const Bucket& bucket : buckets()) reduced(bucket);
 }
 
+std::int64_t DataParallel::bytes_sent() {
+  return isograd::bytes_sent(group(), shard_group(), shard_group());
+}
+
+std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& replicate) {
+  std::int64_t bytes = all.traffic().bytes();
+  if (shard.name() != all.name()) bytes += shard.traffic().bytes();
+  if (replicate.name() != all.name() && replicate.name() != shard.name())
+    bytes += replicate.traffic().bytes();
+  return bytes;
+}
+
 std::vector<std::string> DataParallel::bucket_order() {
   std::vector<std::string> names;
   for (const Bucket& bucket : buckets())

@@ -1,0 +1,10 @@
+// What nearly every test needs besides.
+#pragma once
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <mutex>
+#include <thread>
+
+#include "pch.hpp"
