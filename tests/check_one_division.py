@@ -43,6 +43,11 @@ ALLOWED = [
     ("src/train/build.cpp", "count[token]", "the unigram entropy of the corpus, for display"),
     ("src/attention/views.hpp", "return q.size(1) / k.size(1)", "query heads of each key head"),
     ("src/model/fused.cpp", "wide.pow(2).mean(-1", "RMSNorm: the mean square of a row, over its channels"),
+    ("src/verify/case.cpp", "cell.targets / targets_", "the diagnosis: a micro-batch's part of the reference"),
+    ("src/verify/causes.cpp", "c.targets() / (cell.targets * c.micro_batches())",
+     "the diagnosis: what a known mistake does"),
+    ("src/verify/causes.cpp", "c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks())",
+     "the diagnosis: what a known mistake does"),
     ("src/verify/oracle.cpp", "factors / declared.denominator",
      "the outside oracle: one process that shares no code with the normaliser"),
 ]

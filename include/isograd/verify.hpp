@@ -27,7 +27,7 @@ namespace isograd {
 struct OracleTerm {
   std::string name;
   std::function<at::Tensor(const Batch&)> sum;  // scalar, differentiable
-  Mean mean = Mean::kTargets;                   // kTargets, kMicroBatches (the most of any rank) or kNone
+  Mean mean = Mean::kTargets;                   // kTargets or kNone
   double weight = 1;
 };
 
@@ -107,8 +107,9 @@ struct VerifyProblem {
   // Around the optimizers of the run under test.
   std::function<std::unique_ptr<Optimizer>(std::unique_ptr<Optimizer>)> wrap_optimizer{};
 
-  bool probe_documents = true;  // on rank 0's first micro-batch with several documents (leak.hpp)
-  bool experiments = true;      // a failure is run again in other circumstances, to name it
+  std::int64_t memory_bytes = 0;  // what the oracle may take; 0: what the machine has free
+  bool probe_documents = true;    // on rank 0's first micro-batch with several documents (leak.hpp)
+  bool experiments = true;        // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
   // The group of these ranks, for experiments on fewer; collective over them.

@@ -76,6 +76,12 @@ bool Case::finite() const {
   });
 }
 
+bool Case::finite_loss() const {
+  const double loss = found().figures.loss;
+  return std::isfinite(loss) || !std::isfinite(expected().figures.loss) ||
+         (std::isnan(loss) && found().terms.empty());
+}
+
 int Case::micro_batches(int rank) const {
   return static_cast<int>(counts_.at(static_cast<std::size_t>(rank)).size());
 }

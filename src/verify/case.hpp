@@ -37,7 +37,8 @@ class Case {
   const std::vector<Parameter>& parameters() const { return parameters_; }
   std::vector<std::string> off() const;  // names of those that are not the same
   bool same() const { return off().empty(); }
-  bool finite() const;  // `found`
+  bool finite() const;       // the gradient found
+  bool finite_loss() const;  // the loss found; one that was not recorded is
   // The share of its scale by which a parameter may be off: E1's 1e-10 in fp64, the limit of E2's ratio below
   // that.
   double limit() const { return limit_; }
@@ -49,7 +50,8 @@ class Case {
   int micro_batches(int rank) const;
   int micro_batches() const;  // of all ranks
   int rounds() const;         // most of any rank
-  bool silent() const;        // some micro-batch has no target
+  bool can_run() const { return static_cast<bool>(again_); }
+  bool silent() const;  // some micro-batch has no target
   const std::vector<Cell>& cells() const { return cells_; }
   // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up to the
   // right gradient.

@@ -111,27 +111,31 @@ std::vector<Cause> causes_of(const Case& one) {
              return fmt::format("per-token weights fit 1/n_k: mean of per-rank means over {} ranks",
                                 c.ranks());
            }});
-  causes.push_back(
-      {.id = "mean_of_micro_batch_means",
-       .weight = [](const Case& c,
-                    const Cell& cell) { return c.targets() / (cell.targets * c.micro_batches()); },
-       .sentence =
-           [](const Case& c) {
-             return fmt::format(
-                 "per-token weights fit 1/n_kj: mean of the means of all {} "
-                 "micro-batches",
-                 c.micro_batches());
-           }});
-  causes.push_back({.id = "mean_of_micro_batch_means_by_rank",
-                    .weight =
-                        [](const Case& c, const Cell& cell) {
-                          return c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks());
-                        },
-                    .sentence =
-                        [](const Case&) {
-                          return "per-token weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, "
-                                 "averaged over ranks";
-                        }});
+  // With one micro-batch on every rank these are means of rank means, unless an experiment can tell.
+  if (one.rounds() > 1 || one.can_run()) {
+    causes.push_back(
+        {.id = "mean_of_micro_batch_means",
+         .weight = [](const Case& c,
+                      const Cell& cell) { return c.targets() / (cell.targets * c.micro_batches()); },
+         .sentence =
+             [](const Case& c) {
+               return fmt::format(
+                   "per-token weights fit 1/n_kj: mean of the means of all {} "
+                   "micro-batches",
+                   c.micro_batches());
+             }});
+    causes.push_back(
+        {.id = "mean_of_micro_batch_means_by_rank",
+         .weight =
+             [](const Case& c, const Cell& cell) {
+               return c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks());
+             },
+         .sentence =
+             [](const Case&) {
+               return "per-token weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, "
+                      "averaged over ranks";
+             }});
+  }
   causes.push_back(
       {.id = "accumulation_rescaled",
        .weight =

@@ -1,12 +1,16 @@
 #include "verify/compare.hpp"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
 
 namespace isograd {
 namespace {
+
+using testing::HasSubstr;
 
 at::Tensor random_gradient(std::int64_t n, std::int64_t seed) {
   return at::randn({n}, at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed)),
@@ -94,6 +98,40 @@ TEST(Compare, FiguresMustAgree) {
     change(other);
     EXPECT_FALSE(figures_agree(other, oracle, Bounds{}));
   }
+}
+
+TEST(Present, JsonHasTheAgreedKeysAndNoNaN) {
+  std::vector<at::Tensor> reference = {random_gradient(50, 1), random_gradient(50, 2),
+                                       random_gradient(50, 3)};
+  const auto scales = error_scales(reference);
+  LayoutVerdict layout;
+  for (std::size_t i = 0; i < 3; ++i) {
+    ParameterVerdict parameter;
+    parameter.name = std::string(1, static_cast<char>('a' + i));
+    at::Tensor found = reference[i].clone();
+    if (i == 0) found[7] = NAN;
+    parameter.exact = compare_exact(found, reference[i], scales[i], Bounds{});
+    layout.parameters.push_back(parameter);
+  }
+  grade(layout, {}, "fp64", true, Bounds{});
+  Verdict verdict;
+  verdict.precision = "fp64";
+  verdict.ranks = 2;
+  verdict.layouts = {layout};
+  verdict.diagnosis = {"not finite: 1 parameters (a)"};
+  const auto document = nlohmann::json::parse(to_json(verdict));
+  EXPECT_EQ(document["verdict"], "fail");
+  EXPECT_EQ(document["grades"]["E1"]["state"], "fail");
+  EXPECT_EQ(document["diagnosis"].size(), 1u);
+  ASSERT_EQ(document["parameters"].size(), 3u);
+  const auto& worst = document["parameters"][0];  // worst first
+  EXPECT_EQ(worst["name"], "a");
+  for (const char* key : {"ratio", "cosine", "error"}) EXPECT_TRUE(worst[key].is_null()) << key;
+  EXPECT_EQ(worst["allowed"], 1e-10);
+  EXPECT_THAT(parity_line(verdict), HasSubstr("parity FAIL: 2 ranks != 1 device"));
+  EXPECT_THAT(to_text(verdict, 1), HasSubstr("and 2 more, all passed"));
+  EXPECT_EQ(to_table(verdict).rows.size(), 3u);
+  EXPECT_FALSE(to_table(verdict).passed);
 }
 
 }  // namespace

@@ -21,6 +21,8 @@ double tolerance(const Case& one) {
 std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   if (std::isnan(expected) || close(found, expected, tolerance(one))) return {};
+  if (!one.finite_loss())
+    return {{"not_finite", fmt::format("not finite: the loss is {}, the gradient is right", found), {}}};
   if (std::isnan(found)) return {};  // not recorded
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
@@ -142,6 +144,7 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
 
 std::vector<Finding> diagnose_figures(const Case& one) {
   std::vector<Finding> findings = diagnose_loss(one);
+  if (!one.finite_loss()) return findings;  // nothing was updated
   const auto norm = diagnose_norm(one);
   findings.insert(findings.end(), norm.begin(), norm.end());
   for (auto& finding : diagnose_clip(one))

@@ -120,6 +120,7 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
   // candidate has to hold where the others predict something else.
   const Experiment settings[] = {{.counts = Experiment::Counts::kUneven},
                                  {.one_micro_batch = true},
+                                 {.split_micro_batches = true},
                                  {.counts = Experiment::Counts::kEqual}};
   bool tested = false;
   for (const Experiment& setting : settings) {

@@ -63,6 +63,7 @@ std::string Experiment::text() const {
   const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
   if (counts == Counts::kEqual) add("equal counts");
   if (counts == Counts::kUneven) add("uneven counts");
+  if (split_micro_batches) add("accumulation on (micro-batches cut in two)");
   if (one_micro_batch) add("accumulation off");
   if (without_silent) add("micro-batches without a target left out");
   if (empty_rank >= 0) add(fmt::format("rank {} emptied", empty_rank));
@@ -257,12 +258,13 @@ std::vector<Finding> diagnose_replicas(const Case& one, const RunAgain& again) {
 
 // Whether what is wrong goes away in other circumstances; they were chosen because they take one cause away.
 std::vector<Finding> diagnose_without(const Case& one, const RunAgain& again) {
-  if (!again || one.same()) return {};
+  if (!again || (one.same() && one.finite_loss())) return {};
   const auto vanishes = [&](const Experiment& setting) -> std::optional<Finding> {
     auto pair = again(setting);
     if (!pair) return std::nullopt;
     const Case other(std::move(*pair), setting, again);
-    if (!other.same() || !other.finite() || !diagnose_samples(other.found(), other.expected()).empty())
+    if (!other.same() || !other.finite() || !other.finite_loss() ||
+        !diagnose_samples(other.found(), other.expected()).empty())
       return std::nullopt;
     const auto& loss = one.found().figures.loss;
     return Finding{"",
@@ -272,7 +274,7 @@ std::vector<Finding> diagnose_without(const Case& one, const RunAgain& again) {
                                 setting.text(), other.parameters().size(), one.off().size(), loss,
                                 one.expected().figures.loss)}};
   };
-  if (one.finite()) {
+  if (one.finite() && one.finite_loss()) {
     if (auto finding = vanishes({.without_noise = true})) {
       finding->id = "noise_depends_on_layout";
       finding->sentence =
@@ -339,7 +341,7 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
     ended_by(diagnose_gradient(one, again));
     return findings;
   }
-  ended_by(diagnose_figures(one));
+  if (findings.empty()) ended_by(diagnose_figures(one));  // else another model's
   return findings;
 }
 

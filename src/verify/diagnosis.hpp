@@ -19,19 +19,21 @@ struct Experiment {
   // Targets that carry loss: as given; equally many in every micro-batch that has any; another, uneven number
   // in each.
   enum class Counts { kAsGiven, kEqual, kUneven } counts = Counts::kAsGiven;
-  bool one_micro_batch = false;  // each rank's data in one: no accumulation
-  bool without_silent = false;   // micro-batches without a target left out
-  int empty_rank = -1;           // this rank has no data
-  int only_rank = -1;            // the others have none
-  int only_micro_batch = -1;     // and this rank has this one alone
-  int swapped[2] = {-1, -1};     // these ranks have each other's data
-  int only_axis = -1;            // index into StepDump::axes: the others have size 1
-  int ranks = 0;                 // 0: as many as there are
-  bool without_noise = false;    // no dropout
-  bool without_resume = false;   // the run went on instead of being resumed
-  bool reference_only = false;   // only RunPair::expected is needed
+  bool split_micro_batches = false;  // those of several fragments in two: accumulation
+  bool one_micro_batch = false;      // each rank's data in one: no accumulation
+  bool without_silent = false;       // micro-batches without a target left out
+  int empty_rank = -1;               // this rank has no data
+  int only_rank = -1;                // the others have none
+  int only_micro_batch = -1;         // and this rank has this one alone
+  int swapped[2] = {-1, -1};         // these ranks have each other's data
+  int only_axis = -1;                // index into StepDump::axes: the others have size 1
+  int ranks = 0;                     // 0: as many as there are
+  bool without_noise = false;        // no dropout
+  bool without_resume = false;       // the run went on instead of being resumed
+  bool reference_only = false;       // only RunPair::expected is needed
 
   std::string text() const;  // "accumulation off", ...
+  bool operator==(const Experiment&) const = default;
 };
 
 // The run under test, and the same step made by one process or by a trainer that is known to be right.

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <map>
 
+#include "verify/compare.hpp"
+
 namespace isograd {
 
 namespace {
@@ -72,6 +74,10 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
         at::zeros(tensor.sizes(),
                   tensor.options().dtype(tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)));
   }
+  step.terms.emplace_back("cross_entropy", 0);
+  for (const auto& term : model.more_terms) step.terms.emplace_back(term.name, 0);
+  double all_targets = 0;  // further terms are means over the whole step
+  for (const auto& part : parts) all_targets += sums_of(part).targets;
   double counting_parts = 0;
   for (const auto& part : parts)
     if (sums_of(part).of(declared) > 0) ++counting_parts;
@@ -87,6 +93,14 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
       at::Tensor nll = -at::log_softmax(logits, 1).gather(1, target).masked_fill(ignored, 0).squeeze(1);
       at::Tensor factors = sums.of(declared) > 0 ? token_factors(batch, declared, sums) : at::zeros_like(nll);
       at::Tensor loss = (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
+      step.terms[0].second += loss.item<double>();
+      for (std::size_t i = 0; i < model.more_terms.size(); ++i) {
+        const OracleTerm& term = model.more_terms[i];
+        const double divisor = term.mean == Mean::kNone ? 1 : std::max(1.0, all_targets);
+        const at::Tensor value = term.sum(batch) / divisor;
+        step.terms[i + 1].second += value.item<double>();
+        loss = loss + value * term.weight;
+      }
       auto gradients = torch::autograd::grad({loss}, leaves, {}, false, false, /*allow_unused=*/true);
       for (std::size_t i = 0; i < leaves.size(); ++i)
         if (gradients[i].defined()) step.gradients[i] += gradients[i];
@@ -100,6 +114,73 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
   step.figures.norm = std::sqrt(squares);
   if (max_norm > 0) step.figures.clip_coefficient = std::min(1.0, max_norm / (step.figures.norm + 1e-6));
   return step;
+}
+
+namespace {
+
+// torch.optim.SGD and AdamW as their papers have them, on whole tensors.
+class PlainOptimizer {
+ public:
+  explicit PlainOptimizer(const OptimizerOptions& options) : options_(options) {}
+
+  // Moves `p` by `gradient`; the most that an error of 1 in the gradient's norm can move it further.
+  double update(std::size_t index, at::Tensor& p, const at::Tensor& gradient) {
+    const bool decays = p.dim() >= 2;
+    if (const auto* sgd = std::get_if<SgdOptions>(&options_)) {
+      const at::Tensor g = gradient + (decays ? sgd->weight_decay : 0.0) * p;
+      at::Tensor& b = state(first_, index, p);
+      b = sgd->momentum * b + g;
+      p -= sgd->learning_rate * b;
+      return sgd->learning_rate / (1 - sgd->momentum);
+    }
+    const auto& adam = std::get<AdamWOptions>(options_);
+    const auto t = static_cast<double>(index == 0 ? ++updates_ : updates_);
+    at::Tensor &m = state(first_, index, p), &v = state(second_, index, p);
+    m = adam.beta1 * m + (1 - adam.beta1) * gradient;
+    v = adam.beta2 * v + (1 - adam.beta2) * gradient * gradient;
+    if (decays) p *= 1 - adam.learning_rate * adam.weight_decay;
+    const at::Tensor root = (v / (1 - std::pow(adam.beta2, t))).sqrt() + adam.epsilon;
+    p -= adam.learning_rate * (m / (1 - std::pow(adam.beta1, t))) / root;
+    return p.numel() ? adam.learning_rate / root.min().item<double>() : 0;
+  }
+
+ private:
+  static at::Tensor& state(std::vector<at::Tensor>& of, std::size_t index, const at::Tensor& like) {
+    if (of.size() <= index) of.resize(index + 1);
+    if (!of[index].defined()) of[index] = at::zeros_like(like);
+    return of[index];
+  }
+  OptimizerOptions options_;
+  std::vector<at::Tensor> first_, second_;
+  std::int64_t updates_ = 0;
+};
+
+}  // namespace
+
+OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBatches>& parts,
+                             const DeclaredLoss& declared, double max_norm, const OptimizerOptions& options,
+                             int updates, const std::function<void()>& after_micro_batch) {
+  OracleUpdates result;
+  std::vector<at::Tensor> start;
+  for (const auto& [name, tensor] : model.named) {
+    if (!tensor.requires_grad()) continue;
+    result.parameters.push_back(tensor.detach());
+    start.push_back(tensor.detach().clone());
+  }
+  result.allowed.resize(start.size());
+  PlainOptimizer optimizer(options);
+  for (int i = 0; i < updates; ++i) {
+    const OracleStep step = oracle_step(model, parts, declared, max_norm, after_micro_batch);
+    const auto scales = error_scales(step.gradients);
+    for (std::size_t p = 0; p < start.size(); ++p) {
+      const double coefficient = step.figures.clip_coefficient;
+      const double reach = optimizer.update(p, result.parameters[p], step.gradients[p] * coefficient);
+      result.allowed[p] += reach * coefficient * Bounds{}.exact * scales[p];
+    }
+  }
+  for (std::size_t p = 0; p < start.size(); ++p)
+    result.moved.push_back((result.parameters[p] - start[p]).norm().item<double>());
+  return result;
 }
 
 }  // namespace isograd

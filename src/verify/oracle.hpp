@@ -11,8 +11,9 @@ namespace isograd {
 
 struct OracleStep {
   StepFigures figures;
-  std::vector<std::string> names;     // trainable parameters, in the model's order
-  std::vector<at::Tensor> gradients;  // fp64 for fp64 parameters, otherwise fp32
+  std::vector<std::string> names;                     // trainable parameters, in the model's order
+  std::vector<at::Tensor> gradients;                  // fp64 for fp64 parameters, otherwise fp32
+  std::vector<std::pair<std::string, double>> terms;  // of the loss, without their weights
 };
 
 // The step of `model` on the whole batch under the declared loss: it counts, sums, takes the norm and clips
@@ -21,5 +22,16 @@ struct OracleStep {
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
                        const DeclaredLoss& declared, double max_norm,
                        const std::function<void()>& after_micro_batch);
+
+// Makes `updates` such steps on the same data, each followed by an update of plain LibTorch: the values of
+// the trainable parameters afterwards, and for each ‖p − p0‖ and the error allowed in ‖p − p64‖ where every
+// gradient may be off by E1's 1e-10 s. Moves the model's parameters.
+struct OracleUpdates {
+  std::vector<at::Tensor> parameters;
+  std::vector<double> moved, allowed;
+};
+OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBatches>& parts,
+                             const DeclaredLoss& declared, double max_norm, const OptimizerOptions& options,
+                             int updates, const std::function<void()>& after_micro_batch);
 
 }  // namespace isograd

@@ -7,121 +7,38 @@
 #include <optional>
 
 #include "isograd/error.hpp"
+#include "verify/bad_input.hpp"
+#include "verify/case.hpp"
 #include "verify/compare.hpp"
 #include "verify/digest.hpp"
+#include "verify/investigate.hpp"
+#include "verify/leak.hpp"
 #include "verify/oracle.hpp"
-#include "verify/statements.hpp"
-#include "verify/turns.hpp"
 
 namespace isograd {
 namespace {
-
-// Takes the step's gradient and clip coefficient as they reach an optimizer, and moves nothing: the next step
-// starts from the same parameters.
-class Witness : public Optimizer {
- public:
-  void update(std::vector<Bucket>&, double gradient_scale) override { gradient_scale_ = gradient_scale; }
-  void set_learning_rate(double) override {}
-  double learning_rate() const override { return 0; }
-  std::int64_t updates() const override { return 0; }
-  OptimizerState state(const std::vector<Bucket>&) override { return {}; }
-  void set_updates(std::int64_t) override {}
-  double gradient_scale() const { return gradient_scale_; }
-
- private:
-  double gradient_scale_ = 1;
-};
-
-// The parameters that every run starts from, in the run's precision.
-struct Initial {
-  std::vector<std::string> names;
-  std::vector<at::Tensor> values;
-  std::vector<bool> trainable;
-
-  explicit Initial(const VerifyModel& model) {
-    for (const auto& [name, tensor] : model.named) {
-      names.push_back(name);
-      values.push_back(tensor.detach().clone());
-      trainable.push_back(tensor.requires_grad());
-    }
-  }
-
-  VerifyModel model(const VerifyProblem& problem, at::ScalarType dtype) const {
-    VerifyModel made = problem.make_model(dtype);
-    at::NoGradGuard no_grad;
-    ISOGRAD_INVARIANT(made.named.size() == values.size(),
-                      "another number of parameters in another precision");
-    for (std::size_t i = 0; i < values.size(); ++i) made.named[i].second.copy_(values[i]);
-    return made;
-  }
-};
-
-// A layout's step on this rank's part of the batch.
-struct Made {
-  StepFigures figures;
-  std::vector<std::string> names;
-  std::vector<at::Tensor> gradients;  // copies, as the step left them
-};
-
-std::unique_ptr<Normalizer> declared_normalizer(const DeclaredLoss& loss, int ranks) {
-  const NormalizerOptions options{.replicas = loss.replicas ? ranks : 1};
-  switch (loss.mean) {
-    case Mean::kSamples:
-      return std::make_unique<SampleMean>(options);
-    case Mean::kWeights:
-      return std::make_unique<WeightedMean>(options);
-    case Mean::kFixed:
-      return std::make_unique<FixedDenominator>(loss.denominator, options);
-    case Mean::kNone:
-      return std::make_unique<NoDenominator>(options);
-    default:
-      return std::make_unique<TokenMean>(options);
-  }
-}
-
-class LayoutRun {
- public:
-  LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model, Group& group)
-      : problem_(problem),
-        model_(std::move(model)),
-        normalizer_(problem.make_normalizer ? problem.make_normalizer()
-                                            : declared_normalizer(problem.loss, group.size())),
-        layout_(layout.make_from_model ? layout.make_from_model(model_, group)
-                                       : layout.make(trainable_parameters(model_.named), group)),
-        step_(model_.loss_terms, *layout_, *normalizer_, witness_, problem.step) {}
-
-  Made step() {
-    const StepReport report = step_(problem_.local);
-    Made made;
-    made.figures = {report.loss, report.census.targets, report.census.tokens, report.norm,
-                    report.updated ? witness_.gradient_scale() : report.clip_coefficient};
-    for (const auto& view : layout_->views()) {
-      made.names.push_back(view.name);
-      made.gradients.push_back(view.gradient.detach().clone());
-    }
-    return made;
-  }
-
- private:
-  const VerifyProblem& problem_;
-  VerifyModel model_;
-  std::unique_ptr<Normalizer> normalizer_;
-  std::unique_ptr<DataParallel> layout_;
-  Witness witness_;
-  Step step_;
-};
 
 // What rank 0 compares with; empty on the other ranks.
 struct Reference {
   OracleStep oracle;                // fp64
   std::vector<double> scales;       // s of each parameter
   std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
-  std::uint64_t whole_digest = 0;
+  MicroBatches whole;
+  std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
+  std::string random;                  // how two runs of the model differ
+  std::optional<Leak> leak;
 };
 
-std::vector<MicroBatches> parts(const VerifyProblem& problem, MicroBatches whole) {
+const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
+
+std::vector<OptimizerOptions> optimizers(const VerifyProblem& problem) {
+  if (problem.updates <= 0) return {};
+  return {kPlainSgd, problem.optimizer};
+}
+
+std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {
   if (problem.loss.replicas) return problem.loss.replicas();
-  return {std::move(whole)};
+  return {whole};
 }
 
 // Rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
@@ -133,11 +50,25 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   const bool rounds = problem.dtype != at::kDouble;
   OracleStep alone;
   if (group.rank() == 0) {
-    const MicroBatches whole = problem.whole();
-    reference.whole_digest = digest(whole);
-    reference.oracle = oracle_step(initial.model(problem, at::kDouble), parts(problem, whole), problem.loss,
-                                   problem.step.max_norm, tick);
+    reference.whole = problem.whole();
+    const VerifyModel model = initial.model(problem, at::kDouble);
+    refuse_without_fp64(model, initial.model(problem, problem.dtype), reference.whole);
+    tick();
+    reference.random = difference_of_two_runs(model, reference.whole);
+    tick();
+    const auto pieces = parts(problem, reference.whole);
+    reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
     reference.scales = error_scales(reference.oracle.gradients);
+    if (problem.probe_documents && reference.random.empty())
+      for (const Batch& batch : problem.local.empty() ? reference.whole : problem.local)
+        if (batch.num_fragments() > 1) {
+          reference.leak = probe_documents(model, batch);
+          tick();
+          break;
+        }
+    for (const auto& options : optimizers(problem))
+      reference.updates.push_back(oracle_updates(initial.model(problem, at::kDouble), pieces, problem.loss,
+                                                 problem.step.max_norm, options, problem.updates, tick));
   }
   if (group.rank() == last && rounds)
     alone = oracle_step(initial.model(problem, problem.dtype),
@@ -162,24 +93,100 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   return reference;
 }
 
-bool names_agree(const Made& made, const OracleStep& oracle, const std::string& layout,
-                 std::vector<std::string>& diagnosis) {
-  if (made.names == oracle.names) return true;
-  for (std::size_t i = 0; i < std::max(made.names.size(), oracle.names.size()); ++i) {
-    const std::string found = i < made.names.size() ? made.names[i] : "nothing";
-    const std::string expected = i < oracle.names.size() ? oracle.names[i] : "nothing";
-    if (found == expected) continue;
-    diagnosis.push_back(
-        fmt::format("{}: the layout's parameter {} is {}, the model's is {}", layout, i, found, expected));
-    break;
+// Parameters after some updates, against the oracle's. The gradient as the first plain one applied it goes
+// into `applied`. Collective; the result is rank 0's.
+std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTest& layout,
+                               const Initial& initial, const Reference& reference, Group& group,
+                               StepDump::Named& applied) {
+  std::vector<Trajectory> trajectories;
+  for (const auto& options : optimizers(problem)) {
+    const auto index = trajectories.size();
+    const auto* plain = std::get_if<SgdOptions>(&options);
+    LayoutRun run(problem, layout, initial.model(problem, at::kDouble), group,
+                  plain ? sgd(*plain) : adamw(std::get<AdamWOptions>(options)));
+    const auto start = run.parameters();
+    Trajectory trajectory{
+        .optimizer = plain ? "SGD" : "AdamW", .updates = problem.updates, .worst = {}, .error = 0};
+    for (int i = 0; i < problem.updates; ++i) {
+      const auto made = run.step(problem.local);
+      if (i > 0 || index > 0) continue;
+      const auto now = run.parameters();
+      for (std::size_t p = 0; p < now.size(); ++p)
+        applied.emplace_back(made.names[p], (start[p] - now[p]) / kPlainSgd.learning_rate);
+    }
+    const auto found = run.parameters();
+    if (group.rank() == 0) {
+      const OracleUpdates& wanted = reference.updates[index];
+      double share = -1;
+      for (std::size_t p = 0; p < std::min(found.size(), wanted.parameters.size()); ++p) {
+        const double moved = wanted.moved[p], allowed = wanted.allowed[p] + 1e-300;
+        const double error = (found[p] - wanted.parameters[p]).norm().item<double>();
+        // The parameter itself is only known to its last bit.
+        const double rounding = problem.updates * 0x1p-52 * wanted.parameters[p].norm().item<double>();
+        const double used = error / (allowed + rounding);
+        trajectory.passed = trajectory.passed && used <= 1;  // not for NaN
+        if (!(used > share)) continue;
+        share = used;
+        trajectory.worst = reference.oracle.names[p];
+        trajectory.error = moved > 0 ? error / moved : error;
+        trajectory.allowed = moved > 0 ? (allowed + rounding) / moved : allowed;
+      }
+    }
+    trajectories.push_back(std::move(trajectory));
   }
-  return false;
+  return trajectories;
+}
+
+bool is_whole(const LayoutVerdict& layout) {
+  for (const auto& parameter : layout.parameters)
+    if (parameter.owners_least != 1 || parameter.owners_most != 1) return false;
+  for (const auto& trajectory : layout.trajectories)
+    if (!trajectory.passed) return false;
+  return layout.passed && !layout.parameters.empty();
+}
+
+// What the numbers say beside the diagnosis of the fp64 step.
+void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
+  const auto has = [&](const char* id) {
+    return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
+  };
+  std::vector<std::string> rounding, replicas, repeats;
+  for (const auto& parameter : layout.parameters) {
+    if (parameter.exact.passed && layout.e2.state == Grade::State::kFailed && !parameter.rounded.passed)
+      rounding.push_back(parameter.name);
+    if (!parameter.replicas_agree) replicas.push_back(parameter.name);
+    if (!parameter.repeats) repeats.push_back(parameter.name);
+  }
+  if (!repeats.empty() && !has("not_repeatable"))
+    layout.findings.insert(layout.findings.begin(),
+                           {"not_repeatable",
+                            "the same step made twice gives different bits: " + list_names(repeats),
+                            {"in " + precision}});
+  if (has("not_repeatable")) return;
+  if (!replicas.empty() && layout.findings.empty())
+    layout.findings.push_back({"replicas_differ",
+                               "the ranks hold different gradients: " + list_names(replicas),
+                               {"in " + precision}});
+  if (!rounding.empty())
+    layout.findings.push_back(
+        {"rounding",
+         "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
+         {}});
+  for (const auto& trajectory : layout.trajectories)
+    if (!trajectory.passed && layout.findings.empty())
+      layout.findings.push_back(
+          {"optimizer_differs",
+           fmt::format(
+               "the gradient is right, parameters after {} updates of {} are not: {} is off by {:.3g} of "
+               "its way, {:.3g} allowed",
+               trajectory.updates, trajectory.optimizer, trajectory.worst, trajectory.error,
+               trajectory.allowed),
+           {}});
 }
 
 LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
-                         const Reference& reference, Group& group, Verdict& verdict) {
+                         const Reference& reference, const DataByRank* data, StepDump found, Group& group) {
   const bool exact_run = problem.dtype == at::kDouble;
-  const bool reports = group.rank() == 0;
   LayoutVerdict result;
   result.name = layout.name;
   at::Tensor most = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
@@ -187,44 +194,67 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   const Bounds bounds = bounds_for(problem.dtype, group.size(), most.item<std::int64_t>());
 
   LayoutRun exact(problem, layout, initial.model(problem, at::kDouble), group);
-  const Made in_fp64 = exact.step();
-  // In fp64 the same layout is asked twice; otherwise the run's own precision is.
-  std::optional<LayoutRun> run;
-  if (!exact_run) run.emplace(problem, layout, initial.model(problem, problem.dtype), group);
-  LayoutRun& repeated = exact_run ? exact : *run;
-  const Made first = exact_run ? in_fp64 : repeated.step();
-  const at::Tensor bits = digest(first.gradients);
-  const Made second = repeated.step();
-  const at::Tensor again = digest(second.gradients);
-
-  std::vector<std::size_t> torn = differing_over_ranks(bits, group);
-  for (auto i : differing_over_ranks(digest(in_fp64.gradients), group)) torn.push_back(i);
-  at::Tensor repeats = bits.eq(again).to(at::kLong);
-  group.all_reduce(repeats, ReduceOp::kMin);
-  if (!reports) return result;
-
-  if (names_agree(in_fp64, reference.oracle, layout.name, verdict.diagnosis)) {
-    for (std::size_t i = 0; i < in_fp64.names.size(); ++i) {
-      const at::Tensor& wanted = reference.oracle.gradients[i];
+  const LayoutRun::Made in_fp64 = exact.step(problem.local);
+  Investigation investigation(problem, layout, initial, exact, group);
+  investigation.describe(in_fp64, found);
+  result.bytes_moved = in_fp64.bytes_moved;
+  if (layout.traffic)
+    result.bytes_needed = layout.traffic(exact.numel(), most.item<std::int64_t>(), at::kDouble);
+  {
+    // In fp64 the same layout is asked twice; otherwise the run's own precision is.
+    std::optional<LayoutRun> run;
+    if (!exact_run) run.emplace(problem, layout, initial.model(problem, problem.dtype), group);
+    LayoutRun& repeated = exact_run ? exact : *run;
+    const LayoutRun::Made first = exact_run ? in_fp64 : repeated.step(problem.local);
+    const at::Tensor bits = digest(first.gradients);
+    const LayoutRun::Made second = repeated.step(problem.local);
+    std::vector<std::size_t> torn = differing_over_ranks(bits, group);
+    for (auto i : differing_over_ranks(digest(in_fp64.gradients), group)) torn.push_back(i);
+    at::Tensor repeats = bits.eq(digest(second.gradients)).to(at::kLong);
+    group.all_reduce(repeats, ReduceOp::kMin);
+    result.exact = in_fp64.figures;
+    result.rounded = first.figures;
+    for (std::size_t i = 0; group.rank() == 0 && i < in_fp64.names.size(); ++i) {
+      const auto& names = reference.oracle.names;
+      const auto match = std::find(names.begin(), names.end(), in_fp64.names[i]);
+      if (match == names.end()) continue;
+      const auto place = static_cast<std::size_t>(match - names.begin());
+      const at::Tensor& wanted = reference.oracle.gradients[place];
+      if (wanted.sizes() != in_fp64.gradients[i].sizes()) continue;
+      const double scale = reference.scales[place], alone = reference.alone_error[place];
       ParameterVerdict parameter;
       parameter.name = in_fp64.names[i];
       parameter.elements = wanted.numel();
       parameter.norm = wanted.norm().item<double>();
-      parameter.alone_error = reference.alone_error[i];
-      parameter.exact = compare_exact(in_fp64.gradients[i], wanted, reference.scales[i], bounds);
-      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, reference.scales[i],
-                                          reference.alone_error[i], bounds);
+      parameter.alone_error = alone;
+      parameter.exact = compare_exact(in_fp64.gradients[i], wanted, scale, bounds);
+      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale, alone, bounds);
       parameter.replicas_agree = std::find(torn.begin(), torn.end(), i) == torn.end();
       parameter.repeats = repeats[static_cast<std::int64_t>(i)].item<std::int64_t>() != 0;
+      parameter.checksum =
+          static_cast<std::uint64_t>(bits[static_cast<std::int64_t>(i)].item<std::int64_t>());
+      if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
     }
   }
-  result.exact = in_fp64.figures;
-  result.rounded = first.figures;
-  grade(result, reference.oracle.figures, precision_name(problem.dtype), exact_run, bounds);
-  result.passed = result.passed && !result.parameters.empty();
-  for (auto& statement : diagnose(result, reference.oracle.figures, group.size()))
-    verdict.diagnosis.push_back(problem.layouts.size() > 1 ? layout.name + ": " + statement : statement);
+  result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
+  if (group.rank() == 0) {
+    grade(result, reference.oracle.figures, precision_name(problem.dtype), exact_run, bounds);
+    result.passed = is_whole(result) && in_fp64.names == reference.oracle.names;
+  }
+
+  // Rank 0 diagnoses; a failure is run again in other circumstances, by all.
+  StepDump expected;
+  if (group.rank() == 0)
+    expected = dump_of(reference.oracle, initial, found, samples_of(reference.whole), result.bytes_needed);
+  result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed, data);
+  if (group.rank() == 0) {
+    if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
+    if (!result.passed && result.findings.empty())
+      result.findings.push_back(
+          {"unknown", "the step is not the expected one, in no way that has a name", {}});
+    result.passed = result.passed && result.findings.empty();
+  }
   return result;
 }
 
@@ -265,32 +295,65 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   verdict.loss = problem.loss.text();
   const Initial initial(problem.make_model(problem.dtype));
   check(problem, initial, group);
+  refuse_without_memory(problem, initial, group);
+  const auto ends = [&](Finding finding) {
+    verdict.diagnosis.push_back(finding.sentence);
+    verdict.findings.push_back(std::move(finding));
+    verdict.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return verdict;
+  };
 
   // A layout would refuse unequal ranks; said here first, it becomes part of the verdict.
   const auto differing = differing_over_ranks(digest(initial.values), group);
   verdict.parameters_agree = differing.empty();
-  if (!differing.empty()) {
-    verdict.diagnosis.push_back(
-        fmt::format("{} of {} parameters differ over the ranks before the step, first {}: "
-                    "nothing else was compared",
-                    differing.size(), initial.names.size(), initial.names[differing[0]]));
-    return verdict;
-  }
+  if (!differing.empty())
+    return ends({"initial_parameters_differ",
+                 fmt::format("{} of {} parameters differ over the ranks before the step, first {}: "
+                             "nothing else was compared",
+                             differing.size(), initial.names.size(), initial.names[differing[0]]),
+                 {"initialisation depends on the rank or the layout"}});
 
   const Reference reference = make_reference(problem, initial, group);
+  at::Tensor random = at::full({1}, reference.random.empty() ? 0 : 1, at::kLong);
+  group.broadcast(random, 0);
+  if (random.item<std::int64_t>() != 0)
+    return ends(
+        {"random_model",
+         "two runs of the model on the same data and parameters differ: nothing else is claimed. Draw "
+         "random numbers by isograd::RandomKey (seed, step, sample, layer)",
+         {reference.random}});
+
   const std::uint64_t seen = digest_over_ranks(problem.local, group);
+  // Small next to the step: tokens, targets and lengths of all ranks.
+  const DataByRank data = gather_batches(problem.local, group);
+  StepDump found;
+  found.counts = problem.loss.mean == Mean::kTargets && !problem.loss.replicas
+                     ? counts_of(data)
+                     : std::vector<std::vector<std::int64_t>>{};
+  found.samples = samples_of(all_of(data));
+  verdict.samples = found.samples;
+  bool passed = true;
   if (group.rank() == 0) {
     verdict.oracle = reference.oracle.figures;
-    verdict.batch_agrees = seen == reference.whole_digest;
-    if (!verdict.batch_agrees)
-      verdict.diagnosis.push_back(
-          "the ranks together did not see every token of the whole step exactly once");
+    verdict.batch_agrees = seen == digest(reference.whole);
+    passed = verdict.batch_agrees;
+    if (reference.leak) {
+      verdict.documents_apart = passed = false;
+      verdict.findings.push_back({"documents_leak", "documents leak: " + reference.leak->text(), {}});
+    }
   }
-  bool passed = verdict.batch_agrees;
   for (const auto& layout : problem.layouts) {
-    verdict.layouts.push_back(try_layout(problem, layout, initial, reference, group, verdict));
+    verdict.layouts.push_back(try_layout(problem, layout, initial, reference, &data, found, group));
     passed = passed && verdict.layouts.back().passed;
+    for (auto finding : verdict.layouts.back().findings) {
+      if (problem.layouts.size() > 1) finding.sentence = layout.name + ": " + finding.sentence;
+      verdict.findings.push_back(std::move(finding));
+    }
   }
+  if (group.rank() == 0 && !verdict.batch_agrees && verdict.findings.empty())
+    verdict.findings.push_back(
+        {"other_batch", "the ranks together did not see every token of the whole step exactly once", {}});
+  for (const auto& finding : verdict.findings) verdict.diagnosis.push_back(finding.sentence);
   at::Tensor answer = at::full({1}, passed ? 1 : 0, at::kLong);
   group.broadcast(answer, 0);
   verdict.passed = answer.item<std::int64_t>() != 0;

@@ -1,0 +1,137 @@
+#include "verify/bad_input.hpp"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cctype>
+#include <limits>
+#include <map>
+
+#include "comm/shm/segment.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+const Batch* first_with_targets(const MicroBatches& whole) {
+  for (const Batch& batch : whole)
+    if (batch.num_targets() > 0) return &batch;
+  return nullptr;
+}
+
+std::vector<at::Tensor> trainable(const VerifyModel& model) {
+  std::vector<at::Tensor> leaves;
+  for (const auto& [name, tensor] : model.named)
+    if (tensor.requires_grad()) leaves.push_back(tensor);
+  return leaves;
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+// "model.layers.7.mlp" -> 7; -1 where no part of the name is a number.
+int layer_of(const std::string& name) {
+  for (std::size_t at = 0; at < name.size();) {
+    const auto end = std::min(name.find('.', at), name.size());
+    const std::string part = name.substr(at, end - at);
+    if (!part.empty() && part.size() < 7 && part.find_first_not_of("0123456789") == std::string::npos)
+      return std::stoi(part);
+    at = end + 1;
+  }
+  return -1;
+}
+
+constexpr std::int64_t kCopies = 5;  // values, gradients of two runs, the copies compared, one to work in
+
+std::string gigabytes(double bytes) {
+  return bytes < 1e9 ? fmt::format("{:.3g} MB", bytes * 1e-6) : fmt::format("{:.3g} GB", bytes * 1e-9);
+}
+
+}  // namespace
+
+void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole) {
+  const Batch* batch = first_with_targets(whole);
+  if (!batch) return;
+  const auto refuse = [](std::string found) {
+    throw ConfigError(
+        {.where = "verify, the model in fp64",
+         .found = std::move(found),
+         .expected = "a model that computes in fp64 throughout when it is made in fp64",
+         .action = "Take the types of intermediate results from the parameters instead of naming one"});
+  };
+  const auto backward = [&](const VerifyModel& model) {
+    const at::Tensor logits = model.logits(*batch);
+    torch::autograd::grad({logits.to(at::kDouble).square().sum()}, trainable(model), {}, false, false, true);
+    return logits.scalar_type();
+  };
+  try {
+    const auto type = backward(in_fp64);
+    if (type != at::kDouble) refuse(fmt::format("logits of type {}", c10::toString(type)));
+  } catch (const c10::Error& error) {
+    const std::string message = first_line(error.what_without_backtrace());
+    backward(own);  // an error of the model in its own precision is passed on as it is
+    refuse("it fails: " + message);
+  }
+}
+
+std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches& whole) {
+  const Batch* batch = first_with_targets(whole);
+  if (!batch) return "";
+  const auto run = [&] {
+    const at::Tensor logits = model.logits(*batch);
+    auto results = torch::autograd::grad({logits.square().sum()}, trainable(model), {}, false, false, true);
+    results.push_back(logits.detach());
+    return results;
+  };
+  const auto first = run(), second = run();
+  const at::Tensor &a = first.back(), &b = second.back();
+  if (a.isnan().any().item<bool>()) return "";  // is not equal to itself; found later
+  if (!a.equal(b))
+    return fmt::format("logits differ by up to {:.3g}, {} of {} elements", (a - b).abs().max().item<double>(),
+                       a.ne(b).sum().item<std::int64_t>(), a.numel());
+  for (std::size_t i = 0; i + 1 < first.size(); ++i)
+    if (first[i].defined() && second[i].defined() && !first[i].equal(second[i]) &&
+        !first[i].isnan().any().item<bool>())
+      return fmt::format("the same logits, another gradient of trainable parameter {}", i);
+  return "";
+}
+
+std::int64_t oracle_bytes(const Initial& initial) {
+  std::int64_t elements = 0;
+  for (const auto& value : initial.values) elements += value.numel();
+  return elements * 8 * kCopies;
+}
+
+void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group) {
+  double available = static_cast<double>(std::numeric_limits<std::int64_t>::max());
+  if (group.rank() == 0)
+    available = problem.memory_bytes > 0 ? static_cast<double>(problem.memory_bytes)
+                                         : static_cast<double>(shm::available_memory());
+  at::Tensor shared = at::full({1}, available, at::kDouble);
+  group.broadcast(shared, 0);
+  available = shared.item<double>();
+  const auto needed = static_cast<double>(oracle_bytes(initial));
+  if (needed <= available) return;
+
+  std::map<int, double> layers;
+  double rest = 0;
+  for (std::size_t i = 0; i < initial.names.size(); ++i) {
+    const auto bytes = static_cast<double>(initial.values[i].numel() * 8 * kCopies);
+    const int layer = layer_of(initial.names[i]);
+    (layer < 0 ? rest : layers[layer]) += bytes;
+  }
+  std::size_t fit = 0;
+  for (const auto& [layer, bytes] : layers)
+    if ((rest += bytes) <= available) ++fit;
+  std::string action = "Verify on a machine with more memory";
+  if (fit > 0)
+    action =
+        fmt::format("Verify {} of the {} layers, which fit (model.layers = {})", fit, layers.size(), fit);
+  throw ConfigError({.where = "verify, memory for the oracle",
+                     .found = gigabytes(available) + " available",
+                     .expected = gigabytes(needed) + " for parameters and gradients in fp64",
+                     .action = action});
+}
+
+}  // namespace isograd

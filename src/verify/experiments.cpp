@@ -1,0 +1,281 @@
+#include "verify/experiments.hpp"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+namespace isograd {
+namespace {
+
+// A list of batches as two flat tensors: whole numbers, weights.
+struct Flat {
+  at::Tensor numbers, weights;
+};
+
+Flat flatten(const MicroBatches& batches) {
+  std::vector<std::int64_t> head = {static_cast<std::int64_t>(batches.size())};
+  std::vector<at::Tensor> bodies, weights = {at::empty({0}, at::kDouble)};
+  for (const Batch& batch : batches) {
+    head.insert(head.end(), {batch.num_tokens(), batch.num_fragments(), batch.weights.defined() ? 1 : 0,
+                             static_cast<std::int64_t>(batch.sample_targets.size())});
+    head.insert(head.end(), batch.cu_seqlens.begin(), batch.cu_seqlens.end());
+    head.insert(head.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+    head.insert(head.end(), batch.sample_targets.begin(), batch.sample_targets.end());
+    for (const at::Tensor& tensor : {batch.tokens, batch.targets, batch.positions})
+      bodies.push_back(tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1})
+                                        : at::zeros({batch.num_tokens()}, at::kLong));
+    if (batch.weights.defined()) weights.push_back(batch.weights.to(at::kCPU, at::kDouble));
+  }
+  bodies.insert(bodies.begin(), at::tensor(head, at::kLong));
+  return {at::cat(bodies), at::cat(weights)};
+}
+
+// The next list of batches; `number` and `weight` move past it.
+MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& weight) {
+  const auto* values = flat.numbers.const_data_ptr<std::int64_t>();
+  const std::int64_t count = values[number++];
+  struct Shape {
+    std::int64_t tokens;
+    bool weighted;
+  };
+  MicroBatches batches(static_cast<std::size_t>(count));
+  std::vector<Shape> shapes;
+  for (Batch& batch : batches) {
+    const std::int64_t tokens = values[number], fragments = values[number + 1], sized = values[number + 3];
+    shapes.push_back({tokens, values[number + 2] != 0});
+    number += 4;
+    const auto take = [&](std::vector<std::int64_t>& list, std::int64_t length) {
+      list.assign(values + number, values + number + length);
+      number += length;
+    };
+    take(batch.cu_seqlens, fragments + 1);
+    take(batch.sample_ids, fragments);
+    take(batch.sample_targets, sized);
+  }
+  for (std::size_t b = 0; b < batches.size(); ++b) {
+    for (at::Tensor* tensor : {&batches[b].tokens, &batches[b].targets, &batches[b].positions}) {
+      *tensor = flat.numbers.narrow(0, number, shapes[b].tokens).clone();
+      number += shapes[b].tokens;
+    }
+    if (!shapes[b].weighted) continue;
+    batches[b].weights = flat.weights.narrow(0, weight, shapes[b].tokens).clone();
+    weight += shapes[b].tokens;
+  }
+  return batches;
+}
+
+// One batch of all fragments.
+Batch joined(const MicroBatches& batches) {
+  Batch whole;
+  std::vector<at::Tensor> tokens, targets, positions, weights;
+  for (const Batch& batch : batches) {
+    const std::int64_t offset = whole.cu_seqlens.back();
+    tokens.push_back(batch.tokens);
+    targets.push_back(batch.targets);
+    positions.push_back(batch.positions);
+    if (batch.weights.defined()) weights.push_back(batch.weights);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      whole.cu_seqlens.push_back(offset + batch.cu_seqlens[f + 1]);
+    whole.sample_ids.insert(whole.sample_ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+  }
+  whole.tokens = at::cat(tokens);
+  whole.targets = at::cat(targets);
+  whole.positions = at::cat(positions);
+  if (!weights.empty()) whole.weights = at::cat(weights);
+  return whole;
+}
+
+Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
+  const auto at = [&](std::int64_t fragment) { return batch.cu_seqlens[static_cast<std::size_t>(fragment)]; };
+  Batch part;
+  const auto cut = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.slice(0, at(first), at(last)) : tensor;
+  };
+  part.tokens = cut(batch.tokens);
+  part.targets = cut(batch.targets);
+  part.positions = cut(batch.positions);
+  part.weights = cut(batch.weights);
+  for (std::int64_t f = first; f < last; ++f) {
+    part.cu_seqlens.push_back(at(f + 1) - at(first));
+    part.sample_ids.push_back(batch.sample_ids[static_cast<std::size_t>(f)]);
+  }
+  return part;
+}
+
+// Leaves the first `keep` of the batch's targets.
+void keep_targets(Batch& batch, std::int64_t keep) {
+  batch.targets = batch.targets.clone();
+  auto* target = batch.targets.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t t = 0; t < batch.targets.numel(); ++t)
+    if (target[t] != kIgnoreIndex && keep-- <= 0) target[t] = kIgnoreIndex;
+}
+
+void change_counts(DataByRank& data, Experiment::Counts counts) {
+  std::int64_t least = 0;
+  for (const auto& batches : data)
+    for (const Batch& batch : batches)
+      if (const auto own = batch.num_targets(); own > 0) least = least ? std::min(least, own) : own;
+  for (std::size_t rank = 0; rank < data.size(); ++rank)
+    for (std::size_t j = 0; j < data[rank].size(); ++j) {
+      Batch& batch = data[rank][j];
+      const auto share = static_cast<std::int64_t>(1 + (5 * rank + 3 * j) % 7);  // of seven
+      const std::int64_t own = batch.num_targets();
+      keep_targets(batch, counts == Experiment::Counts::kEqual ? least : (own * share + 6) / 7);
+    }
+}
+
+void count_samples(DataByRank& data) {
+  std::map<std::int64_t, std::int64_t> targets;
+  const auto each = [&](const auto& visit) {
+    for (auto& batches : data)
+      for (Batch& batch : batches) visit(batch);
+  };
+  each([&](Batch& batch) {
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      targets[batch.sample_ids[f]] += batch.targets.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])
+                                          .ne(kIgnoreIndex)
+                                          .sum()
+                                          .template item<std::int64_t>();
+  });
+  each([&](Batch& batch) {
+    batch.sample_targets.clear();
+    for (auto id : batch.sample_ids) batch.sample_targets.push_back(targets[id]);
+  });
+}
+
+}  // namespace
+
+DataByRank gather_batches(const MicroBatches& local, Group& group) {
+  const Flat own = flatten(local);
+  const Flat all{group.all_gather_rows(own.numbers), group.all_gather_rows(own.weights)};
+  DataByRank data;
+  std::int64_t number = 0, weight = 0;
+  for (int rank = 0; rank < group.size(); ++rank) data.push_back(unflatten(all, number, weight));
+  return data;
+}
+
+std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data) {
+  std::vector<std::vector<std::int64_t>> counts;
+  for (const auto& batches : data) {
+    counts.emplace_back();
+    for (const Batch& batch : batches) counts.back().push_back(batch.num_targets());
+  }
+  return counts;
+}
+
+std::vector<std::int64_t> samples_of(const MicroBatches& batches) {
+  std::vector<std::int64_t> ids;
+  for (const Batch& batch : batches) ids.insert(ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+  std::sort(ids.begin(), ids.end());
+  return ids;
+}
+
+MicroBatches all_of(const DataByRank& data) {
+  MicroBatches all;
+  for (const auto& batches : data) all.insert(all.end(), batches.begin(), batches.end());
+  return all;
+}
+
+std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment) {
+  DataByRank result = data;
+  const auto size = static_cast<int>(data.size());
+  const auto at = [&](int rank) -> MicroBatches& { return result[static_cast<std::size_t>(rank)]; };
+  if (experiment.only_axis >= 0) return std::nullopt;  // takes another mesh
+  if (std::max({experiment.empty_rank, experiment.only_rank, experiment.swapped[0], experiment.swapped[1]}) >=
+          size ||
+      experiment.ranks >= size)
+    return std::nullopt;
+  if (experiment.swapped[0] >= 0) std::swap(at(experiment.swapped[0]), at(experiment.swapped[1]));
+  if (experiment.empty_rank >= 0) at(experiment.empty_rank).clear();
+  if (experiment.counts != Experiment::Counts::kAsGiven) change_counts(result, experiment.counts);
+  if (experiment.split_micro_batches) {
+    bool any = false;
+    for (auto& batches : result) {
+      MicroBatches pieces;
+      for (const Batch& batch : batches) {
+        const std::int64_t middle = batch.num_fragments() / 2;
+        any = any || middle > 0;
+        if (middle > 0) pieces.push_back(fragments_of(batch, 0, middle));
+        pieces.push_back(fragments_of(batch, middle, batch.num_fragments()));
+      }
+      batches = std::move(pieces);
+    }
+    if (!any) return std::nullopt;
+  }
+  if (experiment.one_micro_batch) {
+    bool several = false;
+    for (auto& batches : result) {
+      several = several || batches.size() > 1;
+      if (batches.size() > 1) batches = {joined(batches)};
+    }
+    if (!several) return std::nullopt;
+  }
+  if (experiment.without_silent)
+    for (auto& batches : result)
+      std::erase_if(batches, [](const Batch& batch) { return batch.num_targets() == 0; });
+  if (experiment.only_rank >= 0)
+    for (int rank = 0; rank < size; ++rank) {
+      if (rank != experiment.only_rank) {
+        at(rank).clear();
+      } else if (experiment.only_micro_batch >= 0) {
+        if (experiment.only_micro_batch >= static_cast<int>(at(rank).size())) return std::nullopt;
+        at(rank) = {at(rank)[static_cast<std::size_t>(experiment.only_micro_batch)]};
+      }
+    }
+  if (experiment.ranks > 0) {
+    DataByRank fewer(static_cast<std::size_t>(experiment.ranks));
+    for (int rank = 0; rank < size; ++rank) {
+      auto& part = fewer[static_cast<std::size_t>(rank % experiment.ranks)];
+      part.insert(part.end(), at(rank).begin(), at(rank).end());
+    }
+    result = std::move(fewer);
+  }
+  count_samples(result);
+  for (const auto& counts : counts_of(result))
+    for (auto count : counts)
+      if (count > 0) return result;
+  return std::nullopt;
+}
+
+std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group) {
+  std::array<std::int64_t, 15> fields{};
+  if (experiment) {
+    const Experiment& e = *experiment;
+    fields = {1,
+              static_cast<std::int64_t>(e.counts),
+              e.one_micro_batch,
+              e.without_silent,
+              e.empty_rank,
+              e.only_rank,
+              e.only_micro_batch,
+              e.swapped[0],
+              e.swapped[1],
+              e.only_axis,
+              e.ranks,
+              e.without_noise,
+              e.without_resume,
+              e.reference_only,
+              e.split_micro_batches};
+  }
+  at::Tensor shared = at::empty({static_cast<std::int64_t>(fields.size())}, at::kLong);
+  std::copy(fields.begin(), fields.end(), shared.mutable_data_ptr<std::int64_t>());
+  group.broadcast(shared, 0);
+  const auto* v = shared.const_data_ptr<std::int64_t>();
+  if (v[0] == 0) return std::nullopt;
+  const auto number = [&](int i) { return static_cast<int>(v[i]); };
+  return Experiment{.counts = static_cast<Experiment::Counts>(v[1]),
+                    .split_micro_batches = v[14] != 0,
+                    .one_micro_batch = v[2] != 0,
+                    .without_silent = v[3] != 0,
+                    .empty_rank = number(4),
+                    .only_rank = number(5),
+                    .only_micro_batch = number(6),
+                    .swapped = {number(7), number(8)},
+                    .only_axis = number(9),
+                    .ranks = number(10),
+                    .without_noise = v[11] != 0,
+                    .without_resume = v[12] != 0,
+                    .reference_only = v[13] != 0};
+}
+
+}  // namespace isograd

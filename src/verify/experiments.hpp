@@ -1,0 +1,31 @@
+// The data of an experiment, made from the data of the step.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "isograd/batch.hpp"
+#include "isograd/group.hpp"
+#include "verify/diagnosis.hpp"
+
+namespace isograd {
+
+using DataByRank = std::vector<MicroBatches>;
+
+// Every rank's micro-batches. Collective.
+DataByRank gather_batches(const MicroBatches& local, Group& group);
+// [rank][micro-batch] targets that carry loss.
+std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
+// Ids of the samples in fragments, sorted, once for each fragment.
+std::vector<std::int64_t> samples_of(const MicroBatches& batches);
+MicroBatches all_of(const DataByRank& data);
+
+// The step's data as the experiment deals it out; Batch::sample_targets are those of the new step. Nothing
+// where that would be the step as it is, although the experiment asks for other data, or would have no
+// target.
+std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment);
+
+// Rank 0's experiment on every rank; nothing: no more of them. Collective.
+std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group);
+
+}  // namespace isograd

@@ -1,0 +1,42 @@
+// Diagnosing a layout on the ranks: rank 0 asks for experiments, all ranks make them.
+#pragma once
+
+#include "verify/diagnosis.hpp"
+#include "verify/experiments.hpp"
+#include "verify/layout_run.hpp"
+#include "verify/oracle.hpp"
+#include "verify/turns.hpp"
+
+namespace isograd {
+
+class Investigation {
+ public:
+  // Keeps references. `exact`: the layout in fp64, asked when the step is to be made exactly again.
+  Investigation(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
+                LayoutRun& exact, Group& group)
+      : problem_(problem), layout_(layout), initial_(initial), exact_(exact), group_(group) {}
+
+  // Fills in what the step said, on rank 0, and what the ranks have. Collective.
+  void describe(const LayoutRun::Made& made, StepDump& dump);
+  // Collective; the answer is rank 0's. `failed` (rank 0's) says whether it is worth experiments; `data` is
+  // what they are made from.
+  std::vector<Finding> diagnose(RunPair pair, bool failed, const DataByRank* data);
+
+ private:
+  // Collective; nothing where this cannot be run, or on ranks that take no part.
+  std::optional<RunPair> again(const Experiment& experiment, const DataByRank& data);
+
+  const VerifyProblem& problem_;
+  const LayoutUnderTest& layout_;
+  const Initial& initial_;
+  LayoutRun& exact_;
+  Group& group_;
+};
+
+// The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.
+StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDump& found,
+                 std::vector<std::int64_t> samples, double bytes_needed);
+// xxHash of the initial bits of the trainable parameters.
+std::vector<std::uint64_t> checksums_of(const Initial& initial);
+
+}  // namespace isograd

@@ -1,0 +1,234 @@
+#include "verify/layout_run.hpp"
+
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "isograd/error.hpp"
+#include "norm/passes.hpp"
+#include "train/memory.hpp"
+#include "verify/digest.hpp"
+
+namespace isograd {
+namespace {
+
+std::unique_ptr<Normalizer> declared_normalizer(const DeclaredLoss& loss, int ranks) {
+  const NormalizerOptions options{.replicas = loss.replicas ? ranks : 1};
+  switch (loss.mean) {
+    case Mean::kSamples:
+      return std::make_unique<SampleMean>(options);
+    case Mean::kWeights:
+      return std::make_unique<WeightedMean>(options);
+    case Mean::kFixed:
+      return std::make_unique<FixedDenominator>(loss.denominator, options);
+    case Mean::kNone:
+      return std::make_unique<NoDenominator>(options);
+    default:
+      return std::make_unique<TokenMean>(options);
+  }
+}
+
+}  // namespace
+
+Initial::Initial(const VerifyModel& model) {
+  for (const auto& [name, tensor] : model.named) {
+    names.push_back(name);
+    values.push_back(tensor.detach().clone());
+    trainable.push_back(tensor.requires_grad());
+  }
+}
+
+VerifyModel Initial::model(const VerifyProblem& problem, at::ScalarType dtype) const {
+  VerifyModel made = problem.make_model(dtype);
+  at::NoGradGuard no_grad;
+  ISOGRAD_INVARIANT(made.named.size() == values.size(), "another number of parameters in another precision");
+  for (std::size_t i = 0; i < values.size(); ++i) made.named[i].second.copy_(values[i]);
+  return made;
+}
+
+class Witness : public Optimizer {
+ public:
+  Witness(const VerifyProblem& problem, Group group, std::unique_ptr<Optimizer> inner)
+      : problem_(problem), group_(std::move(group)), inner_(std::move(inner)) {
+    if (inner_ && problem.wrap_optimizer) inner_ = problem.wrap_optimizer(std::move(inner_));
+  }
+
+  void update(std::vector<Bucket>& buckets, double gradient_scale) override {
+    scale_ = gradient_scale;
+    if (problem_.clipping) {
+      norm_ = problem_.clipping->norm(buckets, group_);
+      const double limit = problem_.step.max_norm;
+      scale_ = gradient_scale * (limit > 0 ? std::min(1.0, limit / (norm_ + 1e-6)) : 1);
+      if (problem_.clipping->coefficients && inner_) {
+        const auto own = problem_.clipping->coefficients(buckets, norm_, limit);
+        at::NoGradGuard no_grad;
+        for (std::size_t b = 0; b < buckets.size(); ++b) buckets[b].gradients.mul_(own.at(b));
+        return inner_->update(buckets, gradient_scale);
+      }
+    }
+    if (inner_) inner_->update(buckets, scale_);
+  }
+  void set_learning_rate(double) override {}
+  double learning_rate() const override { return 0; }
+  std::int64_t updates() const override { return 0; }
+  OptimizerState state(const std::vector<Bucket>&) override { return {}; }
+  void set_updates(std::int64_t) override {}
+
+  double scale() const { return scale_; }
+  double norm() const { return norm_; }
+
+ private:
+  const VerifyProblem& problem_;
+  Group group_;
+  std::unique_ptr<Optimizer> inner_;
+  double scale_ = 1, norm_ = 0;
+};
+
+// Counts what the layout itself sends: from the first forward (a sharded model gathers there) until the sum
+// is complete, and what publishes the update. Counting and norms lie outside.
+struct LayoutRun::Metered : DataParallel {
+  std::unique_ptr<DataParallel> inner;
+  std::int64_t start = -1, bytes = 0;
+  explicit Metered(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
+
+  void begin() {
+    if (start < 0) start = sent_so_far(*inner);
+  }
+  void zero_gradients() override {
+    start = -1;
+    bytes = 0;
+    inner->zero_gradients();
+  }
+  void begin_backward(bool last) override {
+    begin();
+    inner->begin_backward(last);
+  }
+  void finish_reduction() override {
+    begin();
+    inner->finish_reduction();
+    bytes += sent_so_far(*inner) - start;
+  }
+  void publish_parameters() override {
+    const auto before = sent_so_far(*inner);
+    inner->publish_parameters();
+    bytes += sent_so_far(*inner) - before;
+  }
+  bool takes_every_round() const override { return inner->takes_every_round(); }
+  std::vector<Bucket>& buckets() override { return inner->buckets(); }
+  Group& group() override { return inner->group(); }
+  Group& shard_group() override { return inner->shard_group(); }
+  double exposed_seconds() const override { return inner->exposed_seconds(); }
+  std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
+};
+
+LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model,
+                     Group group, std::unique_ptr<Optimizer> inner)
+    : problem_(problem), group_(std::move(group)), model_(std::move(model)) {
+  normalizer_ =
+      problem.make_normalizer ? problem.make_normalizer() : declared_normalizer(problem.loss, group_.size());
+  layout_ = std::make_unique<Metered>(layout.make_from_model
+                                          ? layout.make_from_model(model_, group_)
+                                          : layout.make(trainable_parameters(model_.named), group_));
+  witness_ = std::make_unique<Witness>(problem, group_, std::move(inner));
+  StepOptions options = problem.step;
+  if (problem.clipping) options.max_norm = 0;
+  const auto forward = [this](const Batch& batch) {
+    layout_->begin();
+    return model_.loss_terms(batch);
+  };
+  step_ = std::make_unique<Step>(forward, *layout_, *normalizer_, *witness_, options);
+}
+
+LayoutRun::~LayoutRun() = default;
+
+LayoutRun::Made LayoutRun::step(const MicroBatches& local) {
+  const StepReport report = (*step_)(local);
+  Made made;
+  made.figures = {report.loss, report.census.targets, report.census.tokens, report.norm,
+                  report.updated ? witness_->scale() : report.clip_coefficient};
+  if (problem_.clipping && report.updated) made.figures.norm = witness_->norm();
+  for (const auto& term : report.terms) made.terms.emplace_back(term.name, term.value);
+  made.bytes_moved = static_cast<double>(layout_->bytes);
+  for (const auto& view : layout_->views()) {
+    made.names.push_back(view.name);
+    made.gradients.push_back(view.gradient.detach().clone());
+  }
+  return made;
+}
+
+std::vector<at::Tensor> LayoutRun::parameters() {
+  std::vector<at::Tensor> values;
+  for (const auto& view : layout_->views()) values.push_back(view.master.detach().clone());
+  return values;
+}
+
+std::int64_t LayoutRun::numel() {
+  std::int64_t sum = 0;
+  for (const Bucket& bucket : layout_->buckets()) sum += bucket.plan.numel;
+  return sum;
+}
+
+void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& initial, StepDump& dump) {
+  const auto ranks = static_cast<std::size_t>(group_.size());
+  dump.ranks.assign(ranks, {});
+  // How far each rank's gradient is from rank 0's. Where no bit differs, it is 0.
+  const at::Tensor bits = digest(made.gradients);
+  double spread = 0;
+  const auto torn = differing_over_ranks(bits, group_);
+  for (std::size_t i : torn) {
+    at::Tensor first = made.gradients[i].clone();
+    group_.broadcast(first, 0);
+    const double norm = first.norm().item<double>(), off = (made.gradients[i] - first).norm().item<double>();
+    const double share = off == 0 ? 0 : norm > 0 ? off / norm : HUGE_VAL;
+    spread = std::isnan(share) ? HUGE_VAL : std::max(spread, share);
+  }
+  double squares = 0;
+  for (const Bucket& bucket : layout_->buckets())
+    squares += squared_norm(bucket.gradients, owned_part(bucket));
+
+  std::vector<double> own = {spread, std::sqrt(squares), made.figures.norm, made.bytes_moved};
+  const at::Tensor numbers = group_.all_gather(at::tensor(own, at::kDouble));  // [W, 4]
+  std::vector<std::int64_t> start;
+  for (auto value : initial) start.push_back(std::bit_cast<std::int64_t>(value));
+  const at::Tensor starts = group_.all_gather(at::tensor(start, at::kLong));
+  const at::Tensor digests = group_.all_gather(bits);
+  const auto list = [](const at::Tensor& row) {
+    std::vector<std::uint64_t> values;
+    for (std::int64_t i = 0; i < row.numel(); ++i)
+      values.push_back(std::bit_cast<std::uint64_t>(row[i].item<std::int64_t>()));
+    return values;
+  };
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const auto row = static_cast<std::int64_t>(r);
+    const auto number = [&](int column) { return numbers[row][column].item<double>(); };
+    dump.ranks[r] = {.initial = list(starts[row]),
+                     .gradients = list(digests[row]),
+                     .spread = number(0),
+                     .owned_norm = number(1),
+                     .norm = number(2),
+                     .bytes_moved = number(3)};
+  }
+
+  // On how many ranks each element counts.
+  std::vector<std::pair<std::size_t, std::pair<std::int64_t, std::int64_t>>> owners;
+  for (const Bucket& bucket : layout_->buckets()) {
+    at::Tensor times = at::zeros({bucket.plan.numel}, at::kInt);
+    times.slice(0, bucket.owned.begin, bucket.owned.end).fill_(1);
+    group_.all_reduce(times);
+    for (const Slot& slot : bucket.plan.slots) {
+      if (slot.numel == 0) {
+        owners.push_back({slot.index, {1, 1}});
+        continue;
+      }
+      const at::Tensor part = times.narrow(0, slot.offset, slot.numel);
+      owners.push_back({slot.index, {part.min().item<int>(), part.max().item<int>()}});
+    }
+  }
+  std::sort(owners.begin(), owners.end());
+  dump.owners.clear();
+  for (const auto& [index, times] : owners) dump.owners.push_back(times);
+}
+
+}  // namespace isograd

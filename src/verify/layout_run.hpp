@@ -1,0 +1,59 @@
+// A layout's step on this rank's part of the batch, and what it says of itself.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isograd/verify.hpp"
+
+namespace isograd {
+
+// The parameters that every run starts from, in the run's precision.
+struct Initial {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> values;
+  std::vector<bool> trainable;
+
+  explicit Initial(const VerifyModel& model);
+  VerifyModel model(const VerifyProblem& problem, at::ScalarType dtype) const;
+};
+
+// What an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that the next
+// step starts from the same parameters.
+class Witness;
+
+class LayoutRun {
+ public:
+  // `inner`: what updates; none: nothing moves.
+  LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model, Group group,
+            std::unique_ptr<Optimizer> inner = nullptr);
+  ~LayoutRun();
+
+  struct Made {
+    StepFigures figures;
+    std::vector<std::string> names;
+    std::vector<at::Tensor> gradients;  // copies, as the step left them; whole
+    std::vector<std::pair<std::string, double>> terms;
+    double bytes_moved = 0;
+  };
+  // Collective over the group.
+  Made step(const MicroBatches& local);
+  std::vector<at::Tensor> parameters();  // copies, whole
+  std::int64_t numel();                  // of the flat storage, with its padding
+
+  // Fills in what the ranks have, each for itself: collective, after step(). `initial` are checksums.
+  void describe(const Made& made, const std::vector<std::uint64_t>& initial, StepDump& dump);
+
+ private:
+  struct Metered;
+  const VerifyProblem& problem_;
+  Group group_;
+  VerifyModel model_;
+  std::unique_ptr<Normalizer> normalizer_;
+  std::unique_ptr<Metered> layout_;
+  std::unique_ptr<Witness> witness_;
+  std::unique_ptr<Step> step_;
+};
+
+}  // namespace isograd

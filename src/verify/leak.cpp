@@ -1,0 +1,100 @@
+#include "verify/leak.hpp"
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include <set>
+
+namespace isograd {
+namespace {
+
+struct PackRun {
+  at::Tensor logits;
+  std::vector<at::Tensor> gradients;  // of the logits' cross entropy, by parameter
+};
+
+PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch) {
+  PackRun outcome;
+  const at::Tensor logits = model.logits(batch);
+  outcome.logits = logits.detach();
+  const at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);
+  const at::Tensor nll = -at::log_softmax(logits, 1)
+                              .gather(1, batch.targets.unsqueeze(1).masked_fill(ignored, 0))
+                              .masked_fill(ignored, 0)
+                              .sum();
+  if (nll.requires_grad())
+    outcome.gradients = torch::autograd::grad({nll}, leaves, {}, false, false, /*allow_unused=*/true);
+  return outcome;
+}
+
+double largest(const at::Tensor& tensor) {
+  return tensor.numel() ? tensor.abs().max().item<double>() : 0;
+}
+
+}  // namespace
+
+std::string Leak::text() const {
+  return fmt::format(
+      "changing document {} in a pack changes document {}: its logits by {:.3g}{}", perturbed, touched,
+      logits,
+      parameter.empty() ? "" : fmt::format(", the others' gradient of {} by {:.3g}", parameter, gradient));
+}
+
+std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch) {
+  const std::set<std::int64_t> documents(batch.sample_ids.begin(), batch.sample_ids.end());
+  if (documents.size() < 2) return std::nullopt;
+  std::vector<at::Tensor> leaves;
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : model.named)
+    if (tensor.requires_grad()) {
+      leaves.push_back(tensor);
+      names.push_back(name);
+    }
+  const std::int64_t vocabulary = model.logits(batch).size(1);
+  // Documents look at what stands before them, or after: the first one is changed, then the last.
+  for (const std::int64_t changed : {batch.sample_ids.front(), batch.sample_ids.back()}) {
+    Batch before = batch, after;
+    before.targets = batch.targets.clone();
+    at::Tensor tokens = batch.tokens.clone();
+    at::Tensor others = at::ones({batch.num_tokens()}, at::kBool);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      if (batch.sample_ids[f] != changed) continue;
+      const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+      before.targets.slice(0, begin, end).fill_(kIgnoreIndex);  // its own loss takes no part
+      at::Tensor own = tokens.slice(0, begin, end);
+      own.copy_((own + 1).remainder(vocabulary));
+      others.slice(0, begin, end).fill_(false);
+    }
+    after = before;
+    after.tokens = tokens;
+    const PackRun first = run(model, leaves, before), second = run(model, leaves, after);
+    Leak leak{.perturbed = changed, .touched = 0, .logits = 0, .parameter = {}, .gradient = 0};
+    bool leaks = false;
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      if (batch.sample_ids[f] == changed) continue;
+      const auto part = [&](const at::Tensor& logits) {
+        return logits.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]);
+      };
+      if (part(first.logits).equal(part(second.logits))) continue;
+      const double change = largest(part(first.logits) - part(second.logits));
+      if (!leaks || change > leak.logits) {
+        leak.touched = batch.sample_ids[f];
+        leak.logits = change;
+      }
+      leaks = true;
+    }
+    for (std::size_t i = 0; i < first.gradients.size(); ++i) {
+      const at::Tensor &a = first.gradients[i], &b = second.gradients[i];
+      if (!a.defined() || !b.defined() || a.equal(b)) continue;
+      const double change = largest(a - b);
+      if (leak.parameter.empty() || change > leak.gradient) {
+        leak.parameter = names[i];
+        leak.gradient = change;
+      }
+      leaks = true;
+    }
+    if (leaks) return leak;
+  }
+  return std::nullopt;
+}
+
+}  // namespace isograd
