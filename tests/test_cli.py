@@ -90,11 +90,12 @@ def test_no_verb_and_unknown_verb_and_flag():
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = isograd("--help")
     assert top.returncode == 0
-    for verb in ["train", "verify", "sample", "data", "bench", "config", "launch"]:
+    for verb in ["train", "verify", "sample", "data", "bench", "config", "museum", "launch"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["launch"]]:
+                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["museum"],
+                 ["launch"]]:
         done = isograd(*verb, "--help")
         assert done.returncode == 0, done.stderr
         assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
@@ -312,3 +313,21 @@ def test_data_pack_and_show(config):
     broken.write_bytes(content)
     assert str(broken) in refused("data", "show", *shards)
     assert "nothing" in refused("data", "pack", folder / "nothing", "--out", folder / "shards")
+
+
+# The museum
+
+
+def test_museum_lists_explains_and_catches():
+    listed = isograd("museum")
+    assert listed.returncode == 0 and re.search(r"^B7 +mean of per-rank means +mean_of_rank_means$", listed.stdout, re.M)
+    assert re.search(r"^B5 .* waits for the tensor axis$", listed.stdout, re.M)
+    shown = isograd("museum", "B7")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for text in ["Who makes it:", "What you would see:", "5 ranks: caught (mean_of_rank_means)", "uneven counts:"]:
+        assert text in shown.stdout, shown.stdout
+    waiting = isograd("museum", "B5")
+    assert waiting.returncode == 0 and "Not on show: it waits for the tensor axis" in waiting.stdout
+    assert "B7" in refused("museum", "B77")
+    page = isograd("museum", "--markdown").stdout
+    assert page == (ROOT / "docs/museum.md").read_text(), "write docs/museum.md by isograd museum --markdown"

@@ -1,0 +1,118 @@
+// Wrong samplers, attention, random numbers and resumes: B20, B25 to B27; and what waits for later axes.
+#include "isograd/random.hpp"
+#include "isograd/sampler.hpp"
+#include "museum/room.hpp"
+
+namespace isograd::museum {
+namespace {
+
+// B27: a data set of short documents, seven a step.
+constexpr std::int64_t kPerStep = 7, kSteps = 2;
+
+MicroBatches step_of(int rank, int size, Sampler::Position position) {
+  Sampler sampler({.samples = 50, .samples_per_step = kPerStep, .rank = rank, .size = size, .seed = 4});
+  sampler.seek(position);
+  MicroBatches batches;
+  for (auto sample : sampler.next()) batches.push_back(toy::make_batch({3 + sample % 9}, sample));
+  return batches;
+}
+
+// The position of a sampler that saved how many samples each rank had consumed, on one rank more than now.
+Sampler::Position resumed_position(int ranks) {
+  std::int64_t consumed = 0;  // by rank 0
+  for (std::int64_t step = 0; step < kSteps; ++step)
+    consumed += static_cast<std::int64_t>(step_of(0, ranks + 1, {0, step}).size());
+  return {0, consumed * ranks / kPerStep};
+}
+
+RoomModel::Noise keyed_by(std::uint64_t rank) {
+  return [rank](std::int64_t sample, std::int64_t position) {
+    return random_uniform({.seed = 9,
+                           .step = rank,
+                           .sample = rank ? 0 : static_cast<std::uint64_t>(sample),
+                           .layer = hash_name("dropout")},
+                          static_cast<std::uint64_t>(position));
+  };
+}
+
+}  // namespace
+
+void add_data(std::vector<Exhibit>& list) {
+  list.push_back(
+      {.id = "B20",
+       .title = "packed documents attend to each other",
+       .mistake = "Attention takes a pack for one document. (Shown within a pack; across the boundary of "
+                  "two shards it waits for the context axes.)",
+       .who = "Packing without document masks; context parallelism that restarts at shard boundaries.",
+       .number = "Changing document A changes document B's logits and gradient.",
+       .diagnosis = "documents_leak",
+       .plant = [](VerifyProblem& p, World&) {
+         with_model(p, [](RoomModel& model) { model.leaks = true; });
+       }});
+  list.push_back({.id = "B25",
+                  .title = "the sampler repeats samples",
+                  .mistake = "So that every rank gets equally many, the sampler gives some samples twice.",
+                  .who = "Distributed samplers that pad.",
+                  .number = "Sample ids counted twice; the loss is that of another batch.",
+                  .diagnosis = "sample_twice",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    const auto by_rank = toy::make_step(world.size, 3);
+                    if (world.rank == world.size - 1) p.local.push_back(by_rank[0][1]);
+                  }});
+  list.push_back({.id = "B26a",
+                  .title = "initialisation depends on the rank",
+                  .mistake = "Each rank draws its initial parameters from a generator seeded with its rank.",
+                  .who = "seed + rank, meant for dropout, set before the model is made.",
+                  .number = "Parameters differ over ranks before the first step.",
+                  .diagnosis = "initial_parameters_differ",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    with_model(p, [rank = world.rank](RoomModel& model) {
+                      model.toy.twice.detach().mul_(1 + 0.01 * rank);
+                    });
+                  }});
+  list.push_back({.id = "B26b",
+                  .title = "dropout depends on the rank",
+                  .mistake =
+                      "Random numbers are keyed by the rank, so that a sample's dropout depends on where it "
+                      "lies.",
+                  .who = "Generators seeded with the rank; every trainer that does not key by sample.",
+                  .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
+                  .diagnosis = "noise_depends_on_layout",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    with_model(p, [rank = world.rank](RoomModel& model) {
+                      model.noise = keyed_by(static_cast<std::uint64_t>(rank) + 1);
+                    });
+                  }});
+  list.push_back(
+      {.id = "B27",
+       .title = "resuming on another number of ranks changes the step",
+       .mistake = "The sampler's position was saved as what each rank had consumed; on another number of "
+                  "ranks that is another place in the data.",
+       .who = "Checkpoints that store loader state by rank.",
+       .number = "The loss jumps at the resumed step; other samples than without the interruption.",
+       .diagnosis = "resume_changes_step",
+       .plant = [](VerifyProblem& p, World& world) {
+         const int rank = world.rank, size = world.size;
+         p.local = step_of(rank, size, resumed_position(size));
+         p.whole = [] { return step_of(0, 1, {0, kSteps}); };
+         p.uninterrupted = [=] { return step_of(rank, size, {0, kSteps}); };
+       }});
+}
+
+void add_waiting(std::vector<Exhibit>& list) {
+  const auto waits = [&](const char* id, const char* title, const char* number, const char* for_what) {
+    list.push_back({.id = id, .title = title, .mistake = title, .number = number, .waits_for = for_what});
+  };
+  waits("B5", "tokens counted on tensor-parallel peers too", "ratio 1/tp", "the tensor axis");
+  waits("B10", "micro-batches of a pipeline summed", "ratio = number of micro-batches", "the pipeline axis");
+  waits("B13", "expert gradients multiplied or divided by ep", "ratio ep or 1/ep on experts only",
+        "the expert axis");
+  waits("B19", "context-parallel gradients averaged", "ratio 1/cp", "the context axes");
+  waits("B21", "layer norms not summed over tensor-parallel peers", "about 1/tp on those parameters",
+        "the tensor axis");
+  waits("B23", "right alone, wrong together", "only in the combined layout", "a second kind of axis");
+  waits("B24", "gathered ranking loss under gradient average", "ratio 1/W, or a zero gradient",
+        "the ranking loss");
+}
+
+}  // namespace isograd::museum

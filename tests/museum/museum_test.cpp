@@ -1,0 +1,197 @@
+// The museum, tested: every exhibit on show is caught by name at every number of ranks at which it exists,
+// the right implementation is not, and what verify can just see.
+#include "museum/museum.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <set>
+
+#include "museum/room.hpp"
+#include "verify/diagnosis.hpp"
+
+namespace isograd::museum {
+namespace {
+
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+std::vector<std::string> on_show() {
+  std::vector<std::string> ids;
+  for (const Exhibit& exhibit : exhibits())
+    if (exhibit.waits_for.empty()) ids.push_back(exhibit.id);
+  return ids;
+}
+
+class Museum : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Exhibits, Museum, testing::ValuesIn(on_show()));
+
+TEST_P(Museum, EveryExhibitIsCaughtByName) {
+  const Exhibit& exhibit = *find(GetParam());
+  int shown = 0;
+  for (int ranks : {2, 3, 4, 5}) {
+    if (!exhibit.exists(ranks)) continue;
+    ++shown;
+    const Verdict verdict = show(&exhibit, ranks);
+    EXPECT_FALSE(verdict.passed) << exhibit.id << " passed on " << ranks << " ranks";
+    EXPECT_EQ(first_finding(verdict), exhibit.diagnosis) << ranks << " ranks\n" << to_text(verdict, 9);
+  }
+  EXPECT_GE(shown, 3);
+}
+
+class Right : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Right, testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(Right, TheCorrectImplementationPasses) {
+  const Verdict verdict = show(nullptr, GetParam());
+  EXPECT_TRUE(verdict.passed) << to_text(verdict, 9);
+  EXPECT_EQ(first_finding(verdict), "pass");
+  ASSERT_EQ(verdict.layouts.at(0).trajectories.size(), 2u);
+  for (const auto& trajectory : verdict.layouts[0].trajectories)
+    EXPECT_TRUE(trajectory.passed) << trajectory.optimizer << " " << trajectory.error;
+  EXPECT_LT(verdict.oracle.clip_coefficient, 0.5);
+  EXPECT_DOUBLE_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
+}
+
+// What the exhibits use is right where it is used rightly: the router's term, dropout keyed by the sample, a
+// clip of one's own, a resume at the right place.
+TEST_P(Right, SoAreTheRightTwinsOfExhibits) {
+  const std::vector<Exhibit> twins = {
+      {.id = "router",
+       .plant = [](VerifyProblem& p,
+                   World&) { with_model(p, [](RoomModel& model) { model.with_router = true; }); }},
+      {.id = "dropout",
+       .plant =
+           [](VerifyProblem& p, World&) {
+             with_model(p, [](RoomModel& model) {
+               model.noise = [](std::int64_t sample, std::int64_t position) {
+                 return static_cast<double>((sample * 7 + position * 3) % 10) / 10;
+               };
+             });
+           }},
+      {.id = "clip", .plant = [](VerifyProblem& p, World&) {
+         p.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
+           return global_norm(buckets, 0, group).norm;
+         }};
+       }}};
+  for (const Exhibit& twin : twins) {
+    const Verdict verdict = show(&twin, GetParam());
+    EXPECT_TRUE(verdict.passed) << twin.id << "\n" << to_text(verdict, 9);
+  }
+}
+
+TEST(Catalogue, IsComplete) {
+  std::set<std::string> ids, waiting, diagnoses;
+  for (const Diagnosis& diagnosis : kDiagnoses) EXPECT_TRUE(diagnoses.insert(diagnosis.id).second);
+  std::map<std::string, std::set<std::string>> by_class;
+  for (const Exhibit& exhibit : exhibits()) {
+    EXPECT_TRUE(ids.insert(exhibit.id).second) << exhibit.id;
+    EXPECT_FALSE(exhibit.number.empty());
+    if (!exhibit.waits_for.empty()) {
+      waiting.insert(exhibit.id);
+      continue;
+    }
+    EXPECT_TRUE(diagnoses.count(exhibit.diagnosis)) << exhibit.diagnosis;
+    EXPECT_FALSE(exhibit.who.empty()) << exhibit.id;
+    by_class[exhibit.diagnosis].insert(exhibit.id);
+  }
+  // B1 to B30; B18 and B26 come in parts.
+  for (int number = 1; number <= 30; ++number)
+    EXPECT_TRUE(std::any_of(ids.begin(), ids.end(), [&](const std::string& id) {
+      return id.substr(0, 1 + std::to_string(number).size()) == fmt::format("B{}", number);
+    })) << number;
+  EXPECT_THAT(waiting, testing::ElementsAre("B10", "B13", "B19", "B21", "B23", "B24", "B5"));
+  // Exhibits share a diagnosis only where that was declared.
+  for (const auto& [diagnosis, members] : by_class) {
+    if (members.size() == 1) continue;
+    const auto& classes = shared_classes();
+    const auto declared = std::find_if(classes.begin(), classes.end(),
+                                       [&](const ExhibitClass& c) { return c.diagnosis == diagnosis; });
+    ASSERT_NE(declared, classes.end()) << diagnosis;
+    EXPECT_EQ(members, std::set<std::string>(declared->exhibits.begin(), declared->exhibits.end()));
+  }
+}
+
+// 25 of them in every test run, 200 by `./dev museum` (or with ISOGRAD_CONFIGURATIONS=200).
+TEST(FalseAlarms, RandomCorrectConfigurationsPass) {
+  const char* wanted = std::getenv("ISOGRAD_CONFIGURATIONS");
+  EXPECT_THAT(false_alarms(wanted ? std::atoi(wanted) : 25, 1), IsEmpty());
+}
+
+struct OffByLittle : planted::Wrapped {
+  double factor;
+  OffByLittle(std::unique_ptr<DataParallel> inner_, double factor_)
+      : Wrapped(std::move(inner_)), factor(factor_) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets())
+      if (bucket.gradients.scalar_type() == at::kFloat) bucket.gradients.mul_(factor);
+  }
+};
+
+// A scale error that only the run's own precision has: E1 is right, E2 has to see it.
+TEST(Sensitivity, AScaleOf10002InFp32) {
+  for (int ranks : {2, 3, 5}) {
+    const auto with = [&](double factor) {
+      const Exhibit little{
+          .plant = [factor](VerifyProblem& p, World&) { with_layout<OffByLittle>(p, factor); }};
+      return show(&little, ranks);
+    };
+    const Verdict off = with(1.0002);
+    EXPECT_FALSE(off.passed);
+    EXPECT_EQ(off.layouts.at(0).e1.state, Grade::State::kPassed);
+    EXPECT_EQ(off.layouts.at(0).e2.state, Grade::State::kFailed);
+    EXPECT_EQ(first_finding(off), "rounding");
+    EXPECT_TRUE(with(1).passed);
+  }
+}
+
+TEST(Sensitivity, OneSampleInAThousandCountedTwice) {
+  const Exhibit twice{.plant = [](VerifyProblem& p, World& world) {
+    std::vector<MicroBatches> by_rank(static_cast<std::size_t>(world.size));
+    for (std::int64_t sample = 0; sample < 1000; sample += 50) {
+      auto& batches = by_rank[static_cast<std::size_t>(sample / 50 % world.size)];
+      batches.push_back(toy::make_batch(std::vector<std::int64_t>(50, 5), sample));
+    }
+    p.whole = [by_rank] { return MicroBatches{toy::concatenate(by_rank)}; };
+    p.local = by_rank[static_cast<std::size_t>(world.rank)];
+    if (world.rank == 1) p.local.push_back(toy::make_batch({5}, 123));
+  }};
+  const Verdict verdict = show(&twice, 3);
+  EXPECT_FALSE(verdict.passed);
+  EXPECT_EQ(first_finding(verdict), "sample_twice");
+  EXPECT_THAT(verdict.findings[0].sentence, HasSubstr("1 samples count more than once: ids 123"));
+  EXPECT_EQ(verdict.layouts.at(0).e1.state, Grade::State::kFailed);  // and the gradient shows it
+}
+
+struct ForgetsARank : planted::Wrapped {
+  std::string name;
+  ForgetsARank(std::unique_ptr<DataParallel> inner_, std::string name_)
+      : Wrapped(std::move(inner_)), name(std::move(name_)) {}
+  void finish_reduction() override {
+    if (group().rank() == group().size() - 1)
+      for (Bucket& bucket : buckets())
+        for (const Slot& slot : bucket.plan.slots)
+          if (slot.name == name) bucket.gradients.narrow(0, slot.offset, slot.numel).zero_();
+    inner->finish_reduction();
+  }
+};
+
+TEST(Sensitivity, OneParameterWithoutOneRanksPart) {
+  for (int ranks : {2, 3, 4, 5})
+    for (const char* name : {"embedding", "twice", "bias"}) {
+      const Exhibit forgets{
+          .plant = [name](VerifyProblem& p, World&) { with_layout<ForgetsARank>(p, std::string(name)); }};
+      const Verdict verdict = show(&forgets, ranks);
+      EXPECT_FALSE(verdict.passed);
+      EXPECT_EQ(first_finding(verdict), "missing_rank_part") << to_text(verdict, 9);
+      EXPECT_THAT(verdict.findings.at(0).sentence,
+                  HasSubstr(fmt::format("({}): without the part of rank {}", name, ranks - 1)));
+    }
+}
+
+}  // namespace
+}  // namespace isograd::museum

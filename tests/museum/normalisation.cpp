@@ -1,0 +1,235 @@
+// Wrong denominators: B1 to B4, B6 to B9, B11, B12, B22, B30.
+#include <algorithm>
+
+#include "museum/room.hpp"
+
+namespace isograd::museum {
+namespace {
+
+using planted::Wrapped;
+
+// B1: each micro-batch's own mean, divided by the rank's number of micro-batches; the ranks are averaged.
+struct MeanOfOwnMicroBatches : planted::MeanOfMicroBatchMeans {
+  Denominator denominator(const Census& census) const override {
+    const auto own = census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank));
+    return {.value = static_cast<double>(own) * static_cast<double>(census.micro_batches_by_rank.size())};
+  }
+};
+
+// B2
+struct MicroBatchesSummed : TokenMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value /= static_cast<double>(census.rounds);
+    return wrong;
+  }
+};
+
+// B4
+struct CountOfOneReplica : TokenMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value = static_cast<double>(*std::find_if(
+        census.targets_by_rank.begin(), census.targets_by_rank.end(), [](auto count) { return count > 0; }));
+    return wrong;
+  }
+};
+
+// B12: the mean over a micro-batch's own valid targets, times their number.
+struct MeanOverNothing : TokenMean {
+  mutable double valid = 0;
+  Batch prepare(const Batch& batch, const Denominator& denominator) const override {
+    valid = static_cast<double>(batch.num_targets());
+    return TokenMean::prepare(batch, denominator);
+  }
+  at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
+    return terms[0].sum.to(at::kDouble) / valid * valid / denominator.value;
+  }
+};
+
+// What a rank has counted, for a reducer that uses it.
+struct Counted {
+  double targets = 0, own_micro_batches = 1;
+};
+struct Counting : TokenMean {
+  std::shared_ptr<Counted> counted;
+  explicit Counting(std::shared_ptr<Counted> counted_) : counted(std::move(counted_)) {}
+  Denominator denominator(const Census& census) const override {
+    counted->targets = static_cast<double>(census.targets);
+    counted->own_micro_batches = std::max(
+        1.0, static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank))));
+    return TokenMean::denominator(census);
+  }
+};
+
+// B8
+struct TimesTheCount : Wrapped {
+  std::shared_ptr<Counted> counted;
+  TimesTheCount(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
+      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.mul_(counted->targets);
+  }
+};
+
+// B9: the buffer is scaled at every backward, what is in it already included.
+struct RescalesTheBuffer : Wrapped {
+  std::shared_ptr<Counted> counted;
+  bool first = true;
+  RescalesTheBuffer(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
+      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
+  void zero_gradients() override {
+    inner->zero_gradients();
+    first = true;
+  }
+  void begin_backward(bool last) override {
+    if (!first)
+      for (Bucket& bucket : buckets()) bucket.gradients.div_(counted->own_micro_batches);
+    first = false;
+    inner->begin_backward(last);
+  }
+};
+
+template <class Layout>
+void with_counted_layout(VerifyProblem& problem) {
+  auto counted = std::make_shared<Counted>();
+  problem.make_normalizer = [counted] { return std::make_unique<Counting>(counted); };
+  with_layout<Layout>(problem, counted);
+}
+
+}  // namespace
+
+void add_normalisation(std::vector<Exhibit>& list) {
+  const auto any = [](int ranks) { return ranks > 0; };
+  list.push_back(
+      {.id = "B1",
+       .title = "mean of micro-batch means",
+       .mistake = "Each micro-batch's loss is the mean over its own tokens; accumulation divides by the "
+                  "number of micro-batches, the reducer by the number of ranks. A token in a short "
+                  "micro-batch then weighs more than one in a long one.",
+       .who = "Accumulation loops around a model that returns a mean loss; the widely used ones did it "
+              "for years, until it was noticed in 2024 that long and short documents trained differently.",
+       .number = "No constant ratio: the direction of every parameter differs. Per-token weights are "
+                 "1/(n_kj G_k W).",
+       .diagnosis = "mean_of_micro_batch_means_by_rank",
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<MeanOfOwnMicroBatches>(p); }});
+  list.push_back(
+      {.id = "B2",
+       .title = "micro-batches summed",
+       .mistake = "The losses of the micro-batches are added up and never divided by their number.",
+       .who = "Loops that turn accumulation on and forget loss / G.",
+       .number = "Every parameter has the ratio G. Adam hides it; SGD and clipping do not.",
+       .diagnosis = "summed_over_micro_batches",
+       .exists = any,
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<MicroBatchesSummed>(p); }});
+  list.push_back(
+      {.id = "B3",
+       .title = "token count not reduced over ranks",
+       .mistake = "The sum of losses is divided by this rank's count of tokens; gradients are summed.",
+       .who = "Trainers that count tokens on each rank and forget the all-reduce of the count.",
+       .number = "About W where ranks hold equally much, another direction where they do not.",
+       .diagnosis = "count_not_reduced",
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<planted::CountNotReduced>(p); }});
+  list.push_back({.id = "B4",
+                  .title = "count of one replica only",
+                  .mistake =
+                      "One process drives several replicas and takes the token count of the first one for "
+                      "all of them.",
+                  .who = "Single-process data parallelism.",
+                  .number = "The same as B3 where replicas hold equally much; otherwise one ratio N/n_0.",
+                  .diagnosis = "count_not_reduced",
+                  .plant = [](VerifyProblem& p, World&) { with_normalizer<CountOfOneReplica>(p); }});
+  list.push_back({.id = "B6",
+                  .title = "the loss in the log multiplied",
+                  .mistake =
+                      "The loss that is logged was summed over ranks that all have the whole of it. The "
+                      "gradient is right. (Shown with the data axis; the museum's original multiplied by the "
+                      "size of the context axis.)",
+                  .who = "Evaluation code that reuses the training loss's all-reduce.",
+                  .number = "Loss ratio W, gradient ratio 1.",
+                  .diagnosis = "loss_scaled",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    p.make_model = [make = p.make_model, ranks = world.size](at::ScalarType dtype) {
+                      VerifyModel model = make(dtype);
+                      model.loss_terms = [inner = model.loss_terms, ranks](const Batch& batch) {
+                        LossTerms terms = inner(batch);
+                        for (auto& term : terms) term.sum = term.sum + term.sum.detach() * (ranks - 1);
+                        return terms;
+                      };
+                      return model;
+                    };
+                  }});
+  list.push_back({.id = "B7",
+                  .title = "mean of per-rank means",
+                  .mistake =
+                      "Each rank takes the mean over its own tokens, gradients are averaged over ranks. "
+                      "That is the global mean only where all ranks hold equally many tokens.",
+                  .who = "Anyone who puts a mean loss under PyTorch's DDP or FSDP: their reducers average.",
+                  .number = "No constant ratio; per-token weights are 1/(n_k W).",
+                  .diagnosis = "mean_of_rank_means",
+                  .plant = [](VerifyProblem& p, World&) { with_normalizer<planted::MeanOfRankMeans>(p); }});
+  list.push_back({.id = "B8",
+                  .title = "the gradient multiplied, the log right",
+                  .mistake = "The loss is divided by the token count for the log, its undivided twin is "
+                             "differentiated.",
+                  .who = "Trainers that keep a loss for the log and a loss for backward apart.",
+                  .number = "Loss ratio 1, gradient ratio N.",
+                  .diagnosis = "gradient_scaled_by_count",
+                  .exists = any,
+                  .plant = [](VerifyProblem& p, World&) { with_counted_layout<TimesTheCount>(p); }});
+  list.push_back(
+      {.id = "B9",
+       .title = "every micro-batch rescales what was accumulated",
+       .mistake = "1/G is applied to the gradient buffer at each backward instead of to the loss, so "
+                  "that the first micro-batch is divided again by every later one.",
+       .who = "Hooks that scale gradients after backward.",
+       .number = "Weights of micro-batches fall geometrically: 1, 1/G, 1/G², ... from the last back.",
+       .diagnosis = "accumulation_rescaled",
+       .exists = any,
+       .plant = [](VerifyProblem& p, World&) { with_counted_layout<RescalesTheBuffer>(p); }});
+  list.push_back(
+      {.id = "B11",
+       .title = "own tokens, then the number of micro-batches",
+       .mistake = "Each micro-batch is divided by its own tokens, then by the number of micro-batches of "
+                  "all ranks; gradients are summed.",
+       .who = "Trainers that normalise in the loss function and again in the schedule.",
+       .number = "No constant ratio; per-token weights are 1/(n_kj M).",
+       .diagnosis = "mean_of_micro_batch_means",
+       .exists = any,
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<planted::MeanOfMicroBatchMeans>(p); }});
+  list.push_back(
+      {.id = "B12",
+       .title = "a micro-batch without a valid token",
+       .mistake = "A mean over the valid tokens of a micro-batch that has none is 0/0, and 0 times NaN "
+                  "is NaN.",
+       .who = "Any mean-reduced loss with an ignore index, the day a micro-batch holds nothing but "
+              "prompt.",
+       .number = "NaN everywhere, on all ranks.",
+       .diagnosis = "not_finite_empty_micro_batch",
+       .exists = any,
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<MeanOverNothing>(p); }});
+  list.push_back({.id = "B22",
+                  .title = "auxiliary loss multiplied by the ranks",
+                  .mistake = "A term beside the main loss is normalised per rank and summed over ranks.",
+                  .who = "Router balance and z-losses of mixture-of-experts trainers.",
+                  .number = "The router's ratio is W, all others are 1.",
+                  .diagnosis = "term_scaled",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    p.make_model = [ranks = world.size](at::ScalarType dtype) {
+                      auto model = std::make_shared<RoomModel>(dtype);
+                      model->with_router = true;
+                      return as_verify_model(std::move(model), ranks);
+                    };
+                  }});
+  list.push_back({.id = "B30",
+                  .title = "nothing divides",
+                  .mistake = "The loss is the plain sum over tokens: the gradient grows with the batch.",
+                  .who = "reduction='sum' without a denominator.",
+                  .number = "Every parameter has the ratio N, and so has the loss.",
+                  .diagnosis = "unscaled_sum",
+                  .exists = any,
+                  .plant = [](VerifyProblem& p, World&) { with_normalizer<planted::NothingDivides>(p); }});
+}
+
+}  // namespace isograd::museum

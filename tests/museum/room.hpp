@@ -1,0 +1,56 @@
+// What the exhibits share: the museum's model and data, and layouts to wrap.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "museum/museum.hpp"
+#include "planted.hpp"
+#include "toy.hpp"
+
+namespace isograd::museum {
+
+// The toy model, with what some exhibits need.
+struct RoomModel {
+  // Of the logits: dropout keyed by what this gives for a sample and a place in its fragment; none if not
+  // given.
+  using Noise = std::function<double(std::int64_t sample, std::int64_t position)>;
+
+  toy::Model toy;
+  at::Tensor router;
+  bool with_router = false;
+  bool leaks = false;  // attention takes a whole pack for one document
+  Noise noise{};
+  bool quiet = false;
+
+  explicit RoomModel(at::ScalarType type);
+  at::Tensor logits(const Batch& batch) const;
+  at::Tensor balance(const Batch& batch) const;  // the router's own term, a sum over tokens
+};
+
+// For verify, and for exhibits that change what stands in it before.
+VerifyModel as_verify_model(std::shared_ptr<RoomModel> model, double router_factor = 1);
+void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& change);
+
+constexpr std::int64_t kBucketBytes = 256;  // several buckets
+
+// Every gradient in buckets that nothing reduces before the end: what exhibits lay hands on.
+std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, DataGroups groups);
+double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype);
+
+// The layout `Wrong`, around the plain one.
+template <class Wrong, class... Arguments>
+void with_layout(VerifyProblem& problem, Arguments... arguments) {
+  problem.layouts[0].make = [=](std::vector<NamedParameter> parameters,
+                                Group group) -> std::unique_ptr<DataParallel> {
+    return std::make_unique<Wrong>(plain_layout(std::move(parameters), group), arguments...);
+  };
+}
+template <class Wrong>
+void with_normalizer(VerifyProblem& problem) {
+  problem.make_normalizer = [] { return std::make_unique<Wrong>(); };
+}
+
+}  // namespace isograd::museum
