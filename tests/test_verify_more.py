@@ -56,7 +56,7 @@ def test_dumps_of_verify_compare(config, tmp_path):  # noqa: F811
 
 
 def test_minimise_says_when_there_is_nothing_to_shrink(config, tmp_path):  # noqa: F811
-    file = tmp_path / "small.toml"
+    file = tmp_path / "smallest.toml"
     text = isograd("verify", config, "--ranks", 2, "--minimise", file)
     assert "nothing to minimise" in text and not file.exists()
     assert "--json" in isograd("verify", config, "--minimise", file, "--json", tmp_path / "v.json", status=2)

@@ -17,7 +17,7 @@ Verb compare_verb(CLI::App& program) {
   verb->add_option("A", flags->found, "dump of the trainer in question, a folder")->required();
   verb->add_option("B", flags->expected, "dump of the same step by one process, best in fp64")->required();
   verb->add_option("--alone", flags->alone,
-                   "dump of the same step by one process in the precision of A: what rounding alone does")
+                   "the same step by one process in the precision of A: what rounding alone does")
       ->type_name("DIR");
   verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
   verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");

@@ -19,10 +19,9 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       ->type_name("FILE");
   verb->add_flag("--memory", flags->memory,
                  "print what each rank keeps and sends, beside the formulas (run.memory)");
-  verb->add_option(
-          "--verify-every", flags->verify_every,
-          "every N steps prove a micro-sized step and compare checksums of replicas (verify.every and "
-          "verify.checksums_every)")
+  verb->add_option("--verify-every", flags->verify_every,
+                   "every N steps prove a micro-sized step and compare replicas (verify.every,\n"
+                   "verify.checksums_every)")
       ->type_name("N");
   verb->footer(
       "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"

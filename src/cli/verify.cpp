@@ -20,6 +20,16 @@ struct Flags : RunFlags {
   std::string json, report, dump, minimise;
 };
 
+// Why a name is refused; empty when it is not.
+std::string no_such_layout(const std::string& name) {
+  try {
+    if (name != kAllLayouts) parse_layout(name);
+  } catch (const ConfigError& error) {
+    return fmt::format("{}; expected {}", error.text().found, error.text().expected);
+  }
+  return {};
+}
+
 // The smallest configuration that still fails, as a file.
 int minimise_verb(const Flags& flags, const RunConfig& config) {
   const int ranks = flags.ranks.value_or(1);
@@ -56,20 +66,19 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option(
-          "--layout", flags->layouts,
-          "layout under test, may be repeated: a parallel.strategy, with :replicas=N and :share=on or "
-          ":share=off behind it; or all: every one that the ranks allow. The configured one unless given")
+  verb->add_option("--layout", flags->layouts,
+                   "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
+                   ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all")
       ->type_name("NAME")
-      ->allow_extra_args(false);
+      ->allow_extra_args(false)
+      ->check(no_such_layout);
   verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
   verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
   verb->add_option("--dump", flags->dump,
-                   "the gradients of one process and of each layout go here, for isograd compare")
+                   "gradients of one process and of each layout go here, for isograd compare")
       ->type_name("DIR");
   verb->add_option("--minimise", flags->minimise,
-                   "shrink a failure to the smallest model, batch and ranks that still fail, and write that "
-                   "configuration here")
+                   "shrink a failure to the smallest configuration that still fails, and write it here")
       ->type_name("FILE.toml");
   verb->footer(
       "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
@@ -81,8 +90,6 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "Status: 0 proven; 1 not the same gradient; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, &invocation] {
     const RunConfig config = configuration(*flags);
-    for (const auto& layout : flags->layouts)
-      if (layout != kAllLayouts) parse_layout(layout);  // said once, before any rank starts
     if (!flags->minimise.empty()) return minimise_verb(*flags, config);
     return on_ranks(invocation, *flags, config, [&](World& world) {
       const auto write = [&](const std::string& name, const StepDump& dump) {
