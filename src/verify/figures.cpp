@@ -87,11 +87,12 @@ std::string heat_map(const Verdict& verdict, bool exact) {
 
   const auto columns = static_cast<double>(verdict.layouts.size());
   const double cell = std::min(150.0, (kWidth - kNames - 10) / columns);
-  const bool slanted = cell < 110;
+  const bool upright = cell < 110;
   std::size_t longest = 0;
   for (const auto& layout : verdict.layouts) longest = std::max(longest, layout.name.size());
-  const double head = slanted ? 30 + 4.6 * static_cast<double>(std::min(longest, kMostName)) : 30;
-  const double height = head + static_cast<double>(names.size()) * kRow + 60;
+  constexpr double kLegend = 40;
+  const double head = kLegend + (upright ? 14 + 6.4 * static_cast<double>(std::min(longest, kMostName)) : 26);
+  const double height = head + static_cast<double>(names.size()) * kRow + 8;
 
   std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", kWidth, height);
   for (const auto& name : names)
@@ -100,9 +101,9 @@ std::string heat_map(const Verdict& verdict, bool exact) {
     const auto& layout = verdict.layouts[i];
     const double x = kNames + static_cast<double>(i) * cell;
     const std::string name = shortened(layout.name, kMostName);
-    svg += slanted ? text_at(0, 0, "start", name,
-                             fmt::format(" transform=\"translate({:.1f} {:.1f}) rotate(-40)\"",
-                                         x + cell / 2 + 3, head - 6))
+    svg += upright ? text_at(0, 0, "start", name,
+                             fmt::format(" transform=\"translate({:.1f} {:.1f}) rotate(-90)\"",
+                                         x + cell / 2 + 4, head - 6))
                    : text_at(x + cell / 2, head - 8, "middle", name);
     for (const auto& parameter : layout.parameters) {
       if (!top.contains(parameter.name)) continue;
@@ -121,9 +122,9 @@ std::string heat_map(const Verdict& verdict, bool exact) {
             x + cell / 2 - 3.5, y + kRow / 2 - 4);
     }
   }
-  svg += legend(kNames, height - 36);
+  svg += legend(kNames, 2);
   if (all > names.size())
-    svg += text_at(kNames - 8, height - 26, "end", fmt::format("the {} worst of {}", names.size(), all));
+    svg += text_at(kNames - 8, 12, "end", fmt::format("the {} worst of {}", names.size(), all));
   return svg + "</svg>";
 }
 

@@ -1,4 +1,5 @@
 // The verdict as one HTML page that stands alone and explains itself.
+#include <algorithm>
 #include <cmath>
 
 #include "train/report.hpp"
@@ -156,6 +157,14 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   ReportTable parameters = to_table(verdict);
   parameters.title = "Parameters, worst first";
   parameters.summary.clear();
+  std::stable_partition(parameters.rows.begin(), parameters.rows.end(),
+                        [](const auto& row) { return row.back() == "FAIL"; });
+  constexpr std::size_t kMostRows = 500;
+  if (parameters.rows.size() > kMostRows) {
+    parameters.summary = fmt::format("The first {} of {} rows; the JSON verdict has them all.", kMostRows,
+                                     parameters.rows.size());
+    parameters.rows.resize(kMostRows);
+  }
   report.table(std::move(parameters));
   grades(report, verdict);
   steps(report, verdict, wording);

@@ -14,6 +14,7 @@
 #include "verify/investigate.hpp"
 #include "verify/leak.hpp"
 #include "verify/oracle.hpp"
+#include "verify/take_dumps.hpp"
 
 namespace isograd {
 namespace {
@@ -27,6 +28,7 @@ struct Reference {
   std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
   std::string random;                  // how two runs of the model differ
   std::optional<Leak> leak;
+  StepDump::Named alone;  // in the run's precision, where dumps are taken
 };
 
 const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
@@ -83,6 +85,8 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
       at::Tensor gradient =
           group.rank() == last ? alone.gradients[next] : at::empty(initial.values[i].sizes(), at::kFloat);
       group.broadcast(gradient, last);
+      if (group.rank() == 0 && problem.take_dump)
+        reference.alone.emplace_back(reference.oracle.names[next], gradient);
       if (group.rank() == 0)
         error = relative_error(gradient.to(at::kDouble), reference.oracle.gradients[next],
                                reference.scales[next]);
@@ -236,6 +240,14 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
     }
+    if (problem.take_dump && group.rank() == 0) {
+      StepDump dump;
+      for (std::size_t i = 0; i < in_fp64.names.size(); ++i)
+        dump.gradients.emplace_back(in_fp64.names[i], in_fp64.gradients[i]);
+      dump.figures = in_fp64.figures;
+      dump.precision = "fp64";
+      take_layout(problem, layout.name, dump, first.gradients, first.figures);
+    }
   }
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
   if (group.rank() == 0) {
@@ -340,6 +352,14 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     if (reference.leak) {
       verdict.documents_apart = passed = false;
       verdict.findings.push_back({"documents_leak", "documents leak: " + reference.leak->text(), {}});
+    }
+    if (problem.take_dump) {
+      StepDump dump;
+      for (std::size_t i = 0; i < reference.oracle.names.size(); ++i)
+        dump.gradients.emplace_back(reference.oracle.names[i], reference.oracle.gradients[i]);
+      dump.figures = reference.oracle.figures;
+      dump.precision = "fp64";
+      take_reference(problem, dump, reference.alone);
     }
   }
   for (const auto& layout : problem.layouts) {
