@@ -107,8 +107,15 @@ struct Reference {
 };
 
 // One process, the whole batch: dense attention, log-softmax, means by their definition.
-inline Reference reference(const DecoderConfig& config, const std::vector<MicroBatches>& step, bool samples) {
-  DecoderLM model(config, at::kDouble, 3);
+// `values`: of the weights, as a model of that type has them.
+inline Reference reference(const DecoderConfig& config, const std::vector<MicroBatches>& step, bool samples,
+                           at::ScalarType values = at::kDouble) {
+  DecoderLM model(config, at::kDouble, 3), rounded(config, values, 3);
+  {
+    const at::NoGradGuard no_grad;
+    const auto from = rounded.named(), to = model.named();
+    for (std::size_t i = 0; i < to.size(); ++i) at::Tensor(to[i].second).copy_(from[i].second);
+  }
   model.set_attention([](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
     return naive_variable_length_attention(q, k, v, batch.cu_seqlens);
   });
@@ -143,17 +150,22 @@ inline Reference reference(const DecoderConfig& config, const std::vector<MicroB
   return result;
 }
 
-// Largest ‖g − g64‖ / s over the parameters, s = max(‖g64‖, 1e-3 · RMS · √numel).
-inline double worst_error(const std::map<std::string, at::Tensor>& gradients, const Reference& wanted) {
-  double squares = 0, numel = 0, worst = 0;
-  for (const auto& [name, g] : wanted.gradients) {
-    squares += g.square().sum().item<double>();
-    numel += static_cast<double>(g.numel());
+// s = max(‖g64‖, 1e-3 · RMS · √numel) of a parameter with gradient g.
+inline double scale_of(const Reference& wanted, const at::Tensor& g) {
+  double squares = 0, numel = 0;
+  for (const auto& [name, each] : wanted.gradients) {
+    squares += each.square().sum().item<double>();
+    numel += static_cast<double>(each.numel());
   }
+  return std::max(g.norm().item<double>(),
+                  1e-3 * std::sqrt(squares / numel * static_cast<double>(g.numel())));
+}
+
+// Largest ‖g − g64‖ / s over the parameters.
+inline double worst_error(const std::map<std::string, at::Tensor>& gradients, const Reference& wanted) {
+  double worst = 0;
   for (const auto& [name, g] : wanted.gradients) {
-    const double scale =
-        std::max(g.norm().item<double>(), 1e-3 * std::sqrt(squares / numel * static_cast<double>(g.numel())));
-    const double error = (gradients.at(name) - g).norm().item<double>() / scale;
+    const double error = (gradients.at(name).to(at::kDouble) - g).norm().item<double>() / scale_of(wanted, g);
     worst = std::isfinite(error) ? std::max(worst, error) : HUGE_VAL;
   }
   return worst;
@@ -194,6 +206,7 @@ inline ModelUnits units_of(DecoderLM& model) {
 struct Setting {
   Strategy strategy{.flat = {.name = "bucketed"}};
   ContextFold fold = ContextFold::kAll;
+  at::ScalarType dtype = at::kDouble;
   bool samples = false;  // the sample mean, else the token mean
   bool reduce = true;    // false: the gradients before the reduction
   // Seams for what is planted.
@@ -234,7 +247,7 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
                                             .ulysses = axes.ulysses,
                                             .fold = setting.fold});
     setting.mesh(mesh);
-    DecoderLM model(config, at::kDouble, 3);
+    DecoderLM model(config, setting.dtype, 3);
     model.set_attention(setting.attention(ContextAttention(mesh)));
     const DataGroups groups(world.group, mesh.shard, mesh.replicate);
     ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {

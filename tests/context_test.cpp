@@ -75,6 +75,37 @@ TEST(Context, UnderDataParallelismToo) {
   check_axes({.dp_replicate = 2, .ring = 2, .ulysses = 2}, 5);
 }
 
+// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision.
+TEST(Context, WithinRoundingInLowerPrecision) {
+  for (const Axes& axes : {Axes{.ring = 2}, Axes{.ring = 5}, Axes{.ulysses = 4},
+                           Axes{.ring = 2, .ulysses = 3}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}}) {
+    const DecoderConfig config = small_decoder(axes.ulysses);
+    for (const auto& [dtype, unit] :
+         {std::pair{at::kFloat, std::ldexp(1.0, -24)}, {at::kBFloat16, std::ldexp(1.0, -8)}})
+      for (const bool samples : {false, true})
+        for (const std::size_t which : {0, 1, 3}) {
+          constexpr int kAccumulation = 2;
+          const auto whole = make_step(kLayouts[which], axes.data(), kAccumulation);
+          MicroBatches all;
+          for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
+          const Reference wanted = reference(config, whole, samples, dtype);
+          const Setting setting{.dtype = dtype, .samples = samples};
+          const Outcome outcome = run_step(axes, config, whole, {}, setting);
+          const Outcome alone = run_step({}, config, {all}, {}, setting);
+          const double of_reduction = unit * std::sqrt(axes.ranks() * kAccumulation);
+          for (const auto& gradients : outcome.gradients)
+            for (const auto& [name, g] : wanted.gradients) {
+              const auto error = [&](const std::map<std::string, at::Tensor>& of) {
+                return (of.at(name).to(at::kDouble) - g).norm().item<double>();
+              };
+              EXPECT_LE(error(gradients), 4 * error(alone.gradients[0]) + of_reduction * scale_of(wanted, g))
+                  << axes.name() << ", " << kLayouts[which].name << ", " << c10::toString(dtype) << ", "
+                  << name;
+            }
+        }
+  }
+}
+
 // Doing nothing must not pass as parity.
 TEST(Context, LocalGradientsDifferBeforeTheReduction) {
   for (const Axes& axes :
@@ -195,7 +226,8 @@ TEST(Context, PlantedMistakesAreSeen) {
               }});
           EXPECT_GT(fragments.worst_error(wanted), 1e-3) << "fragments as samples: " << where;
         }
-        if (axes.ring > 1) {  // B23: right with the axis folded, forgotten where it is not
+        // B23: right with the axis folded into the shards, forgotten where it is not.
+        if (axes.ring > 1 && axes.dp_shard * axes.ulysses > 1) {
           const Outcome forgotten = outcome({.strategy = {.flat = {.name = "zero1", .stage = 1}},
                                              .fold = ContextFold::kUlyssesOnly,
                                              .mesh = [](ContextMesh& mesh) {

@@ -238,12 +238,6 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) 
 
 namespace {
 
-int stage_of(const std::string& strategy) {
-  if (strategy == "zero1") return 1;
-  if (strategy == "zero3") return 3;
-  return strategy == "zero2" ? 2 : 0;
-}
-
 bool shares_parameters(const RunConfig& config, const std::string& strategy, const Group& group) {
   const std::string& asked = config.parallel.share_parameters;
   if (asked != "auto") return asked == "on";
@@ -251,10 +245,6 @@ bool shares_parameters(const RunConfig& config, const std::string& strategy, con
 }
 
 }  // namespace
-
-int count_replicas(const RunConfig& config, int ranks) {
-  return stage_of(config.parallel.strategy) > 0 ? static_cast<int>(config.parallel.replicas) : ranks;
-}
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
@@ -268,8 +258,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                        .action = "Choose one of them"});
   const bool share = shares_parameters(config, strategy, world.group);
   if (stage_of(strategy) == 3)
-    return fully_shard(units.root, parameters, units.blocks,
-                       hybrid_groups(world, static_cast<int>(config.parallel.replicas)),
+    return fully_shard(units.root, parameters, units.blocks, data_groups(config, strategy, world),
                        {.reshard_after_forward = config.parallel.reshard_after_forward,
                         .checkpoint = config.parallel.checkpoint_activations,
                         .reduce_once = config.parallel.reduce_once,
@@ -289,8 +278,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
       .overlap = config.parallel.overlap,
       .order = bucket_order};
   if (strategy == "naive") return naive(trainable_parameters(parameters), world.group, options);
-  const int replicas = options.stage > 0 ? static_cast<int>(config.parallel.replicas) : 1;
-  return bucketed(trainable_parameters(parameters), hybrid_groups(world, replicas), options);
+  return bucketed(trainable_parameters(parameters), data_groups(config, strategy, world), options);
 }
 
 std::string describe_layout(const RunConfig& config, const Group& group) {
@@ -299,7 +287,12 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
   if (stage > 0 && config.parallel.replicas > 1)
     text += fmt::format(", {} replicas of {} shards", config.parallel.replicas,
-                        group.size() / config.parallel.replicas);
+                        packs_dealt_to(config, group.size()) / config.parallel.replicas);
+  if (context_ranks(config) > 1) {
+    text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
+                        config.parallel.cp_ulysses);
+    if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
+  }
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
   return text;
@@ -307,10 +300,11 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
 
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group) {
   const std::string& strategy = config.parallel.strategy;
-  const int replicas = stage_of(strategy) > 0 ? static_cast<int>(config.parallel.replicas) : 1;
+  const int replicas = copies_of_shards(config);
   int states = 2;  // moments of AdamW
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
-  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, group.size())[0];
+  const std::int64_t most_packs =
+      split_rows(config.batch.packs_per_step, packs_dealt_to(config, group.size()))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
   DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
                         .stage = stage_of(strategy),

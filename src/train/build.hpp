@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/fully_shard.hpp"
@@ -64,6 +65,19 @@ bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocab
 int count_replicas(const RunConfig& config, int ranks);
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
+
+int stage_of(const std::string& strategy);  // of ZeRO
+// Where `strategy` keeps shards and copies of them; without shards all ranks are alike. Collective.
+DataGroups data_groups(const RunConfig& config, const std::string& strategy, const World& world);
+// Copies of each shard under the configured strategy.
+int copies_of_shards(const RunConfig& config);
+// The configured ranks along each axis. Collective.
+ContextMesh make_mesh(const RunConfig& config, const World& world);
+// Makes the model attend over the mesh's context ranks; whole batches (the oracle's) still within one.
+void attend_over(const ContextMesh& mesh, DecoderLM& model);
+// This rank's parts of the micro-batches that its context ranks share.
+MicroBatches own_parts(const RunConfig& config, const ContextMesh& mesh, std::int64_t hidden,
+                       MicroBatches micro_batches);
 
 // `strategy` is one of strategy_names(), with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). Collective.

@@ -232,22 +232,43 @@ std::vector<std::string> strategy_names() {
   return {std::begin(kStrategies), std::end(kStrategies)};
 }
 
+int context_ranks(const RunConfig& config) {
+  return static_cast<int>(config.parallel.cp_ring * config.parallel.cp_ulysses);
+}
+
+int packs_dealt_to(const RunConfig& config, int ranks) {
+  const int sharing = context_ranks(config);
+  return ranks / sharing;
+}
+
 void check(const RunConfig& config, int ranks) {
+  const std::int64_t sharing = config.parallel.cp_ring * config.parallel.cp_ulysses;
+  if (ranks % sharing != 0 || ranks / sharing % config.parallel.replicas != 0) {
+    std::string possible;
+    for (int n = 1; n <= ranks; ++n)
+      if (ranks % n == 0) possible += fmt::format("{}{}", possible.empty() ? "" : ", ", n);
+    if (sharing > 1)
+      throw ConfigError({.where = "parallel.cp_ring, parallel.cp_ulysses",
+                         .found = fmt::format("{} x {} and {} replicas for {} ranks", config.parallel.cp_ring,
+                                              config.parallel.cp_ulysses, config.parallel.replicas, ranks),
+                         .expected = "a product that divides the ranks: " + possible,
+                         .action = "Change them or --ranks"});
+  }
   if (ranks % config.parallel.replicas != 0)
     throw ConfigError({.where = "parallel.replicas",
                        .found = fmt::format("{} for {} ranks", config.parallel.replicas, ranks),
                        .expected = "a number that divides the ranks",
                        .action = "Change it or --ranks"});
-  if (ranks > config.batch.packs_per_step)
+  if (packs_dealt_to(config, ranks) > config.batch.packs_per_step)
     throw ConfigError(
         {.where = fmt::format("--ranks {}", ranks),
          .found = fmt::format("more ranks than packs in the batch (batch.packs_per_step = {}): some would "
                               "never have anything to do",
                               config.batch.packs_per_step),
-         .expected = fmt::format("at most {} ranks", config.batch.packs_per_step),
+         .expected = fmt::format("at most {} ranks", config.batch.packs_per_step * sharing),
          .action =
              fmt::format("Start with --ranks {}, or enlarge the batch with --set batch.packs_per_step={}",
-                         config.batch.packs_per_step, ranks)});
+                         config.batch.packs_per_step * sharing, packs_dealt_to(config, ranks))});
 }
 
 std::string to_toml(const RunConfig& config) {

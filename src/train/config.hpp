@@ -65,8 +65,10 @@ struct RunConfig {
   } optimizer;
   Schedule schedule;  // kind, peak, warmup, floor; total is train.steps
   struct {
-    std::string strategy = "bucketed";      // one of strategy_names()
-    std::int64_t replicas = 1;              // of a sharded strategy
+    std::string strategy = "bucketed";  // one of strategy_names()
+    std::int64_t replicas = 1;          // of a sharded strategy
+    std::int64_t cp_ring = 1, cp_ulysses = 1;
+    std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;
     std::int64_t bucket_bytes = 25 << 20;
@@ -107,6 +109,9 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 // The same from a text; `file` is for messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
+// Context ranks that share a micro-batch; ranks that packs are dealt to.
+int context_ranks(const RunConfig& config);
+int packs_dealt_to(const RunConfig& config, int ranks);
 // The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).

@@ -262,6 +262,17 @@ std::vector<ConfigKey> make_keys() {
           "sharded "
           "over "
           "ranks / replicas of them. Must divide the ranks."),
+      KEY("parallel.cp_ring", parallel.cp_ring, "", at_least(1, 1e6),
+          "Ranks that share each micro-batch and pass keys and values round a ring: documents are cut over "
+          "them by cost. Times `parallel.cp_ulysses` and `parallel.replicas` it must divide the ranks; the "
+          "rest are the ranks that packs are dealt to."),
+      KEY("parallel.cp_ulysses", parallel.cp_ulysses, "", at_least(1, 1e6),
+          "Ranks that share each micro-batch and exchange tokens for heads. Must divide `model.heads`, and "
+          "`model.key_value_heads` or be a multiple of it."),
+      KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
+          one_of({"all", "ulysses_only", "ring_only", "none"}),
+          "Over which of these ranks a sharded strategy spreads its shards, besides those with other packs; "
+          "over the rest it keeps copies. The gradient is the same."),
       KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
           "Whether ranks of one host keep one copy of the parameters between them, each updating its shard "
           "in "

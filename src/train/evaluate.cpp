@@ -4,11 +4,13 @@
 
 namespace isograd {
 
-std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& forward, Normalizer& mean,
-                                   DataParallel& layout, std::int64_t step) {
+std::optional<Evaluation> evaluate(TextLoader* loader,
+                                   const std::function<MicroBatches(MicroBatches)>& own_parts,
+                                   const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
+                                   std::int64_t step) {
   if (!loader) return std::nullopt;
   loader->seek({});
-  MicroBatches micro_batches = loader->next();
+  MicroBatches micro_batches = own_parts(loader->next());
   Group& group = layout.group();
   const Census census = mean.count(micro_batches, group, /*stop_requested=*/false);
   if (census.targets == 0) return std::nullopt;
@@ -20,7 +22,7 @@ std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& f
     micro_batches.resize(std::max(micro_batches.size(), static_cast<std::size_t>(census.rounds)),
                          empty_batch());
   for (const auto& batch : micro_batches)
-    if (every_round || batch.num_tokens() > 0)
+    if (every_round || batch.cut || batch.num_tokens() > 0)  // so is a part's
       loss += mean.scale(forward(mean.prepare(batch, denominator)), denominator).to(at::kDouble);
   group.all_reduce(loss);
   return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};

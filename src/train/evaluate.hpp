@@ -1,6 +1,7 @@
 // Validation loss and generated text: what is measured of a model without training it.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -11,10 +12,13 @@
 
 namespace isograd {
 
-// Collective. The first step of `loader` (all of a validation loader) under the same normaliser as training:
-// the ranks' shares of the global mean are summed. Nothing when there is no loader or no valid target.
-std::optional<Evaluation> evaluate(TextLoader* loader, const ForwardLossTerms& forward, Normalizer& mean,
-                                   DataParallel& layout, std::int64_t step);
+// Collective. The first step of `loader` (all of a validation loader), of which `own_parts` are this rank's,
+// under the same normaliser as training: the ranks' shares of the global mean are summed. Nothing when there
+// is no loader or no valid target.
+std::optional<Evaluation> evaluate(TextLoader* loader,
+                                   const std::function<MicroBatches(MicroBatches)>& own_parts,
+                                   const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
+                                   std::int64_t step);
 
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
 // break).

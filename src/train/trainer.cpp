@@ -46,6 +46,7 @@ struct Trainer::Impl {
   TrainingState state{};
   std::shared_ptr<DecoderLM> model{};
   std::optional<ModelUnits> units{};
+  std::optional<ContextMesh> mesh{};
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
   std::unique_ptr<TextLoader> loader{}, validation{};
@@ -65,8 +66,9 @@ struct Trainer::Impl {
     const at::ScalarType dtype = scalar_type(config.train.dtype);
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
-    loader = make_loader(config, corpus, world.rank, world.size);
-    validation = make_validation_loader(config, corpus, world.rank, world.size);
+    mesh = make_mesh(config, world);
+    loader = make_loader(config, corpus, mesh->dp_rank, mesh->dp_size);
+    validation = make_validation_loader(config, corpus, mesh->dp_rank, mesh->dp_size);
     if (config.run.memory) memory.emplace();
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(config, corpus);
@@ -83,6 +85,7 @@ struct Trainer::Impl {
       outcome.checkpoint = resumed.directory;
       saved_step = state.step;
     }
+    attend_over(*mesh, *model);
     forward = inside(units->root, forward_loss(*model, config));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     outcome.steps = state.step;
@@ -91,6 +94,10 @@ struct Trainer::Impl {
     on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts()); });
     if (presenter && !validation)
       presenter->notice("no document is held out, so there is no validation loss (data.validation_fraction)");
+  }
+
+  MicroBatches own_parts(MicroBatches micro_batches) const {
+    return isograd::own_parts(config, *mesh, model->config().hidden, std::move(micro_batches));
   }
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
@@ -121,7 +128,7 @@ struct Trainer::Impl {
       const auto start = Clock::now();
       if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
-      const StepReport report = step(loader->next(), StopSignals::requested());
+      const StepReport report = step(own_parts(loader->next()), StopSignals::requested());
       const double seconds = seconds_since(start);
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
@@ -181,7 +188,9 @@ struct Trainer::Impl {
 
   void measure() {
     evaluated_step = state.step;
-    const auto evaluation = evaluate(validation.get(), forward, *mean, *layout, state.step);
+    const auto evaluation = evaluate(
+        validation.get(), [this](MicroBatches batches) { return own_parts(std::move(batches)); }, forward,
+        *mean, *layout, state.step);
     if (!evaluation) return;
     outcome.validation_loss = evaluation->loss;
     if (presenter) presenter->evaluation(*evaluation);

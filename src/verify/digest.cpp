@@ -35,13 +35,15 @@ std::uint64_t digest(const MicroBatches& batches) {
     const auto* target = targets.const_data_ptr<std::int64_t>();
     for (std::int64_t fragment = 0; fragment < batch.num_fragments(); ++fragment) {
       const auto index = static_cast<std::size_t>(fragment);
+      if (batch.sample_ids[index] == kPaddingSample) continue;
       const auto begin = batch.cu_seqlens[index], end = batch.cu_seqlens[index + 1];
+      const auto before = batch.cut ? batch.cut->own()[index].begin : 0;  // tokens of the fragment elsewhere
       for (auto t = begin; t < end; ++t)
         sum += random_bits({.seed = static_cast<std::uint64_t>(token[t]),
                             .step = static_cast<std::uint64_t>(target[t]),
                             .sample = static_cast<std::uint64_t>(batch.sample_ids[index]),
                             .layer = hash_name("batch digest")},
-                           static_cast<std::uint64_t>(t - begin));
+                           static_cast<std::uint64_t>(before + t - begin));
     }
   }
   return sum;

@@ -22,7 +22,9 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
           }};
 }
 
-VerifyModel as_verify_model(const RunConfig& config, std::shared_ptr<DecoderLM> model) {
+VerifyModel as_verify_model(const RunConfig& config, const ContextMesh& mesh,
+                            std::shared_ptr<DecoderLM> model) {
+  attend_over(mesh, *model);
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->logits(batch); };
@@ -44,9 +46,10 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
   if (normalises_by_replica(config))
     loss.replicas = [&config, &corpus, ranks] {
       std::vector<MicroBatches> replicas(count_replicas(config, ranks));
-      const int shards = ranks / static_cast<int>(replicas.size());
-      for (int rank = 0; rank < ranks; ++rank)
-        for (const Batch& batch : make_loader(config, corpus, rank, ranks)->next())
+      const int dealt = packs_dealt_to(config, ranks);
+      const int shards = dealt / static_cast<int>(replicas.size());
+      for (int rank = 0; rank < dealt; ++rank)
+        for (const Batch& batch : make_loader(config, corpus, rank, dealt)->next())
           replicas[static_cast<std::size_t>(rank / shards)].push_back(batch);
       return replicas;
     };
@@ -69,12 +72,13 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
 }
 
 // `suffix` goes behind the layouts' names.
-Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, MakeVerifyModel make_model,
-                    const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
-                    const std::string& suffix = {}) {
+Verdict verify_step(const RunConfig& config, World& world, const ContextMesh& mesh, const Corpus& corpus,
+                    MakeVerifyModel make_model, const std::vector<LayoutChoice>& layouts,
+                    const ChangeProblem& change, const std::string& suffix = {}) {
   VerifyProblem problem;
   problem.make_model = std::move(make_model);
-  problem.local = make_loader(config, corpus, world.rank, world.size)->next();
+  problem.local = own_parts(config, mesh, model_shape(config, corpus).hidden,
+                            make_loader(config, corpus, mesh.dp_rank, mesh.dp_size)->next());
   problem.whole = [&] { return make_loader(config, corpus, 0, 1)->whole_step({}); };
   problem.alone = [&] { return make_loader(config, corpus, 0, 1)->next(); };
   problem.loss = declared_loss(config, corpus, world.size);
@@ -96,16 +100,16 @@ void join(Verdict& verdict, Verdict more) {
 }
 
 // The model of a run that is under way, with its weights of this moment: `values` are read when it is made.
-MakeVerifyModel model_of(const RunConfig& config, DecoderLM& model) {
+MakeVerifyModel model_of(const RunConfig& config, const ContextMesh& mesh, DecoderLM& model) {
   const DecoderConfig shape = model.config();
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
-  return [&config, shape, values](at::ScalarType dtype) {
+  return [&config, &mesh, shape, values](at::ScalarType dtype) {
     auto made = std::make_shared<DecoderLM>(shape, dtype, 0);
     at::NoGradGuard no_grad;
     auto named = made->named();
     for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-    return as_verify_model(config, std::move(made));
+    return as_verify_model(config, mesh, std::move(made));
   };
 }
 
@@ -133,15 +137,16 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
                    const ChangeProblem& change, const TakeDump& take_dump) {
   const Corpus corpus = open_corpus(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
+  const ContextMesh mesh = make_mesh(config, world);
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
     const auto make = [&](at::ScalarType dtype) {
-      return as_verify_model(cut, make_model(cut, corpus, dtype));
+      return as_verify_model(cut, mesh, make_model(cut, corpus, dtype));
     };
     const ChangeProblem with_dump = [&](VerifyProblem& problem, World& own) {
       problem.take_dump = take_dump;
       if (change) change(problem, own);
     };
-    return verify_step(cut, world, corpus, make, choices, with_dump, suffix);
+    return verify_step(cut, world, mesh, corpus, make, choices, with_dump, suffix);
   };
   const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
@@ -154,7 +159,8 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 
 Verdict verify_finished(FinishedRun& run) {
   const Corpus corpus = corpus_of(run);
-  return verify_step(run.config, run.world, corpus, model_of(run.config, run.model),
+  const ContextMesh mesh = make_mesh(run.config, run.world);
+  return verify_step(run.config, run.world, mesh, corpus, model_of(run.config, mesh, run.model),
                      chosen_layouts(run.config, {}, run.world), {});
 }
 
@@ -168,7 +174,8 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   const auto whole = run.layout.whole_parameters();
   const RunConfig micro = micro_sized(config, world.size, run.step);
   const Corpus corpus = corpus_of(run.run);
-  const Verdict verdict = verify_step(micro, world, corpus, model_of(micro, run.run.model),
+  const ContextMesh mesh = make_mesh(micro, world);
+  const Verdict verdict = verify_step(micro, world, mesh, corpus, model_of(micro, mesh, run.run.model),
                                       chosen_layouts(micro, {}, world), change);
   if (verdict.passed) return {};
   return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
