@@ -87,6 +87,21 @@ std::vector<std::string> bench_loss_cases();
 // losses or gradients differ. Forks: call it before any backward.
 int bench_loss(const BenchLossOptions& options);
 
+struct BenchContextOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  int ranks = 2, ulysses = 1;      // the rest of the ranks are a ring
+  std::filesystem::path json;      // where the records go; empty: nowhere
+  double seconds = 20;             // of taking turns, for each case
+};
+
+// "attention 8k", "model 8k", "packed 16k", "memory 4k" to "memory 64k", and "tiny".
+std::vector<std::string> bench_context_cases();
+
+// `isograd bench context`: a training step (or one layer's attention) of one batch on context ranks, beside
+// one rank on the whole batch, by turns in one process, a thread a rank; memory beyond the model's. Records as
+// above, with units "ms" and "MiB". Returns 1 when the losses differ.
+int bench_context(const BenchContextOptions& options);
+
 // Hidden verbs `isograd bench step-ours|optim-ours EXCHANGE RANKS STRATEGY`: our sides, started by the above.
 // They start their ranks themselves.
 int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std::string& strategy);

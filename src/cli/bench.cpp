@@ -129,6 +129,34 @@ Verb optim_verb(CLI::App& bench) {
   return {verb, [options] { return bench_optim(*options); }};
 }
 
+Verb context_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "context", "One batch on context ranks, beside one rank on all of it: time and memory");
+  auto options = std::make_shared<BenchContextOptions>();
+  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_context_cases()));
+  verb->add_option("--ranks", options->ranks, "threads that share the batch")
+      ->type_name("N")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
+  verb->add_option("--ulysses", options->ulysses,
+                   "of them, that exchange tokens for heads; the rest is a ring")
+      ->type_name("N")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  verb->footer("Status: 0 compared, whatever the ratios; 1 the losses differ; 2 bad input.");
+  return {verb, [options] { return bench_context(*options); }};
+}
+
 // Hidden: our side of a comparison, started by the above.
 Verb ours_verb(CLI::App& bench, const char* name,
                int (*run)(const std::filesystem::path&, int, const std::string&)) {
@@ -172,6 +200,7 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
           wrapped_verb(*bench),
           step_verb(*bench),
           optim_verb(*bench),
+          context_verb(*bench),
           {loss, [of_loss] { return bench_loss(*of_loss); }},
           ours_verb(*bench, "step-ours", bench_step_ours),
           ours_verb(*bench, "optim-ours", bench_optim_ours)};

@@ -1,0 +1,258 @@
+// One batch on several context ranks, beside the same batch on one rank alone: time by turns, memory by
+// length.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "base/files.hpp"
+#include "bench/bench.hpp"
+#include "bench/exchange.hpp"
+#include "bench/rounds.hpp"
+#include "isograd/context_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/step.hpp"
+#include "isograd/world.hpp"
+#include "plan/meter.hpp"
+
+namespace isograd {
+namespace {
+
+struct ContextCase {
+  std::string name;
+  std::vector<std::int64_t> lengths;  // of the documents
+  DecoderConfig model{};
+  bool attention_alone = false;  // one layer's attention, nothing else
+  bool standard = true;
+  bool turns = true;  // false: memory alone
+};
+
+DecoderConfig small_model() {
+  DecoderConfig config;  // 256 wide, four layers
+  config.max_positions = 1 << 17;
+  return config;
+}
+
+std::vector<std::int64_t> pack_of(std::int64_t tokens) {
+  std::mt19937 random(1);
+  std::lognormal_distribution<double> draw(6, 1.2);
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t left = tokens; left > 0; left -= lengths.back())
+    lengths.push_back(std::min(left, 1 + static_cast<std::int64_t>(draw(random))));
+  return lengths;
+}
+
+std::vector<ContextCase> make_cases() {
+  DecoderConfig tiny = small_model(), narrow = small_model();
+  tiny.hidden = 32, tiny.layers = 1, tiny.head_dim = 8, tiny.feed_forward = 48;
+  narrow.hidden = 64, narrow.layers = 2, narrow.heads = narrow.key_value_heads = 2, narrow.head_dim = 32;
+  narrow.feed_forward = 176;
+  std::vector<ContextCase> cases = {
+      {.name = "tiny", .lengths = {100, 20}, .model = tiny, .standard = false},
+      {.name = "attention 8k", .lengths = {8192}, .model = small_model(), .attention_alone = true},
+      {.name = "model 8k", .lengths = {8192}, .model = small_model()},
+      {.name = "packed 16k", .lengths = pack_of(16384), .model = small_model()}};
+  for (const std::int64_t k : {4, 8, 16, 32, 64})
+    cases.push_back(
+        {.name = fmt::format("memory {}k", k), .lengths = {k << 10}, .model = narrow, .turns = false});
+  return cases;
+}
+const std::vector<ContextCase> kCases = make_cases();
+
+Batch make_batch(const ContextCase& of) {
+  Batch batch;
+  std::vector<at::Tensor> positions;
+  for (std::size_t d = 0; d < of.lengths.size(); ++d) {
+    batch.cu_seqlens.push_back(batch.cu_seqlens.back() + of.lengths[d]);
+    batch.sample_ids.push_back(static_cast<std::int64_t>(d));
+    positions.push_back(at::arange(of.lengths[d]));
+  }
+  const std::int64_t tokens = batch.num_tokens();
+  batch.tokens = (at::arange(tokens) * 7919 + 13) % of.model.vocabulary;
+  batch.targets = (batch.tokens * 31 + 1) % of.model.vocabulary;
+  batch.positions = at::cat(positions);
+  for (std::size_t d = 0; d < of.lengths.size(); ++d) {
+    batch.targets[batch.cu_seqlens[d + 1] - 1] = kIgnoreIndex;
+    batch.sample_targets.push_back(of.lengths[d] - 1);
+  }
+  return batch;
+}
+
+// A step of a model, or one layer's attention, of `ranks` ranks or of one.
+class Runner {
+ public:
+  Runner(const ContextCase& of, DataGroups groups, const ContextMesh* mesh, const Batch& batch)
+      : of_(of), batch_(batch), group_(groups.all) {
+    if (of.attention_alone) {
+      if (mesh) attention_ = ContextAttention(*mesh);
+      const auto draw = [&](std::int64_t heads, double phase) {
+        // By document and position, so that every cut has the same.
+        const at::Tensor place = (batch_.positions.to(at::kFloat) + phase).view({-1, 1, 1});
+        const at::Tensor channel = at::arange(heads * of.model.head_dim, at::kFloat).view({1, heads, -1});
+        return at::sin(place * 0.37 + channel * 1.7).requires_grad_();
+      };
+      q_ = draw(of.model.heads, 0), k_ = draw(of.model.key_value_heads, 1),
+      v_ = draw(of.model.key_value_heads, 2);
+      return;
+    }
+    model_ = std::make_shared<DecoderLM>(of.model, at::kFloat, 1);
+    if (mesh) model_->set_attention(ContextAttention(*mesh));
+    layout_ = bucketed(trainable_parameters(model_->named()), std::move(groups));
+    step_ = std::make_unique<Step>(
+        [model = model_](const Batch& part) -> LossTerms {
+          return {{"cross_entropy", cross_entropy_sum(model->logits(part), part.targets)}};
+        },
+        *layout_, mean_, *optimizer_, StepOptions{});
+  }
+
+  double run() {
+    if (step_) return (*step_)({batch_}).loss;
+    for (at::Tensor* x : {&q_, &k_, &v_}) x->mutable_grad().reset();
+    const at::Tensor out = attention_ ? (*attention_)(batch_, q_, k_, v_) : alone();
+    const at::Tensor loss = out.square().sum();
+    loss.backward();
+    at::Tensor sum = loss.detach().to(at::kDouble).reshape({1});
+    if (group_.size() > 1) group_.all_reduce(sum);
+    return sum.item<double>();
+  }
+
+ private:
+  at::Tensor alone() const {
+    const auto heads_first = [](const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
+    return at::scaled_dot_product_attention(heads_first(q_), heads_first(k_), heads_first(v_), {}, 0, true)
+        .squeeze(0)
+        .transpose(0, 1);
+  }
+
+  const ContextCase& of_;
+  Batch batch_;
+  Group group_;
+  std::optional<ContextAttention> attention_;
+  at::Tensor q_, k_, v_;
+  std::shared_ptr<DecoderLM> model_;
+  std::unique_ptr<DataParallel> layout_;
+  TokenMean mean_;
+  std::unique_ptr<Optimizer> optimizer_ = sgd({.learning_rate = 0});
+  std::unique_ptr<Step> step_;
+};
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Measured {
+  std::vector<double> alone, together;  // seconds
+  double alone_loss = 0, together_loss = 0;
+  double alone_bytes = 0, together_bytes = 0;  // peak of a rank beyond its model, the most of any
+  std::string cut;
+};
+
+// One rank works while the others wait, then all work, and the other way round.
+void measure(const ContextCase& of, const BenchContextOptions& options, World& world, Measured& result) {
+  const ContextMesh mesh =
+      context_mesh(world, {.ring = options.ranks / options.ulysses, .ulysses = options.ulysses});
+  const Batch whole = make_batch(of);
+  const CutOptions cut_options{.ring = options.ranks / options.ulysses,
+                               .ulysses = options.ulysses,
+                               .token_cost = of.attention_alone ? 0 : 3 * of.model.hidden};
+  const ContextCut cut = cut_documents(whole.cu_seqlens, cut_options);
+  std::optional<Runner> alone;
+  if (world.rank == 0) alone.emplace(of, DataGroups(Group::solo()), nullptr, whole);
+  Runner together(of, DataGroups(world.group), &mesh, cut_batch(whole, cut, world.rank));
+  const auto timed = [&](bool all) {
+    world.group.barrier();
+    const double start = now();
+    double loss = 0;
+    if (all)
+      loss = together.run();
+    else if (alone)
+      loss = alone->run();
+    world.group.barrier();
+    if (world.rank == 0) (all ? result.together_loss : result.alone_loss) = loss;
+    return now() - start;
+  };
+  at::Tensor peaks = at::zeros({2}, at::kDouble);
+  for (const bool all : {false, true}) {
+    MemoryMeter meter;
+    timed(all);  // warms up
+    const double before = static_cast<double>(meter.alive());
+    meter.restart_peak();
+    timed(all);
+    peaks[all ? 1 : 0] = static_cast<double>(meter.peak()) - before;
+  }
+  world.group.all_reduce(peaks, ReduceOp::kMax);
+  if (world.rank == 0) {
+    result.alone_bytes = peaks[0].item<double>(), result.together_bytes = peaks[1].item<double>();
+    result.cut = describe(cost_of(cut, cut_options));
+  }
+  constexpr std::size_t kFewest = 3;
+  const double start = now();
+  at::Tensor more = at::full({1}, of.turns ? 1 : 0, at::kLong);
+  for (std::size_t turn = 0; more.item<std::int64_t>() > 0; ++turn) {
+    for (const bool all : {turn % 2 == 0, turn % 2 != 0}) {
+      const double seconds = timed(all);
+      if (world.rank == 0) (all ? result.together : result.alone).push_back(seconds);
+    }
+    more.fill_(turn + 1 < kFewest || now() - start < options.seconds ? 1 : 0);
+    world.group.broadcast(more, 0);
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> bench_context_cases() {
+  std::vector<std::string> names;
+  for (const ContextCase& of : kCases) names.push_back(of.name);
+  return names;
+}
+
+int bench_context(const BenchContextOptions& options) {
+  MemoryMeter::install();
+  fmt::print(
+      "one batch on {} context ranks (ring {} x Ulysses {}) beside one rank on the whole batch, forward and "
+      "backward, fp32, one thread a rank\n{:<14} {:>10} {:>7} {:>10} {:>7}  {:>7}   {:>10} {:>10} {:>6}\n",
+      options.ranks, options.ranks / options.ulysses, options.ulysses, "case", "ranks", "spread", "alone",
+      "spread", "of it", "MiB a rank", "MiB alone", "of it");
+  nlohmann::ordered_json records = nlohmann::ordered_json::array();
+  bool comparable = true;
+  for (const ContextCase& of : kCases) {
+    if (options.cases.empty()
+            ? !of.standard
+            : std::find(options.cases.begin(), options.cases.end(), of.name) == options.cases.end())
+      continue;
+    Measured result;
+    run_ranks(options.ranks, [&](World& world) { measure(of, options, world, result); },
+              {.timeout = std::chrono::minutes(10)});
+    constexpr double kMiB = 1 << 20;
+    const auto spread = [](const std::vector<double>& times) {
+      return times.empty() ? 0 : 100 * (quantile(times, 0.75) - quantile(times, 0.25)) / quantile(times, 0.5);
+    };
+    const double ours = result.together.empty() ? 0 : quantile(result.together, 0.5),
+                 peer = result.alone.empty() ? 0 : quantile(result.alone, 0.5);
+    fmt::print(
+        "{:<14} {:>7.1f} ms {:>6.1f}% {:>7.1f} ms {:>6.1f}%  {:>6.3f}x   {:>10.1f} {:>10.1f} {:>5.3f}x\n",
+        of.name, 1e3 * ours, spread(result.together), 1e3 * peer, spread(result.alone),
+        peer > 0 ? ours / peer : 0, result.together_bytes / kMiB, result.alone_bytes / kMiB,
+        result.together_bytes / result.alone_bytes);
+    if (of.lengths.size() > 1) fmt::print("  {}\n", result.cut);
+    std::fflush(stdout);
+    const double difference = relative_difference(result.together_loss, result.alone_loss);
+    if (difference > 1e-4) {
+      fmt::print("  NOT COMPARABLE: losses {} and {}\n", result.together_loss, result.alone_loss);
+      comparable = false;
+    }
+    if (peer > 0)
+      records.push_back(bench_record("context", of.name, 1e3 * ours, 1e3 * peer,
+                                     "one rank on the whole batch", "ms", peer / ours));
+    records.push_back(bench_record("context", of.name, result.together_bytes / kMiB,
+                                   result.alone_bytes / kMiB, "one rank on the whole batch", "MiB",
+                                   result.alone_bytes / result.together_bytes));
+  }
+  if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
+  return comparable ? 0 : 1;
+}
+
+}  // namespace isograd
