@@ -203,12 +203,14 @@ AttentionGradients ring_attend_backward(Group ring, const RingPlan& plan, const 
       keys.progress();
     }
     if (hop.gradient_rows > 0) {
-      at::Tensor sum = buffer(hop.gradient_rows);
+      const bool all = hop.own_gradients == std::vector<RowCopy>{{0, 0, hop.gradient_rows}} &&
+                       hop.rows == hop.gradient_rows;
+      at::Tensor sum = all ? part : buffer(hop.gradient_rows);
+      if (!all) add_rows(part, hop.own_gradients, sum);
       if (received.defined()) {
         receiving.wait();
-        copy_rows(received, hop.received_gradients, sum);
+        add_rows(received, hop.received_gradients, sum);
       }
-      add_rows(part, hop.own_gradients, sum);
       if (leaving.defined()) sending.wait();
       leaving = sum;
       sending = ring.send_async(leaving, right, kGradientsTag);
