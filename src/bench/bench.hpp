@@ -102,6 +102,21 @@ std::vector<std::string> bench_context_cases();
 // above, with units "ms" and "MiB". Returns 1 when the losses differ.
 int bench_context(const BenchContextOptions& options);
 
+struct BenchRankingOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  std::filesystem::path json;
+  double seconds = 24;  // of taking turns
+  std::string python;   // has the package imbalanced-losses
+};
+
+// "smooth_ap", "thresholds", "large", and "tiny".
+std::vector<std::string> bench_ranking_cases();
+
+// `isograd bench ranking`: SmoothAP beside the package imbalanced-losses (time, peak memory), recall and
+// partial AUC beside one sort of their scores, a large pool on two ranks, and what a forward moves. Returns 1
+// when losses or gradient norms differ by more than 1e-4.
+int bench_ranking(const BenchRankingOptions& options);
+
 // Hidden verbs `isograd bench step-ours|optim-ours EXCHANGE RANKS STRATEGY`: our sides, started by the above.
 // They start their ranks themselves.
 int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std::string& strategy);

@@ -157,6 +157,30 @@ Verb context_verb(CLI::App& bench) {
   return {verb, [options] { return bench_context(*options); }};
 }
 
+Verb ranking_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "ranking", "Ranking losses beside the package imbalanced-losses, and beside one sort");
+  auto options = std::make_shared<BenchRankingOptions>();
+  verb->add_option("--case", options->cases, "which; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_ranking_cases()));
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--seconds", options->seconds, "of taking turns")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  verb->add_option("--python", options->python,
+                   "has imbalanced-losses; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer(
+      "A ratio above 1 means that isograd is faster or takes less memory.\n"
+      "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
+  return {verb, [options] { return bench_ranking(*options); }};
+}
+
 // Hidden: our side of a comparison, started by the above.
 Verb ours_verb(CLI::App& bench, const char* name,
                int (*run)(const std::filesystem::path&, int, const std::string&)) {
@@ -201,6 +225,7 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
           step_verb(*bench),
           optim_verb(*bench),
           context_verb(*bench),
+          ranking_verb(*bench),
           {loss, [of_loss] { return bench_loss(*of_loss); }},
           ours_verb(*bench, "step-ours", bench_step_ours),
           ours_verb(*bench, "optim-ours", bench_optim_ours)};
