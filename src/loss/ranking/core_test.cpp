@@ -175,18 +175,18 @@ void check_differences(const Options& given, const std::string& text, bool thres
         const auto join = [&](const at::Tensor& live, const char* name) {
           return at::cat({live.index_select(0, kept), buffer(name)});
         };
-        naive::Pool pool{join(own, "queue_scores"), join(targets, "queue_labels"),
-                         join(weighted ? extras.iid_mask : ones.to(at::kBool), "queue_iid"), at::Tensor(),
-                         join(weighted ? extras.sample_weight : ones, "queue_weights")};
+        twin::Pool pool{join(own, "queue_scores"), join(targets, "queue_labels"),
+                        join(weighted ? extras.iid_mask : ones.to(at::kBool), "queue_iid"), at::Tensor(),
+                        join(weighted ? extras.sample_weight : ones, "queue_weights")};
         pool.live = at::arange(pool.targets.numel()).lt(kept.numel());
         const at::Tensor twin =
-            naive::loss(pool, classes, reduction, [&](const auto& p, const auto& s, const auto& positive) {
+            twin::loss(pool, classes, reduction, [&](const auto& p, const auto& s, const auto& positive) {
               if constexpr (std::is_same_v<Options, RecallOptions>)
-                return naive::recall(p, s, positive, options.temperature, options);
+                return twin::recall(p, s, positive, options.temperature, options);
               else if constexpr (std::is_same_v<Options, PAUCOptions>)
-                return naive::pauc(p, s, positive, options.temperature, options);
+                return twin::pauc(p, s, positive, options.temperature, options);
               else
-                return naive::smooth_ap(p, s, positive, options.temperature);
+                return twin::smooth_ap(p, s, positive, options.temperature);
             });
         const double mine = value(scores).template item<double>();
         EXPECT_NEAR(mine, twin.template item<double>(), 1e-12) << text;

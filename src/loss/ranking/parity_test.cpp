@@ -67,7 +67,7 @@ Step make_step(Cut cut, int ranks, std::int64_t classes, int number) {
 struct Family {
   std::string name;
   std::function<std::shared_ptr<RankingLoss>(RankingOptions, Group)> make;
-  std::function<naive::OfClass(const naive::Pool&, const at::Tensor&, const at::Tensor&)> naive;
+  std::function<twin::OfClass(const twin::Pool&, const at::Tensor&, const at::Tensor&)> naive;
   bool dealt;
 };
 
@@ -94,14 +94,14 @@ std::vector<Family> families() {
                     return std::make_shared<PAUCAtBudgetLoss>(with(options, base), group);
                   },
                   [options](const auto& pool, const auto& s, const auto& positive) {
-                    return naive::pauc(pool, s, positive, tau, options);
+                    return twin::pauc(pool, s, positive, tau, options);
                   },
                   dealt};
   };
   return {{"SmoothAP",
            [](RankingOptions base, Group group) { return std::make_shared<SmoothAPLoss>(base, group); },
            [](const auto& pool, const auto& s, const auto& positive) {
-             return naive::smooth_ap(pool, s, positive, tau);
+             return twin::smooth_ap(pool, s, positive, tau);
            },
            true},
           {"Recall",
@@ -109,7 +109,7 @@ std::vector<Family> families() {
              return std::make_shared<RecallAtQuantileLoss>(with(recall, base), group);
            },
            [recall](const auto& pool, const auto& s, const auto& positive) {
-             return naive::recall(pool, s, positive, tau, recall);
+             return twin::recall(pool, s, positive, tau, recall);
            },
            false},
           of_pauc("PAUC trapezoid", trapezoid, false),
@@ -137,13 +137,13 @@ Wanted one_process(const Family& family, const RankingOptions& options, const St
     return at::cat({rows_of(live, kept), rows_of(buffer(name), filled)});
   };
   const at::Tensor ones = at::ones({step.targets.numel()}, at::kDouble);
-  naive::Pool pool{.scores = join(scorer(step.x), "queue_scores"),
-                   .targets = join(step.targets, "queue_labels"),
-                   .iid = join(weighted ? step.iid : ones.to(at::kBool), "queue_iid"),
-                   .live = {},
-                   .weights = join(weighted ? step.weights : ones, "queue_weights")};
+  twin::Pool pool{.scores = join(scorer(step.x), "queue_scores"),
+                  .targets = join(step.targets, "queue_labels"),
+                  .iid = join(weighted ? step.iid : ones.to(at::kBool), "queue_iid"),
+                  .live = {},
+                  .weights = join(weighted ? step.weights : ones, "queue_weights")};
   pool.live = at::arange(pool.targets.numel()).lt(kept.sum());
-  const at::Tensor loss = naive::loss(pool, options.num_classes, options.reduction, family.naive);
+  const at::Tensor loss = twin::loss(pool, options.num_classes, options.reduction, family.naive);
   return {loss.item<double>(), scorer.gradients(loss)};
 }
 

@@ -141,12 +141,12 @@ TEST(Quantiles, AreTorchsInEveryModeAndType) {
       for (int mode = 0; mode < 5; ++mode)
         for (const double q : {0.0, 0.0025, 0.005, 0.1, 0.25, 0.5, 0.75, 0.9, 0.995, 1.0}) {
           const at::Tensor values = (at::randn({n}, type) * 4).round() / (n > 50 ? 1 : 4);  // ties
-          const at::Tensor wanted = naive::quantile(values, q, static_cast<Interpolation>(mode));
+          const at::Tensor wanted = twin::quantile(values, q, static_cast<Interpolation>(mode));
           const double found = quantiles(values, {q}, static_cast<Interpolation>(mode))[0];
           ASSERT_EQ(found, wanted.item<double>()) << n << " " << mode << " " << q;
           const at::Tensor smooth = at::randn({n}, type);
           ASSERT_EQ(quantiles(smooth, {q}, static_cast<Interpolation>(mode))[0],
-                    naive::quantile(smooth, q, static_cast<Interpolation>(mode)).item<double>());
+                    twin::quantile(smooth, q, static_cast<Interpolation>(mode)).item<double>());
         }
   EXPECT_TRUE(std::isnan(quantiles(at::tensor({1., NAN}), {0.5})[0]));
   EXPECT_THAT(error_of([] { quantiles(at::zeros({3}), {1.5}); }), HasSubstr("q = 1.5"));

@@ -8,7 +8,7 @@
 
 #include "isograd/ranking.hpp"
 
-namespace isograd::naive {
+namespace isograd::twin {
 
 struct Pool {
   at::Tensor scores;   // [M, C], differentiable
@@ -99,4 +99,4 @@ at::Tensor loss(const Pool& pool, std::int64_t classes, LossReduction reduction,
   return reduction == LossReduction::kMean && valid > 0 ? sum / valid : sum;
 }
 
-}  // namespace isograd::naive
+}  // namespace isograd::twin
