@@ -88,7 +88,8 @@ class DataParallel {
   virtual Group& group() = 0;  // all ranks
   // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
   virtual Group& shard_group() { return group(); }
-  // Bytes that this rank has sent in the layout's groups since they were made (Group::traffic).
+  // Bytes that this rank has sent in the layout's groups since they were made (Group::traffic), but for those
+  // that making buckets anew cost.
   virtual std::int64_t bytes_sent();
   // Seconds that this rank has waited for others or for data since the layout was made: communication that
   // was not hidden behind computation.

@@ -165,7 +165,26 @@ std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data) {
 
 std::vector<std::int64_t> samples_of(const MicroBatches& batches) {
   std::vector<std::int64_t> ids;
-  for (const Batch& batch : batches) ids.insert(ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+  for (const Batch& batch : batches) {
+    if (!batch.cut) {
+      ids.insert(ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+      continue;
+    }
+    // Of a fragment that is cut over ranks the first piece counts.
+    const auto& pieces = batch.cut->own();
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      if (batch.sample_ids[f] != kPaddingSample && pieces[f].begin == 0 && pieces[f].length > 0)
+        ids.push_back(batch.sample_ids[f]);
+  }
+  std::sort(ids.begin(), ids.end());
+  return ids;
+}
+
+std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& group) {
+  const auto own = samples_of(local);
+  const at::Tensor all = group.all_gather_rows(at::tensor(own, at::kLong));
+  std::vector<std::int64_t> ids(all.const_data_ptr<std::int64_t>(),
+                                all.const_data_ptr<std::int64_t>() + all.numel());
   std::sort(ids.begin(), ids.end());
   return ids;
 }

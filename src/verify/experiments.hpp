@@ -18,6 +18,7 @@ DataByRank gather_batches(const MicroBatches& local, Group& group);
 std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
 // Ids of the samples in fragments, sorted, once for each fragment.
 std::vector<std::int64_t> samples_of(const MicroBatches& batches);
+std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& group);  // collective
 MicroBatches all_of(const DataByRank& data);
 
 // The step's data as the experiment deals it out; Batch::sample_targets are those of the new step. Nothing

@@ -49,6 +49,11 @@ void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
 }
 
 std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed, const DataByRank* data) {
+  const auto is_part = [](const Batch& batch) { return batch.cut != nullptr; };
+  at::Tensor cut =
+      at::full({1}, std::any_of(problem_.local.begin(), problem_.local.end(), is_part) ? 1 : 0, at::kLong);
+  group_.all_reduce(cut, ReduceOp::kMax);
+  is_cut_ = cut.item<std::int64_t>() != 0;
   if (group_.rank() == 0) {
     auto findings = isograd::diagnose(pair);
     const bool asks = problem_.experiments && (failed || !findings.empty());
@@ -72,6 +77,8 @@ std::optional<RunPair> Investigation::again(const Experiment& experiment, const 
   // Decided alike on all ranks, from what all of them know.
   if (experiment.without_resume && !problem_.uninterrupted) return std::nullopt;
   if (experiment.ranks > 0 && !problem_.subgroup) return std::nullopt;
+  const bool as_given = experiment == Experiment{};
+  if (is_cut_ && !as_given) return std::nullopt;
   if (problem_.loss.replicas && !(experiment == Experiment{})) return std::nullopt;
   VerifyModel in_fp64 = initial_.model(problem_, at::kDouble);
   if (experiment.without_noise) {
@@ -88,7 +95,7 @@ std::optional<RunPair> Investigation::again(const Experiment& experiment, const 
   RunPair pair;
   pair.found.counts = counts_of(*dealt);
   if (problem_.loss.mean != Mean::kTargets) pair.found.counts.clear();
-  pair.found.samples = samples_of(all_of(*dealt));
+  pair.found.samples = as_given ? samples_over_ranks(problem_.local, group_) : samples_of(all_of(*dealt));
   pair.found.axes = layout_.axes;
   {
     Turns turns(group_);
@@ -113,7 +120,7 @@ std::optional<RunPair> Investigation::again(const Experiment& experiment, const 
     members.push_back(rank);
   if (group_.rank() >= static_cast<int>(members.size())) return std::nullopt;
   Group group = experiment.ranks > 0 ? problem_.subgroup(members) : group_;
-  const MicroBatches& local = (*dealt)[static_cast<std::size_t>(group.rank())];
+  const MicroBatches& local = as_given ? problem_.local : (*dealt)[static_cast<std::size_t>(group.rank())];
   std::optional<LayoutRun> fresh;
   if (!(experiment == Experiment{})) fresh.emplace(problem_, layout_, std::move(in_fp64), group);
   LayoutRun& run = fresh ? *fresh : exact_;

@@ -23,7 +23,8 @@ class Investigation {
   std::vector<Finding> diagnose(RunPair pair, bool failed, const DataByRank* data);
 
  private:
-  // Collective; nothing where this cannot be run, or on ranks that take no part.
+  // Collective; nothing where this cannot be run, or on ranks that take no part. What is cut over context
+  // ranks can only be run as it was dealt.
   std::optional<RunPair> again(const Experiment& experiment, const DataByRank& data);
 
   const VerifyProblem& problem_;
@@ -31,6 +32,7 @@ class Investigation {
   const Initial& initial_;
   LayoutRun& exact_;
   Group& group_;
+  bool is_cut_ = false;  // some rank's part is one of context ranks
 };
 
 // The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.

@@ -8,7 +8,6 @@
 
 #include "isograd/error.hpp"
 #include "norm/passes.hpp"
-#include "train/memory.hpp"
 #include "verify/digest.hpp"
 
 namespace isograd {
@@ -94,7 +93,7 @@ struct LayoutRun::Metered : DataParallel {
   explicit Metered(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
 
   void begin() {
-    if (start < 0) start = sent_so_far(*inner);
+    if (start < 0) start = inner->bytes_sent();
   }
   void zero_gradients() override {
     start = -1;
@@ -108,15 +107,17 @@ struct LayoutRun::Metered : DataParallel {
   void finish_reduction() override {
     begin();
     inner->finish_reduction();
-    bytes += sent_so_far(*inner) - start;
+    bytes += inner->bytes_sent() - start;
   }
   void publish_parameters() override {
-    const auto before = sent_so_far(*inner);
+    const auto before = inner->bytes_sent();
     inner->publish_parameters();
-    bytes += sent_so_far(*inner) - before;
+    bytes += inner->bytes_sent() - before;
   }
   bool takes_every_round() const override { return inner->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
+  void keep_buckets() override { inner->keep_buckets(); }
+  std::int64_t bytes_sent() override { return inner->bytes_sent(); }
   Group& group() override { return inner->group(); }
   Group& shard_group() override { return inner->shard_group(); }
   double exposed_seconds() const override { return inner->exposed_seconds(); }

@@ -218,6 +218,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     group.all_reduce(repeats, ReduceOp::kMin);
     result.exact = in_fp64.figures;
     result.rounded = first.figures;
+    if (group.rank() == 0) take_layout(problem, layout.name, found, first.gradients, first.figures);
     for (std::size_t i = 0; group.rank() == 0 && i < in_fp64.names.size(); ++i) {
       const auto& names = reference.oracle.names;
       const auto match = std::find(names.begin(), names.end(), in_fp64.names[i]);
@@ -240,14 +241,6 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
     }
-    if (problem.take_dump && group.rank() == 0) {
-      StepDump dump;
-      for (std::size_t i = 0; i < in_fp64.names.size(); ++i)
-        dump.gradients.emplace_back(in_fp64.names[i], in_fp64.gradients[i]);
-      dump.figures = in_fp64.figures;
-      dump.precision = "fp64";
-      take_layout(problem, layout.name, dump, first.gradients, first.figures);
-    }
   }
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
   if (group.rank() == 0) {
@@ -259,6 +252,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   StepDump expected;
   if (group.rank() == 0)
     expected = dump_of(reference.oracle, initial, found, samples_of(reference.whole), result.bytes_needed);
+  if (group.rank() == 0 && layout.name == problem.layouts[0].name)
+    take_reference(problem, expected, reference.alone);
   result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed, data);
   if (group.rank() == 0) {
     if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
@@ -342,7 +337,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   found.counts = problem.loss.mean == Mean::kTargets && !problem.loss.replicas
                      ? counts_of(data)
                      : std::vector<std::vector<std::int64_t>>{};
-  found.samples = samples_of(all_of(data));
+  found.samples = samples_over_ranks(problem.local, group);
   verdict.samples = found.samples;
   bool passed = true;
   if (group.rank() == 0) {
@@ -352,14 +347,6 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     if (reference.leak) {
       verdict.documents_apart = passed = false;
       verdict.findings.push_back({"documents_leak", "documents leak: " + reference.leak->text(), {}});
-    }
-    if (problem.take_dump) {
-      StepDump dump;
-      for (std::size_t i = 0; i < reference.oracle.names.size(); ++i)
-        dump.gradients.emplace_back(reference.oracle.names[i], reference.oracle.gradients[i]);
-      dump.figures = reference.oracle.figures;
-      dump.precision = "fp64";
-      take_reference(problem, dump, reference.alone);
     }
   }
   for (const auto& layout : problem.layouts) {

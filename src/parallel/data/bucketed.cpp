@@ -34,7 +34,8 @@ class Bucketed final : public DataParallel {
   Group& group() override { return policy_.groups.all; }
   Group& shard_group() override { return policy_.groups.shard; }
   std::int64_t bytes_sent() override {
-    return isograd::bytes_sent(policy_.groups.all, policy_.groups.shard, policy_.groups.replicate);
+    return isograd::bytes_sent(policy_.groups.all, policy_.groups.shard, policy_.groups.replicate) -
+           rebuilding_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
 
@@ -60,7 +61,8 @@ class Bucketed final : public DataParallel {
   BucketPolicy policy_;
   bool overlap_;
   std::int64_t bucket_bytes_, first_bucket_bytes_;
-  bool watches_order_;               // in which gradients come, until buckets are made anew
+  bool watches_order_;  // in which gradients come, until buckets are made anew
+  std::int64_t rebuilding_bytes_ = 0;
   std::vector<std::size_t> came_{};  // parameters, in that order
   std::vector<Bucket> buckets_;
   std::vector<std::unique_ptr<FlatBucket>> flats_;  // per bucket
@@ -252,7 +254,11 @@ void Bucketed::finish_reduction_with(const std::function<void(const Bucket&)>& r
         for (auto& flat : flats_) flat->sum_over_replicas();
         for (auto& flat : flats_) flat->wait();
       }
-      if (rebuilds) rebuild();
+      if (rebuilds) {
+        const std::int64_t before = bytes_sent();
+        rebuild();
+        rebuilding_bytes_ += bytes_sent() - before;
+      }
       all_reduced();
     } else {
       finish_round(reduced);
