@@ -188,3 +188,15 @@ def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
         better = record["ours"] / record["peer"] if record["unit"] == "tokens/s" else record["peer"] / record["ours"]
         assert record["ratio"] == pytest.approx(better, rel=1e-9)
     assert bench("--case", "huge", of="loss").returncode == 2
+
+
+def test_context_ranks_are_compared_with_one(tmp_path):
+    result = bench("--case", "tiny", "--seconds", 0.1, "--ranks", 4, "--ulysses", 2, "--json", tmp_path / "context.json",
+                   of="context")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout and "cut over 2 ring ranks" in result.stdout
+    records = json.loads((tmp_path / "context.json").read_text())
+    assert {record["unit"] for record in records} == {"ms", "ms of the busiest processor", "MiB"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "context"
+        check_ratio(record)

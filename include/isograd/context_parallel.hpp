@@ -52,8 +52,8 @@ struct CutOptions {
   // Off: the row of all documents is dealt like that as if it were one.
   bool level = true;
   double tolerance = 0.05;
-  // What a token costs besides attention, in scores: the model's other work. About 3 · hidden for a decoder
-  // whose feed-forward is 2.7 times as wide (12 · hidden² multiplications a token, 4 · hidden · scores).
+  // What a token costs besides attention, in scores: the model's other work. 6 · hidden for a decoder whose
+  // feed-forward is 2.7 times as wide (12 · hidden² multiplications a token, 2 · hidden a score).
   std::int64_t token_cost = 0;
   // Fill every rank's part up to the longest one's length, rounded up to a multiple of this, with tokens
   // that carry no loss. 0: nothing is padded, parts may differ and be empty; nothing in isograd needs

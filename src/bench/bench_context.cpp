@@ -166,7 +166,7 @@ void measure(const ContextCase& of, const BenchContextOptions& options, World& w
   const Batch whole = make_batch(of);
   const CutOptions cut_options{.ring = options.ranks / options.ulysses,
                                .ulysses = options.ulysses,
-                               .token_cost = of.attention_alone ? 0 : 3 * of.model.hidden};
+                               .token_cost = of.attention_alone ? 0 : 6 * of.model.hidden};
   const ContextCut cut = cut_documents(whole.cu_seqlens, cut_options);
   std::optional<Runner> alone;
   if (world.rank == 0) alone.emplace(of, DataGroups(Group::solo()), nullptr, whole);

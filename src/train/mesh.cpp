@@ -60,7 +60,7 @@ MicroBatches own_parts(const RunConfig& config, const ContextMesh& mesh, std::in
   return cut_micro_batches(micro_batches,
                            {.ring = static_cast<int>(config.parallel.cp_ring),
                             .ulysses = static_cast<int>(config.parallel.cp_ulysses),
-                            .token_cost = 3 * hidden},
+                            .token_cost = 6 * hidden},
                            mesh.context.rank());
 }
 
