@@ -49,6 +49,19 @@ double relative_error(const at::Tensor& gradient, const at::Tensor& reference, d
   return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
 }
 
+std::vector<double> rounding_of(const std::vector<double>& alone_errors,
+                                const std::vector<std::int64_t>& elements) {
+  const bool any_large =
+      std::any_of(elements.begin(), elements.end(), [](auto count) { return count >= kMeasurable; });
+  double largest = 0;
+  for (std::size_t i = 0; i < alone_errors.size(); ++i)
+    if (!any_large || elements[i] >= kMeasurable) largest = std::fmax(largest, alone_errors[i]);
+  std::vector<double> rounding = alone_errors;
+  for (std::size_t i = 0; i < rounding.size(); ++i)
+    if (elements[i] < kMeasurable && rounding[i] < largest) rounding[i] = largest;
+  return rounding;
+}
+
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
   Bounds bounds;
   // bf16 parameters have fp32 gradients: that is the type of the sums.
@@ -110,7 +123,9 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
       bounds.exact, bounds.exact);
   layout.e2.bound = fmt::format(
       "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; "
-      "|ratio - 1| < {:g} where rounding is smaller than that",
+      "|ratio - 1| < {:g} where rounding is smaller than that; over fewer than 16 elements |g1 - g64| / s is "
+      "at "
+      "least that of any larger parameter",
       precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
       bounds.unit_roundoff * std::sqrt(bounds.sum_length), bounds.ratio_limit);
   layout.e3.bound = "the same bits when the step is made again, and on every rank";

@@ -78,6 +78,14 @@ TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
   EXPECT_FALSE(compare_rounded(reference, reference, scale, 1e-3, bounds).resolved);
 }
 
+// A single number's rounding may be zero by luck: one run does not measure it.
+TEST(Compare, FewElementsDoNotMeasureRounding) {
+  using testing::ElementsAre;
+  EXPECT_THAT(rounding_of({1e-9, 2e-7, 3e-7, 5e-7}, {1, 16, 200, 15}), ElementsAre(3e-7, 2e-7, 3e-7, 5e-7));
+  EXPECT_THAT(rounding_of({1e-9, 2e-7}, {1, 15}), ElementsAre(2e-7, 2e-7));
+  EXPECT_THAT(rounding_of({1e-9, 2e-7}, {16, 17}), ElementsAre(1e-9, 2e-7));
+}
+
 TEST(Compare, BoundsAreThoseOfTheFourGrades) {
   const Bounds bounds = bounds_for(at::kBFloat16, 4, 9);
   EXPECT_EQ(bounds.exact, 1e-10);

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "parallel/data/strategies_testing.hpp"
+#include "train/build.hpp"
+#include "train/config.hpp"
 #include "verify/test_problem.hpp"
 
 namespace isograd {
@@ -30,6 +32,19 @@ std::vector<Case> cases() {
   return all;
 }
 
+// A model whose blocks ZeRO-3 can take; to all others it is the plain one.
+VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
+  VerifyModel made = verify_test::model_of(small, dtype);
+  auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.units = model_units(*model, RunConfig{});
+  made.loss_terms = inside(made.units->root, [model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets, {})}};
+  });
+  return made;
+}
+
 class StrategiesVerified : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(All, StrategiesVerified, ::testing::ValuesIn(cases()));
 
@@ -38,6 +53,14 @@ TEST_P(StrategiesVerified, EqualOneProcess) {
   const Small small{.tied = ranks % 2 == 0, .packs_per_micro_batch = packs, .dtype = dtype};
   const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
     problem.layouts.clear();
+    problem.make_model = [&](at::ScalarType type) { return model_in_units(small, type); };
+    for (int replicas : {1, 2})
+      if (world.size % replicas == 0)
+        problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
+                                   [&world, replicas](const VerifyModel& model, const Group&) {
+                                     return fully_shard(model.units->root, model.named, model.units->blocks,
+                                                        hybrid_groups(world, replicas));
+                                   }});
     for (const testing::Strategy& strategy : testing::strategies())
       for (int replicas : {1, 2}) {
         if (world.size % replicas != 0 || (replicas > 1 && strategy.stage == 0)) continue;

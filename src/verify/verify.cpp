@@ -24,6 +24,7 @@ struct Reference {
   OracleStep oracle;                // fp64
   std::vector<double> scales;       // s of each parameter
   std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
+  std::vector<double> rounding;     // what the bound is taken from
   MicroBatches whole;
   std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
   std::string random;                  // how two runs of the model differ
@@ -78,6 +79,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                         problem.step.max_norm, tick);
   turns.finish();
 
+  std::vector<std::int64_t> elements;
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
     if (!initial.trainable[i]) continue;
     double error = 0;
@@ -92,8 +94,10 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                                reference.scales[next]);
     }
     reference.alone_error.push_back(error);
+    elements.push_back(initial.values[i].numel());
     ++next;
   }
+  reference.rounding = rounding_of(reference.alone_error, elements);
   return reference;
 }
 
@@ -233,7 +237,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       parameter.norm = wanted.norm().item<double>();
       parameter.alone_error = alone;
       parameter.exact = compare_exact(in_fp64.gradients[i], wanted, scale, bounds);
-      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale, alone, bounds);
+      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale,
+                                          reference.rounding[place], bounds);
       parameter.replicas_agree = std::find(torn.begin(), torn.end(), i) == torn.end();
       parameter.repeats = repeats[static_cast<std::int64_t>(i)].item<std::int64_t>() != 0;
       parameter.checksum =
