@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "isograd/differentiable.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "verify/layouts.hpp"
@@ -15,11 +16,30 @@ namespace {
 
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
                           World& world) {
+  const RunConfig chosen = choice.in(config);
+  const int replicas = count_replicas(chosen, world.size);
+  const auto shards = static_cast<int>(split_rows(packs_dealt_to(chosen, world.size), replicas)[0]);
+  std::vector<std::pair<std::string, int>> axes = {{"dp_replicate", replicas}, {"dp_shard", shards}};
+  for (const auto& [axis, size] :
+       {std::pair{"cp_ring", chosen.parallel.cp_ring}, {"cp_ulysses", chosen.parallel.cp_ulysses}})
+    if (size > 1) axes.emplace_back(axis, static_cast<int>(size));
   return {.name = choice.text() + suffix,
           .make = nullptr,
-          .make_from_model = [config = choice.in(config), &world](const VerifyModel& model, const Group&) {
-            return make_layout(config, config.parallel.strategy, model.named, *model.units, world);
-          }};
+          .make_from_model =
+              [chosen, &world](const VerifyModel& model, const Group&) {
+                return make_layout(chosen, chosen.parallel.strategy, model.named, *model.units, world);
+              },
+          .axes = std::move(axes)};
+}
+
+OptimizerOptions optimizer_options(const RunConfig& config) {
+  if (config.optimizer.kind == "sgd")
+    return SgdOptions{.learning_rate = config.schedule.peak,
+                      .momentum = config.optimizer.momentum,
+                      .weight_decay = config.optimizer.adamw.weight_decay};
+  AdamWOptions options = config.optimizer.adamw;
+  options.learning_rate = config.schedule.peak;
+  return options;
 }
 
 VerifyModel as_verify_model(const RunConfig& config, const ContextMesh& mesh,
@@ -84,6 +104,7 @@ Verdict verify_step(const RunConfig& config, World& world, const ContextMesh& me
   problem.loss = declared_loss(config, corpus, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
+  problem.optimizer = optimizer_options(config);
   problem.make_normalizer = [&] { return make_normalizer(config, world.size); };
   for (const auto& choice : layouts) problem.layouts.push_back(layout_of(config, choice, suffix, world));
   if (change) change(problem, world);
@@ -96,6 +117,7 @@ void join(Verdict& verdict, Verdict more) {
   verdict.batch_agrees = verdict.batch_agrees && more.batch_agrees;
   verdict.seconds += more.seconds;
   std::move(more.layouts.begin(), more.layouts.end(), std::back_inserter(verdict.layouts));
+  std::move(more.findings.begin(), more.findings.end(), std::back_inserter(verdict.findings));
   std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
 }
 
@@ -120,6 +142,9 @@ Corpus corpus_of(const FinishedRun& run) {
   return corpus;
 }
 
+// Updates after which parameters are compared, by plain SGD and by the configured optimizer.
+constexpr int kUpdates = 2;
+
 // A step small enough to be verified now and then: a pack of at most this many tokens for each rank and one
 // more, so that counts differ and one rank accumulates; other documents each time.
 constexpr std::int64_t kMicroPack = 64;
@@ -138,17 +163,18 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const Corpus corpus = open_corpus(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
   const ContextMesh mesh = make_mesh(config, world);
+  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
     const auto make = [&](at::ScalarType dtype) {
       return as_verify_model(cut, mesh, make_model(cut, corpus, dtype));
     };
-    const ChangeProblem with_dump = [&](VerifyProblem& problem, World& own) {
+    const ChangeProblem more = [&](VerifyProblem& problem, World& own) {
       problem.take_dump = take_dump;
+      problem.updates = all ? 0 : kUpdates;
       if (change) change(problem, own);
     };
-    return verify_step(cut, world, mesh, corpus, make, choices, with_dump, suffix);
+    return verify_step(cut, world, mesh, corpus, make, choices, more, suffix);
   };
-  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");
   for (std::size_t i = 1; i < cuts.size(); ++i)
