@@ -1,4 +1,8 @@
 // verify for models that are not ours.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 
 #include "isograd/error.hpp"
@@ -11,6 +15,19 @@ namespace isograd {
 namespace {
 
 constexpr std::int64_t kBucketBytes = 1 << 20;  // several buckets in models of a test's size
+
+// A model that has no use for positions may leave them out; experiments cut batches up, positions and all.
+MicroBatches with_positions(const MicroBatches& batches) {
+  MicroBatches filled = batches;
+  for (Batch& batch : filled) {
+    if (batch.positions.defined() && batch.positions.numel() == batch.num_tokens()) continue;
+    std::vector<at::Tensor> positions{at::empty({0}, at::kLong)};
+    for (std::size_t f = 1; f < batch.cu_seqlens.size(); ++f)
+      positions.push_back(at::arange(batch.cu_seqlens[f] - batch.cu_seqlens[f - 1], at::kLong));
+    batch.positions = at::cat(positions);
+  }
+  return filled;
+}
 
 }  // namespace
 
@@ -69,12 +86,13 @@ std::vector<LayoutUnderTest> verify_layouts(const std::vector<std::string>& stra
 
 Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options, World& world) {
+  const MicroBatches whole = with_positions(batches);
   VerifyProblem problem;
   problem.make_model = make_model;
-  for (std::size_t i = static_cast<std::size_t>(world.rank); i < batches.size();
+  for (std::size_t i = static_cast<std::size_t>(world.rank); i < whole.size();
        i += static_cast<std::size_t>(world.size))
-    problem.local.push_back(batches[i]);
-  problem.whole = [&batches] { return batches; };
+    problem.local.push_back(whole[i]);
+  problem.whole = [&whole] { return whole; };
   problem.dtype = options.dtype;
   problem.step = options.step;
   problem.layouts = layouts;

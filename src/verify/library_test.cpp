@@ -46,7 +46,6 @@ MicroBatches batches_of(std::int64_t count) {
     Batch batch = empty_batch();
     batch.tokens = (at::arange(length) * (i + 2)).remainder(kVocabulary);
     batch.targets = (batch.tokens * 3 + 1).remainder(kVocabulary);
-    batch.positions = at::arange(length);
     batch.cu_seqlens = {0, length};
     batch.sample_ids = {i};
     batch.sample_targets = {length};
