@@ -262,3 +262,45 @@ def test_alpha_of_another_length_is_refused(tmp_path):
     theirs(case)  # class 2 silently has the weight of class 1
     with pytest.raises(AssertionError, match="alpha of 2 classes"):
         probe(tmp_path, [case])
+
+
+def scorer_table(tmp_path):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(300, 4))
+    rare = x @ [1.0, -0.5, 0.2, 0.0] + 0.5 * rng.normal(size=300) > 1.6
+    file = tmp_path / "table.csv"
+    file.write_text("a,b,c,d,rare\n" + "".join(",".join(map(str, [*row, int(y)])) + "\n" for row, y in zip(x, rare)))
+    np.savez(tmp_path / "table.npz", x=x, y=rare)
+    return file
+
+
+def isograd(verb, *sets, ranks=2):
+    command = [BUILD / "bin/isograd", verb, ROOT / "examples/ranking.toml", "--ranks", str(ranks)]
+    return subprocess.run([*command, *(part for each in sets for part in ("--set", each))], capture_output=True,
+                          text=True, timeout=120)
+
+
+@pytest.mark.parametrize("loss", ["smooth_ap", "pauc"])
+def test_a_scorer_trains_on_several_ranks_and_proves_its_gradient(tmp_path, loss):
+    table = scorer_table(tmp_path)
+    sets = [f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70", "train.steps=40",
+            f"ranking.loss={loss}", "ranking.quantile=0.1"]
+    run = isograd("train", *sets, ranks=3)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "parity PASS: 3 ranks = 1 device" in run.stdout
+    assert "cross_entropy" in run.stdout
+    assert "average precision" in (tmp_path / "run/report.html").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 80 and rows[39]["average_precision"] > 0.5
+    same = isograd("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=", ranks=1)
+    assert same.returncode == 0, same.stderr
+    assert isograd("verify", *sets, ranks=2).returncode == 0
+
+
+def test_what_a_scorer_cannot_do_is_refused(tmp_path):
+    table = scorer_table(tmp_path)
+    for sets, text in [(["data.table="], "data.table"), ([f"data.table={table}", "data.target=z"], "a column 'z'"),
+                       ([f"data.table={table}", "batch.rows_per_step=1"], "more ranks than rows"),
+                       ([f"data.table={table}", "checkpoint.resume=latest"], "save no checkpoints")]:
+        run = isograd("train", f"run.directory={tmp_path}/run", *sets)
+        assert run.returncode == 2 and text in run.stderr, run.stderr

@@ -77,6 +77,12 @@ struct DeclaredLoss {
   // the mean of their own means, over those that have anything to count. Not given: one mean over `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
 
+  // A loss over the rows of all ranks, which is no sum over tokens: the oracle's own plain code for it, from
+  // the logits and targets of one global micro-batch. The step's loss is the mean over these. `name` is for
+  // people.
+  std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& targets)> global{};
+  std::string name{};
+
   std::string text() const;  // "token mean", "mean of per-replica sample means", ...
 };
 

@@ -2,6 +2,7 @@
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/trainer.hpp"
+#include "train/scorer_run.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {
@@ -39,6 +40,12 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
         sets.push_back(fmt::format("{}={}", key, *flags->verify_every));
     const RunConfig config = configuration(*flags, sets);
     return on_ranks(invocation, *flags, config, [&](World& world) {
+      if (config.model.kind == "scorer") {
+        VerifyTrainedScorer proof;
+        if (config.verify.at_end)
+          proof = [&](const Scorer& trained) { return to_table(verify_scorer(config, world, {}, &trained)); };
+        return train_scorer(config, world, proof);
+      }
       TrainerHooks hooks;
       hooks.check = [](RunningRun& run) { return check_running(run); };
       if (config.verify.at_end)

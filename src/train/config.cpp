@@ -259,6 +259,15 @@ void check(const RunConfig& config, int ranks) {
                        .found = fmt::format("{} for {} ranks", config.parallel.replicas, ranks),
                        .expected = "a number that divides the ranks",
                        .action = "Change it or --ranks"});
+  if (config.model.kind == "scorer") {
+    if (ranks > config.batch.rows_per_step)
+      throw ConfigError({.where = fmt::format("--ranks {}", ranks),
+                         .found = fmt::format("more ranks than rows (batch.rows_per_step = {})",
+                                              config.batch.rows_per_step),
+                         .expected = "a row for each rank at least",
+                         .action = "Start fewer ranks, or enlarge batch.rows_per_step"});
+    return;
+  }
   if (packs_dealt_to(config, ranks) > config.batch.packs_per_step)
     throw ConfigError(
         {.where = fmt::format("--ranks {}", ranks),

@@ -32,14 +32,19 @@ struct RunConfig {
     std::int64_t pack_length = 512;
     bool shuffle_packs = true;
     double validation_fraction = 0.02;
+    std::string table;   // CSV or NPZ, of a scorer
+    std::string target;  // its column or array; empty: the last, or "y"
   } data;
   struct {
     std::int64_t packs_per_step = 8;  // the global batch
     std::int64_t packs_per_micro_batch = 4;
+    std::int64_t rows_per_step = 256;  // of a scorer's table
   } batch;
   struct {
     std::string load;  // Hugging Face directory to start from; its config.json then describes the model
     DecoderConfig shape;
+    std::string kind = "decoder";  // decoder | scorer
+    std::int64_t scorer_units = 64, scorer_layers = 1;
   } model;
   struct {
     std::string kind = "token_mean";  // token_mean | sample_mean | weighted_mean | fixed | none
@@ -49,6 +54,15 @@ struct RunConfig {
     std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
   } loss;
+  struct {
+    // cross_entropy | smooth_ap | recall_at_quantile | pauc | pauc_pairwise | sigmoid_focal
+    std::string loss = "smooth_ap";
+    double temperature = 0;  // 0: the loss's own default
+    std::int64_t queue_size = 1024;
+    double quantile = 0.05;           // of the recall that is trained, and of the one that is measured
+    double alpha = 0, budget = 0.05;  // band of false-positive rates, likewise
+    bool compare = true;              // train once more by cross entropy, for the report
+  } ranking;
   struct {
     std::int64_t steps = 200;
     std::string dtype = "float32";  // float64 | float32 | bfloat16

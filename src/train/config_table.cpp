@@ -128,12 +128,22 @@ std::vector<ConfigKey> make_keys() {
       KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
           "Part of the documents that is held out for the validation loss. 0: none."),
 
+      KEY("data.table", data.table, "", any(),
+          "Of a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` [rows, "
+          "features] and "
+          "`y` [rows]."),
+      KEY("data.target", data.target, "", any(),
+          "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
+
       KEY("batch.packs_per_step", batch.packs_per_step, "packs", at_least(1, kManyTokens),
           "The global batch: packs of one step, over all ranks and micro-batches."),
       KEY("batch.packs_per_micro_batch", batch.packs_per_micro_batch, "packs", at_least(1, kManyTokens),
           "Packs that one forward and backward sees on one rank. A speed and memory option: the gradient "
           "does not "
           "depend on it."),
+
+      KEY("batch.rows_per_step", batch.rows_per_step, "rows", at_least(1, kManyTokens),
+          "The global batch of a `scorer`, over all ranks; its last step of an epoch may be shorter."),
 
       KEY("model.load", model.load, "", any(),
           "Hugging Face directory to start from (`config.json`, `model.safetensors` or its sharded index); a "
@@ -172,6 +182,15 @@ std::vector<ConfigKey> make_keys() {
           "Begins a document. `-1`: the tokenizer's, where it has one."),
       KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
           "Ends a document. `-1`: the tokenizer's, where it has one."),
+
+      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer"}),
+          "`decoder`: a language model on text. `scorer`: a multilayer perceptron that ranks the rows of "
+          "`data.table` (`docs/ranking.md`); of the keys above it reads none but "
+          "`data.validation_fraction`."),
+      KEY("model.scorer_units", model.scorer_units, "", at_least(1, kWide),
+          "Of each hidden layer of a `scorer`."),
+      KEY("model.scorer_layers", model.scorer_layers, "", at_least(0, 1000),
+          "Hidden layers of a `scorer`. 0: a linear one."),
 
       KEY("model.rope_scaling.kind", model.shape.rope_scaling.kind, "",
           one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
@@ -213,6 +232,26 @@ std::vector<ConfigKey> make_keys() {
           "Said "
           "otherwise it must agree: `sum` with one mean over all replicas, `mean` with a mean of per-replica "
           "means."),
+
+      KEY("ranking.loss", ranking.loss, "",
+          one_of(
+              {"cross_entropy", "smooth_ap", "recall_at_quantile", "pauc", "pauc_pairwise", "sigmoid_focal"}),
+          "What a `scorer` is trained by, over the rows of all ranks (`docs/ranking.md`)."),
+      KEY("ranking.temperature", ranking.temperature, "", at_least(0),
+          "Of the loss's sigmoids. 0: the loss's own default."),
+      KEY("ranking.queue_size", ranking.queue_size, "rows", at_least(0, kManyTokens),
+          "Rows of earlier steps that take part in the ranking, with the scores that they had."),
+      KEY("ranking.quantile", ranking.quantile, "",
+          {.least = 0, .most = 1, .above_least = true, .below_most = true},
+          "Share of all rows above the threshold of the recall, trained or measured."),
+      KEY("ranking.alpha", ranking.alpha, "", fraction(),
+          "Where the partial AUC's band of false-positive rates begins."),
+      KEY("ranking.budget", ranking.budget, "", {.least = 0, .most = 1, .above_least = true},
+          "Where it ends; the measured partial AUC begins at 0."),
+      KEY("ranking.compare", ranking.compare, "", any(),
+          "Whether a second scorer is trained by cross entropy, from the same weights on the same rows, for "
+          "the "
+          "report."),
 
       KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
       KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
@@ -353,6 +392,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},
       {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
       {"loss", "Who divides what (`docs/losses.md`)."},
+      {"ranking", "The loss of a `scorer`, and what is measured of it."},
       {"train", "The loop around the step."},
       {"optimizer", "How a gradient becomes an update. The learning rate is `schedule`'s."},
       {"schedule", "The learning rate over the steps."},

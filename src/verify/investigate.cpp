@@ -78,7 +78,7 @@ std::optional<RunPair> Investigation::again(const Experiment& experiment, const 
   if (experiment.without_resume && !problem_.uninterrupted) return std::nullopt;
   if (experiment.ranks > 0 && !problem_.subgroup) return std::nullopt;
   const bool as_given = experiment == Experiment{};
-  if (is_cut_ && !as_given) return std::nullopt;
+  if ((is_cut_ || problem_.loss.global) && !as_given) return std::nullopt;
   if (problem_.loss.replicas && !(experiment == Experiment{})) return std::nullopt;
   VerifyModel in_fp64 = initial_.model(problem_, at::kDouble);
   if (experiment.without_noise) {

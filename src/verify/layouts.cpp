@@ -103,4 +103,19 @@ std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks) {
   return all;
 }
 
+std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
+                                         const World& world) {
+  std::vector<LayoutChoice> choices;
+  for (const auto& name : names) {
+    if (name != kAllLayouts) {
+      choices.push_back(parse_layout(name));
+      continue;
+    }
+    const auto all = layout_matrix(config, world.size, world.group.has_host_memory());
+    choices.insert(choices.end(), all.begin(), all.end());
+  }
+  if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
+  return choices;
+}
+
 }  // namespace isograd

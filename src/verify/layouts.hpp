@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/world.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
@@ -29,6 +30,9 @@ LayoutChoice parse_layout(const std::string& text);
 // ranks, with one copy of the parameters (where `host_memory`: ranks can reach one another's) and without.
 // Where the loss is a mean of replicas' means, only layouts with as many replicas as configured.
 std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory);
+// What --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured one.
+std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
+                                         const World& world);
 
 // The configuration itself and, where a rank has several packs, the one that cuts a rank's part of the step
 // otherwise: into one micro-batch, or a pack at a time where it is one already.

@@ -59,6 +59,16 @@ at::Tensor token_factors(const Batch& batch, const DeclaredLoss& declared, const
   return factors;
 }
 
+// This micro-batch's share of a loss over tokens.
+at::Tensor token_loss(const at::Tensor& logits, const Batch& batch, const DeclaredLoss& declared,
+                      const Sums& sums, double counting_parts) {
+  at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);        // [T, 1]
+  at::Tensor target = batch.targets.unsqueeze(1).masked_fill(ignored, 0);  // [T, 1]
+  at::Tensor nll = -at::log_softmax(logits, 1).gather(1, target).masked_fill(ignored, 0).squeeze(1);
+  at::Tensor factors = sums.of(declared) > 0 ? token_factors(batch, declared, sums) : at::zeros_like(nll);
+  return (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
+}
+
 }  // namespace
 
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
@@ -74,7 +84,7 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
         at::zeros(tensor.sizes(),
                   tensor.options().dtype(tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)));
   }
-  step.terms.emplace_back("cross_entropy", 0);
+  step.terms.emplace_back(declared.global ? declared.name : "cross_entropy", 0);
   for (const auto& term : model.more_terms) step.terms.emplace_back(term.name, 0);
   double all_targets = 0;  // further terms are means over the whole step
   for (const auto& part : parts) all_targets += sums_of(part).targets;
@@ -88,11 +98,9 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
       step.figures.tokens += batch.tokens.numel();
       at::Tensor logits = model.logits(batch);
       if (logits.scalar_type() != at::kDouble) logits = logits.to(at::kFloat);
-      at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);        // [T, 1]
-      at::Tensor target = batch.targets.unsqueeze(1).masked_fill(ignored, 0);  // [T, 1]
-      at::Tensor nll = -at::log_softmax(logits, 1).gather(1, target).masked_fill(ignored, 0).squeeze(1);
-      at::Tensor factors = sums.of(declared) > 0 ? token_factors(batch, declared, sums) : at::zeros_like(nll);
-      at::Tensor loss = (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
+      at::Tensor loss = declared.global
+                            ? declared.global(logits, batch.targets) / static_cast<double>(part.size())
+                            : token_loss(logits, batch, declared, sums, counting_parts);
       step.terms[0].second += loss.item<double>();
       for (std::size_t i = 0; i < model.more_terms.size(); ++i) {
         const OracleTerm& term = model.more_terms[i];

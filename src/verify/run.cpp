@@ -76,21 +76,6 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
   return loss;
 }
 
-std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
-                                         const World& world) {
-  std::vector<LayoutChoice> choices;
-  for (const auto& name : names) {
-    if (name != kAllLayouts) {
-      choices.push_back(parse_layout(name));
-      continue;
-    }
-    const auto all = layout_matrix(config, world.size, world.group.has_host_memory());
-    choices.insert(choices.end(), all.begin(), all.end());
-  }
-  if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
-  return choices;
-}
-
 // `suffix` goes behind the layouts' names.
 Verdict verify_step(const RunConfig& config, World& world, const ContextMesh& mesh, const Corpus& corpus,
                     MakeVerifyModel make_model, const std::vector<LayoutChoice>& layouts,
@@ -160,6 +145,7 @@ RunConfig micro_sized(RunConfig config, int ranks, std::int64_t step) {
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
+  if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, change, take_dump);
   const Corpus corpus = open_corpus(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
   const ContextMesh mesh = make_mesh(config, world);

@@ -62,7 +62,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     const auto pieces = parts(problem, reference.whole);
     reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
     reference.scales = error_scales(reference.oracle.gradients);
-    if (problem.probe_documents && reference.random.empty())
+    if (problem.probe_documents && !problem.loss.global && reference.random.empty())
       for (const Batch& batch : problem.local.empty() ? reference.whole : problem.local)
         if (batch.num_fragments() > 1) {
           reference.leak = probe_documents(model, batch);
@@ -192,6 +192,17 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
            {}});
 }
 
+// Every parameter that failed is 1/W of what it should be.
+bool is_averaged(const LayoutVerdict& layout, int ranks) {
+  bool any = false;
+  for (const auto& parameter : layout.parameters) {
+    if (parameter.exact.passed) continue;
+    if (ranks < 2 || ratio_text(parameter.exact.ratio) != fmt::format("1/{}", ranks)) return false;
+    any = true;
+  }
+  return any;
+}
+
 LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
                          const Reference& reference, const DataByRank* data, StepDump found, Group& group) {
   const bool exact_run = problem.dtype == at::kDouble;
@@ -262,6 +273,14 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed, data);
   if (group.rank() == 0) {
     if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
+    if (problem.loss.global && !result.passed && is_averaged(result, group.size()))
+      result.findings.push_back(
+          {"averaged_over_axis",
+           fmt::format(
+               "a loss over the rows of all ranks under an average of {} ranks' gradients, which must be "
+               "summed (or the loss told so: grad_reduction = mean)",
+               group.size()),
+           {}});
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
           {"unknown", "the step is not the expected one, in no way that has a name", {}});
@@ -291,6 +310,7 @@ void check(const VerifyProblem& problem, const Initial& initial, Group& group) {
 }  // namespace
 
 std::string DeclaredLoss::text() const {
+  if (global) return name + " over the rows of all ranks";
   const std::string kind = mean == Mean::kSamples   ? "sample mean"
                            : mean == Mean::kWeights ? "weighted mean"
                            : mean == Mean::kFixed   ? fmt::format("sum divided by {:g}", denominator)
@@ -339,7 +359,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   // Small next to the step: tokens, targets and lengths of all ranks.
   const DataByRank data = gather_batches(problem.local, group);
   StepDump found;
-  found.counts = problem.loss.mean == Mean::kTargets && !problem.loss.replicas
+  found.counts = problem.loss.mean == Mean::kTargets && !problem.loss.replicas && !problem.loss.global
                      ? counts_of(data)
                      : std::vector<std::vector<std::int64_t>>{};
   found.samples = samples_over_ranks(problem.local, group);

@@ -1,0 +1,138 @@
+// verify of a scorer: every loss under every strategy is one process's, and an average is named.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+
+#include <fstream>
+
+#include "isograd/world.hpp"
+#include "loss/ranking/ranking_testing.hpp"
+#include "train/scorer_run.hpp"
+#include "verify/run.hpp"
+
+namespace isograd {
+namespace {
+
+using testing::HasSubstr;
+
+class ScorerVerify : public testing::Test {
+ protected:
+  ScorerVerify() {
+    folder_ = std::filesystem::temp_directory_path() / ("isograd-scorer-" + std::to_string(getpid()));
+    std::filesystem::create_directories(folder_);
+    std::ofstream csv(folder_ / "t.csv");
+    csv << "a,b,c,y\n";
+    for (int row = 0; row < 61; ++row)
+      csv << (row * 37 % 23) << ',' << (row * 11 % 17) * 0.5 << ',' << (row * 7 % 13) - 4 << ','
+          << (row % 6 == 0) << '\n';
+    config_.data.table = (folder_ / "t.csv").string();
+    config_.data.validation_fraction = 0.2;
+    config_.model.kind = "scorer";
+    config_.model.scorer_units = 5;
+    config_.batch.rows_per_step = 25;  // uneven over 2, 3 and 4 ranks
+    config_.ranking.temperature = 0.3, config_.ranking.queue_size = 30, config_.ranking.budget = 0.4;
+    config_.ranking.quantile = 0.3;
+    config_.train.steps = 3;
+    config_.run.directory = (folder_ / "run").string();
+  }
+  ~ScorerVerify() override { std::filesystem::remove_all(folder_); }
+
+  std::filesystem::path folder_;
+  RunConfig config_;
+};
+
+const char* const kLosses[] = {"smooth_ap",     "recall_at_quantile", "pauc",
+                               "pauc_pairwise", "sigmoid_focal",      "cross_entropy"};
+
+TEST_F(ScorerVerify, PassesForEveryLossUnderEveryStrategy) {
+  for (const int ranks : {1, 3})
+    for (const char* loss : kLosses) {
+      config_.ranking.loss = loss;
+      run_ranks(ranks, [&](World& world) {
+        const Verdict verdict =
+            verify_run(config_, world, ranks > 1 ? strategy_names() : std::vector<std::string>{});
+        EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
+        if (world.rank == 0) {
+          EXPECT_THAT(verdict.loss, HasSubstr(loss));
+          EXPECT_GT(verdict.oracle.norm, 1e-3);
+        }
+      });
+    }
+}
+
+// The museum's B24: gathered, and then averaged. The factor is W, and so it says.
+TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
+  const ScorerData data = open_table(config_);
+  for (const int ranks : {2, 3, 4})
+    run_ranks(ranks, [&](World& world) {
+      const auto rows_of = [&](int rank, int size) {
+        return MicroBatches{rows_batch(data, make_row_sampler(config_, data, rank, size).next())};
+      };
+      VerifyProblem problem;
+      problem.make_model = [&](at::ScalarType dtype) {
+        const ScorerModel model = make_scorer(config_, data, "smooth_ap", dtype);
+        const auto loss = make_ranking_loss(config_, "smooth_ap", world.group);
+        loss->eval();
+        VerifyModel made{.named = model.scorer->named(), .logits = {}, .loss_terms = {}};
+        made.logits = [scorer = model.scorer, &data](const Batch& batch) {
+          return scorer->scores(data.features.index_select(0, batch.tokens));
+        };
+        const auto right = scorer_loss(model, data, "smooth_ap", loss, world.group);
+        made.loss_terms = [right, ranks](const Batch& batch) {
+          LossTerms terms = right(batch);
+          const at::Tensor value = terms[0].sum;  // its value, a W-th of its gradient
+          terms[0].sum = value.detach() + (value - value.detach()) / ranks;
+          return terms;
+        };
+        return made;
+      };
+      problem.local = rows_of(world.rank, world.size);
+      problem.whole = [&] { return rows_of(0, 1); };
+      problem.dtype = at::kDouble;
+      problem.loss.name = "smooth_ap";
+      problem.loss.global = [](const at::Tensor& logits, const at::Tensor& targets) {
+        const twin::Pool pool{.scores = logits,
+                              .targets = targets,
+                              .iid = {},
+                              .live = {},
+                              .weights = at::ones({targets.numel()}, at::kDouble)};
+        return 1 - twin::smooth_ap(pool, logits.select(1, 0), targets.eq(1), 0.3).value;
+      };
+      problem.layouts = {{.name = "bucketed", .make = [](std::vector<NamedParameter> named, Group group) {
+                            return bucketed(std::move(named), std::move(group), {});
+                          }}};
+      const Verdict verdict = verify(problem, world.group);
+      EXPECT_FALSE(verdict.passed);
+      if (world.rank != 0) return;
+      EXPECT_THAT(verdict.diagnosis,
+                  testing::Contains(HasSubstr(fmt::format("all parameters scaled by 1/{}", ranks))));
+      EXPECT_THAT(verdict.diagnosis,
+                  testing::Contains(HasSubstr(fmt::format("an average of {} ranks' gradients", ranks))));
+    });
+}
+
+TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
+  config_.train.dtype = "float64";
+  config_.train.steps = 6, config_.ranking.queue_size = 10, config_.ranking.compare = false;
+  std::vector<at::Tensor> wanted;
+  for (const int ranks : {1, 2, 4})
+    run_ranks(ranks, [&](World& world) {
+      std::vector<at::Tensor> found;
+      const int status = train_scorer(config_, world, [&](const Scorer& trained) {
+        Scorer copy = trained;
+        for (auto& [name, tensor] : copy.named()) found.push_back(tensor.detach().clone());
+        return ReportTable{.title = "t", .summary = "s", .columns = {}, .rows = {}};
+      });
+      EXPECT_EQ(status, 0);
+      if (ranks == 1) wanted = found;
+      for (std::size_t i = 0; i < wanted.size(); ++i)
+        EXPECT_LT((found[i] - wanted[i]).norm().item<double>(), 1e-9 * (1 + wanted[i].norm().item<double>()));
+    });
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/report.html"));
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/metrics.jsonl"));
+}
+
+}  // namespace
+}  // namespace isograd
