@@ -173,11 +173,12 @@ void thresholds(const RankingCase& of, const BenchRankingOptions& options, nlohm
   std::vector<std::vector<double>> seconds(sides.size());
   for (const auto& [name, run] : sides) run();
   const auto start = std::chrono::steady_clock::now();
-  while (seconds[0].size() < 5 ||
-         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() <
-             options.seconds / 3)
+  const auto elapsed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  for (std::size_t round = 0; round < 5 || elapsed() < options.seconds / 3; ++round)
     for (std::size_t i = 0; i < sides.size(); ++i) {
-      const std::size_t side = seconds[0].size() % 2 == 0 ? i : sides.size() - 1 - i;
+      const std::size_t side = round % 2 == 0 ? i : sides.size() - 1 - i;
       seconds[side].push_back(seconds_of(sides[side].second));
     }
   fmt::print("{} ({} rows, {} positives, fp32, one thread, forward and backward; {} rounds)\n", of.name,
