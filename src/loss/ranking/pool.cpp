@@ -177,15 +177,17 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   const std::int64_t most = num_classes == 1 ? 1 : num_classes - 1;
   for (std::int64_t i = 0; i < n; ++i) {
     if (label[i] == static_cast<double>(ignore_index)) continue;
-    if (!check(label[i] == std::floor(label[i]) && label[i] >= 0 && label[i] <= static_cast<double>(most),
-               fmt::format("target {} in row {}", label[i], i),
+    // Texts are made for what is wrong only: this runs for every row.
+    if (!(label[i] == std::floor(label[i]) && label[i] >= 0 && label[i] <= static_cast<double>(most)) &&
+        !check(false, fmt::format("target {} in row {}", label[i], i),
                fmt::format("an integer from 0 to {}, or {} to ignore the row", most, ignore_index),
                "Correct the targets"))
       return rows;
     if (rows.has_weights) {
       const double weight = weights.data_ptr<double>()[i];
-      if (!check(std::isfinite(weight) && weight >= 0, fmt::format("sample_weight {} in row {}", weight, i),
-                 "finite weights >= 0", "Correct the weights"))
+      if (!(std::isfinite(weight) && weight >= 0) &&
+          !check(false, fmt::format("sample_weight {} in row {}", weight, i), "finite weights >= 0",
+                 "Correct the weights"))
         return rows;
       rows.weights.push_back(weight + 0.0);
     }
