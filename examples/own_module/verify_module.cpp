@@ -2,11 +2,7 @@
 // if each rank divided by its own tokens?
 #include <isograd/isograd.hpp>
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/embedding.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/randn.h>
-#include <ATen/ops/tanh.h>
+#include <ATen/ATen.h>
 #include <cstdio>
 
 constexpr std::int64_t kVocabulary = 11, kHidden = 8;
