@@ -260,6 +260,17 @@ void check(const RunConfig& config, int ranks) {
                        .expected = "a number that divides the ranks",
                        .action = "Change it or --ranks"});
   if (config.model.kind == "scorer") {
+    const auto refuse = [](const char* key, std::string found, const char* expected) {
+      throw ConfigError({.where = key,
+                         .found = std::move(found) + " with model.kind = \"scorer\"",
+                         .expected = expected,
+                         .action =
+                             "Leave it out: a scorer's rows are not cut, nor its run saved or checked on the "
+                             "way; isograd verify checks it from outside"});
+    };
+    if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
+    if (!config.checkpoint.resume.empty()) refuse("checkpoint.resume", config.checkpoint.resume, "nothing");
+    if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
     if (ranks > config.batch.rows_per_step)
       throw ConfigError({.where = fmt::format("--ranks {}", ranks),
                          .found = fmt::format("more ranks than rows (batch.rows_per_step = {})",
