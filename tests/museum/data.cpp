@@ -111,8 +111,6 @@ void add_waiting(std::vector<Exhibit>& list) {
   waits("B21", "layer norms not summed over tensor-parallel peers", "about 1/tp on those parameters",
         "the tensor axis");
   waits("B23", "right alone, wrong together", "only in the combined layout", "a second kind of axis");
-  waits("B24", "gathered ranking loss under gradient average", "ratio 1/W, or a zero gradient",
-        "the ranking loss");
 }
 
 }  // namespace isograd::museum

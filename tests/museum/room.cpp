@@ -121,6 +121,7 @@ const std::vector<Exhibit>& exhibits() {
     add_reduction(list);
     add_norms(list);
     add_data(list);
+    add_global(list);
     add_waiting(list);
     // "B18a" -> 18, 'a'
     const auto place = [](const std::string& id) {

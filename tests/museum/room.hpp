@@ -40,6 +40,9 @@ constexpr std::int64_t kBucketBytes = 256;  // several buckets
 std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, DataGroups groups);
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype);
 
+// The loss becomes average precision over the rows of all ranks, each of which brings one micro-batch.
+void rank_all_rows(VerifyProblem& problem, World& world);
+
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>
 void with_layout(VerifyProblem& problem, Arguments... arguments) {
