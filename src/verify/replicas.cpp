@@ -13,14 +13,15 @@ namespace isograd {
 namespace {
 
 // What one rank keeps of one parameter: elements [begin, end) of its bucket or of itself.
-struct Piece {
+struct KeptPiece {
   std::size_t order;  // of the parameter, in the model
   std::string name;
   std::int64_t begin, end;
   at::Tensor bits;
 };
 
-void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix, std::vector<Piece>& pieces) {
+void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix,
+               std::vector<KeptPiece>& pieces) {
   for (const Slot& slot : bucket.plan.slots) {
     const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
     const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
@@ -32,9 +33,9 @@ void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix,
   }
 }
 
-std::vector<Piece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
-                               DataParallel& layout) {
-  std::vector<Piece> pieces;
+std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                   DataParallel& layout) {
+  std::vector<KeptPiece> pieces;
   const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
   if (readable)
     for (std::size_t i = 0; i < named.size(); ++i)
@@ -60,9 +61,9 @@ std::string Divergence::text() const {
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           DataParallel& layout) {
   Group& group = layout.group();
-  const std::vector<Piece> pieces = kept_pieces(named, layout);
+  const std::vector<KeptPiece> pieces = kept_pieces(named, layout);
   std::vector<at::Tensor> bits;
-  for (const Piece& piece : pieces) bits.push_back(piece.bits);
+  for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
   const at::Tensor digests = digest(bits);
   at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), 3}, at::kLong);
   auto* row = rows.data_ptr<std::int64_t>();
