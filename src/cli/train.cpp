@@ -43,7 +43,9 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       if (config.model.kind == "scorer") {
         VerifyTrainedScorer proof;
         if (config.verify.at_end)
-          proof = [&](const Scorer& trained) { return to_table(verify_scorer(config, world, {}, &trained)); };
+          proof = [&](const Scorer& trained) {
+            return to_table(verify_scorer(config, world, {}, {}, {}, &trained));
+          };
         return train_scorer(config, world, proof);
       }
       TrainerHooks hooks;
