@@ -269,7 +269,6 @@ void check(const RunConfig& config, int ranks) {
                              "way; isograd verify checks it from outside"});
     };
     if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
-    if (!config.checkpoint.resume.empty()) refuse("checkpoint.resume", config.checkpoint.resume, "nothing");
     if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
     if (ranks > config.batch.rows_per_step)
       throw ConfigError({.where = fmt::format("--ranks {}", ranks),
