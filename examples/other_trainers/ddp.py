@@ -55,6 +55,8 @@ def main():
     loss.backward()
     gradients = {name: p.grad for name, p in model.module.named_parameters()}
     dump(options.dump, gradients, loss, "dp_replicate", options.dtype, tokens, targets, samples)
+    del model, gradients, loss  # what holds the group would keep Gloo's threads alive until the interpreter is gone
+    dist.barrier()
     dist.destroy_process_group()
 
 

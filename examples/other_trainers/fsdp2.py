@@ -23,6 +23,8 @@ def main():
     loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # collective
     dump(options.dump, gradients, loss, "dp_shard", options.dtype, tokens, targets, samples)
+    del model, gradients, loss  # what holds the group would keep Gloo's threads alive until the interpreter is gone
+    dist.barrier()
     dist.destroy_process_group()
 
 
