@@ -204,7 +204,7 @@ def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, ro
 def test_memory_under_zero3_and_with_bf16_gradients(place):
     """The root stays whole from forward to the end of backward: of its parameters one gather in three is saved."""
     for more, sends_least in ((dict(parallel__strategy="zero3"), 2 / 3),
-                              (dict(parallel__strategy="zero3", parallel__share_parameters="auto"), 2 / 3),  # MPI shares nothing
+                              (dict(parallel__strategy="zero3", parallel__share_parameters="auto"), 2 / 3),  # MPI: not shared
                               (dict(parallel__strategy="zero3", train__dtype="bfloat16",
                                     train__fp32_gradients="false"), 2 / 3),
                               (dict(parallel__strategy="zero1", train__dtype="bfloat16",
