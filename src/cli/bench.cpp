@@ -16,8 +16,8 @@ Verb comm_verb(CLI::App& bench) {
   verb->add_option("--operation", options->operations, "which; all unless given, may be repeated")
       ->type_name("NAME")
       ->allow_extra_args(false)
-      ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
-                             "round_trip", "barrier"}));
+      ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place", "broadcast",
+                             "all_to_all", "round_trip", "barrier"}));
   verb->add_option("--json", options->json,
                    "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
       ->type_name("FILE");
