@@ -14,7 +14,7 @@ Verb comm_verb(CLI::App& bench) {
       ->allow_extra_args(false)
       ->check(CLI::Range(2, 64));
   verb->add_option("--operation", options->operations, "which; all unless given, may be repeated")
-      ->type_name("NAME")
+      ->type_name("OP")
       ->allow_extra_args(false)
       ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place", "broadcast",
                              "all_to_all", "round_trip", "barrier"}));
