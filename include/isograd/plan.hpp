@@ -25,8 +25,8 @@ struct DataParallelPlan {
   int stage = 0;  // ZeRO: 0 to 3
   int shards = 1;
   int replicas = 1;
-  bool share_parameters = false;  // one copy between the ranks of a shard group; states sharded at least
-  bool reduce_once = false;       // stages 2 and 3 keep whole gradients until the last micro-batch
+  bool share_parameters = false;   // one copy between the ranks of a shard group; states sharded at least
+  bool reduce_once = false;        // stages 2 and 3 keep whole gradients until the last micro-batch
   std::int64_t micro_batches = 1;  // G, of a step
 };
 
@@ -46,7 +46,8 @@ struct PersistentBytes {
 //   stage 1   (p + g)Ψ + kΨ/N     4Ψ + 12Ψ/N
 //   stage 2   pΨ + (g + k)Ψ/N     2Ψ + 14Ψ/N
 //   stage 3   (p + g + k)Ψ/N      16Ψ/N
-//   shared    gΨ + (p + k)Ψ/N     one copy of the parameters between N ranks; (p + g + k)Ψ/N with stages 2 and 3
+//   shared    gΨ + (p + k)Ψ/N     one copy of the parameters between N ranks; (p + g + k)Ψ/N with stages 2
+//   and 3
 // With reduce_once gradients are whole: gΨ. ConfigError on numbers that make no plan.
 PersistentBytes persistent_bytes(const DataParallelPlan& plan);
 

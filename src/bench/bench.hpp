@@ -98,8 +98,8 @@ struct BenchContextOptions {
 std::vector<std::string> bench_context_cases();
 
 // `isograd bench context`: a training step (or one layer's attention) of one batch on context ranks, beside
-// one rank on the whole batch, by turns in one process, a thread a rank; memory beyond the model's. Records as
-// above, with units "ms" and "MiB". Returns 1 when the losses differ.
+// one rank on the whole batch, by turns in one process, a thread a rank; memory beyond the model's. Records
+// as above, with units "ms" and "MiB". Returns 1 when the losses differ.
 int bench_context(const BenchContextOptions& options);
 
 struct BenchRankingOptions {

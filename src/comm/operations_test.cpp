@@ -43,8 +43,8 @@ void run_cases(Body&& body) {
           auto backend = c10::make_intrusive<ShmBackend>(store, world.rank, size, "b", 30s, options);
           const auto make = [&](std::int64_t numel) {
             // Collective: the ranks may need different amounts, so all take the same.
-          const std::int64_t all = numel > 2000 ? 100'000 : 2000;
-          at::Tensor memory = backend->empty_shared(all, at::kDouble).narrow(0, 0, numel);
+            const std::int64_t all = numel > 2000 ? 100'000 : 2000;
+            at::Tensor memory = backend->empty_shared(all, at::kDouble).narrow(0, 0, numel);
             const bool here = shared == 1 || (shared == 2 && world.rank % 2 == 1);
             return here ? memory : at::zeros({numel}, at::kDouble);
           };

@@ -39,7 +39,7 @@ at::Tensor plain_logits(DecoderLM& model, const Batch& batch) {
       k = naive::rms_norm(k, w.at(at + "self_attn.k_norm.weight"), c.norm_epsilon);
     }
     const at::Tensor a = naive_variable_length_attention(naive::rotary(q, cos, sin),
-                                                          naive::rotary(k, cos, sin), v, batch.cu_seqlens);
+                                                         naive::rotary(k, cos, sin), v, batch.cu_seqlens);
     x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
     n = naive::rms_norm(x, w.at(at + "post_attention_layernorm.weight"), c.norm_epsilon);
     x = x + linear(naive::swiglu(linear(n, at + "mlp.gate_proj"), linear(n, at + "mlp.up_proj")),

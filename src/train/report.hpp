@@ -24,10 +24,10 @@ struct Series {
 
 struct Chart {
   std::string title;
-  std::string x_label;                                // e.g. "step"
-  std::string y_label;                                // with its unit, e.g. "nats per token"
-  std::vector<Series> series;                         // at most 6; drawn in this order
-  bool from_zero = false;                             // the y axis starts at zero
+  std::string x_label;                                     // e.g. "step"
+  std::string y_label;                                     // with its unit, e.g. "nats per token"
+  std::vector<Series> series;                              // at most 6; drawn in this order
+  bool from_zero = false;                                  // the y axis starts at zero
   std::vector<std::pair<std::string, double>> marks = {};  // horizontal lines, e.g. {"unigram entropy", 3.4}
 };
 
@@ -36,10 +36,10 @@ class Report {
   explicit Report(std::string title, std::string subtitle = {});
 
   // Sections appear in the order of the calls.
-  void verdict(bool good, std::string text);         // a coloured line below the title
-  void fact(std::string label, std::string value);   // a tile of the summary
-  void chart(Chart chart);                           // neighbouring charts share a row
-  void table(ReportTable table);                     // numeric columns are right-aligned
+  void verdict(bool good, std::string text);                             // a coloured line below the title
+  void fact(std::string label, std::string value);                       // a tile of the summary
+  void chart(Chart chart);                                               // neighbouring charts share a row
+  void table(ReportTable table);                                         // numeric columns are right-aligned
   void figure(std::string title, std::string caption, std::string svg);  // across the page; `svg` as it is
   void prose(std::string title, std::vector<std::string> paragraphs);
   // Statements, each with what speaks for it below.
