@@ -19,6 +19,7 @@
 #include "parallel/context/context_testing.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
+#include "train/build.hpp"
 
 namespace isograd::context {
 
@@ -184,25 +185,6 @@ inline std::vector<Strategy> all_strategies() {
   return all;
 }
 
-// The decoder's blocks as units of ZeRO-3, everything else as its root.
-inline ModelUnits units_of(DecoderLM& model) {
-  ModelUnits units{.root = UnitHandle([&model] {
-                     std::vector<at::Tensor> all;
-                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
-                     return all;
-                   }),
-                   .blocks = {}};
-  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
-    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
-  model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
-                                                 const DecoderLM::BlockForward& block) {
-    return blocks[static_cast<std::size_t>(layer)].run({stream}, [block](const std::vector<at::Tensor>& in) {
-      return std::vector<at::Tensor>{block(in[0])};
-    })[0];
-  });
-  return units;
-}
-
 struct Setting {
   Strategy strategy{.flat = {.name = "bucketed"}};
   ContextFold fold = ContextFold::kAll;
@@ -256,7 +238,7 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
     };
     std::unique_ptr<DataParallel> layout;
     if (setting.strategy.zero3) {
-      const ModelUnits units = units_of(model);
+      const ModelUnits units = model_units(model, RunConfig{});
       layout = fully_shard(units.root, model.named(), units.blocks, groups,
                            {.checkpoint = setting.strategy.checkpoint});
       forward = [root = units.root, forward](const Batch& batch) -> LossTerms {

@@ -11,23 +11,11 @@
 namespace isograd {
 namespace {
 
-at::Tensor column(const std::vector<double>& values) {
-  return at::tensor(values, at::kDouble).unsqueeze(1).requires_grad_(true);
-}
-at::Tensor labels(const std::vector<std::int64_t>& values) {
-  return at::tensor(values, at::kLong);
-}
-RankingOptions plain(double temperature) {
-  RankingOptions options;
-  options.queue_size = 0, options.temperature = temperature;
-  return options;
-}
-template <typename Options>
-Options plain_as(double temperature) {
-  Options options;
-  options.queue_size = 0, options.temperature = temperature;
-  return options;
-}
+using twin::column;
+using twin::labels;
+using twin::plain;
+using twin::plain_as;
+
 void expect_near(const at::Tensor& found, const std::vector<double>& wanted, double allowed) {
   ASSERT_EQ(found.numel(), static_cast<std::int64_t>(wanted.size()));
   for (std::size_t i = 0; i < wanted.size(); ++i)

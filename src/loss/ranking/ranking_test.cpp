@@ -11,25 +11,13 @@
 namespace isograd {
 namespace {
 
+using twin::column;
+using twin::labels;
+using twin::plain;
+using twin::plain_as;
+
 using testing::HasSubstr;
 
-at::Tensor column(const std::vector<double>& values) {
-  return at::tensor(values, at::kDouble).unsqueeze(1).requires_grad_(true);
-}
-at::Tensor labels(const std::vector<std::int64_t>& values) {
-  return at::tensor(values, at::kLong);
-}
-RankingOptions plain(double temperature) {
-  RankingOptions options;
-  options.queue_size = 0, options.temperature = temperature;
-  return options;
-}
-template <typename Options>
-Options plain_as(double temperature) {
-  Options options;
-  options.queue_size = 0, options.temperature = temperature;
-  return options;
-}
 TEST(Weights, OfOneGiveTheSameBitsAsNone) {
   for (const auto type : {at::kFloat, at::kDouble}) {
     at::manual_seed(1);
