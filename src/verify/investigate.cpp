@@ -37,10 +37,16 @@ StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDum
   return dump;
 }
 
+// As LayoutUnderTest says: not given, one axis of all ranks.
+static std::vector<std::pair<std::string, int>> axes_of(const LayoutUnderTest& layout, const Group& group) {
+  if (!layout.axes.empty()) return layout.axes;
+  return {{"the ranks", group.size()}};
+}
+
 void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
-  dump.axes = layout_.axes;
+  dump.axes = axes_of(layout_, group_);
   if (group_.rank() != 0) return;
   for (std::size_t i = 0; i < made.names.size(); ++i)
     dump.gradients.emplace_back(made.names[i], made.gradients[i]);
@@ -96,7 +102,7 @@ std::optional<RunPair> Investigation::again(const Experiment& experiment, const 
   pair.found.counts = counts_of(*dealt);
   if (problem_.loss.mean != Mean::kTargets) pair.found.counts.clear();
   pair.found.samples = as_given ? samples_over_ranks(problem_.local, group_) : samples_of(all_of(*dealt));
-  pair.found.axes = layout_.axes;
+  pair.found.axes = axes_of(layout_, group_);
   {
     Turns turns(group_);
     if (reports) {

@@ -192,17 +192,6 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
            {}});
 }
 
-// Every parameter that failed is 1/W of what it should be.
-bool is_averaged(const LayoutVerdict& layout, int ranks) {
-  bool any = false;
-  for (const auto& parameter : layout.parameters) {
-    if (parameter.exact.passed) continue;
-    if (ranks < 2 || ratio_text(parameter.exact.ratio) != fmt::format("1/{}", ranks)) return false;
-    any = true;
-  }
-  return any;
-}
-
 LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
                          const Reference& reference, const DataByRank* data, StepDump found, Group& group) {
   const bool exact_run = problem.dtype == at::kDouble;
@@ -273,14 +262,14 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed, data);
   if (group.rank() == 0) {
     if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
-    if (problem.loss.global && !result.passed && is_averaged(result, group.size()))
-      result.findings.push_back(
-          {"averaged_over_axis",
-           fmt::format(
-               "a loss over the rows of all ranks under an average of {} ranks' gradients, which must be "
-               "summed (or the loss told so: grad_reduction = mean)",
-               group.size()),
-           {}});
+    if (problem.loss.global)
+      for (Finding& finding : result.findings)
+        if (finding.id == "averaged_over_axis")
+          finding.sentence += fmt::format(
+              ". A loss over the rows of all ranks under an average of {} ranks' gradients, which must be "
+              "summed "
+              "(or the loss told so: grad_reduction = mean)",
+              group.size());
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
           {"unknown", "the step is not the expected one, in no way that has a name", {}});
