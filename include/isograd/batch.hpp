@@ -41,6 +41,7 @@ struct Batch {
   std::vector<std::int64_t> cu_seqlens{0};   // [F + 1], first 0, last T_local
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
+  std::int64_t draw = 0;  // the step: keys the randomness of the forward, with seed, sample and position
   // [T_local] floating or bool, finite, >= 0; undefined: all 1. What each token's loss is multiplied by in a
   // sum. Normalizer::prepare() replaces it where the mean needs that (w_i / T_b under the sample mean).
   at::Tensor weights;

@@ -213,6 +213,7 @@ Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank) {
   auto own = std::make_shared<ContextCut>(cut);
   own->rank = rank;
   Batch part;
+  part.draw = whole.draw;
   const auto documents = static_cast<std::int64_t>(cut.cu_seqlens.size()) - 1;
   const bool ids = static_cast<std::int64_t>(whole.sample_ids.size()) == documents,
              lengths = static_cast<std::int64_t>(whole.sample_targets.size()) == documents;
