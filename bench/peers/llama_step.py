@@ -131,11 +131,16 @@ def wrap(model, mode):
 def run_rank(exchange, rank, ranks, side, mode):
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if c["device"] == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if ranks > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
     model = Llama(c, c["length"])
     load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    model.to(device)
     trained = wrap(model, mode)
     optimizer = optimizer_for(model, c)
     raw = bytearray((exchange / "tokens.bin").read_bytes())
@@ -150,7 +155,7 @@ def run_rank(exchange, rank, ranks, side, mode):
             dist.barrier()
         for _ in range(c["steps_per_turn"]):
             start = time.perf_counter()
-            batch = tokens[step % len(tokens)]
+            batch = tokens[step % len(tokens)].to(device, non_blocking=True)
             logits = trained(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
@@ -161,7 +166,7 @@ def run_rank(exchange, rank, ranks, side, mode):
             seconds.append(time.perf_counter() - start)
             norms.append(norm)
             step += 1
-        total = torch.tensor(losses, dtype=torch.float64)
+        total = torch.tensor(losses, dtype=torch.float64, device=device)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)
         norms = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item() for norm in norms]

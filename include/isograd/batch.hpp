@@ -58,6 +58,11 @@ struct Batch {
   std::int64_t num_targets() const;
 };
 
+// The batch with its tokens, targets, positions and weights on `device`; on a GPU by way of pinned memory, so
+// that the copy runs beside what the device computes. Counting wants them on the CPU: move what
+// Normalizer::prepare() gave.
+Batch to_device(const Batch& batch, at::Device device);
+
 Batch empty_batch();  // no token, with tensors of the right types
 
 using MicroBatches = std::vector<Batch>;  // this rank's part of one step, in order

@@ -202,8 +202,9 @@ struct FullyShardOptions {
   // limit.
   std::int64_t gather_limit_bytes = 0;
   // Gives parameters on the meta device their values, one at a time: no rank ever holds the whole model.
-  // `values` is zero-filled; what is written must not depend on the rank.
+  // `values` is zero-filled, on the CPU; what is written must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
+  at::Device device = at::kCPU;  // where parameters that were on the meta device come to be
   // Speed
   bool prefetch = true;  // the next block is gathered while this one computes, if the limit allows it
 };

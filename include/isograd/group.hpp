@@ -143,9 +143,9 @@ class Group {
   void barrier(Site site = Site::current());
 
   // Zero-filled flat tensor in memory that all ranks of the group can reach, where the backend has such
-  // memory (collectives inside it need no copy); an ordinary tensor otherwise. Collective: same arguments on
-  // all ranks.
-  at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
+  // memory on `device` (collectives inside it need no copy); an ordinary tensor otherwise. Collective: same
+  // arguments on all ranks.
+  at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, at::Device device = at::kCPU);
 
   // Zero-filled flat tensor, one for all ranks of the group: what one rank writes the others read, after a
   // barrier. Collective: same arguments on all ranks. ConfigError where the backend has no such memory. Not

@@ -48,6 +48,7 @@ Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment
 struct BucketPlan {
   std::int64_t numel = 0;             // padded
   at::ScalarType dtype = at::kFloat;  // of the parameters in it
+  at::Device device = at::kCPU;       // of them too; where values are still to come (meta), the host
   std::vector<Slot> slots;
 };
 

@@ -35,7 +35,8 @@ struct JoinOptions {
   std::string backend = "shm";                                  // one of backends()
 };
 
-// What carries data between ranks in this build: "shm" (one host) and, where an MPI was found, "mpi".
+// What carries data between ranks in this build: "shm" (one host); where an MPI was found, "mpi"; on a CUDA
+// build of LibTorch "nccl" (one host, a GPU for each rank).
 std::vector<std::string> backends();
 
 // Joins the ranks this process was started with, by `isograd launch` or --ranks, torchrun, mpirun or srun
@@ -54,7 +55,7 @@ struct LaunchOptions {
   std::chrono::milliseconds grace =
       std::chrono::seconds(10);  // for the others to end by themselves after a failure
   bool prefix_output = false;    // "[rank] " before each line
-  std::string backend = "shm";   // "mpi": mpirun starts the ranks
+  std::string backend = "shm";   // or "nccl"; "mpi": mpirun starts the ranks
 };
 
 // Ranks as processes of this host: starts `command` (argv, searched in PATH) `ranks` times with the variables

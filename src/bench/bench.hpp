@@ -14,6 +14,7 @@ struct BenchStepOptions {
   std::filesystem::path json;           // where the records go; empty: nowhere
   double seconds = 60;                  // of taking turns, for each case and number of ranks
   std::string python;                   // empty: $PYTHON, .venv/bin/python here, python3
+  std::string device = "cpu";           // or "cuda": a GPU for each rank, over NCCL, for both sides
 };
 
 // "small", "medium", "communication", "compute", and "tiny", which only shows that the comparison works.

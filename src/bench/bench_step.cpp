@@ -31,10 +31,13 @@ std::vector<Peer> peers_of(int ranks) {
 std::vector<Strategy> strategies_of(int ranks, const BenchStepOptions& options) {
   if (ranks == 1) return {find_strategy("stage-0")};
   std::vector<Strategy> chosen;
+  const auto possible = [&](const Strategy& strategy) {  // parameters on a GPU cannot lie in host memory
+    return options.device == "cpu" || !strategy.options.share_parameters;
+  };
   for (const std::string& name : options.strategies) chosen.push_back(find_strategy(name));
   if (chosen.empty())
     std::copy_if(strategies().begin(), strategies().end(), std::back_inserter(chosen),
-                 [](const Strategy& strategy) { return strategy.standard; });
+                 [&](const Strategy& strategy) { return strategy.standard && possible(strategy); });
   return chosen;
 }
 
@@ -69,7 +72,7 @@ struct Run {
 
 Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
   const ExchangeFolder exchange;
-  write_exchange(exchange.path(), step_case, ranks);
+  write_exchange(exchange.path(), step_case, ranks, options.device);
   std::vector<Side> sides;
   for (const Strategy& strategy : strategies_of(ranks, options))
     sides.push_back({.name = strategy.name,

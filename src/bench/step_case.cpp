@@ -75,11 +75,13 @@ AdamWOptions bench_adamw() {
   return {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-8, .weight_decay = 0.1};
 }
 
-void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks) {
+void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
+                    const std::string& device) {
   const DecoderConfig& config = step_case.shape;
   const AdamWOptions adamw = bench_adamw();
   const nlohmann::ordered_json description = {{"name", step_case.name},
                                               {"ranks", ranks},
+                                              {"device", device},
                                               {"vocabulary", config.vocabulary},
                                               {"hidden", config.hidden},
                                               {"layers", config.layers},
@@ -137,6 +139,10 @@ std::vector<Batch> read_batches(const std::filesystem::path& directory, const St
 
 std::string read_case_name(const std::filesystem::path& directory) {
   return nlohmann::json::parse(read_file(directory / "case.json")).at("name").get<std::string>();
+}
+
+std::string read_device(const std::filesystem::path& directory) {
+  return nlohmann::json::parse(read_file(directory / "case.json")).at("device").get<std::string>();
 }
 
 }  // namespace isograd

@@ -29,11 +29,13 @@ AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
 
 // Fills `directory` with case.json, model/ and tokens.bin for that many ranks.
-void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks);
+void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
+                    const std::string& device = "cpu");
 
 // This rank's batches, in order, from tokens.bin.
 std::vector<Batch> read_batches(const std::filesystem::path& directory, const StepCase& step_case, int rank,
                                 int ranks);
 std::string read_case_name(const std::filesystem::path& directory);
+std::string read_device(const std::filesystem::path& directory);  // "cpu" or "cuda"
 
 }  // namespace isograd

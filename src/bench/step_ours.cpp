@@ -18,11 +18,18 @@ namespace {
 
 void run_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
-  World world = join();
+  const bool on_gpu = read_device(exchange) == "cuda";
+  World world = join({.backend = on_gpu ? "nccl" : "shm"});
+  const at::Device device =
+      on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
   const StepCase& step_case = find_step_case(read_case_name(exchange));
   const auto batches = read_batches(exchange, step_case, world.rank, world.size);
   const auto model = read_hf(exchange / "model", at::kFloat);
-  const auto [layout, forward] = prepare(find_strategy(name), *model, world.group);
+  model->to(device);
+  auto [layout, on_device] = prepare(find_strategy(name), *model, world.group);
+  const ForwardLossTerms forward = [device, &loss = on_device](const Batch& batch) {
+    return loss(to_device(batch, device));
+  };
   const auto optimizer = adamw(bench_adamw());
   TokenMean mean;
   Step step(forward, *layout, mean, *optimizer, {.max_norm = kBenchMaxNorm});
@@ -51,7 +58,7 @@ int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std:
   if (ranks > 1 && !std::getenv("RANK"))
     return launch_ranks(
         {bench_self(), "bench", "step-ours", exchange.string(), std::to_string(ranks), strategy},
-        {.ranks = ranks});
+        {.ranks = ranks, .backend = read_device(exchange) == "cuda" ? "nccl" : "shm"});
   run_rank(exchange, strategy);
   return 0;
 }

@@ -85,6 +85,10 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_strategies()));
+  step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL, on both sides")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
   step->add_option("--json", options->json,
                    "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
       ->type_name("FILE");

@@ -1,6 +1,7 @@
 // Group as an object, and what Pending does; the operations are in group_reduce, group_copy, group_message.
 #include "isograd/group.hpp"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
@@ -93,6 +94,7 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
                        .expected = "a c10d backend",
                        .action = "Give one, or use Group::solo()"});
   }
+  const bool nccl = backend->getBackendName() == "nccl";
   if (options.ring) backend = c10::make_intrusive<RingBackend>(std::move(backend), name, timeout);
   impl_->rank = backend->getRank();
   impl_->size = backend->getSize();
@@ -100,9 +102,8 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
   impl_->shm = dynamic_cast<ShmBackend*>(impl_->backend.get());
   impl_->name = std::move(name);
   impl_->timeout = timeout;
-  if (options.self_test) {
-    self_test(*this, impl_->backend->getBackendName() == "nccl" ? at::kCUDA : at::kCPU);
-  }
+  if (nccl) impl_->device = at::Device(at::kCUDA, at::detail::getCUDAHooks().getCurrentDevice());
+  if (options.self_test) self_test(*this, impl_->device);
 }
 
 int Group::rank() const {
@@ -118,12 +119,12 @@ std::chrono::milliseconds Group::timeout() const {
   return impl_->timeout;
 }
 
-at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype) {
-  if (impl_->shm && !impl_->alone()) {
+at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype, at::Device device) {
+  if (impl_->shm && !impl_->alone() && device.is_cpu()) {
     count_shared(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
     return impl_->shm->empty_shared(numel, dtype);
   }
-  return at::zeros({numel}, at::TensorOptions(dtype));
+  return at::zeros({numel}, at::TensorOptions(dtype).device(device));
 }
 
 at::Tensor Group::host_shared(std::int64_t numel, at::ScalarType dtype) {

@@ -145,10 +145,13 @@ void Group::Impl::check_rows(const Call& call, const Rows& rows, std::int64_t to
          "Count the rows of each rank (split_rows gives the most even numbers)");
 }
 
-at::Tensor Group::Impl::plain_copy(const at::Tensor& tensor) {
+at::Tensor Group::Impl::plain_empty(const at::Tensor& like) const {
+  return at::empty(like.sizes(), like.options().device(device).memory_format(at::MemoryFormat::Contiguous));
+}
+
+at::Tensor Group::Impl::plain_copy(const at::Tensor& tensor) const {
   const at::NoGradGuard no_graph;
-  return at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous))
-      .copy_(tensor);
+  return plain_empty(tensor).copy_(tensor);
 }
 
 at::Tensor Group::Impl::plain_twin(const Call& call, const at::Tensor& tensor, bool read,
@@ -158,9 +161,7 @@ at::Tensor Group::Impl::plain_twin(const Call& call, const at::Tensor& tensor, b
            "Call clone() first");
   }
   const at::NoGradGuard no_graph;
-  at::Tensor twin =
-      read ? plain_copy(tensor)
-           : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  at::Tensor twin = read ? plain_copy(tensor) : plain_empty(tensor);
   started.copies.push_back({tensor, twin});
   return twin;
 }

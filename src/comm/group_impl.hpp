@@ -75,6 +75,8 @@ class TrafficCounter {
 struct Group::Impl {
   c10::intrusive_ptr<c10d::Backend> backend;  // null: alone
   ShmBackend* shm = nullptr;                  // the same, where it is ours
+  // Whose memory the backend moves: a tensor elsewhere travels by way of a twin there.
+  at::Device device = at::kCPU;
   std::string name;
   std::chrono::milliseconds timeout{};
   int rank = 0;
@@ -129,17 +131,18 @@ struct Group::Impl {
   static Pending pend(const std::shared_ptr<Impl>& impl, const Call& call, Started started);
 
   // The tensor in a form that backends can read: itself or a copy.
-  static at::Tensor readable(at::Tensor tensor) {
+  at::Tensor readable(at::Tensor tensor) const {
     return is_plain(tensor) ? std::move(tensor) : plain_copy(tensor);
   }
   // The same for one that is written to; a copy is copied back on completion. `read`: its values matter.
   at::Tensor writable(const Call& call, at::Tensor tensor, bool read, Started& started) const {
     return is_plain(tensor) ? std::move(tensor) : plain_twin(call, tensor, read, started);
   }
-  static bool is_plain(const at::Tensor& tensor) {
-    return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  bool is_plain(const at::Tensor& tensor) const {
+    return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && tensor.device() == device;
   }
-  static at::Tensor plain_copy(const at::Tensor& tensor);
+  at::Tensor plain_copy(const at::Tensor& tensor) const;
+  at::Tensor plain_empty(const at::Tensor& like) const;
   at::Tensor plain_twin(const Call& call, const at::Tensor& tensor, bool read, Started& started) const;
 
   // The operations: check, then begin.

@@ -186,11 +186,11 @@ int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& o
                        .action = "Use -n N -- COMMAND"});
   }
   if (options.backend == "mpi") return launch_through_mpirun(command, options);
-  if (options.backend != "shm") {
+  if (options.backend != "shm" && options.backend != "nccl") {
     throw ConfigError({.where = "starting ranks",
                        .found = fmt::format("the backend '{}'", options.backend),
-                       .expected = "'shm' or 'mpi'",
-                       .action = "Use --backend shm or --backend mpi"});
+                       .expected = "'shm', 'mpi' or 'nccl'",
+                       .action = "Use --backend shm, --backend mpi or --backend nccl"});
   }
   return Launch(command, options).run();
 }

@@ -22,6 +22,7 @@
 #include "comm/hand_over.hpp"
 #include "comm/listen.hpp"
 #include "comm/mpi/mpi.hpp"
+#include "comm/nccl/nccl.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 
@@ -31,10 +32,10 @@ namespace {
 constexpr const char* kWorldName = "world";
 
 void check(const JoinOptions& options) {
-  if (options.backend != "shm" && options.backend != "mpi") {
+  if (options.backend != "shm" && options.backend != "mpi" && options.backend != "nccl") {
     throw ConfigError({.where = "the backend of the world's group",
                        .found = fmt::format("'{}'", options.backend),
-                       .expected = "'shm' or 'mpi'",
+                       .expected = "'shm', 'mpi' or 'nccl'",
                        .action = "Use --backend shm, or wrap a backend of your own in a Group"});
   }
   if (options.timeout.count() < 1) {
@@ -105,6 +106,7 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, Hand
 
 struct World::Membership {
   c10::intrusive_ptr<c10d::Store> store;  // null: over MPI
+  std::string backend;
   std::mutex mutex;
   std::map<std::string, int> groups_made;  // by ranks and name, which their members count alike
 };
@@ -118,8 +120,11 @@ struct WorldMaker {
     world.host = host_name();
     world.membership_ = std::make_shared<World::Membership>();
     world.membership_->store = store;
+    world.membership_->backend = options.backend;
     c10::intrusive_ptr<c10d::Backend> backend;
-    if (store) {
+    if (options.backend == "nccl") {
+      backend = nccl::make(std::move(store), rank, size, kWorldName, options.timeout);
+    } else if (store) {
       backend = c10::make_intrusive<ShmBackend>(std::move(store), rank, size, kWorldName, options.timeout);
     } else {
       backend = mpi::make_world(kWorldName, options.timeout);
@@ -149,8 +154,11 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
   c10::intrusive_ptr<c10d::Backend> backend;
   if (membership_->store) {
     auto store = c10::make_intrusive<c10d::PrefixStore>("group " + key, membership_->store);
-    backend = c10::make_intrusive<ShmBackend>(std::move(store), static_cast<int>(own - ranks.begin()),
-                                              static_cast<int>(ranks.size()), name, timeout);
+    const int place = static_cast<int>(own - ranks.begin()), members = static_cast<int>(ranks.size());
+    if (membership_->backend == "nccl")
+      backend = nccl::make(std::move(store), place, members, name, timeout);
+    else
+      backend = c10::make_intrusive<ShmBackend>(std::move(store), place, members, name, timeout);
   } else {
     backend = mpi::make_subgroup(ranks, name, key, timeout);
   }
@@ -158,7 +166,10 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
 }
 
 std::vector<std::string> backends() {
-  return mpi::built() ? std::vector<std::string>{"shm", "mpi"} : std::vector<std::string>{"shm"};
+  std::vector<std::string> built = {"shm"};
+  if (mpi::built()) built.emplace_back("mpi");
+  if (nccl::built()) built.emplace_back("nccl");
+  return built;
 }
 
 World join(const JoinOptions& options) {
@@ -186,6 +197,7 @@ World join(const JoinOptions& options) {
     return WorldMaker::make(nullptr, environment->rank, environment->size, options);
   }
   check_one_host(*environment);
+  if (options.backend == "nccl") nccl::take_device(environment->rank);  // one host: the rank's place on it
   // A process may join more than once, all ranks alike; a restarted one may meet its predecessors' keys.
   static std::atomic<int> joins{0};
   const int count = joins++;

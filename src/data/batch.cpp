@@ -1,6 +1,6 @@
 #include "isograd/batch.hpp"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ATen.h>
 
 namespace isograd {
 
@@ -24,6 +24,17 @@ std::int64_t ContextCut::tokens_of(int of_rank) const {
   std::int64_t length = 0;
   for (const Piece& piece : pieces[static_cast<std::size_t>(of_rank)]) length += piece.length;
   return length;
+}
+
+Batch to_device(const Batch& batch, at::Device device) {
+  Batch moved = batch;
+  for (at::Tensor* tensor : {&moved.tokens, &moved.targets, &moved.positions, &moved.weights,
+                             &moved.given_weights, &moved.sample_weights}) {
+    if (!tensor->defined() || tensor->device() == device) continue;
+    if (device.is_cuda() && tensor->is_cpu()) *tensor = tensor->pin_memory();
+    *tensor = tensor->to(device, /*non_blocking=*/device.is_cuda());
+  }
+  return moved;
 }
 
 Batch empty_batch() {

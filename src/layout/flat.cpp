@@ -13,6 +13,14 @@ at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients) {
   return parameters == at::kBFloat16 && fp32_gradients ? at::kFloat : parameters;
 }
 
+void check_can_be_shared(const BucketPlan& plan) {
+  if (plan.device.is_cpu()) return;
+  throw ConfigError({.where = "one copy of the parameters",
+                     .found = "parameters on " + plan.device.str(),
+                     .expected = "parameters in host memory, which the ranks of a host can share",
+                     .action = "Set share_parameters to off"});
+}
+
 void pad_for(BucketPlan& plan, int parts) {
   const std::int64_t unit = parts * kShardAlignment;
   plan.numel = (plan.numel + unit - 1) / unit * unit;

@@ -17,6 +17,9 @@ at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients = tr
 // Shards of a flat buffer begin at multiples of this many elements: no two ranks write to one cache line.
 inline constexpr std::int64_t kShardAlignment = 16;
 
+// ConfigError unless ranks of a host can keep one copy of these parameters between them.
+void check_can_be_shared(const BucketPlan& plan);
+
 // Pads the plan so that it divides into `parts` equal shards, which owned_slice() then gives.
 void pad_for(BucketPlan& plan, int parts);
 

@@ -21,9 +21,9 @@ namespace {
 }
 
 void check_one(const std::string& name, const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_meta()))
+  if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta()))
     refuse(name, fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
-           "a dense tensor on the CPU", "Make the parameter dense and move the model to the CPU");
+           "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
   if (!tensor.is_leaf())
     refuse(name, "a tensor computed from others", "a leaf of the autograd graph",
            "Register the leaf that it is computed from");
@@ -38,6 +38,20 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+// One flat buffer holds many parameters, so they lie in one place; those without values yet go anywhere.
+void check_one_device(const std::vector<NamedParameter>& parameters) {
+  const NamedParameter* first = nullptr;
+  for (const auto& parameter : parameters) {
+    if (parameter.tensor.is_meta()) continue;
+    if (!first) first = &parameter;
+    if (parameter.tensor.device() != first->tensor.device())
+      refuse(parameter.name,
+             fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(), first->name,
+                         first->tensor.device().str()),
+             "all parameters on one device", "Move the whole model with model.to(device)");
+  }
 }
 
 void check_disjoint(const std::vector<NamedParameter>& parameters) {
@@ -78,6 +92,7 @@ std::vector<NamedParameter> trainable_parameters(
     parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
   }
   check_disjoint(parameters);
+  check_one_device(parameters);
   return parameters;
 }
 
@@ -119,6 +134,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
       limits[type] = bucket_bytes;
     }
     plan.dtype = type;
+    if (!tensor.is_meta()) plan.device = tensor.device();
     plan.slots.push_back({.name = name,
                           .offset = plan.numel,
                           .numel = tensor.numel(),

@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include "norm/passes.hpp"
+
 namespace isograd {
 namespace {
 
@@ -30,6 +32,23 @@ TEST(GlobalNorm, IsThatOfAllBuckets) {
     EXPECT_NEAR(result.norm, std::sqrt(squares), std::sqrt(squares) * 2e5 * 0x1p-53);
     EXPECT_EQ(result.loss_sum, 2.5);
     EXPECT_TRUE(result.finite);
+  }
+}
+
+// What other devices do, here on the CPU. Summation in another order: n roundings of fp64 at most.
+TEST(ByLibTorch, EqualsThePassesOfTheCpu) {
+  for (auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    auto buckets = random_buckets(type, 1, 3);
+    for (auto& bucket : buckets) {
+      const Range range = owned_part(bucket);
+      const double wanted = squared_norm(bucket.gradients, range);
+      EXPECT_NEAR(by_libtorch::squared_norm(bucket.gradients, range), wanted,
+                  wanted * static_cast<double>(range.size()) * 0x1p-53);
+      EXPECT_EQ(by_libtorch::max_abs(bucket.gradients, range), max_abs(bucket.gradients, range));
+      if (range.size() == 0) continue;
+      bucket.gradients[range.begin] = std::nan("");
+      EXPECT_TRUE(std::isnan(by_libtorch::max_abs(bucket.gradients, range)));
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "norm/passes.hpp"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -51,7 +52,23 @@ Range owned_part(const Bucket& bucket, const Slot& slot) {
   return {begin - bucket.held.begin, end - bucket.held.begin};
 }
 
+namespace by_libtorch {
+
 double squared_norm(const at::Tensor& flat, Range range) {
+  const at::NoGradGuard no_grad;
+  return flat.narrow(0, range.begin, range.size()).to(at::kDouble).square().sum().item<double>();
+}
+
+double max_abs(const at::Tensor& flat, Range range) {
+  const at::NoGradGuard no_grad;
+  if (range.size() == 0) return 0;
+  return flat.narrow(0, range.begin, range.size()).abs().max().item<double>();  // of a NaN and others a NaN
+}
+
+}  // namespace by_libtorch
+
+double squared_norm(const at::Tensor& flat, Range range) {
+  if (!flat.is_cpu()) return by_libtorch::squared_norm(flat, range);
   double sum = 0;
   with_values(flat, [&](const auto* values) {
     for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {
@@ -63,6 +80,7 @@ double squared_norm(const at::Tensor& flat, Range range) {
 }
 
 double max_abs(const at::Tensor& flat, Range range) {
+  if (!flat.is_cpu()) return by_libtorch::max_abs(flat, range);
   double largest = 0;
   with_values(flat, [&](const auto* values) {
     for (double part : by_chunks(range, [&](std::int64_t at, std::int64_t count) {

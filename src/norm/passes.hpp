@@ -16,4 +16,10 @@ Range owned_part(const Bucket& bucket, const Slot& slot);
 double squared_norm(const at::Tensor& flat, Range range);
 double max_abs(const at::Tensor& flat, Range range);
 
+// The same in LibTorch's operators: what other devices than the CPU do, in LibTorch's order of summation.
+namespace by_libtorch {
+double squared_norm(const at::Tensor& flat, Range range);
+double max_abs(const at::Tensor& flat, Range range);
+}  // namespace by_libtorch
+
 }  // namespace isograd

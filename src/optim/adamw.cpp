@@ -7,6 +7,7 @@
 #include "isograd/optimizer.hpp"
 #include "kernels/flat.hpp"
 #include "layout/flat.hpp"
+#include "optim/by_libtorch.hpp"
 #include "optim/runs.hpp"
 
 namespace isograd {
@@ -67,6 +68,7 @@ class AdamW final : public Optimizer {
   static void update_run(Bucket& bucket, at::Tensor& first, at::Tensor& second, const kernels::AdamW& scalars,
                          Range range) {
     const auto at = range.begin;
+    if (!bucket.master.is_cpu()) return by_libtorch::adamw(scalars, bucket, first, second, range);
     if (bucket.master.scalar_type() == at::kDouble)
       return kernels::adamw(scalars, bucket.gradients.const_data_ptr<double>() + at,
                             bucket.master.mutable_data_ptr<double>() + at,

@@ -8,6 +8,7 @@
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "layout/flat.hpp"
+#include "optim/by_libtorch.hpp"
 #include "optim/runs.hpp"
 
 namespace isograd {
@@ -121,6 +122,60 @@ TEST(Sgd, EqualsLibTorch) {
       auto wrong = sgd({.learning_rate = 0.05, .momentum = 0.5, .weight_decay = 0.3});
       EXPECT_GT(compare<torch::optim::SGD>(type, *wrong, theirs(0.3), theirs(0), scale), bound(type));
     }
+}
+
+// What other devices do, here on the CPU: within the roundings of the fused pass.
+TEST(ByLibTorch, EqualsTheFusedPasses) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    Workbench fused(type), plain(type);
+    const kernels::AdamW adam{
+        .gradient_scale = 0.5,
+        .keep = 0.99,
+    };
+    const kernels::Sgd sgd_scalars{
+        .gradient_scale = 0.5, .learning_rate = 0.02, .momentum = 0.9, .weight_decay = 0.1};
+    std::vector<at::Tensor> m2, v2, b2;
+    for (auto* state : {&m2, &v2, &b2}) ensure_state(*state, plain.buckets);
+    auto ours = adamw({.learning_rate = 0.02,
+                       .beta1 = adam.beta1,
+                       .beta2 = adam.beta2,
+                       .epsilon = adam.epsilon,
+                       .weight_decay = 0.5});
+    auto moving = sgd({.learning_rate = 0.02, .momentum = 0.9, .weight_decay = 0.1});
+    for (int step = 0; step < 4; ++step) {
+      fused.draw_gradients(step);
+      plain.draw_gradients(step);
+      const double t = step + 1;
+      kernels::AdamW scalars = adam;
+      scalars.step_size = 0.02 / (1 - std::pow(adam.beta1, t));
+      scalars.inverse_root_correction = 1 / std::sqrt(1 - std::pow(adam.beta2, t));
+      ours->update(fused.buckets, 0.5);
+      moving->update(fused.buckets, 0.5);
+      for (std::size_t i = 0; i < plain.buckets.size(); ++i) {
+        Bucket& bucket = plain.buckets[i];
+        for (const auto& run : runs_of(bucket)) {
+          scalars.keep = run.decays ? 1 - 0.02 * 0.5 : 1;
+          by_libtorch::adamw(scalars, bucket, m2[i], v2[i], run.range);
+        }
+        for (const auto& run : runs_of(bucket)) {
+          kernels::Sgd of_run = sgd_scalars;
+          of_run.weight_decay = run.decays ? 0.1 : 0;
+          by_libtorch::sgd(of_run, bucket, &b2[i], run.range);
+        }
+      }
+    }
+    EXPECT_EQ(plain.padding(), 0);
+    for (std::size_t i = 0; i < plain.buckets.size(); ++i) {
+      const auto difference = [](const at::Tensor& a, const at::Tensor& other) {
+        return ((a - other).abs().max() / other.abs().max()).item<double>();
+      };
+      EXPECT_LT(difference(plain.buckets[i].master, fused.buckets[i].master), bound(type))
+          << c10::toString(type);
+      if (type == at::kBFloat16) {
+        EXPECT_TRUE(at::equal(plain.buckets[i].parameters, plain.buckets[i].master.to(at::kBFloat16)));
+      }
+    }
+  }
 }
 
 TEST(AdamW, KeepsFp32MastersOfBf16Parameters) {

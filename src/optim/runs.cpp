@@ -7,11 +7,7 @@
 #include "isograd/error.hpp"
 
 namespace isograd {
-namespace {
-constexpr std::int64_t kRunElements = 1 << 16;
-}
-
-std::vector<Run> runs_of(const Bucket& bucket) {
+std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements) {
   const BucketPlan& plan = bucket.plan;
   const Range held = bucket.held;
   std::vector<Run> runs;
@@ -21,13 +17,17 @@ std::vector<Run> runs_of(const Bucket& bucket) {
     while (i < plan.slots.size() && plan.slots[i].decays == decays) ++i;
     const std::int64_t last = i < plan.slots.size() ? plan.slots[i].offset : plan.numel;
     const std::int64_t end = std::min(last, held.end);
-    for (std::int64_t begin = std::max(first, held.begin); begin < end; begin += kRunElements)
-      runs.push_back({{begin - held.begin, std::min(end, begin + kRunElements) - held.begin}, decays});
+    for (std::int64_t begin = std::max(first, held.begin); begin < end; begin += most_elements)
+      runs.push_back({{begin - held.begin, std::min(end, begin + most_elements) - held.begin}, decays});
   }
   return runs;
 }
 
 void for_each_run(const Bucket& bucket, const std::function<void(const Run&)>& pass) {
+  if (!bucket.master.is_cpu()) {  // a device has threads of its own and wants long passes
+    for (const Run& run : runs_of(bucket, std::max<std::int64_t>(1, bucket.held.size()))) pass(run);
+    return;
+  }
   const auto runs = runs_of(bucket);
   at::parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) pass(runs[i]);

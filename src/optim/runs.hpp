@@ -15,7 +15,7 @@ struct Run {
 // Covers what the bucket holds, from 0 to held.size(). Padding goes with the slot before it: zero gradients
 // and zero values stay zero under every update. The cut depends on the bucket, not on the number of threads
 // or on what is held of it.
-std::vector<Run> runs_of(const Bucket& bucket);
+std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 << 16);
 
 // Calls `pass(run)` for all runs, on the threads of this rank.
 void for_each_run(const Bucket& bucket, const std::function<void(const Run&)>& pass);

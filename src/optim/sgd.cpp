@@ -5,6 +5,7 @@
 #include "isograd/optimizer.hpp"
 #include "kernels/flat.hpp"
 #include "layout/flat.hpp"
+#include "optim/by_libtorch.hpp"
 #include "optim/runs.hpp"
 
 namespace isograd {
@@ -49,6 +50,7 @@ class Sgd final : public Optimizer {
  private:
   static void update_run(Bucket& bucket, at::Tensor* velocity, const kernels::Sgd& scalars, Range range) {
     const auto at = range.begin;
+    if (!bucket.master.is_cpu()) return by_libtorch::sgd(scalars, bucket, velocity, range);
     if (bucket.master.scalar_type() == at::kDouble)
       return kernels::sgd(scalars, bucket.gradients.const_data_ptr<double>() + at,
                           bucket.master.mutable_data_ptr<double>() + at,

@@ -38,13 +38,15 @@ void BucketPolicy::make_transient(const std::vector<Bucket>& buckets) {
   if (!every_round) return;
   transient_.clear();
   std::map<at::ScalarType, std::int64_t> largest;
+  at::Device device = at::kCPU;
   for (const Bucket& bucket : buckets) {
     std::int64_t& numel = largest[bucket.gradients.scalar_type()];
     numel = std::max(numel, bucket.plan.numel);
+    device = bucket.plan.device;
   }
   for (const auto& [type, numel] : largest)
     for (std::size_t i = 0; i < kTransientBuffers; ++i)
-      transient_[type].push_back(groups.shard.empty_shared(numel, type));
+      transient_[type].push_back(groups.shard.empty_shared(numel, type, device));
 }
 
 at::Tensor BucketPolicy::transient(std::size_t turn, at::ScalarType type, std::int64_t numel) const {
@@ -66,21 +68,23 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
     owned = policy.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
   }
   if (policy.one_copy) {
+    check_can_be_shared(plan);
     parameters_ = shard.host_shared(plan.numel, plan.dtype);
     if (shard.rank() == 0) write_parameters(plan, parameters, parameters_);
     shard.barrier();  // nobody looks before they are there
   } else {
-    parameters_ = policy.sharded ? shard.empty_shared(plan.numel, plan.dtype)
-                                 : at::zeros({plan.numel}, at::TensorOptions(plan.dtype));
+    const at::TensorOptions options = at::TensorOptions(plan.dtype).device(plan.device);
+    parameters_ = policy.sharded ? shard.empty_shared(plan.numel, plan.dtype, plan.device)
+                                 : at::zeros({plan.numel}, options);
     write_parameters(plan, parameters, parameters_);
   }
   move_parameters(plan, parameters, parameters_);
   const at::ScalarType type = gradient_type(plan.dtype, policy.fp32_gradients);
   at::Tensor held_gradients;
   if (policy.every_round) {
-    held_gradients = at::zeros({held.size()}, at::TensorOptions(type));
+    held_gradients = at::zeros({held.size()}, at::TensorOptions(type).device(plan.device));
   } else {
-    gradients_ = (policy.sharded ? shard : policy.groups.all).empty_shared(plan.numel, type);
+    gradients_ = (policy.sharded ? shard : policy.groups.all).empty_shared(plan.numel, type, plan.device);
     held_gradients = gradients_.narrow(0, held.begin, held.size());
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);

@@ -8,7 +8,7 @@
 
 namespace isograd {
 
-at::Tensor GatherPool::take(at::ScalarType dtype, std::int64_t numel) {
+at::Tensor GatherPool::take(at::ScalarType dtype, std::int64_t numel, at::Device device) {
   at::Tensor memory;
   const auto fits = [&](const at::Tensor& spare) {
     return spare.scalar_type() == dtype && spare.numel() == numel;
@@ -21,7 +21,7 @@ at::Tensor GatherPool::take(at::ScalarType dtype, std::int64_t numel) {
   bytes_ += numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   most_bytes_ = std::max(most_bytes_, bytes_);
   trim();  // before more is asked for
-  return memory.defined() ? memory : at::empty({numel}, at::TensorOptions(dtype));
+  return memory.defined() ? memory : at::empty({numel}, at::TensorOptions(dtype).device(device));
 }
 
 void GatherPool::give(at::Tensor memory) {
@@ -44,7 +44,7 @@ namespace {
 void write_values(const at::Tensor& to, Range held, const Slot& slot, const at::Tensor& parameter,
                   const FlatShard::Initialize& initialize) {
   if (!parameter.is_meta()) return write_slot(to, held, slot, parameter.detach());
-  at::Tensor values = at::zeros(slot.shape, to.options());
+  at::Tensor values = at::zeros(slot.shape, to.options().device(at::kCPU));  // the same bits on any device
   initialize(slot.name, values);
   write_slot(to, held, slot, values);
 }
@@ -78,8 +78,10 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
     bucket_.owned = context.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
 
   if (context.always_whole()) {
-    const at::Tensor whole = context.one_copy ? shard.host_shared(plan.numel, plan.dtype)
-                                              : at::zeros({plan.numel}, at::TensorOptions(plan.dtype));
+    if (context.one_copy) check_can_be_shared(plan);
+    const at::TensorOptions options = at::TensorOptions(plan.dtype).device(plan.device);
+    const at::Tensor whole =
+        context.one_copy ? shard.host_shared(plan.numel, plan.dtype) : at::zeros({plan.numel}, options);
     if (!context.one_copy || shard.rank() == 0)
       for (const Slot& slot : plan.slots)
         write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
@@ -88,9 +90,9 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
     bucket_.parameters = whole.narrow(0, held.begin, held.size());
     state_ = State::kWhole;
   } else {
-    bucket_.parameters = shard.empty_shared(held.size(), plan.dtype);
+    bucket_.parameters = shard.empty_shared(held.size(), plan.dtype, plan.device);
     storage_ = std::make_unique<UnitStorage>(
-        plan.numel, plan.dtype,
+        plan.numel, plan.dtype, plan.device,
         fmt::format(
             "parameter read while sharded: those of unit '{}' are whole only inside its own call. Call "
             "the block through its handle, or hold whole_parameters() of the layout",
@@ -105,10 +107,10 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
   if (trained) {
     const at::ScalarType type = gradient_type(plan.dtype, fp32_gradients);
     if (context.reduce_once) {
-      whole_gradients_ = shard.empty_shared(plan.numel, type);
+      whole_gradients_ = shard.empty_shared(plan.numel, type, plan.device);
       bucket_.gradients = whole_gradients_.narrow(0, held.begin, held.size());
     } else {
-      bucket_.gradients = context.groups.replicate.empty_shared(held.size(), type);
+      bucket_.gradients = context.groups.replicate.empty_shared(held.size(), type, plan.device);
     }
   }
   bucket_.plan = std::move(plan);
@@ -120,7 +122,7 @@ std::int64_t FlatShard::gathered_bytes() const {
 
 void FlatShard::begin_gather() {
   if (state_ != State::kFreed) return;
-  memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel);
+  memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel, bucket_.plan.device);
   const at::Tensor by_rank = memory_.view({context_.shards(), bucket_.held.size()});
   gather_ = context_.groups.shard.all_gather_async(by_rank, bucket_.parameters);
   state_ = State::kGathering;

@@ -18,7 +18,7 @@ namespace isograd {
 // was once in use.
 class GatherPool {
  public:
-  at::Tensor take(at::ScalarType dtype, std::int64_t numel);
+  at::Tensor take(at::ScalarType dtype, std::int64_t numel, at::Device device);
   void give(at::Tensor memory);
   std::int64_t bytes() const { return bytes_; }  // in use
   std::int64_t most_bytes() const { return most_bytes_; }

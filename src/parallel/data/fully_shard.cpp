@@ -144,6 +144,7 @@ std::vector<UnitPlan> plan_units(const Uses& uses, const Named& named, const Mem
       for (BucketPlan& plan : plan_buckets(mine, std::numeric_limits<std::int64_t>::max())) {
         for (Slot& slot : plan.slots) slot.index = places[slot.index];
         pad_for(plan, shards);
+        if (mine.front().tensor.is_meta()) plan.device = options.device;
         if (!always_whole)
           units[unit].bytes += plan.numel * static_cast<std::int64_t>(c10::elementSize(plan.dtype));
         units[unit].flats.push_back({std::move(plan), list == &members.trained});

@@ -22,7 +22,8 @@ class Naive final : public DataParallel {
            .action = "Use bucketed() for sharded state or shared parameters"});
     if (options.check_parameters) check_same_parameters(parameters_, group_);
     for (BucketPlan& plan : plan_buckets(parameters_, options.bucket_bytes)) {
-      at::Tensor gradients = at::zeros({plan.numel}, gradient_type(plan.dtype, options.fp32_gradients));
+      const at::ScalarType type = gradient_type(plan.dtype, options.fp32_gradients);
+      at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
       buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
     }
   }

@@ -27,7 +27,7 @@ at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool valu
   auto row = rows.accessor<std::int64_t, 2>();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::string text = identity(parameters[i]);
-    const at::Tensor values = parameters[i].tensor.contiguous();
+    const at::Tensor values = parameters[i].tensor.cpu().contiguous();
     row[i][kIdentity] = hash(text.data(), text.size());
     row[i][kValues] = values_too ? hash(values.const_data_ptr(), values.nbytes()) : 0;
   }

@@ -34,6 +34,7 @@ UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<Sharde
       reduced_(units_.size()) {
   for (std::size_t use = uses_.size(); use-- > 0;) first_use_[uses_[use]] = use;
   std::map<std::pair<bool, at::ScalarType>, std::int64_t> largest;
+  at::Device device = at::kCPU;
   for (std::size_t unit = 0; unit < units_.size(); ++unit)
     for (auto& flat : units_[unit].flats) {
       const BucketPlan& plan = flat->bucket().plan;
@@ -44,10 +45,11 @@ UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<Sharde
       if (!flat->needs_buffer()) continue;
       std::int64_t& numel = largest[{unit == kRootUnit, flat->bucket().gradients.scalar_type()}];
       numel = std::max(numel, plan.numel);
+      device = plan.device;
     }
   for (const auto& [key, numel] : largest)
     for (std::size_t i = 0; i < (key.first ? 1 : kBuffers); ++i)
-      buffers_[key].push_back(context_->groups.shard.empty_shared(numel, key.second));
+      buffers_[key].push_back(context_->groups.shard.empty_shared(numel, key.second, device));
 }
 
 std::size_t UnitPasses::next_use(std::size_t unit) const {

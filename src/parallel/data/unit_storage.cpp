@@ -7,10 +7,10 @@
 
 namespace isograd {
 
-UnitStorage::UnitStorage(std::int64_t numel, at::ScalarType dtype, std::string why_not)
-    : numel_(numel), dtype_(dtype), why_not_(std::move(why_not)) {
+UnitStorage::UnitStorage(std::int64_t numel, at::ScalarType dtype, at::Device device, std::string why_not)
+    : numel_(numel), dtype_(dtype), device_(device), why_not_(std::move(why_not)) {
   storage_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes(),
-                                                   c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
+                                                   c10::DataPtr(nullptr, device_),
                                                    /*allocator=*/nullptr, /*resizable=*/false);
   take_out();
 }
@@ -28,14 +28,16 @@ at::Tensor UnitStorage::view(const Slot& slot) const {
     strides[dim] = stride;
   // set_() would look at the memory, and there may be none.
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage_), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype_));
+      c10::Storage(storage_), c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, device_)),
+      c10::scalarTypeToTypeMeta(dtype_));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(slot.shape, strides, slot.offset);
   return made;
 }
 
 void UnitStorage::put_in(at::Tensor memory) {
   ISOGRAD_INVARIANT(!is_in(), why_not_ + ": there is memory in already");
-  ISOGRAD_INVARIANT(memory.numel() == numel_ && memory.scalar_type() == dtype_ && memory.is_contiguous(),
+  ISOGRAD_INVARIANT(memory.numel() == numel_ && memory.scalar_type() == dtype_ && memory.is_contiguous() &&
+                        memory.device() == device_,
                     fmt::format("{} {} for {} of {}", c10::str(memory.sizes()),
                                 c10::toString(memory.scalar_type()), numel_, c10::toString(dtype_)));
   memory_ = std::move(memory);
@@ -44,7 +46,7 @@ void UnitStorage::put_in(at::Tensor memory) {
 }
 
 at::Tensor UnitStorage::take_out() {
-  storage_->set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  storage_->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
   storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(why_not_);
   return std::exchange(memory_, at::Tensor());
 }

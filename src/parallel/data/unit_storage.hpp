@@ -15,7 +15,7 @@ namespace isograd {
 // c10::Error with `why_not`.
 class UnitStorage {
  public:
-  UnitStorage(std::int64_t numel, at::ScalarType dtype, std::string why_not);
+  UnitStorage(std::int64_t numel, at::ScalarType dtype, at::Device device, std::string why_not);
 
   // The elements of a slot in the parameter's shape, whether memory is in or not.
   at::Tensor view(const Slot& slot) const;
@@ -32,6 +32,7 @@ class UnitStorage {
  private:
   std::int64_t numel_;
   at::ScalarType dtype_;
+  at::Device device_;
   std::string why_not_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   at::Tensor memory_;  // undefined: none is in

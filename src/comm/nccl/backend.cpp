@@ -1,0 +1,33 @@
+#include <c10/cuda/CUDAFunctions.h>
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "comm/nccl/nccl.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd::nccl {
+
+bool built() {
+  return true;
+}
+
+void take_device(int local_rank) {
+  const int devices = c10::cuda::device_count();
+  if (local_rank >= devices)
+    throw ConfigError({.where = "the backend 'nccl'",
+                       .found = fmt::format("{} GPUs for rank {} of this host", devices, local_rank),
+                       .expected = "a GPU for each rank, as NCCL refuses two ranks on one",
+                       .action = "Start fewer ranks, or use --backend shm, which goes through host memory"});
+  c10::cuda::set_device(static_cast<c10::DeviceIndex>(local_rank));
+}
+
+c10::intrusive_ptr<c10d::Backend> make(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                       const std::string& name, std::chrono::milliseconds timeout) {
+  const auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = timeout;
+  options->group_name = name;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(store), rank, size, options);
+}
+
+}  // namespace isograd::nccl

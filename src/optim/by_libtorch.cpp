@@ -1,0 +1,48 @@
+#include "optim/by_libtorch.hpp"
+
+#include <ATen/ATen.h>
+
+namespace isograd::by_libtorch {
+namespace {
+
+at::Tensor part(const at::Tensor& flat, Range range) {
+  return flat.narrow(0, range.begin, range.size());
+}
+
+at::Tensor gradient_of(const Bucket& bucket, Range range, double scale) {
+  return part(bucket.gradients, range).to(bucket.master.scalar_type()).mul(scale);
+}
+
+void write_back(Bucket& bucket, Range range) {
+  if (!bucket.master.is_same(bucket.parameters) && bucket.plan.dtype == at::kBFloat16)
+    part(bucket.parameters, range).copy_(part(bucket.master, range));
+}
+
+}  // namespace
+
+void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
+           Range range) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor g = gradient_of(bucket, range, scalars.gradient_scale);
+  const at::Tensor p = part(bucket.master, range), m = part(first, range), v = part(second, range);
+  p.mul_(scalars.keep);
+  m.lerp_(g, 1 - scalars.beta1);
+  v.mul_(scalars.beta2).addcmul_(g, g, 1 - scalars.beta2);
+  p.addcdiv_(m, v.sqrt().mul_(scalars.inverse_root_correction).add_(scalars.epsilon), -scalars.step_size);
+  write_back(bucket, range);
+}
+
+void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, Range range) {
+  const at::NoGradGuard no_grad;
+  at::Tensor g = gradient_of(bucket, range, scalars.gradient_scale);
+  const at::Tensor p = part(bucket.master, range);
+  g.add_(p, scalars.weight_decay);
+  if (velocity) {
+    const at::Tensor b = part(*velocity, range);
+    g = b.mul_(scalars.momentum).add_(g);
+  }
+  p.sub_(g, scalars.learning_rate);
+  write_back(bucket, range);
+}
+
+}  // namespace isograd::by_libtorch

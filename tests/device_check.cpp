@@ -1,0 +1,142 @@
+// One step on a device against one process in fp64 on the CPU: what ./dev gpu-check runs on a GPU, alone and
+// as several ranks, and what the tests run on the CPU, so that the program itself is known to work.
+//   device_check [--device cpu|cuda] [--backend shm|nccl]      ranks: isograd launch -n N -- device_check ...
+// Ranks are processes: autograd has one thread a GPU, which ranks as threads would share and wait in.
+#include <ATen/detail/CUDAHooksInterface.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "context_step.hpp"
+
+namespace isograd::context {
+namespace {
+
+constexpr double kExact = 1e-10;  // E1
+
+struct Case {
+  Strategy strategy;
+  at::ScalarType dtype = at::kDouble;
+  bool samples = false;
+  bool fault = false;  // planted: the ranks' gradients are averaged (museum B3)
+  std::string text() const {
+    return fmt::format("{:<20} {:<9} {}", strategy.name(), c10::toString(dtype),
+                       samples ? "sample mean" : "token mean");
+  }
+};
+
+std::map<std::string, at::Tensor> gradients_of(const Case& one, const DecoderConfig& config,
+                                               const MicroBatches& batches, at::Device device, Group group) {
+  DecoderLM model(config, one.dtype, 3);
+  model.to(device);
+  ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+    const Batch moved = to_device(batch, device);
+    return {
+        {"cross_entropy", cross_entropy_sum(model.logits(moved), moved.targets, {.weights = moved.weights})}};
+  };
+  std::unique_ptr<DataParallel> layout;
+  if (one.strategy.zero3) {
+    const ModelUnits units = model_units(model, RunConfig{});
+    layout =
+        fully_shard(units.root, model.named(), units.blocks, group, {.checkpoint = one.strategy.checkpoint});
+    forward = inside(units.root, forward);
+  } else {
+    layout = one.strategy.flat.make(trainable_parameters(model.named()), group, {.bucket_bytes = 1024});
+  }
+  std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
+  if (one.samples) mean = std::make_unique<SampleMean>();
+  const auto optimizer = sgd({.learning_rate = 0});
+  Step step(forward, *layout, *mean, *optimizer, {});
+  step.accumulate(batches);
+  step.finish();
+  std::map<std::string, at::Tensor> gradients;
+  for (auto& view : layout->views()) {
+    gradients[view.name] = view.gradient.detach().to(at::kCPU, at::kDouble);
+    if (one.fault) gradients[view.name] = gradients[view.name] / group.size();
+  }
+  return gradients;
+}
+
+// Largest share of what is allowed that a parameter's error takes: E1 in fp64; below it E2, from one process
+// on the same device.
+double used(const Case& one, const std::map<std::string, at::Tensor>& found,
+            const std::map<std::string, at::Tensor>& alone, const Reference& wanted, int pieces) {
+  if (one.dtype == at::kDouble) return worst_error(found, wanted) / kExact;
+  const double unit = std::ldexp(1.0, one.dtype == at::kFloat ? -24 : -8);
+  double worst = 0;
+  for (const auto& [name, g] : wanted.gradients) {
+    const double error = (found.at(name) - g).norm().item<double>();
+    const double allowed =
+        4 * (alone.at(name) - g).norm().item<double>() + unit * std::sqrt(pieces) * scale_of(wanted, g);
+    worst = std::isfinite(error) ? std::max(worst, error / allowed) : HUGE_VAL;
+  }
+  return worst;
+}
+
+int run(World& world, at::Device device) {
+  const DecoderConfig config = small_decoder(1);
+  const auto whole = make_step(kLayouts[1], world.size, 2);
+  MicroBatches all;
+  for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
+  int failed = 0, checked = 0;
+  for (const Strategy& strategy : all_strategies()) {
+    if (strategy.flat.share && !device.is_cpu()) continue;  // refused there, see parallel/data
+    for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+      for (const bool samples : {false, true})
+        for (const bool fault : {false, true}) {
+          if (fault && (world.size == 1 || dtype != at::kDouble)) continue;
+          const Case one{.strategy = strategy, .dtype = dtype, .samples = samples, .fault = fault};
+          const Reference wanted = reference(config, whole, samples, dtype);
+          const auto found =
+              gradients_of(one, config, whole[static_cast<std::size_t>(world.rank)], device, world.group);
+          const auto alone = dtype == at::kDouble
+                                 ? std::map<std::string, at::Tensor>{}
+                                 : gradients_of({.strategy = {.flat = {.name = "naive", .is_naive = true}},
+                                                 .dtype = dtype,
+                                                 .samples = samples},
+                                                config, all, device, Group::solo());
+          at::Tensor share = at::full({1}, used(one, found, alone, wanted, 2 * world.size), at::kDouble);
+          world.group.all_reduce(share, ReduceOp::kMax);
+          const double worst = share.item<double>();
+          const bool good = (worst <= 1) != fault;
+          failed += good ? 0 : 1, ++checked;
+          if (world.rank == 0 && (!good || !fault))
+            std::printf("%s  %.3f of the error allowed%s%s\n", one.text().c_str(), worst,
+                        fault ? " with a planted fault" : "", good ? "" : "  FAILED");
+        }
+  }
+  if (world.rank == 0)
+    std::printf("%s, %d rank(s): %d cases, %d failed\n", device.str().c_str(), world.size, checked, failed);
+  return failed == 0 ? 0 : 1;
+}
+
+int main_of(int argc, char** argv) {
+  std::string device = "cpu";
+  JoinOptions options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::strcmp(argv[i], "--device") == 0) device = argv[i + 1];
+    if (std::strcmp(argv[i], "--backend") == 0) options.backend = argv[i + 1];
+  }
+  const int gpus = at::detail::getCUDAHooks().hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
+  if (device == "cuda" && gpus == 0) {
+    std::printf("no GPU that this LibTorch can use: nothing was checked\n");
+    return 0;
+  }
+  World world = join(options);
+  at::Device place = at::kCPU;
+  if (device == "cuda") place = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank % gpus));
+  try {
+    return run(world, place);
+  } catch (const std::exception& error) {
+    world.group.poison(error.what());
+    std::fprintf(stderr, "rank %d: %s\n", world.rank, error.what());
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace isograd::context
+
+int main(int argc, char** argv) {
+  return isograd::context::main_of(argc, argv);
+}
