@@ -51,25 +51,31 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
     target_link_libraries(isograd_torch::torch INTERFACE
       "-Wl,--push-state,--no-as-needed" "${LibTorch_CUDA}" "-Wl,--pop-state")
   endif()
-  # NCCL's group needs headers of CUDA and NCCL. A Python package of torch has them beside it (nvidia/*/include), so no
-  # CUDA toolkit is needed; with an unpacked libtorch the toolkit's are taken.
+  # NCCL's group needs headers of CUDA and NCCL. Those of a Python package of torch lie beside it (nvidia/*/include; two
+  # that it does not bring itself are packages too, which ./dev installs), so no CUDA toolkit is needed; with an
+  # unpacked libtorch the toolkit's are taken.
   find_library(LibTorch_C10_CUDA c10_cuda PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
   file(GLOB _nvidia "${ISOGRAD_TORCH}/../nvidia/*/include")
   find_path(LibTorch_CUDART_INCLUDE_DIR cuda_runtime_api.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
+  find_path(LibTorch_CRT_INCLUDE_DIR crt/host_config.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
+  find_path(LibTorch_CCCL_INCLUDE_DIR nv/target PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
   find_path(LibTorch_NCCL_INCLUDE_DIR nccl.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
   set(ISOGRAD_CUDA AUTO CACHE STRING "GPUs and the backend 'nccl': AUTO (if LibTorch has CUDA), ON, OFF")
   set(ISOGRAD_WITH_CUDA OFF)
   if(LibTorch_CUDA AND LibTorch_C10_CUDA AND LibTorch_CUDART_INCLUDE_DIR AND LibTorch_NCCL_INCLUDE_DIR
-     AND NOT ISOGRAD_CUDA STREQUAL "OFF")
+     AND LibTorch_CRT_INCLUDE_DIR AND LibTorch_CCCL_INCLUDE_DIR AND NOT ISOGRAD_CUDA STREQUAL "OFF")
     set(ISOGRAD_WITH_CUDA ON)
     add_library(isograd_torch::cuda INTERFACE IMPORTED)
     target_include_directories(isograd_torch::cuda SYSTEM INTERFACE
-      "${LibTorch_CUDART_INCLUDE_DIR}" "${LibTorch_NCCL_INCLUDE_DIR}")
+      "${LibTorch_CUDART_INCLUDE_DIR}" "${LibTorch_NCCL_INCLUDE_DIR}" "${LibTorch_CRT_INCLUDE_DIR}"
+      "${LibTorch_CCCL_INCLUDE_DIR}")
     target_compile_definitions(isograd_torch::cuda INTERFACE USE_C10D_NCCL)
     target_link_libraries(isograd_torch::cuda INTERFACE "${LibTorch_C10_CUDA}")
   elseif(ISOGRAD_CUDA STREQUAL "ON")
     message(FATAL_ERROR "ISOGRAD_CUDA is ON; found in ${ISOGRAD_TORCH}: torch_cuda '${LibTorch_CUDA}', c10_cuda "
       "'${LibTorch_C10_CUDA}', cuda_runtime_api.h in '${LibTorch_CUDART_INCLUDE_DIR}', nccl.h in "
-      "'${LibTorch_NCCL_INCLUDE_DIR}'. Install torch==2.13.0 for CUDA with the nvidia packages that it names.")
+      "'${LibTorch_NCCL_INCLUDE_DIR}', crt/host_config.h in '${LibTorch_CRT_INCLUDE_DIR}', nv/target in "
+      "'${LibTorch_CCCL_INCLUDE_DIR}'. Install torch==2.13.0 for CUDA with the nvidia packages that it names, "
+      "and nvidia-cuda-crt and nvidia-cuda-cccl of the same CUDA.")
   endif()
 endif()
