@@ -75,35 +75,64 @@ TEST(Context, UnderDataParallelismToo) {
   check_axes({.dp_replicate = 2, .ring = 2, .ulysses = 2}, 5);
 }
 
-// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision.
+// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision. The
+// largest share of what is allowed.
+double share_of_rounding(const Axes& axes, const Layout& layout, const Strategy& strategy,
+                         at::ScalarType dtype, bool samples, int accumulation) {
+  const DecoderConfig config = small_decoder(axes.ulysses);
+  const auto whole = make_step(layout, axes.data(), accumulation);
+  MicroBatches all;
+  for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
+  const Reference wanted = reference(config, whole, samples, dtype);
+  const Outcome outcome = run_step(axes, config, whole, layout.options,
+                                   {.strategy = strategy, .dtype = dtype, .samples = samples});
+  const Outcome alone = run_step({}, config, {all}, {}, {.dtype = dtype, .samples = samples});
+  const double unit = std::ldexp(1.0, dtype == at::kFloat ? -24 : -8);
+  const double of_reduction = unit * std::sqrt(axes.ranks() * accumulation);
+  double worst = 0;
+  for (const auto& gradients : outcome.gradients)
+    for (const auto& [name, g] : wanted.gradients) {
+      const auto error = [&](const std::map<std::string, at::Tensor>& of) {
+        return (of.at(name).to(at::kDouble) - g).norm().item<double>();
+      };
+      const double share =
+          error(gradients) / (4 * error(alone.gradients[0]) + of_reduction * scale_of(wanted, g));
+      worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;
+    }
+  return worst;
+}
+
 TEST(Context, WithinRoundingInLowerPrecision) {
-  for (const Axes& axes : {Axes{.ring = 2}, Axes{.ring = 5}, Axes{.ulysses = 4},
-                           Axes{.ring = 2, .ulysses = 3}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}}) {
-    const DecoderConfig config = small_decoder(axes.ulysses);
-    for (const auto& [dtype, unit] :
-         {std::pair{at::kFloat, std::ldexp(1.0, -24)}, {at::kBFloat16, std::ldexp(1.0, -8)}})
-      for (const bool samples : {false, true})
-        for (const std::size_t which : {0, 1, 3}) {
-          constexpr int kAccumulation = 2;
-          const auto whole = make_step(kLayouts[which], axes.data(), kAccumulation);
-          MicroBatches all;
-          for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
-          const Reference wanted = reference(config, whole, samples, dtype);
-          const Setting setting{.dtype = dtype, .samples = samples};
-          const Outcome outcome = run_step(axes, config, whole, {}, setting);
-          const Outcome alone = run_step({}, config, {all}, {}, setting);
-          const double of_reduction = unit * std::sqrt(axes.ranks() * kAccumulation);
-          for (const auto& gradients : outcome.gradients)
-            for (const auto& [name, g] : wanted.gradients) {
-              const auto error = [&](const std::map<std::string, at::Tensor>& of) {
-                return (of.at(name).to(at::kDouble) - g).norm().item<double>();
-              };
-              EXPECT_LE(error(gradients), 4 * error(alone.gradients[0]) + of_reduction * scale_of(wanted, g))
-                  << axes.name() << ", " << kLayouts[which].name << ", " << c10::toString(dtype) << ", "
-                  << name;
-            }
-        }
+  std::vector<Axes> meshes = {Axes{.ring = 2}, Axes{.ring = 5}, Axes{.ulysses = 4},
+                              Axes{.ring = 2, .ulysses = 3}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}};
+  std::vector<Layout> layouts = {kLayouts[0], kLayouts[1], kLayouts[3]};
+  std::vector<Strategy> strategies = {{.flat = {.name = "bucketed"}}};
+  std::vector<int> accumulations = {2};
+  if (full_tests()) {
+    meshes = {Axes{.dp_shard = 2, .ring = 2}, Axes{.dp_shard = 2, .ring = 2, .ulysses = 2}};
+    for (const ContextSizes& sizes : testing::kContextSizes)
+      meshes.push_back({.ring = sizes.ring, .ulysses = sizes.ulysses});
+    layouts = kLayouts;
+    strategies.push_back({.flat = {.name = "zero1", .stage = 1}});
+    strategies.push_back({.zero3 = true});
+    accumulations = {1, 2};
   }
+  int cases = 0;
+  double worst = 0;
+  for (const Axes& axes : meshes)
+    for (const Layout& layout : layouts)
+      for (const Strategy& strategy : strategies)
+        for (const auto dtype : {at::kFloat, at::kBFloat16})
+          for (const bool samples : {false, true})
+            for (const int accumulation : accumulations) {
+              const double share = share_of_rounding(axes, layout, strategy, dtype, samples, accumulation);
+              EXPECT_LE(share, 1) << axes.name() << ", " << layout.name << ", " << strategy.name() << ", "
+                                  << c10::toString(dtype) << ", samples " << samples << ", accumulation "
+                                  << accumulation;
+              worst = std::max(worst, share);
+              ++cases;
+            }
+  std::printf("%d cases in float32 and bfloat16, at most %.2f of the error allowed\n", cases, worst);
 }
 
 // Doing nothing must not pass as parity.
