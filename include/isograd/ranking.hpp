@@ -35,6 +35,15 @@ enum class GradReduction { kSum, kMean };
 // torch.quantile's: of the two order statistics around the rank q (n − 1).
 enum class Interpolation { kLinear, kLower, kHigher, kNearest, kMidpoint };
 
+// How ranks come by the thresholds of recall and of the trapezoid. Both give the same thresholds, bit for
+// bit.
+enum class Thresholds {
+  kAuto,    // the cheaper of the two, by row counts that all ranks know (docs/ranking.md, "What a forward
+            // costs")
+  kGather,  // the rows of all ranks travel
+  kSelect,  // counts of digits travel, as in distributed_quantiles(); of rows only those that the queue takes
+};
+
 struct RankingOptions {
   std::int64_t num_classes = 1;    // 1: binary, targets 0 and 1; more: one-vs-rest
   std::int64_t queue_size = 1024;  // rows of earlier batches that take part in the ranking; 0: none
@@ -44,8 +53,9 @@ struct RankingOptions {
   bool update_queue_in_eval = false;
   std::int64_t max_pool_size = 0;  // rows at most, by minimum-quota subsampling; 0: all
   GradReduction grad_reduction = GradReduction::kSum;
-  std::uint64_t seed = 0;    // of subsampling, shared by all ranks
-  bool check_queue = false;  // compare a checksum of the queue over ranks, in the header
+  std::uint64_t seed = 0;                     // of subsampling, shared by all ranks
+  bool check_queue = false;                   // compare a checksum of the queue over ranks, in the header
+  Thresholds thresholds = Thresholds::kAuto;  // kSelect: of recall and the trapezoid, without max_pool_size
 };
 
 // Optional inputs of a forward; given on all ranks that have rows, or on none.
@@ -73,6 +83,7 @@ struct RankingExchange;  // src/loss/ranking/pool.hpp
 template <typename T>
 struct ClassPool;
 struct ClassResult;
+struct RateRule;
 
 // What the ranking losses share. Rows whose target is ignore_index take part in nothing. The pool is the rows
 // of all ranks, rank by rank, then the queue; its scores but this rank's are constants, which are ranked
@@ -84,8 +95,9 @@ struct ClassResult;
 //
 // Collectives of a forward on W > 1 ranks: a header, the rows (left out when there are none), and for the
 // losses whose work is dealt out one reduce-scatter of score gradients and value (one all-reduce without
-// gradient). The backward has none. Everything refused is refused on every rank, with the rank at fault
-// named.
+// gradient). Where thresholds are selected: a header, one all-reduce of counts a digit (3 in fp32, 6 in
+// fp64), one of sums, and the rows that the queue takes, if any. The backward has none. Everything refused is
+// refused on every rank, with the rank at fault named.
 //
 // Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature. They are the same
 // on all ranks. CPU tensors and groups; scores of other devices are copied. No second derivatives:
@@ -113,6 +125,7 @@ class RankingLoss : public torch::nn::Module {
   RankingLoss(std::string name, RankingOptions options, Group group);
   virtual bool deals_out_work() const = 0;
   virtual std::uint64_t fingerprint() const = 0;  // of the subclass's own options
+  virtual std::optional<RateRule> rates() const;  // of losses that thresholds suffice for
   // One class; see cores.hpp.
   virtual ClassResult compute(const ClassPool<float>& pool, float* gradient) const = 0;
   virtual ClassResult compute(const ClassPool<double>& pool, double* gradient) const = 0;
@@ -120,7 +133,9 @@ class RankingLoss : public torch::nn::Module {
   void check(bool holds, const std::string& key, const std::string& found, const std::string& expected) const;
 
  private:
-  void push(const RankingPool& pool);
+  std::vector<std::int64_t> rows_for_queue(std::int64_t live) const;
+  void push(const RankingPool& rows);
+  void append_queue(RankingPool& pool) const;
   std::vector<std::int64_t> subsample(const RankingPool& pool) const;
 
   std::string name_;
@@ -164,6 +179,7 @@ class RecallAtQuantileLoss final : public RankingLoss {
   std::uint64_t fingerprint() const override;
   ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
   ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
+  std::optional<RateRule> rates() const override;
   double quantile_;
   Interpolation interpolation_;
 };
@@ -192,6 +208,7 @@ class PAUCAtBudgetLoss final : public RankingLoss {
   std::uint64_t fingerprint() const override;
   ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
   ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
+  std::optional<RateRule> rates() const override;
   PAUCOptions band_;
   bool pairwise_;
 };
@@ -290,9 +307,10 @@ std::vector<double> quantiles(const at::Tensor& values, const std::vector<double
                               Interpolation interpolation = Interpolation::kLinear);
 
 // The same over the values of all ranks, any number on each, 0 included; the same bits on every rank and as
-// on one process. Nothing is gathered: a radix selection, one all-reduce of 2^11 counts for each order
-// statistic (up to two a quantile) and digit: 3 rounds in fp32, 6 in fp64, all quantiles together, after one
-// of 2 numbers. Cheaper than gathering from about 3 · 2^11 · 8 · order statistics bytes of values on.
+// on one process. Nothing is gathered: a radix selection, one all-reduce of counts for each digit of 11 bits
+// (3 rounds in fp32, 6 in fp64, all quantiles together): 2^11 counts for each order statistic (up to two a
+// quantile) that the digits found so far tell apart; 8 bytes each in the first round, then 4 where there are
+// fewer than 2^31 values.
 std::vector<double> distributed_quantiles(Group& group, const at::Tensor& values,
                                           const std::vector<double>& q,
                                           Interpolation interpolation = Interpolation::kLinear);

@@ -121,9 +121,10 @@ TEST(Golden, Warmup) {
   }
 }
 
-// Every loss × reduction × option at a random pool with a filled queue, weights and flags. Thresholds are
-// frozen: central differences of the twin of one class would move them, so the loss must not sit at a knot;
-// the quantiles' rows are negatives, which the differences leave alone where they are constants to the loss.
+// Every loss × reduction × option at a random pool with a filled queue, weights and flags. SmoothAP: central
+// differences. Recall and PAUC: their thresholds are constants to the gradient but move with the scores,
+// which differences would see; so the twin, whose thresholds are detached, under autograd. Differences of
+// these follow below, where thresholds stand still.
 template <typename Loss, typename Options>
 void check_differences(const Options& given, const std::string& text, bool thresholds) {
   for (const std::int64_t classes : {1, 3})
@@ -214,30 +215,60 @@ TEST(Differences, OfPartialAUCUnderEveryOption) {
       }
 }
 
-// Central differences proper where thresholds stand still: constants are the queue's rows.
-TEST(Differences, OfLossesWithThresholdsAmongConstants) {
-  for (const bool pairwise : {false, true}) {
-    auto options = plain_as<PAUCOptions>(0.6);
-    options.alpha = 0.05, options.beta = 0.7, options.n_knots = 3, options.queue_size = 30;
-    if (pairwise) options.surrogate = PAUCOptions::Surrogate::kPairwise;
-    PAUCAtBudgetLoss loss(options);
-    at::manual_seed(3);
-    loss.forward(at::randn({30, 1}, at::kDouble), at::randint(2, {30}, at::kLong));
-    loss.eval();
-    const at::Tensor scores = leaf(at::randn({8, 1}, at::kDouble)), none = at::zeros({8}, at::kBool);
-    const at::Tensor targets = labels({1, 0, 1, 0, 0, 1, 0, 0});
-    const auto value = [&](const at::Tensor& at) { return loss.forward(at, targets, {none, {}}); };
-    EXPECT_LT(off_from_differences(value, scores, gradient_of(value(scores), scores)), 1e-7) << pairwise;
-  }
-  auto options = plain_as<RecallOptions>(0.5);
-  options.quantile = 0.3;
-  RecallAtQuantileLoss recall(options);
-  // The threshold is a negative that differences of the positives do not move.
-  const at::Tensor negatives = at::arange(10, at::kDouble).unsqueeze(1);
-  const at::Tensor positives = leaf(at::tensor({2.25, 8.75, 9.5}, at::kDouble).unsqueeze(1));
-  const at::Tensor targets = labels({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1});
-  const auto value = [&](const at::Tensor& at) { return recall.forward(at::cat({negatives, at}), targets); };
-  EXPECT_LT(off_from_differences(value, positives, gradient_of(value(positives), positives)), 1e-7);
+// Central differences proper, where thresholds stand still: their order statistics are rows of the queue,
+// which differences do not move. Of PAUC by the flags (no row of the step is iid), of recall by the scores
+// (the step's rows lie above or below all of the queue's).
+template <typename Loss, typename Options>
+void check_still_thresholds(const Options& given, const std::string& text) {
+  constexpr std::int64_t kLive = 9, kQueue = 30;
+  for (const std::int64_t classes : {1, 3})
+    for (const LossReduction reduction : {LossReduction::kMean, LossReduction::kSum, LossReduction::kNone})
+      for (const bool weighted : {false, true}) {
+        Options options = given;
+        options.num_classes = classes, options.reduction = reduction, options.queue_size = kQueue;
+        Loss loss(options);
+        at::manual_seed(3);
+        loss.forward(at::rand({kQueue, classes}, at::kDouble) * 4 - 2,
+                     at::randint(classes == 1 ? 2 : classes, {kQueue}, at::kLong));
+        loss.eval();
+        at::Tensor start = at::randn({kLive, classes}, at::kDouble);
+        if (std::is_same_v<Options, RecallOptions>) start = start.sign() * (2.2 + start.abs());
+        const at::Tensor scores = leaf(start), targets = at::arange(kLive) % (classes == 1 ? 2 : classes);
+        RankingExtras extras{.iid_mask = at::zeros({kLive}, at::kBool)};
+        if (weighted) extras.sample_weight = at::rand({kLive}, at::kDouble);
+        const auto value = [&](const at::Tensor& at) {
+          const at::Tensor result = loss.forward(at, targets, extras);
+          return at::where(at::isnan(result), at::zeros_like(result), result).sum();
+        };
+        const at::Tensor found = gradient_of(value(scores), scores);
+        ASSERT_GT(found.norm().item<double>(), 1e-4) << text;
+        EXPECT_LT(off_from_differences(value, scores, found), 1e-7) << text;
+      }
+}
+
+TEST(Differences, OfRecallWithStillThresholds) {
+  for (int mode = 0; mode < 5; ++mode)
+    for (const double q : {0.4, 0.55}) {
+      auto options = plain_as<RecallOptions>(1.5);
+      options.quantile = q, options.interpolation = static_cast<Interpolation>(mode);
+      check_still_thresholds<RecallAtQuantileLoss>(options, fmt::format("mode {} q {}", mode, q));
+    }
+}
+
+TEST(Differences, OfPartialAUCWithStillThresholds) {
+  for (int bits = 0; bits < 16; ++bits)
+    for (const std::int64_t knots : {2, 5})
+      for (int mode = 0; mode < 5; ++mode) {
+        auto options = plain_as<PAUCOptions>(0.6);
+        options.alpha = 0.05, options.beta = 0.7, options.n_knots = knots;
+        options.surrogate = static_cast<PAUCOptions::Surrogate>(bits & 1);
+        options.tau_scale = static_cast<PAUCOptions::Scale>(bits >> 1 & 1);
+        options.pos_numerator = static_cast<PAUCOptions::Numerator>(bits >> 2 & 1);
+        options.budget_basis = static_cast<PAUCOptions::Basis>(bits >> 3 & 1);
+        options.interpolation = static_cast<Interpolation>(mode);
+        check_still_thresholds<PAUCAtBudgetLoss>(
+            options, fmt::format("options {} knots {} mode {}", bits, knots, mode));
+      }
 }
 
 }  // namespace

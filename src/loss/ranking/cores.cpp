@@ -101,31 +101,6 @@ ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
   return result;
 }
 
-template <typename T>
-ClassResult recall_at_quantile(const ClassPool<T>& pool, double quantile, Interpolation interpolation,
-                               T* gradient) {
-  Rows<T> positives;
-  for (std::int64_t row = 0; row < pool.rows(); ++row)
-    if (pool.positive[static_cast<std::size_t>(row)]) positives.add(pool, row);
-  ClassResult result;
-  result.numerator_rows = static_cast<double>(positives.size());
-  const double whole = mass(pool, positives);
-  if (positives.size() == 0 || whole == 0) return result;
-  result.valid = true;
-  std::vector<T> scores = pool.scores;
-  const double threshold =
-      static_cast<double>(select_quantiles(scores, {static_cast<T>(1 - quantile)}, interpolation)[0]);
-  for (std::int64_t i = 0; i < positives.size(); ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    const double z = (static_cast<double>(positives.scores[at]) - threshold) / pool.temperature;
-    const double share = pool.weight(positives.index[at]) / whole;
-    contribute(result, sigmoid(z), share);
-    if (gradient && i < positives.live)
-      gradient[positives.index[at]] -= static_cast<T>(share * sigmoid(z) * sigmoid(-z) / pool.temperature);
-  }
-  return result;
-}
-
 namespace {
 
 // k-th of the band's knots in T, as at::linspace counts them: from both ends.
@@ -137,25 +112,23 @@ T knot(const Band& band, std::int64_t k) {
                             : end - step * static_cast<T>(band.knots - k - 1);
 }
 
+// What a positive is softly compared with: thresholds, the weight of each, and the temperature; 0 where the
+// reference scores have no dispersion.
+struct Steps {
+  std::vector<double> thresholds, weights;
+  double temperature = 0;
+};
+
 template <typename T>
-void trapezoid(const ClassPool<T>& pool, const Rows<T>& positives, const std::vector<T>& thresholds,
-               double temperature, double whole, ClassResult& result, T* gradient) {
-  const auto knots = thresholds.size();
-  const double inner = 1 / static_cast<double>(knots - 1);
-  for (std::size_t i = 0; i < positives.scores.size(); ++i) {
-    const std::int64_t row = positives.index[i];
-    const double share = pool.weight(row) / whole;
-    double area = 0, slope = 0;
-    for (std::size_t k = 0; k < knots; ++k) {
-      const double weight = k == 0 || k + 1 == knots ? 0.5 * inner : inner;
-      const double z =
-          (static_cast<double>(positives.scores[i]) - static_cast<double>(thresholds[k])) / temperature;
-      area += weight * sigmoid(z);
-      slope += weight * sigmoid(z) * sigmoid(-z) / temperature;
-    }
-    contribute(result, area, share);
-    if (gradient && row < pool.live) gradient[row] -= static_cast<T>(share * slope);
-  }
+Steps steps_of(const RateRule& rule, const std::vector<T>& at, double temperature) {
+  if (rule.quantile) return {{static_cast<double>(at[0])}, {1}, temperature};
+  const T scale = at[2] - at[3];
+  if (static_cast<double>(scale) <= kScaleEpsilon) return {};
+  Steps steps{{at.begin() + 4, at.end()}, {}, static_cast<double>(static_cast<T>(temperature) * scale)};
+  const double inner = 1 / static_cast<double>(rule.band.knots - 1);
+  steps.weights.assign(steps.thresholds.size(), inner);
+  steps.weights.front() = steps.weights.back() = 0.5 * inner;
+  return steps;
 }
 
 // Dealt out by positives. σ((s_i − s_j)/τ): the kernel's z with the sign turned.
@@ -190,41 +163,121 @@ void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>&
 }  // namespace
 
 template <typename T>
-ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient) {
-  Rows<T> positives;
+std::vector<T> rate_reference(const ClassPool<T>& pool, const RateRule& rule) {
+  if (rule.quantile) return pool.scores;
   std::vector<T> reference;
-  std::int64_t iid_negatives = 0;
   for (std::int64_t row = 0; row < pool.rows(); ++row) {
     const auto at = static_cast<std::size_t>(row);
-    const bool positive = pool.positive[at] != 0, iid = pool.iid[at] != 0;
-    if (positive && (!band.live_only || row < pool.live)) positives.add(pool, row);
-    if (iid && !positive) ++iid_negatives;
-    if (iid && (band.population || !positive)) reference.push_back(pool.scores[at]);
+    if (pool.iid[at] && (rule.band.population || !pool.positive[at])) reference.push_back(pool.scores[at]);
+  }
+  return reference;
+}
+
+// Of a band: its ends, the two whose distance is the dispersion, then the knots of the trapezoid.
+template <typename T>
+std::vector<T> rate_probabilities(const RateRule& rule) {
+  if (rule.quantile) return {static_cast<T>(1 - *rule.quantile)};
+  const Band& band = rule.band;
+  const T alpha = static_cast<T>(1 - band.alpha), beta = static_cast<T>(1 - band.beta);
+  std::vector<T> q = {alpha, beta, band.by_band ? alpha : T(0.75), band.by_band ? beta : T(0.25)};
+  if (!band.pairwise)
+    for (std::int64_t k = 0; k < band.knots; ++k) q.push_back(T(1) - knot<T>(band, k));
+  return q;
+}
+
+template <typename T>
+RateSums rate_sums(const ClassPool<T>& pool, const RateRule& rule, const std::vector<T>& thresholds,
+                   double* slopes) {
+  RateSums sums;
+  const auto steps = thresholds.empty() ? Steps() : steps_of(rule, thresholds, pool.temperature);
+  for (std::int64_t row = 0; row < pool.rows(); ++row) {
+    const auto at = static_cast<std::size_t>(row);
+    const T score = pool.scores[at];
+    if (!pool.positive[at]) {
+      if (rule.quantile || !pool.iid[at]) continue;
+      ++sums.iid_negatives;
+      if (!thresholds.empty() && score >= thresholds[1] && score <= thresholds[0]) ++sums.band_negatives;
+      continue;
+    }
+    if (!rule.quantile && rule.band.live_only && row >= pool.live) continue;
+    const double weight = pool.weight(row);
+    ++sums.positives, sums.mass += weight;
+    if (!(steps.temperature > 0)) continue;
+    double rate = 0, slope = 0;
+    for (std::size_t k = 0; k < steps.thresholds.size(); ++k) {
+      const double z = (static_cast<double>(score) - steps.thresholds[k]) / steps.temperature;
+      rate += steps.weights[k] * sigmoid(z);
+      slope += steps.weights[k] * sigmoid(z) * sigmoid(-z) / steps.temperature;
+    }
+    sums.weighted += weight * rate, sums.contributed += rate, sums.squared += rate * rate;
+    if (slopes && row < pool.live) slopes[row] = weight * slope;
+  }
+  return sums;
+}
+
+template <typename T>
+ClassResult rate_result(const RateSums& whole, const RateRule& rule, const std::vector<T>& thresholds,
+                        double temperature) {
+  ClassResult result;
+  result.numerator_rows = whole.positives;
+  if (whole.positives == 0 || whole.mass == 0 || thresholds.empty()) return result;
+  if (!rule.quantile) {
+    if (whole.iid_negatives == 0) return result;
+    const auto steps = steps_of(rule, thresholds, temperature);
+    if (!(steps.temperature > 0)) return result;
+    result.t_alpha = static_cast<double>(thresholds[0]);
+    result.t_beta = static_cast<double>(thresholds[1]);
+    result.tau_eff = steps.temperature;
+    result.band_negatives = static_cast<std::int64_t>(whole.band_negatives);
+  }
+  result.valid = true;
+  result.value = whole.weighted / whole.mass;
+  result.contributed = whole.contributed, result.squared = whole.squared;
+  return result;
+}
+
+template <typename T>
+ClassResult mean_rate(const ClassPool<T>& pool, const RateRule& rule, T* gradient) {
+  std::vector<T> reference = rate_reference(pool, rule), thresholds;
+  if (!reference.empty())
+    thresholds = select_quantiles(reference, rate_probabilities<T>(rule), rule.interpolation);
+  std::vector<double> slopes(gradient ? static_cast<std::size_t>(pool.live) : 0, 0);
+  const RateSums sums = rate_sums(pool, rule, thresholds, gradient ? slopes.data() : nullptr);
+  const ClassResult result = rate_result(sums, rule, thresholds, pool.temperature);
+  if (result.valid)
+    for (std::size_t row = 0; row < slopes.size(); ++row)
+      gradient[row] -= static_cast<T>(slopes[row] / sums.mass);
+  return result;
+}
+
+template <typename T>
+ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient) {
+  const RateRule rule{.quantile = {}, .band = band, .interpolation = band.interpolation};
+  if (!band.pairwise) return mean_rate(pool, rule, gradient);
+  Rows<T> positives;
+  bool iid_negatives = false;
+  for (std::int64_t row = 0; row < pool.rows(); ++row) {
+    const auto at = static_cast<std::size_t>(row);
+    if (pool.positive[at] && (!band.live_only || row < pool.live)) positives.add(pool, row);
+    if (pool.iid[at] && !pool.positive[at]) iid_negatives = true;
   }
   ClassResult result;
   result.numerator_rows = static_cast<double>(positives.size());
   const double whole = mass(pool, positives);
-  if (positives.size() == 0 || iid_negatives == 0 || whole == 0) return result;
-
-  std::vector<T> q = {static_cast<T>(1 - band.alpha), static_cast<T>(1 - band.beta), T(0.75), T(0.25)};
-  if (!band.pairwise)
-    for (std::int64_t k = 0; k < band.knots; ++k) q.push_back(T(1) - knot<T>(band, k));
-  const std::vector<T> at = select_quantiles(reference, q, band.interpolation);
-  const T t_alpha = at[0], t_beta = at[1];
-  const T scale = band.by_band ? t_alpha - t_beta : at[2] - at[3];
-  if (static_cast<double>(scale) <= kScaleEpsilon) {
-    result.flat = true;
-    return result;
-  }
+  if (positives.size() == 0 || !iid_negatives || whole == 0) return result;
+  std::vector<T> reference = rate_reference(pool, rule);
+  const std::vector<T> at = select_quantiles(reference, rate_probabilities<T>(rule), band.interpolation);
+  const T t_alpha = at[0], t_beta = at[1], scale = at[2] - at[3];
+  if (static_cast<double>(scale) <= kScaleEpsilon) return result;
   const double temperature = static_cast<double>(static_cast<T>(pool.temperature) * scale);
   Rows<T> in_band;
   for (std::int64_t row = 0; row < pool.rows(); ++row) {
     const auto i = static_cast<std::size_t>(row);
     if (pool.positive[i] || !(pool.scores[i] >= t_beta && pool.scores[i] <= t_alpha)) continue;
     if (pool.iid[i]) ++result.band_negatives;
-    if (band.pairwise) in_band.add(pool, row);
+    in_band.add(pool, row);
   }
-  if (band.pairwise && in_band.size() == 0) {
+  if (in_band.size() == 0) {
     result.band_negatives = 0;
     return result;
   }
@@ -232,18 +285,23 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
   result.t_alpha = static_cast<double>(t_alpha);
   result.t_beta = static_cast<double>(t_beta);
   result.tau_eff = temperature;
-  if (band.pairwise)
-    pairwise(pool, positives, in_band, temperature, whole, result, gradient);
-  else
-    trapezoid(pool, positives, {at.begin() + 4, at.end()}, temperature, whole, result, gradient);
+  pairwise(pool, positives, in_band, temperature, whole, result, gradient);
   return result;
 }
 
 template ClassResult smooth_ap(const ClassPool<float>&, float*);
 template ClassResult smooth_ap(const ClassPool<double>&, double*);
-template ClassResult recall_at_quantile(const ClassPool<float>&, double, Interpolation, float*);
-template ClassResult recall_at_quantile(const ClassPool<double>&, double, Interpolation, double*);
 template ClassResult partial_auc(const ClassPool<float>&, const Band&, float*);
+template ClassResult mean_rate(const ClassPool<float>&, const RateRule&, float*);
+template std::vector<float> rate_reference(const ClassPool<float>&, const RateRule&);
+template std::vector<float> rate_probabilities(const RateRule&);
+template RateSums rate_sums(const ClassPool<float>&, const RateRule&, const std::vector<float>&, double*);
+template ClassResult rate_result(const RateSums&, const RateRule&, const std::vector<float>&, double);
 template ClassResult partial_auc(const ClassPool<double>&, const Band&, double*);
+template ClassResult mean_rate(const ClassPool<double>&, const RateRule&, double*);
+template std::vector<double> rate_reference(const ClassPool<double>&, const RateRule&);
+template std::vector<double> rate_probabilities(const RateRule&);
+template RateSums rate_sums(const ClassPool<double>&, const RateRule&, const std::vector<double>&, double*);
+template ClassResult rate_result(const RateSums&, const RateRule&, const std::vector<double>&, double);
 
 }  // namespace isograd

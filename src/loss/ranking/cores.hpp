@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 namespace isograd {
@@ -27,7 +28,6 @@ struct ClassPool {
 
 struct ClassResult {
   bool valid = false;
-  bool flat = false;  // invalid because the reference scores have no dispersion
   // Added over the shares these are the whole.
   double value = 0;                     // mean contribution of the positives: 1 − loss
   double contributed = 0, squared = 0;  // Σ of the contributions and of their squares, unweighted
@@ -41,17 +41,46 @@ struct ClassResult {
 template <typename T>
 ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient);
 
-template <typename T>
-ClassResult recall_at_quantile(const ClassPool<T>& pool, double quantile, Interpolation interpolation,
-                               T* gradient);
-
 struct Band {
   double alpha, beta;
   bool pairwise, by_band, live_only, population;
   std::int64_t knots;
   Interpolation interpolation;
 };
+
+// The losses that need of the other rows a few quantiles alone: mean true-positive rates at thresholds.
+struct RateRule {
+  std::optional<double> quantile{};  // of all rows, for recall; none: the trapezoid over `band`
+  Band band{};
+  Interpolation interpolation{};
+};
+
+// Pairs, or the trapezoid.
 template <typename T>
 ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient);
+template <typename T>
+ClassResult mean_rate(const ClassPool<T>& pool, const RateRule& rule, T* gradient);
+
+// Such a loss in steps, so that the rows may lie on several ranks: the scores that thresholds are quantiles
+// of, and which quantiles; sums over rows, which add up over ranks; the result.
+template <typename T>
+std::vector<T> rate_reference(const ClassPool<T>& pool, const RateRule& rule);
+template <typename T>
+std::vector<T> rate_probabilities(const RateRule& rule);
+
+struct RateSums {
+  static constexpr std::int64_t kCount = 7;
+  double weighted = 0, mass = 0;  // Σ ω·rate and Σ ω over the numerator's positives
+  double contributed = 0, squared = 0, positives = 0;
+  double iid_negatives = 0, band_negatives = 0;
+};
+// `thresholds`: as rate_probabilities; empty: no row to be a quantile of. slopes [live], null: not wanted; of
+// Σ ω·rate by score.
+template <typename T>
+RateSums rate_sums(const ClassPool<T>& pool, const RateRule& rule, const std::vector<T>& thresholds,
+                   double* slopes);
+template <typename T>
+ClassResult rate_result(const RateSums& whole, const RateRule& rule, const std::vector<T>& thresholds,
+                        double temperature);
 
 }  // namespace isograd

@@ -22,7 +22,9 @@ Band band_of(const PAUCOptions& options) {
 }  // namespace
 
 SmoothAPLoss::SmoothAPLoss(RankingOptions options, Group group)
-    : RankingLoss("SmoothAPLoss", options, std::move(group)) {}
+    : RankingLoss("SmoothAPLoss", options, std::move(group)) {
+  check(options.thresholds != Thresholds::kSelect, "thresholds", "kSelect", "kAuto: it has no thresholds");
+}
 ClassResult SmoothAPLoss::compute(const ClassPool<float>& pool, float* gradient) const {
   return smooth_ap(pool, gradient);
 }
@@ -39,11 +41,14 @@ RecallAtQuantileLoss::RecallAtQuantileLoss(RecallOptions options, Group group)
 std::uint64_t RecallAtQuantileLoss::fingerprint() const {
   return hash_name(fmt::format("{} {}", quantile_, static_cast<int>(interpolation_)));
 }
+std::optional<RateRule> RecallAtQuantileLoss::rates() const {
+  return RateRule{.quantile = quantile_, .interpolation = interpolation_};
+}
 ClassResult RecallAtQuantileLoss::compute(const ClassPool<float>& pool, float* gradient) const {
-  return recall_at_quantile(pool, quantile_, interpolation_, gradient);
+  return mean_rate(pool, *rates(), gradient);
 }
 ClassResult RecallAtQuantileLoss::compute(const ClassPool<double>& pool, double* gradient) const {
-  return recall_at_quantile(pool, quantile_, interpolation_, gradient);
+  return mean_rate(pool, *rates(), gradient);
 }
 
 PAUCAtBudgetLoss::PAUCAtBudgetLoss(PAUCOptions options, Group group)
@@ -54,6 +59,12 @@ PAUCAtBudgetLoss::PAUCAtBudgetLoss(PAUCOptions options, Group group)
   check(band_.beta > band_.alpha && band_.beta <= 1, "beta", fmt::format("{}", band_.beta),
         fmt::format("above alpha ({}), at most 1", band_.alpha));
   check(band_.n_knots >= 2, "n_knots", fmt::format("{}", band_.n_knots), "2 or more");
+  check(!pairwise_ || options.thresholds != Thresholds::kSelect, "thresholds", "kSelect with pairs",
+        "kAuto: pairs need the rows themselves");
+}
+std::optional<RateRule> PAUCAtBudgetLoss::rates() const {
+  if (pairwise_) return std::nullopt;
+  return RateRule{.quantile = {}, .band = band_of(band_), .interpolation = band_.interpolation};
 }
 std::uint64_t PAUCAtBudgetLoss::fingerprint() const {
   const Band band = band_of(band_);

@@ -53,7 +53,8 @@ RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at:
   const at::Tensor column = scores.defined() && scores.dim() == 1 ? scores.detach().unsqueeze(1) : scores;
   const LocalRows local = local_rows(where, 1, -100, column, targets, {}, {});
   RankingExchange header;
-  return metrics_of(exchange_rows(where, group, local, header), quantile, budget);
+  const RowCounts counts = exchange_headers(where, group, local, header);
+  return metrics_of(gather_rows(group, local, counts), quantile, budget);
 }
 
 RankingMetrics ranking_metrics(const at::Tensor& scores, const at::Tensor& targets, double quantile,

@@ -8,6 +8,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
+#include "loss/loss_testing.hpp"
 #include "loss/ranking/ranking_testing.hpp"
 
 namespace isograd {
@@ -69,6 +70,7 @@ struct Family {
   std::function<std::shared_ptr<RankingLoss>(RankingOptions, Group)> make;
   std::function<twin::OfClass(const twin::Pool&, const at::Tensor&, const at::Tensor&)> naive;
   bool dealt;
+  bool selects = false;
 };
 
 template <typename Options>
@@ -98,23 +100,38 @@ std::vector<Family> families() {
                   },
                   dealt};
   };
-  return {{"SmoothAP",
-           [](RankingOptions base, Group group) { return std::make_shared<SmoothAPLoss>(base, group); },
-           [](const auto& pool, const auto& s, const auto& positive) {
-             return twin::smooth_ap(pool, s, positive, tau);
-           },
-           true},
-          {"Recall",
-           [recall](RankingOptions base, Group group) {
-             return std::make_shared<RecallAtQuantileLoss>(with(recall, base), group);
-           },
-           [recall](const auto& pool, const auto& s, const auto& positive) {
-             return twin::recall(pool, s, positive, tau, recall);
-           },
-           false},
-          of_pauc("PAUC trapezoid", trapezoid, false),
-          of_pauc("PAUC live", live, false),
-          of_pauc("PAUC pairwise", pairwise, true)};
+  std::vector<Family> all = {
+      {"SmoothAP",
+       [](RankingOptions base, Group group) { return std::make_shared<SmoothAPLoss>(base, group); },
+       [](const auto& pool, const auto& s, const auto& positive) {
+         return twin::smooth_ap(pool, s, positive, tau);
+       },
+       true},
+      {"Recall",
+       [recall](RankingOptions base, Group group) {
+         return std::make_shared<RecallAtQuantileLoss>(with(recall, base), group);
+       },
+       [recall](const auto& pool, const auto& s, const auto& positive) {
+         return twin::recall(pool, s, positive, tau, recall);
+       },
+       false},
+      of_pauc("PAUC trapezoid", trapezoid, false),
+      of_pauc("PAUC live", live, false),
+      of_pauc("PAUC pairwise", pairwise, true)};
+  // Thresholds are found by gathering unless rows are many; here by selection too.
+  const std::size_t gathering = all.size();
+  for (std::size_t i = 0; i < gathering; ++i) {
+    if (all[i].dealt) continue;
+    Family family = all[i];
+    family.name += ", selected";
+    family.selects = true;
+    family.make = [make = family.make](RankingOptions base, Group group) {
+      base.thresholds = Thresholds::kSelect;
+      return make(base, group);
+    };
+    all.push_back(family);
+  }
+  return all;
 }
 
 // One process on the concatenation of all rows, with the rows that a queue held before the step.
@@ -279,10 +296,37 @@ TEST_P(RankingAt, TheMeanSettingIsExactUnderAnAverage) {
   });
 }
 
+// docs/ranking.md, "The rule": scored without gradient, ranked as one, scored again by micro-batches.
+TEST_P(RankingAt, AStepOfSeveralMicroBatchesIsRankedAsOne) {
+  const int ranks = GetParam();
+  run_ranks(ranks, [&](World& world) {
+    for (const Family& family : families()) {
+      RankingOptions options;
+      options.temperature = 0.4, options.queue_size = 0;
+      const Step step = make_step(Cut::kUneven, ranks, 1, 3);
+      const auto begin = std::accumulate(step.rows.begin(), step.rows.begin() + world.rank, std::int64_t{0});
+      const std::int64_t rows = step.rows[static_cast<std::size_t>(world.rank)], half = rows / 2;
+      const auto loss = family.make(options, world.group);
+      const Wanted wanted = one_process(family, options, step, false, loss->state());
+      const Scorer scorer(1);
+      const at::Tensor x = step.x.narrow(0, begin, rows), all = leaf(scorer(x));
+      loss->forward(all, step.targets.narrow(0, begin, rows)).backward();
+      const auto again = [&](std::int64_t from, std::int64_t count) {
+        return scorer.gradients((scorer(x.narrow(0, from, count)) * all.grad().narrow(0, from, count)).sum());
+      };
+      auto sum = again(0, half);
+      const auto rest = again(half, rows - half);
+      for (std::size_t i = 0; i < sum.size(); ++i) world.group.all_reduce(sum[i] += rest[i]);
+      EXPECT_LT(distance(sum, wanted.gradients), kAllowed) << family.name;
+    }
+  });
+}
+
 TEST_P(RankingAt, AForwardMovesTheDocumentedMinimum) {
   const int ranks = GetParam();
   run_ranks(ranks, [&](World& world) {
-    for (const Family& family : families())
+    for (const Family& family : families()) {
+      if (family.selects) continue;  // selection_test.cpp
       for (const std::int64_t classes : {1, 3})
         for (const bool weighted : {false, true})
           for (const bool differentiated : {false, true}) {
@@ -323,6 +367,7 @@ TEST_P(RankingAt, AForwardMovesTheDocumentedMinimum) {
                                                    : std::pair(std::int64_t{0}, std::int64_t{0}))
                 << family.name;
           }
+    }
   });
 }
 

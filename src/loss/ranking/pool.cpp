@@ -207,50 +207,63 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   return rows;
 }
 
-RankingPool exchange_rows(const std::string& where, Group& group, const LocalRows& local,
-                          RankingExchange& header) {
+std::int64_t RowCounts::total() const {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
+
+RowCounts exchange_headers(const std::string& where, Group& group, const LocalRows& local,
+                           RankingExchange& header) {
   const int size = group.size();
   const std::int64_t classes = local.scores.size(1);
-  RankingPool pool{.classes = classes, .rows = {static_cast<std::int64_t>(local.labels.size())}};
-  at::Tensor bytes;
-  bool weighted = local.has_weights;
-  at::ScalarType type = local.scores.scalar_type();
+  RowCounts counts{.rows = {static_cast<std::int64_t>(local.labels.size())}, .weighted = local.has_weights};
+  const auto element = static_cast<std::int64_t>(local.scores.element_size());
   if (size == 1) {
     if (local.problem) throw ConfigError(*local.problem);
-    bytes = packed(local, classes, weighted);
-  } else {
-    at::Tensor own = at::zeros({kFields}, at::kLong);
-    auto* field = own.data_ptr<std::int64_t>();
-    field[kFingerprint] = static_cast<std::int64_t>(header.fingerprint);
-    field[kClasses] = classes;
-    field[kType] = static_cast<std::int64_t>(type);
-    field[kRows] = pool.rows[0];
-    field[kProblem] = local.problem ? 1 : 0;
-    field[kWeights] = local.is_empty ? 2 : local.has_weights ? 1 : 0;
-    field[kIid] = local.is_empty ? 2 : local.has_iid ? 1 : 0;
-    field[kGradient] = header.wants_gradient ? 1 : 0;
-    field[kForwards] = header.forwards;
-    field[kUpdates] = header.updates_queue ? 1 : 0;
-    field[kChecksum] = static_cast<std::int64_t>(header.queue_checksum);
-    const at::Tensor all = group.all_gather(own);
-    const auto* headers = all.data_ptr<std::int64_t>();
-    check_headers(where, headers, size, local);
-    pool.rows.clear();
-    weighted = false;
-    for (int rank = 0; rank < size; ++rank) {
-      const std::int64_t* of = headers + rank * kFields;
-      pool.rows.push_back(of[kRows]);
-      weighted = weighted || of[kWeights] == 1;
-      header.wants_gradient = header.wants_gradient || of[kGradient] == 1;
-    }
-    const auto row = row_bytes(classes, static_cast<std::int64_t>(local.scores.element_size()), weighted);
+    counts.row_bytes = row_bytes(classes, element, counts.weighted);
+    return counts;
+  }
+  at::Tensor own = at::zeros({kFields}, at::kLong);
+  auto* field = own.data_ptr<std::int64_t>();
+  field[kFingerprint] = static_cast<std::int64_t>(header.fingerprint);
+  field[kClasses] = classes;
+  field[kType] = static_cast<std::int64_t>(local.scores.scalar_type());
+  field[kRows] = counts.rows[0];
+  field[kProblem] = local.problem ? 1 : 0;
+  field[kWeights] = local.is_empty ? 2 : local.has_weights ? 1 : 0;
+  field[kIid] = local.is_empty ? 2 : local.has_iid ? 1 : 0;
+  field[kGradient] = header.wants_gradient ? 1 : 0;
+  field[kForwards] = header.forwards;
+  field[kUpdates] = header.updates_queue ? 1 : 0;
+  field[kChecksum] = static_cast<std::int64_t>(header.queue_checksum);
+  const at::Tensor all = group.all_gather(own);
+  const auto* headers = all.data_ptr<std::int64_t>();
+  check_headers(where, headers, size, local);
+  counts = {};
+  for (int rank = 0; rank < size; ++rank) {
+    const std::int64_t* of = headers + rank * kFields;
+    counts.rows.push_back(of[kRows]);
+    counts.weighted = counts.weighted || of[kWeights] == 1;
+    header.wants_gradient = header.wants_gradient || of[kGradient] == 1;
+  }
+  counts.row_bytes = row_bytes(classes, element, counts.weighted);
+  return counts;
+}
+
+RankingPool gather_rows(Group& group, const LocalRows& local, const RowCounts& counts) {
+  const std::int64_t classes = local.scores.size(1);
+  const bool weighted = counts.weighted;
+  const at::ScalarType type = local.scores.scalar_type();
+  RankingPool pool{.classes = classes, .rows = counts.rows};
+  at::Tensor bytes = packed(local, classes, weighted);
+  if (group.size() > 1) {
     Group::Rows parts;
-    for (const auto count : pool.rows) parts.push_back(count * row);
-    bytes = at::empty({std::accumulate(parts.begin(), parts.end(), std::int64_t{0})}, at::kByte);
-    if (bytes.numel() > 0) group.all_gather_rows_async(bytes, packed(local, classes, weighted), parts).wait();
+    for (const auto count : counts.rows) parts.push_back(count * counts.row_bytes);
+    const at::Tensor own = bytes;
+    bytes = at::empty({counts.total() * counts.row_bytes}, at::kByte);
+    if (bytes.numel() > 0) group.all_gather_rows_async(bytes, own, parts).wait();
   }
 
-  pool.live = std::accumulate(pool.rows.begin(), pool.rows.end(), std::int64_t{0});
+  pool.live = counts.total();
   for (int rank = 0; rank < group.rank(); ++rank) pool.own_begin += pool.rows[static_cast<std::size_t>(rank)];
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   at::Tensor scores = at::empty({pool.live, classes}, type);
@@ -281,6 +294,41 @@ RankingPool exchange_rows(const std::string& where, Group& group, const LocalRow
   }
   pool.scores = scores.to(computing_type(type)).t().contiguous();
   return pool;
+}
+
+RankingPool gather_some(Group& group, const LocalRows& local, const RowCounts& counts,
+                        const std::vector<std::int64_t>& rows) {
+  RowCounts chosen{.rows = {}, .weighted = counts.weighted, .row_bytes = counts.row_bytes};
+  std::vector<std::int64_t> own;
+  std::int64_t begin = 0;
+  auto row = rows.begin();
+  for (std::size_t rank = 0; rank < counts.rows.size(); ++rank) {
+    const auto first = row;
+    for (; row != rows.end() && *row < begin + counts.rows[rank]; ++row)
+      if (static_cast<int>(rank) == group.rank()) own.push_back(*row - begin);
+    chosen.rows.push_back(row - first);
+    begin += counts.rows[rank];
+  }
+  LocalRows some;
+  some.scores = local.scores.index_select(0, at::tensor(own, at::kLong));
+  for (const auto index : own) {
+    const auto at = static_cast<std::size_t>(index);
+    some.labels.push_back(local.labels[at]), some.iid.push_back(local.iid[at]);
+    if (local.has_weights) some.weights.push_back(local.weights[at]);
+  }
+  return gather_rows(group, some, chosen);
+}
+
+RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& rows) {
+  RankingPool some{.classes = pool.classes,
+                   .scores = pool.scores.index_select(1, at::tensor(rows, at::kLong))};
+  some.live = static_cast<std::int64_t>(rows.size());
+  for (const auto row : rows) {
+    const auto at = static_cast<std::size_t>(row);
+    some.labels.push_back(pool.labels[at]), some.iid.push_back(pool.iid[at]);
+    if (!pool.weights.empty()) some.weights.push_back(pool.weights[at]);
+  }
+  return some;
 }
 
 void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,

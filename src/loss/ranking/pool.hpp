@@ -51,10 +51,26 @@ struct RankingPool {
   std::int64_t size() const { return static_cast<std::int64_t>(labels.size()); }
 };
 
-// Collective: a header, then the rows unless there are none. ConfigError on every rank when any has a problem
-// or the headers do not agree.
-RankingPool exchange_rows(const std::string& where, Group& group, const LocalRows& local,
-                          RankingExchange& header);
+// What the headers said.
+struct RowCounts {
+  Group::Rows rows;  // of each rank
+  bool weighted = false;
+  std::int64_t row_bytes = 0;  // of one row on its way
+
+  std::int64_t total() const;
+};
+
+// Collective: the headers. ConfigError on every rank when any has a problem or the headers do not agree.
+RowCounts exchange_headers(const std::string& where, Group& group, const LocalRows& local,
+                           RankingExchange& header);
+
+// Collective unless no rank has a row: the rows of all ranks.
+RankingPool gather_rows(Group& group, const LocalRows& local, const RowCounts& counts);
+
+// Some rows (ascending) of a pool; of all ranks' rows, counted rank by rank: collective.
+RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& rows);
+RankingPool gather_some(Group& group, const LocalRows& local, const RowCounts& counts,
+                        const std::vector<std::int64_t>& rows);
 
 // Appends rows that all ranks have: scores [n, C] fp64.
 void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,

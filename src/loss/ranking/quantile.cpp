@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "loss/checks.hpp"
 
@@ -61,65 +62,15 @@ double value_of_key(std::uint64_t key) {
   return std::bit_cast<double>(key >> 63 ? key & 0x7fffffffffffffffu : ~key);
 }
 
-// The order statistics `wanted` of all ranks' values: digit by digit, from the highest, each narrows its
-// statistic to the values that begin with the digits found so far.
-template <typename T>
-std::vector<T> radix_select(Group& group, const T* values, std::int64_t count,
-                            const std::vector<std::int64_t>& wanted) {
-  using Key = decltype(order_key(T()));
-  constexpr int kDigit = 11, kBits = 8 * sizeof(T);
-  constexpr std::int64_t kBins = 1 << kDigit;
-  const auto statistics = static_cast<std::int64_t>(wanted.size());
-  std::vector<Key> keys(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) keys[static_cast<std::size_t>(i)] = order_key(values[i]);
-  std::vector<Key> found(wanted.size(), 0);
-  std::vector<std::int64_t> rest = wanted;  // ranks within the values that share the digits found
-  for (int shift = kBits - kDigit, known = 0; known < kBits;) {
-    const int width = std::min(kDigit, kBits - known);
-    shift = kBits - known - width;
-    at::Tensor counts = at::zeros({statistics, kBins}, at::kLong);
-    auto* bins = counts.data_ptr<std::int64_t>();
-    const Key digit = (Key{1} << width) - 1;
-    for (std::size_t s = 0; s < wanted.size(); ++s) {
-      // Statistics that agree so far share one histogram: the first of them counts.
-      if (s > 0 && found[s] == found[s - 1]) continue;
-      std::int64_t* own = bins + static_cast<std::int64_t>(s) * kBins;
-      const bool all = known == 0;
-      const int prefix = kBits - known;
-      for (const Key key : keys)
-        if (all || key >> prefix == found[s]) ++own[(key >> shift) & digit];
-    }
-    group.all_reduce(counts);
-    std::size_t histogram = 0;
-    std::vector<Key> next = found;
-    for (std::size_t s = 0; s < wanted.size(); ++s) {
-      if (s > 0 && found[s] != found[s - 1]) histogram = s;
-      const std::int64_t* own = bins + static_cast<std::int64_t>(histogram) * kBins;
-      Key bin = 0;
-      while (rest[s] >= own[bin]) rest[s] -= own[bin++];
-      next[s] = static_cast<Key>(found[s] << (known == 0 ? 0 : width)) | bin;
-    }
-    found = std::move(next);
-    known += width;
-  }
-  std::vector<T> result;
-  for (const Key key : found) result.push_back(value_of_key(key));
-  return result;
-}
-
-template <typename T>
-std::vector<double> combine(const std::vector<QuantileRank>& ranks, const std::vector<std::int64_t>& wanted,
-                            const std::vector<T>& statistics) {
-  const auto at = [&](std::int64_t rank) {
-    return statistics[static_cast<std::size_t>(std::lower_bound(wanted.begin(), wanted.end(), rank) -
-                                               wanted.begin())];
-  };
-  std::vector<double> result;
-  for (const auto& rank : ranks)
-    result.push_back(
-        static_cast<double>(between(at(rank.lower), at(rank.upper), static_cast<T>(rank.fraction))));
-  return result;
-}
+// What one list has found of one order statistic: the digits so far, and its rank among the values that have
+// them.
+template <typename Key>
+struct Search {
+  std::size_t list;
+  std::int64_t rank;
+  Key prefix = 0;
+  std::size_t histogram = 0;
+};
 
 template <typename T>
 std::vector<double> quantiles_of(const at::Tensor& values, const std::vector<double>& q,
@@ -136,19 +87,13 @@ template <typename T>
 std::vector<double> distributed_quantiles_of(Group& group, const at::Tensor& values,
                                              const std::vector<double>& q, Interpolation interpolation) {
   const T* data = values.data_ptr<T>();
-  const std::int64_t count = values.numel();
-  at::Tensor totals = at::zeros({2}, at::kLong);  // values, NaNs
-  totals[0] = count;
-  totals[1] = std::count_if(data, data + count, [](T value) { return std::isnan(value); });
-  group.all_reduce(totals);
-  const auto all = totals[0].item<std::int64_t>();
-  if (all == 0) refuse("distributed_quantiles", "no values on any rank", "one at least", "Give some");
-  if (totals[1].item<std::int64_t>() > 0)
+  const auto found = select_over_ranks<T>(group, {{data, data + values.numel()}}, rounded<T>(q),
+                                          interpolation, std::numeric_limits<std::int64_t>::max());
+  if (found.not_numbers[0] > 0)
     return std::vector<double>(q.size(), std::numeric_limits<double>::quiet_NaN());
-  std::vector<QuantileRank> ranks;
-  for (const T p : rounded<T>(q)) ranks.push_back(quantile_rank(p, all, interpolation));
-  const auto wanted = distinct(ranks);
-  return combine(ranks, wanted, radix_select(group, data, count, wanted));
+  if (found.counts[0] == 0)
+    refuse("distributed_quantiles", "no values on any rank", "one at least", "Give some");
+  return {found.quantiles[0].begin(), found.quantiles[0].end()};
 }
 
 at::Tensor checked(const at::Tensor& values) {
@@ -207,6 +152,117 @@ std::vector<T> select_quantiles(std::vector<T>& values, const std::vector<T>& q,
   return result;
 }
 
+template <typename T>
+Selected<T> select_over_ranks(Group& group, const std::vector<std::vector<T>>& lists, const std::vector<T>& q,
+                              Interpolation interpolation, std::int64_t most) {
+  using Key = decltype(order_key(T()));
+  constexpr int kBits = 8 * sizeof(T);
+  constexpr std::int64_t kBins = 1 << kSelectionDigit;
+  const auto counts_type = [](std::int64_t of) {
+    return of > std::numeric_limits<std::int32_t>::max() ? at::kLong : at::kInt;
+  };
+  const auto summed = [&](const std::vector<std::int64_t>& counts, std::int64_t of) {
+    at::Tensor message = at::tensor(counts, at::kLong).to(counts_type(of));
+    if (group.size() > 1) group.all_reduce(message);
+    message = message.to(at::kLong);
+    const auto* sums = message.const_data_ptr<std::int64_t>();
+    return std::vector<std::int64_t>(sums, sums + message.numel());
+  };
+
+  // The highest digit of all values: with it the ranks learn how many there are.
+  Selected<T> selected;
+  std::vector<std::vector<Key>> keys(lists.size());
+  std::vector<std::int64_t> counts(lists.size() * (kBins + 1), 0);
+  for (std::size_t l = 0; l < lists.size(); ++l) {
+    std::int64_t* own = counts.data() + l * (kBins + 1);
+    keys[l].reserve(lists[l].size());
+    for (const T value : lists[l]) {
+      if (std::isnan(value)) {
+        ++own[kBins];
+        continue;
+      }
+      keys[l].push_back(order_key(value));
+      ++own[keys[l].back() >> (kBits - kSelectionDigit)];
+    }
+  }
+  counts = summed(counts, most);
+  std::vector<std::vector<std::int64_t>> wanted(lists.size());
+  std::vector<Search<Key>> searches;  // ascending by list and rank
+  std::int64_t largest = 0;
+  for (std::size_t l = 0; l < lists.size(); ++l) {
+    const std::int64_t* own = counts.data() + l * (kBins + 1);
+    selected.counts.push_back(std::accumulate(own, own + kBins, std::int64_t{0}));
+    selected.not_numbers.push_back(own[kBins]);
+    largest = std::max(largest, selected.counts.back());
+    if (selected.counts.back() == 0 || own[kBins] > 0) continue;
+    std::vector<QuantileRank> of_list;
+    for (const T p : q) of_list.push_back(quantile_rank(p, selected.counts.back(), interpolation));
+    wanted[l] = distinct(of_list);
+    for (const auto rank : wanted[l]) searches.push_back({.list = l, .rank = rank, .histogram = l});
+  }
+
+  std::int64_t stride = kBins + 1;
+  for (int known = 0, width = kSelectionDigit; !searches.empty();) {
+    for (auto& search : searches) {
+      const std::int64_t* own = counts.data() + static_cast<std::int64_t>(search.histogram) * stride;
+      Key bin = 0;
+      while (search.rank >= own[bin]) search.rank -= own[bin++];
+      search.prefix = static_cast<Key>(search.prefix << (known == 0 ? 0 : width)) | bin;
+    }
+    known += width;
+    if (known == kBits) break;
+    // The next digit of the values that share what is found; searches that agree share a histogram.
+    std::size_t histograms = 0;
+    for (std::size_t s = 0; s < searches.size(); ++s) {
+      const bool same =
+          s > 0 && searches[s].list == searches[s - 1].list && searches[s].prefix == searches[s - 1].prefix;
+      searches[s].histogram = same ? histograms - 1 : histograms++;
+    }
+    width = std::min(kSelectionDigit, kBits - known);
+    stride = std::int64_t{1} << width;
+    counts.assign(histograms * static_cast<std::size_t>(stride), 0);
+    const int prefix = kBits - known;
+    std::size_t first = 0;
+    for (std::size_t l = 0; l < lists.size(); ++l) {
+      std::size_t last = first;
+      while (last < searches.size() && searches[last].list == l) ++last;
+      std::erase_if(keys[l], [&](const Key key) {
+        for (std::size_t s = first; s < last; ++s) {
+          if (key >> prefix != searches[s].prefix) continue;
+          const Key digit = key >> (prefix - width) & static_cast<Key>(stride - 1);
+          ++counts[searches[s].histogram * static_cast<std::size_t>(stride) +
+                   static_cast<std::size_t>(digit)];
+          return false;
+        }
+        return true;  // of no use to any search
+      });
+      first = last;
+    }
+    counts = summed(counts, largest);
+  }
+
+  auto search = searches.begin();
+  for (std::size_t l = 0; l < lists.size(); ++l) {
+    selected.quantiles.emplace_back();
+    if (wanted[l].empty()) continue;
+    const auto at = [&](std::int64_t rank) {
+      const auto place = std::lower_bound(wanted[l].begin(), wanted[l].end(), rank) - wanted[l].begin();
+      return value_of_key((search + place)->prefix);
+    };
+    for (const T p : q) {
+      const QuantileRank rank = quantile_rank(p, selected.counts[l], interpolation);
+      selected.quantiles.back().push_back(
+          between(at(rank.lower), at(rank.upper), static_cast<T>(rank.fraction)));
+    }
+    search += static_cast<std::ptrdiff_t>(wanted[l].size());
+  }
+  return selected;
+}
+
+template Selected<float> select_over_ranks(Group&, const std::vector<std::vector<float>>&,
+                                           const std::vector<float>&, Interpolation, std::int64_t);
+template Selected<double> select_over_ranks(Group&, const std::vector<std::vector<double>>&,
+                                            const std::vector<double>&, Interpolation, std::int64_t);
 template QuantileRank quantile_rank(float, std::int64_t, Interpolation);
 template QuantileRank quantile_rank(double, std::int64_t, Interpolation);
 template float between(float, float, float);

@@ -11,6 +11,7 @@
 
 #include "isograd/random.hpp"
 #include "loss/checks.hpp"
+#include "loss/ranking/classes.hpp"
 #include "loss/ranking/cores.hpp"
 #include "loss/ranking/pool.hpp"
 
@@ -18,7 +19,6 @@ namespace isograd {
 namespace {
 
 constexpr std::int64_t kNotFilled = -1;
-constexpr std::int64_t kSums = 3;  // of a class: value, contributions, their squares
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // Values that depend on the scores by a gradient known already.
@@ -60,13 +60,6 @@ std::uint64_t bytes_hash(const at::Tensor& tensor) {
                     static_cast<std::size_t>(tensor.numel() * tensor.element_size())});
 }
 
-// What the classes' cores gave, over all ranks.
-struct Computed {
-  std::vector<ClassResult> classes;
-  at::Tensor gradient;  // [live, C] of each class's loss; of shared work this rank's rows alone are whole
-  bool own_only = false;
-};
-
 }  // namespace
 
 RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
@@ -79,6 +72,8 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
         number(options_.temperature), "above 0");
   check(options_.reduction != LossReduction::kMeanPositive, "reduction", "mean_positive",
         "mean, sum or none: mean_positive is softmax focal's");
+  check(options_.thresholds != Thresholds::kSelect || options_.max_pool_size == 0, "thresholds",
+        "kSelect with max_pool_size", "one of the two: a subsample is drawn from gathered rows");
   const std::int64_t rows = options_.queue_size;
   queue_scores_ = register_buffer("queue_scores", at::zeros({rows, options_.num_classes}, at::kDouble));
   queue_labels_ = register_buffer("queue_labels", at::full({rows}, kNotFilled, at::kLong));
@@ -86,6 +81,10 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
   queue_weights_ = register_buffer("queue_weights", at::ones({rows}, at::kDouble));
   position_ = register_buffer("position", at::zeros({2}, at::kLong));
   temperature_ = register_buffer("temperature", at::full({1}, options_.temperature, at::kDouble));
+}
+
+std::optional<RateRule> RankingLoss::rates() const {
+  return std::nullopt;
 }
 
 void RankingLoss::check(bool holds, const std::string& key, const std::string& found,
@@ -163,112 +162,48 @@ std::vector<std::int64_t> RankingLoss::subsample(const RankingPool& pool) const 
   return chosen;
 }
 
-void RankingLoss::push(const RankingPool& pool) {
-  const std::int64_t size = options_.queue_size;
-  std::vector<std::int64_t> rows(static_cast<std::size_t>(pool.live));
+// Of a batch of `live` rows over all ranks, those that the queue takes. More than fit: a draw favours neither
+// the last rows nor the last rank.
+std::vector<std::int64_t> RankingLoss::rows_for_queue(std::int64_t live) const {
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(live));
   std::iota(rows.begin(), rows.end(), 0);
-  if (pool.live >= size) {
-    // More than fit: a draw favours neither the last rows nor the last rank.
-    rows = draw(rows, size,
-                {.seed = options_.seed,
-                 .step = static_cast<std::uint64_t>(position_[1].item<std::int64_t>()),
-                 .layer = hash_name("ranking: queue")});
-    position_[0].zero_();
-  }
-  const at::Tensor scores = pool.scores.narrow(1, 0, pool.live)
-                                .index_select(1, at::tensor(rows, at::kLong))
-                                .t()
-                                .to(at::kDouble)
-                                .contiguous();
+  return draw(std::move(rows), options_.queue_size,
+              {.seed = options_.seed,
+               .step = static_cast<std::uint64_t>(position_[1].item<std::int64_t>()),
+               .layer = hash_name("ranking: queue")});
+}
+
+void RankingLoss::push(const RankingPool& rows) {
+  const std::int64_t size = options_.queue_size, classes = rows.classes;
   auto* position = position_.data_ptr<std::int64_t>();
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const auto row = static_cast<std::size_t>(rows[i]);
-    const std::int64_t at = *position;
-    std::copy_n(scores.data_ptr<double>() + static_cast<std::int64_t>(i) * pool.classes, pool.classes,
-                queue_scores_.data_ptr<double>() + at * pool.classes);
-    queue_labels_.data_ptr<std::int64_t>()[at] = pool.labels[row];
-    queue_iid_.data_ptr<bool>()[at] = pool.iid[row] != 0;
-    queue_weights_.data_ptr<double>()[at] = pool.weights.empty() ? 1 : pool.weights[row];
-    *position = (at + 1) % size;
+  if (rows.live >= size) *position = 0;
+  const at::Tensor scores = rows.scores.t().to(at::kDouble).contiguous();
+  for (std::int64_t row = 0; row < rows.live; ++row) {
+    const auto i = static_cast<std::size_t>(row);
+    std::copy_n(scores.const_data_ptr<double>() + row * classes, classes,
+                queue_scores_.data_ptr<double>() + *position * classes);
+    queue_labels_.data_ptr<std::int64_t>()[*position] = rows.labels[i];
+    queue_iid_.data_ptr<bool>()[*position] = rows.iid[i] != 0;
+    queue_weights_.data_ptr<double>()[*position] = rows.weights.empty() ? 1 : rows.weights[i];
+    *position = (*position + 1) % size;
   }
+}
+
+void RankingLoss::append_queue(RankingPool& pool) const {
+  const at::Tensor filled = queue_labels_.ne(kNotFilled).nonzero().squeeze(1);
+  std::vector<std::int64_t> labels;
+  std::vector<std::uint8_t> iid;
+  std::vector<double> weights;
+  for (std::int64_t i = 0; i < filled.numel(); ++i) {
+    const std::int64_t row = filled.const_data_ptr<std::int64_t>()[i];
+    labels.push_back(queue_labels_.const_data_ptr<std::int64_t>()[row]);
+    iid.push_back(queue_iid_.const_data_ptr<bool>()[row]);
+    weights.push_back(queue_weights_.const_data_ptr<double>()[row]);
+  }
+  append_rows(pool, queue_scores_.index_select(0, filled), labels, iid, weights);
 }
 
 namespace {
-
-// Every class's core; then, where the work was dealt out, one collective that adds the shares up.
-template <typename T, typename Compute>
-Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t>& chosen, double temperature,
-                         bool wants_gradient, bool dealt, Group& group, const Compute& compute) {
-  Computed computed;
-  const std::int64_t classes = pool.classes, whole = pool.size();
-  const auto type = c10::CppTypeToScalarType<T>::value;
-  std::vector<T> gradient;  // [C, live]
-  if (wants_gradient) gradient.assign(static_cast<std::size_t>(classes * pool.live), T(0));
-  std::vector<double> weights;
-  if (!pool.weights.empty())
-    for (const auto row : chosen) weights.push_back(pool.weights[static_cast<std::size_t>(row)]);
-  const bool all_rows = static_cast<std::int64_t>(chosen.size()) == whole;
-  ClassPool<T> view;
-  view.weights = weights.empty() ? nullptr : weights.data();
-  view.live = std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
-  view.temperature = temperature;
-  if (dealt) view.share = group.rank(), view.shares = group.size();
-  for (const auto row : chosen) view.iid.push_back(pool.iid[static_cast<std::size_t>(row)]);
-  std::vector<T> of_chosen;
-  for (std::int64_t c = 0; c < classes; ++c) {
-    const T* scores = pool.scores.const_data_ptr<T>() + c * whole;
-    view.scores.clear(), view.positive.clear();
-    for (const auto row : chosen) {
-      view.scores.push_back(scores[row]);
-      view.positive.push_back(pool.labels[static_cast<std::size_t>(row)] == (classes == 1 ? 1 : c));
-    }
-    T* own = wants_gradient ? gradient.data() + c * pool.live : nullptr;
-    if (!wants_gradient || all_rows) {
-      computed.classes.push_back(compute(view, own));
-      continue;
-    }
-    of_chosen.assign(static_cast<std::size_t>(view.live), T(0));
-    computed.classes.push_back(compute(view, of_chosen.data()));
-    for (std::size_t i = 0; i < of_chosen.size(); ++i) own[chosen[i]] = of_chosen[i];
-  }
-
-  at::Tensor by_class;
-  if (wants_gradient)
-    by_class = at::from_blob(gradient.data(), {classes, pool.live}, at::TensorOptions(type));
-  if (dealt && group.size() > 1) {
-    at::Tensor sums = at::empty({classes, kSums}, at::kDouble);
-    auto* sum = sums.data_ptr<double>();
-    for (const auto& result : computed.classes)
-      *sum++ = result.value, *sum++ = result.contributed, *sum++ = result.squared;
-    if (wants_gradient) {
-      // For each rank: the gradients of its rows, then the sums.
-      std::vector<at::Tensor> message;
-      Group::Rows parts;
-      std::int64_t begin = 0;
-      for (const auto rows : pool.rows) {
-        message.push_back(by_class.narrow(1, begin, rows).reshape({-1}));
-        message.push_back(sums.to(type).view({-1}));
-        parts.push_back(classes * (rows + kSums));
-        begin += rows;
-      }
-      const std::int64_t own_rows = pool.rows[static_cast<std::size_t>(group.rank())];
-      at::Tensor received = at::empty({classes * (own_rows + kSums)}, type);
-      group.reduce_scatter_async(received, at::cat(message), ReduceOp::kSum, parts).wait();
-      by_class = received.narrow(0, 0, classes * own_rows).view({classes, own_rows});
-      sums = received.narrow(0, classes * own_rows, classes * kSums).to(at::kDouble).contiguous();
-      computed.own_only = true;
-    } else {
-      group.all_reduce(sums);
-    }
-    const double* total = sums.data_ptr<double>();
-    for (auto& result : computed.classes)
-      result.value = *total++, result.contributed = *total++, result.squared = *total++;
-  }
-  if (wants_gradient) computed.gradient = by_class.t().contiguous();  // a copy: `gradient` ends here
-  if (computed.gradient.defined() && computed.gradient.data_ptr() == static_cast<void*>(gradient.data()))
-    computed.gradient = computed.gradient.clone();
-  return computed;
-}
 
 RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const LocalRows& local) {
   const auto count = static_cast<std::int64_t>(classes.size());
@@ -307,9 +242,10 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                                      extras.sample_weight);
   const bool differentiable = at::GradMode::is_enabled() && scores.defined() && scores.requires_grad();
   RankingExchange header{.fingerprint = hash_name(fmt::format(
-                             "{} {} {} {} {} {} {} {} {}", name_, classes, options_.queue_size, temperature(),
-                             static_cast<int>(options_.reduction), options_.max_pool_size,
-                             static_cast<int>(options_.grad_reduction), options_.seed, fingerprint())),
+                             "{} {} {} {} {} {} {} {} {} {}", name_, classes, options_.queue_size,
+                             temperature(), static_cast<int>(options_.reduction), options_.max_pool_size,
+                             static_cast<int>(options_.grad_reduction), static_cast<int>(options_.thresholds),
+                             options_.seed, fingerprint())),
                          .forwards = position_[1].item<std::int64_t>(),
                          .wants_gradient = differentiable,
                          .updates_queue = updates};
@@ -318,34 +254,47 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                             5 * bytes_hash(queue_iid_) ^ 7 * bytes_hash(queue_weights_) ^
                             11 * bytes_hash(position_);
 
-  // The rows of all ranks, then those of earlier batches.
-  RankingPool pool = exchange_rows(name_, group_, local, header);
-  const at::Tensor filled = queue_labels_.ne(kNotFilled).nonzero().squeeze(1);
-  if (filled.numel() > 0) {
-    std::vector<std::int64_t> labels;
-    std::vector<std::uint8_t> iid;
-    std::vector<double> weights;
-    for (std::int64_t i = 0; i < filled.numel(); ++i) {
-      const std::int64_t row = filled.const_data_ptr<std::int64_t>()[i];
-      labels.push_back(queue_labels_.const_data_ptr<std::int64_t>()[row]);
-      iid.push_back(queue_iid_.const_data_ptr<bool>()[row]);
-      weights.push_back(queue_weights_.const_data_ptr<double>()[row]);
-    }
-    append_rows(pool, queue_scores_.index_select(0, filled), labels, iid, weights);
+  const RowCounts counts = exchange_headers(name_, group_, local, header);
+  const std::vector<std::int64_t> queued =
+      updates ? rows_for_queue(counts.total()) : std::vector<std::int64_t>();
+  const at::ScalarType type = computing_type(local.scores.scalar_type());
+  const std::optional<RateRule> rule = rates();
+  // Decided from what all ranks know alike.
+  const bool selects =
+      rule && selects_thresholds(options_, *rule, counts, type, queued.size(), group_.size());
+  RankingPool pool;
+  bool any_rows = false;
+  Computed computed;
+  if (selects) {
+    Group alone = Group::solo();
+    const std::int64_t own = static_cast<std::int64_t>(local.labels.size());
+    pool = gather_rows(alone, local, {{own}, counts.weighted, counts.row_bytes});
+    if (group_.rank() == 0) append_queue(pool);  // on one rank: each row counts once
+    const std::int64_t rows = counts.total() + queue_rows();
+    const auto run = [&](auto zero) {
+      return compute_by_selection<decltype(zero)>(pool, rows, temperature(), header.wants_gradient, *rule,
+                                                  group_);
+    };
+    computed = type == at::kDouble ? run(double()) : run(float());
+    if (!queued.empty()) push(gather_some(group_, local, counts, queued));
+    any_rows = rows > 0;
+  } else {
+    // The rows of all ranks, then those of earlier batches.
+    pool = gather_rows(group_, local, counts);
+    append_queue(pool);
+    any_rows = pool.size() > 0;
+    const std::vector<std::int64_t> chosen = subsample(pool);
+    const auto run = [&](auto zero) {
+      using T = decltype(zero);
+      return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, deals_out_work(), group_,
+                                [&](const ClassPool<T>& view, T* own) { return compute(view, own); });
+    };
+    computed = type == at::kDouble ? run(double()) : run(float());
+    if (!queued.empty()) push(some_rows(pool, queued));
   }
-
-  const std::vector<std::int64_t> chosen = subsample(pool);
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, deals_out_work(), group_,
-                              [&](const ClassPool<T>& view, T* own) { return compute(view, own); });
-  };
-  const Computed computed = pool.scores.scalar_type() == at::kDouble ? run(double()) : run(float());
-  if (updates) push(pool);
   position_[1] += 1;
 
   // Values [C] and which of them count; the same on every rank.
-  const at::ScalarType type = pool.scores.scalar_type();
   at::Tensor values = at::zeros({classes}, type), valid = at::zeros({classes}, at::kBool);
   for (std::int64_t c = 0; c < classes; ++c) {
     const ClassResult& of = computed.classes[static_cast<std::size_t>(c)];
@@ -373,7 +322,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
   switch (options_.reduction) {
     case LossReduction::kNone:
       // A pool without rows gives zeros, not NaN: nothing was there that could have been invalid.
-      result.loss = pool.size() == 0 ? at::where(valid, values, zero) : at::where(valid, values, zero + kNaN);
+      result.loss = any_rows ? at::where(valid, values, zero + kNaN) : at::where(valid, values, zero);
       break;
     case LossReduction::kMean:
       result.loss = sum / static_cast<double>(std::max<std::int64_t>(count, 1));

@@ -269,6 +269,11 @@ TEST(BadInput, IsNamed) {
   of(changed(PAUCOptions{}, [](auto& o) { o.alpha = 0.1; }), "beta");
   of(changed(PAUCOptions{}, [](auto& o) { o.beta = 1.1; }), "beta");
   of(changed(PAUCOptions{}, [](auto& o) { o.n_knots = 1; }), "n_knots");
+  const auto selects = [](auto& o) { o.thresholds = Thresholds::kSelect; };
+  of(changed(RankingOptions{}, selects), "thresholds");
+  of(changed(PAUCOptions{}, [&](auto& o) { selects(o), o.surrogate = PAUCOptions::Surrogate::kPairwise; }),
+     "thresholds");
+  of(changed(RecallOptions{}, [&](auto& o) { selects(o), o.max_pool_size = 9; }), "thresholds");
   SmoothAPLoss loss(plain(1));
   const at::Tensor s = column({1, 2}), t = labels({0, 1});
   const auto refused = [&](const at::Tensor& scores, const at::Tensor& targets, const RankingExtras& extras,
