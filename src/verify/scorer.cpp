@@ -2,7 +2,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
+
 #include "isograd/error.hpp"
+#include "isograd/random.hpp"
 #include "train/build.hpp"
 #include "train/scorer_run.hpp"
 #include "verify/layouts.hpp"
@@ -23,6 +26,41 @@ at::Tensor threshold(const at::Tensor& scores, double q) {
 // σ whose derivative σ(x) σ(−x) does not cancel where it is saturated, as at::sigmoid's does.
 at::Tensor soft_step(const at::Tensor& x) {
   return at::log_sigmoid(x).exp();
+}
+
+// Rows of earlier steps, which both sides rank against and neither differentiates.
+struct Queued {
+  at::Tensor scores, targets;  // [q, 1] fp64 that fp32 holds exactly, [q] int64; undefined: none
+};
+
+// What a run would have kept: rows of the table, scored by the weights at hand.
+Queued queue_of(const RunConfig& config, const ScorerData& data, const std::string& name,
+                const Scorer* trained) {
+  const auto rows = static_cast<std::int64_t>(data.train.size());
+  const std::int64_t kept = std::min({config.ranking.queue_size, rows, 4 * config.batch.rows_per_step});
+  if (kept == 0) return {};
+  const at::NoGradGuard none;
+  const auto order = random_permutation(
+      rows, {.seed = static_cast<std::uint64_t>(config.run.seed), .layer = hash_name("verify: queue")});
+  std::vector<std::int64_t> of_table;
+  for (std::int64_t i = 0; i < kept; ++i)
+    of_table.push_back(data.train[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])]);
+  const at::Tensor index = at::tensor(of_table, at::kLong);
+  Scorer scorer = trained ? *trained : *make_scorer(config, data, name, at::kDouble).scorer;
+  return {scorer.scores(data.features.index_select(0, index)).to(at::kFloat).to(at::kDouble),
+          data.targets.index_select(0, index)};
+}
+
+void fill_queue(RankingLoss& loss, const Queued& queued) {
+  if (!queued.scores.defined()) return;
+  RankingLoss::State state = loss.state();
+  for (auto& [buffer, value] : state) {
+    const std::int64_t rows = queued.targets.numel();
+    if (buffer == "queue_scores") value.narrow(0, 0, rows).copy_(queued.scores);
+    if (buffer == "queue_labels") value.narrow(0, 0, rows).copy_(queued.targets);
+    if (buffer == "position") value[0] = rows % loss.options().queue_size;
+  }
+  loss.load_state(state);
 }
 
 // Each O(positives · rows), straight from the definitions; 0 where a class is missing.
@@ -78,6 +116,8 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
   const auto step_of = [&](int rank, int size) {
     return MicroBatches{rows_batch(data, make_row_sampler(config, data, rank, size).next())};
   };
+  const Queued queued =
+      make_ranking_loss(config, name, world.group) ? queue_of(config, data, name, trained) : Queued();
   VerifyProblem problem;
   problem.make_model = [&](at::ScalarType dtype) {
     const ScorerModel model = make_scorer(config, data, name, dtype);
@@ -86,9 +126,9 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
       auto values = Scorer(*trained).named();
       for (std::size_t i = 0; i < values.size(); ++i) model.scorer->named()[i].second.copy_(values[i].second);
     }
-    // In evaluation the queue stays empty: the step can be made again, and the oracle need not know it.
+    // In evaluation the queue stays as it is: the step can be made again.
     const auto loss = make_ranking_loss(config, name, world.group);
-    if (loss) loss->eval();
+    if (loss) loss->eval(), fill_queue(*loss, queued);
     VerifyModel made;
     made.named = model.scorer->named();
     made.logits = [scorer = model.scorer, &data](const Batch& batch) {
@@ -103,7 +143,10 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.loss.global = [&](const at::Tensor& logits, const at::Tensor& targets) {
-    return plain_loss(name, config, logits, targets);
+    if (!queued.scores.defined()) return plain_loss(name, config, logits, targets);
+    return plain_loss(name, config,
+                      at::cat({logits, queued.scores.to(logits.options().requires_grad(false))}),
+                      at::cat({targets, queued.targets}));
   };
   problem.loss.name = name;
   problem.make_normalizer = [&] { return make_normalizer(config, world.size); };

@@ -113,6 +113,30 @@ TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
     });
 }
 
+// Planted fault: an oracle that does not know of the queue is not passed, so the queue takes part.
+TEST_F(ScorerVerify, RanksAgainstAFilledQueue) {
+  config_.ranking.loss = "smooth_ap";
+  const auto forget = [](VerifyProblem& problem, World&) {
+    problem.loss.global = [](const at::Tensor& logits, const at::Tensor& targets) {
+      const twin::Pool pool{.scores = logits,
+                            .targets = targets,
+                            .iid = {},
+                            .live = {},
+                            .weights = at::ones({targets.numel()}, logits.options().requires_grad(false))};
+      return 1 - twin::smooth_ap(pool, logits.select(1, 0), targets.eq(1), 0.3).value;
+    };
+  };
+  for (const std::int64_t queue : {0, 5, 30, 1000})
+    for (const bool forgets : {false, true})
+      run_ranks(2, [&](World& world) {
+        RunConfig config = config_;
+        config.ranking.queue_size = queue;
+        const Verdict verdict =
+            verify_run(config, world, {}, forgets ? ChangeProblem(forget) : ChangeProblem());
+        EXPECT_EQ(verdict.passed, queue == 0 || !forgets) << queue;
+      });
+}
+
 TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
   config_.train.dtype = "float64";
   config_.train.steps = 6, config_.ranking.queue_size = 10, config_.ranking.compare = false;
