@@ -15,7 +15,12 @@ import sys
 import time
 
 import torch
-from imbalanced_losses import SmoothAPLoss
+
+try:
+    from imbalanced_losses import SmoothAPLoss
+except ModuleNotFoundError:
+    sys.exit(f"this Python has no imbalanced-losses: run {sys.executable} -m pip install imbalanced-losses==0.6.0, or "
+             "./dev bench ranking, which does so")
 
 
 def status_bytes(name):
