@@ -190,6 +190,34 @@ def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
     assert bench("--case", "huge", of="loss").returncode == 2
 
 
+def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "imbalanced_losses.py").write_text("raise ModuleNotFoundError('as if it were not there')\n")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(tmp_path))
+    result = bench("--case", "tiny", of="ranking")
+    assert result.returncode == 2 and "-m pip install imbalanced-losses" in result.stderr
+
+
+def test_a_ring_is_compared_with_pytorchs(tmp_path):
+    """The same document, weights and chunks: equal losses and gradient norms."""
+    result = bench("--case", "tiny document", "--seconds", 0.1, "--ranks", 2, "--peer", "--json",
+                   tmp_path / "context.json", of="context")
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = [record for record in json.loads((tmp_path / "context.json").read_text())
+               if record["peer_name"] == "PyTorch's ring attention over Gloo"]
+    assert [record["case"] for record in records] == ["tiny document", "tiny document, least"]
+    for record in records:
+        check_ratio(record)
+    result = bench("--case", "tiny document", "--ranks", 3, "--peer", of="context")
+    assert result.returncode == 2 and "twice which divides the tokens" in result.stderr
+
+
+def test_a_ring_that_computes_something_else_is_not_compared(tmp_path):
+    python = broken_peer(tmp_path, "context_parallel.py", "targets = (tokens * 31 + 1)", "targets = (tokens * 29 + 1)")
+    (tmp_path / "llama_step.py").write_text((ROOT / "bench/peers/llama_step.py").read_text())
+    result = bench("--case", "tiny document", "--seconds", 0.1, "--peer", "--python", python, of="context")
+    assert result.returncode == 1 and "NOT COMPARABLE" in result.stdout, result.stdout + result.stderr
+
+
 def test_context_ranks_are_compared_with_one(tmp_path):
     result = bench("--case", "tiny", "--seconds", 0.1, "--ranks", 4, "--ulysses", 2, "--json", tmp_path / "context.json",
                    of="context")

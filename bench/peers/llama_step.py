@@ -34,6 +34,8 @@ def rotate_half(x):
 
 
 class Block(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, c):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = c["heads"], c["key_value_heads"], c["head_dim"]
@@ -59,7 +61,7 @@ class Block(nn.Module):
         k = attn["k_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
         v = attn["v_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        y = self.attend(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
         x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))
         y, mlp = self.post_attention_layernorm(x), self.mlp
         return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))

@@ -93,14 +93,17 @@ struct BenchContextOptions {
   int ranks = 2, ulysses = 1;      // the rest of the ranks are a ring
   std::filesystem::path json;      // where the records go; empty: nowhere
   double seconds = 20;             // of taking turns, for each case
+  bool peer = false;  // of one causal document: PyTorch's ring attention over Gloo takes turns too
+  std::string python;
 };
 
-// "attention 8k", "model 8k", "packed 16k", "memory 4k" to "memory 64k", and "tiny".
+// "attention 8k", "model 8k", "packed 16k", "memory 4k" to "memory 64k", "tiny" and "tiny document".
 std::vector<std::string> bench_context_cases();
 
 // `isograd bench context`: a training step (or one layer's attention) of one batch on context ranks, beside
-// one rank on the whole batch, by turns in one process, a thread a rank; memory beyond the model's. Records
-// as above, with units "ms" and "MiB". Returns 1 when the losses differ.
+// one rank on the whole batch, by turns in one process, a thread a rank; memory beyond the model's. Medians,
+// the least of all turns, and the median of the ratios of turns that followed each other. Records as above,
+// with units "ms" and "MiB". Returns 1 when losses or gradient norms differ.
 int bench_context(const BenchContextOptions& options);
 
 struct BenchRankingOptions {

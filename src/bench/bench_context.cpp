@@ -11,10 +11,12 @@
 
 #include "base/files.hpp"
 #include "bench/bench.hpp"
+#include "bench/contestant.hpp"
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
+#include "isograd/error.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "plan/meter.hpp"
@@ -53,6 +55,7 @@ std::vector<ContextCase> make_cases() {
   narrow.feed_forward = 176;
   std::vector<ContextCase> cases = {
       {.name = "tiny", .lengths = {100, 20}, .model = tiny, .standard = false},
+      {.name = "tiny document", .lengths = {128}, .model = tiny, .standard = false},
       {.name = "attention 8k", .lengths = {8192}, .model = small_model(), .attention_alone = true},
       {.name = "model 8k", .lengths = {8192}, .model = small_model()},
       {.name = "packed 16k", .lengths = pack_of(16384), .model = small_model()}};
@@ -82,6 +85,10 @@ Batch make_batch(const ContextCase& of) {
   return batch;
 }
 
+struct Ran {
+  double loss = 0, norm = 0;  // of the whole batch
+};
+
 // A step of a model, or one layer's attention, of `ranks` ranks or of one.
 class Runner {
  public:
@@ -109,15 +116,22 @@ class Runner {
         *layout_, mean_, *optimizer_, StepOptions{});
   }
 
-  double run() {
-    if (step_) return (*step_)({batch_}).loss;
+  Ran run() {
+    if (step_) {
+      const StepReport report = (*step_)({batch_});
+      return {report.loss, report.norm};
+    }
     const at::Tensor out = attention_ ? (*attention_)(batch_, q_, k_, v_) : alone();
     const at::Tensor loss = out.square().sum();
     loss.backward();
-    at::Tensor sum = loss.detach().to(at::kDouble).reshape({1});
-    if (group_.size() > 1) group_.all_reduce(sum);
-    for (at::Tensor* x : {&q_, &k_, &v_}) x->mutable_grad().reset();  // not of the next run's memory
-    return sum.item<double>();
+    at::Tensor sums = at::zeros({2}, at::kDouble);
+    sums[0] = loss.detach();
+    for (at::Tensor* x : {&q_, &k_, &v_}) {
+      sums[1] += x->grad().square().sum();
+      x->mutable_grad().reset();  // not of the next run's memory
+    }
+    if (group_.size() > 1) group_.all_reduce(sums);
+    return {sums[0].item<double>(), std::sqrt(sums[1].item<double>())};
   }
 
  private:
@@ -154,13 +168,15 @@ struct Measured {
   std::vector<double> alone, together;  // seconds
   std::vector<double> alone_cpu,
       together_cpu;  // of the busiest rank's processor: other programs do not count
-  double alone_loss = 0, together_loss = 0;
+  std::vector<double> peer;
+  Ran of_alone{}, of_together{}, of_peer{};
   double alone_bytes = 0, together_bytes = 0;  // peak of a rank beyond its model, the most of any
   std::string cut;
 };
 
-// One rank works while the others wait, then all work, and the other way round.
-void measure(const ContextCase& of, const BenchContextOptions& options, World& world, Measured& result) {
+// One rank works while the others wait, then all work, then the peer, if any; and the other way round.
+void measure(const ContextCase& of, const BenchContextOptions& options, Contestant* peer, World& world,
+             Measured& result) {
   const ContextMesh mesh =
       context_mesh(world, {.ring = options.ranks / options.ulysses, .ulysses = options.ulysses});
   const Batch whole = make_batch(of);
@@ -174,16 +190,16 @@ void measure(const ContextCase& of, const BenchContextOptions& options, World& w
   const auto timed = [&](bool all) {
     world.group.barrier();
     const double start = now(), started = now_on_processor();
-    double loss = 0;
+    Ran ran;
     if (all)
-      loss = together.run();
+      ran = together.run();
     else if (alone)
-      loss = alone->run();
+      ran = alone->run();
     at::Tensor busiest = at::full({1}, now_on_processor() - started, at::kDouble);
     world.group.all_reduce(busiest, ReduceOp::kMax);
     const double seconds = now() - start;
     if (world.rank == 0) {
-      (all ? result.together_loss : result.alone_loss) = loss;
+      (all ? result.of_together : result.of_alone) = ran;
       (all ? result.together_cpu : result.alone_cpu).push_back(busiest.item<double>());
     }
     return seconds;
@@ -202,17 +218,78 @@ void measure(const ContextCase& of, const BenchContextOptions& options, World& w
     result.alone_bytes = peaks[0].item<double>(), result.together_bytes = peaks[1].item<double>();
     result.cut = describe(cost_of(cut, cut_options));
   }
+  const auto turn_of_peer = [&] {
+    if (world.rank == 0) {
+      const Turn turn = peer->turn(600);
+      result.peer.push_back(turn.seconds.at(0));
+      result.of_peer = {turn.losses.at(0), turn.norms.at(0)};
+    }
+    world.group.barrier();  // the others sleep in it
+  };
+  if (peer) turn_of_peer(), result.peer.clear();  // warms up
   constexpr std::size_t kFewest = 3;
   const double start = now();
   at::Tensor more = at::full({1}, of.turns ? 1 : 0, at::kLong);
   for (std::size_t turn = 0; more.item<std::int64_t>() > 0; ++turn) {
+    if (peer && turn % 2 != 0) turn_of_peer();
     for (const bool all : {turn % 2 == 0, turn % 2 != 0}) {
       const double seconds = timed(all);
       if (world.rank == 0) (all ? result.together : result.alone).push_back(seconds);
     }
+    if (peer && turn % 2 == 0) turn_of_peer();
     more.fill_(turn + 1 < kFewest || now() - start < options.seconds ? 1 : 0);
     world.group.broadcast(more, 0);
   }
+}
+
+constexpr const char* kPeer = "PyTorch's ring attention over Gloo";
+
+// What bench/peers/context_parallel.py reads.
+void write_case(const std::filesystem::path& folder, const ContextCase& of) {
+  const DecoderConfig& model = of.model;
+  const nlohmann::ordered_json description = {{"tokens", of.lengths.front()},
+                                              {"attention", of.attention_alone},
+                                              {"vocabulary", model.vocabulary},
+                                              {"hidden", model.hidden},
+                                              {"layers", model.layers},
+                                              {"heads", model.heads},
+                                              {"key_value_heads", model.key_value_heads},
+                                              {"head_dim", model.head_dim},
+                                              {"feed_forward", model.feed_forward},
+                                              {"rope_theta", model.rope_theta},
+                                              {"norm_epsilon", model.norm_epsilon},
+                                              {"tied_output", model.tied_output}};
+  write_file(folder / "case.json", description.dump(2) + "\n");
+  if (of.attention_alone) return;
+  DecoderLM written(model, at::kFloat, 1);
+  write_hf(folder / "model", written);
+}
+
+double least(const std::vector<double>& times) {
+  return *std::min_element(times.begin(), times.end());
+}
+
+// Of ours by theirs in turns that followed each other: both had the same clock.
+double of_pairs(const std::vector<double>& ours, const std::vector<double>& theirs) {
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < std::min(ours.size(), theirs.size()); ++i)
+    ratios.push_back(ours[i] / theirs[i]);
+  return quantile(ratios, 0.5);
+}
+
+// Two sides beside each other, and their records.
+void compare(const ContextCase& of, const std::vector<double>& ours, const std::vector<double>& theirs,
+             const std::string& name, nlohmann::ordered_json& records) {
+  const double mine = 1e3 * quantile(ours, 0.5), other = 1e3 * quantile(theirs, 0.5);
+  const double mine_least = 1e3 * least(ours), other_least = 1e3 * least(theirs);
+  fmt::print(
+      "  by {}: median {:.1f} ms by {:.1f} ms, {:.3f}x; least {:.1f} by {:.1f}, {:.3f}x; median of {} pairs "
+      "{:.3f}x\n",
+      name, mine, other, mine / other, mine_least, other_least, mine_least / other_least, ours.size(),
+      of_pairs(ours, theirs));
+  records.push_back(bench_record("context", of.name, mine, other, name, "ms", other / mine));
+  records.push_back(bench_record("context", of.name + ", least", mine_least, other_least, name, "ms",
+                                 other_least / mine_least));
 }
 
 }  // namespace
@@ -239,7 +316,25 @@ int bench_context(const BenchContextOptions& options) {
             : std::find(options.cases.begin(), options.cases.end(), of.name) == options.cases.end())
       continue;
     Measured result;
-    run_ranks(options.ranks, [&](World& world) { measure(of, options, world, result); },
+    const ExchangeFolder exchange;
+    std::optional<Contestant> peer_ranks;
+    if (options.peer && of.turns && of.lengths.size() == 1) {
+      if (of.lengths.front() % (2 * options.ranks) != 0 || options.ulysses > 1 || options.ranks == 1)
+        throw ConfigError({.where = "bench context --peer",
+                           .found = fmt::format("{} tokens, {} ranks, of them {} Ulysses", of.lengths.front(),
+                                                options.ranks, options.ulysses),
+                           .expected = "a ring of 2 ranks or more, twice which divides the tokens",
+                           .action = "Set --ranks and --ulysses"});
+      write_case(exchange.path(), of);
+      peer_ranks.emplace(
+          "peer",
+          std::vector<std::string>{find_python(options.python), "-W", "ignore",
+                                   find_peer("context_parallel.py").string(), exchange.path().string(),
+                                   std::to_string(options.ranks), "peer"},
+          exchange.path(), options.ranks);
+    }
+    Contestant* const peer_side = peer_ranks ? &*peer_ranks : nullptr;
+    run_ranks(options.ranks, [&](World& world) { measure(of, options, peer_side, world, result); },
               {.timeout = std::chrono::minutes(10)});
     constexpr double kMiB = 1 << 20;
     const auto spread = [](const std::vector<double>& times) {
@@ -255,18 +350,23 @@ int bench_context(const BenchContextOptions& options) {
         result.together_bytes / kMiB, result.alone_bytes / kMiB, result.together_bytes / result.alone_bytes);
     if (of.lengths.size() > 1) fmt::print("  {}\n", result.cut);
     std::fflush(stdout);
-    const double difference = relative_difference(result.together_loss, result.alone_loss);
-    if (difference > 1e-4) {
-      fmt::print("  NOT COMPARABLE: losses {} and {}\n", result.together_loss, result.alone_loss);
+    const auto same = [&](const Ran& other, const char* whose) {
+      const Ran& mine = result.of_together;
+      if (relative_difference(mine.loss, other.loss) <= 1e-4 &&
+          relative_difference(mine.norm, other.norm) <= 1e-4)
+        return;
+      fmt::print("  NOT COMPARABLE: losses {} and {}, gradient norms {} and {} ({})\n", mine.loss, other.loss,
+                 mine.norm, other.norm, whose);
       comparable = false;
-    }
+    };
+    same(result.of_alone, "one rank");
+    if (peer_side) same(result.of_peer, kPeer);
     const double our_cpu = quantile(result.together_cpu, 0.5), peer_cpu = quantile(result.alone_cpu, 0.5);
     records.push_back(bench_record("context", of.name, 1e3 * our_cpu, 1e3 * peer_cpu,
                                    "one rank on the whole batch", "ms of the busiest processor",
                                    peer_cpu / our_cpu));
-    if (peer > 0)
-      records.push_back(bench_record("context", of.name, 1e3 * ours, 1e3 * peer,
-                                     "one rank on the whole batch", "ms", peer / ours));
+    if (peer > 0) compare(of, result.together, result.alone, "one rank on the whole batch", records);
+    if (peer_side) compare(of, result.together, result.peer, kPeer, records);
     records.push_back(bench_record("context", of.name, result.together_bytes / kMiB,
                                    result.alone_bytes / kMiB, "one rank on the whole batch", "MiB",
                                    result.alone_bytes / result.together_bytes));

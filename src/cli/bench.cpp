@@ -157,7 +157,12 @@ Verb context_verb(CLI::App& bench) {
       ->type_name("S")
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
-  verb->footer("Status: 0 compared, whatever the ratios; 1 the losses differ; 2 bad input.");
+  verb->add_flag("--peer", options->peer,
+                 "one causal document: PyTorch's ring attention over Gloo takes turns too");
+  verb->add_option("--python", options->python,
+                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer("Status: 0 compared, whatever the ratios; 1 losses or gradients differ; 2 bad input.");
   return {verb, [options] { return bench_context(*options); }};
 }
 

@@ -1,0 +1,139 @@
+"""One document over several ranks in PyTorch, what `isograd bench context --peer` is compared with.
+
+torch.distributed.tensor.experimental.context_parallel does not run on the CPU (docs/context-parallelism.md has its
+error): it knows ring attention for three CUDA kernels alone. Its ring itself, the loops that pass keys and values on and
+merge parts by log-sum-exp, takes any kernel; here it is given the CPU's flash attention, over Gloo, with its own
+balanced placement (each rank has the r-th and the r-th last of 2R chunks).
+
+    python context_parallel.py EXCHANGE RANKS SIDE      starts the ranks
+
+EXCHANGE holds
+    case.json            shapes, tokens; attention: true for one layer's attention alone
+    model/               config.json, model.safetensors, unless attention alone
+    SIDE.go.R            one byte per turn for rank R; end of file: done
+    SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
+"""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+import llama_step
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal, [1, heads, own tokens, head_dim]."""
+
+    @staticmethod
+    def forward(context, q, k, v):
+        out, lse = ring._templated_ring_attention(dist.group.WORLD, 2, FORWARD, q, k, v, is_causal=True, dropout_p=0.0)
+        context.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(context, grad):
+        return ring._templated_ring_attention_backward(dist.group.WORLD, 2, BACKWARD, grad.contiguous(), "grad_out",
+                                                       *context.saved_tensors, True, dropout_p=0.0)[:3]
+
+
+def attend(q, k, v, is_causal, enable_gqa):
+    assert is_causal
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    return RingAttention.apply(q, k, v)
+
+
+def chunks_of(tokens, rank, ranks):
+    chunks = torch.arange(tokens).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+def attention_alone(c, own):
+    """Query, key and value by document position, as isograd's side has them; the sum of squares of the output."""
+    def draw(heads, phase):
+        place = (own.float() + phase).view(-1, 1, 1)
+        channel = torch.arange(heads * c["head_dim"], dtype=torch.float32).view(1, heads, -1)
+        return torch.sin(place * 0.37 + channel * 1.7).requires_grad_()
+
+    leaves = [draw(c["heads"], 0), draw(c["key_value_heads"], 1), draw(c["key_value_heads"], 2)]
+
+    def step():
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in leaves)
+        loss = attend(q, k, v, True, c["key_value_heads"] != c["heads"]).square().sum()
+        loss.backward()
+        sums = torch.stack([loss.detach().double(), sum(x.grad.square().sum() for x in leaves).double()])
+        dist.all_reduce(sums)
+        for x in leaves:
+            x.grad = None
+        return sums[0].item(), sums[1].item() ** 0.5
+
+    return step
+
+
+def model_step(exchange, c, own):
+    llama_step.Block.attend = staticmethod(attend)
+    model = llama_step.Llama(c, c["tokens"])
+    llama_step.load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    model.cos, model.sin = model.cos[own], model.sin[own]
+    tokens = (torch.arange(c["tokens"]) * 7919 + 13) % c["vocabulary"]
+    targets = (tokens * 31 + 1) % c["vocabulary"]
+    targets[-1] = -100
+    tokens, targets = tokens[own].unsqueeze(0), targets[own]
+    parameters = list(model.parameters())
+
+    def step():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets, reduction="sum") / (c["tokens"] - 1)
+        loss.backward()
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+        dist.all_reduce(flat)
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        for p in parameters:
+            p.grad = None
+        return total.item(), flat.norm().item()
+
+    return step
+
+
+def run_rank(exchange, rank, ranks, side):
+    c = json.loads((exchange / "case.json").read_text())
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
+    own = chunks_of(c["tokens"], rank, ranks)
+    step = attention_alone(c, own) if c["attention"] else model_step(exchange, c, own)
+    go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
+    done = open(exchange / f"{side}.done", "w") if rank == 0 else None
+    while go.read(1):
+        dist.barrier()
+        start = time.perf_counter()
+        loss, norm = step()
+        turn = {"seconds": [time.perf_counter() - start], "losses": [loss], "norms": [norm]}
+        if done:
+            done.write(json.dumps(turn) + "\n")
+            done.flush()
+    dist.destroy_process_group()
+
+
+def main():
+    exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
+    if "RANK" in os.environ:
+        return run_rank(exchange, int(os.environ["RANK"]), ranks, sys.argv[3])
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
+                for rank in range(ranks)]
+    statuses = [child.wait() for child in children]
+    sys.exit(max(map(abs, statuses)))
+
+
+if __name__ == "__main__":
+    main()
