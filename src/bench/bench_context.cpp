@@ -283,7 +283,7 @@ void compare(const ContextCase& of, const std::vector<double>& ours, const std::
   const double mine = 1e3 * quantile(ours, 0.5), other = 1e3 * quantile(theirs, 0.5);
   const double mine_least = 1e3 * least(ours), other_least = 1e3 * least(theirs);
   fmt::print(
-      "  by {}: median {:.1f} ms by {:.1f} ms, {:.3f}x; least {:.1f} by {:.1f}, {:.3f}x; median of {} pairs "
+      "  beside {}: median {:.1f} and {:.1f} ms, {:.3f}x; least {:.1f} and {:.1f}, {:.3f}x; median of {} pairs "
       "{:.3f}x\n",
       name, mine, other, mine / other, mine_least, other_least, mine_least / other_least, ours.size(),
       of_pairs(ours, theirs));
