@@ -35,6 +35,10 @@ struct StepDump {
   std::vector<std::int64_t>
       samples;  // ids of the samples seen, sorted; an id once for each time it was counted
   std::vector<std::vector<std::int64_t>> counts;  // [rank][micro-batch] targets that carry loss
+  // [rank][micro-batch] what the declared mean counts there, if that is not targets: "samples" (a part of one
+  // counts as that part of its targets), "weights". Not written to files.
+  std::vector<std::vector<double>> amounts{};
+  std::string counted{};
   std::vector<std::pair<std::string, int>> axes;  // {"dp_shard", 4}, ..., outermost first
   std::string precision;                          // "fp64", "fp32", "bf16"
 

@@ -47,6 +47,8 @@ using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
 using MakeNormalizer = std::function<std::unique_ptr<Normalizer>()>;
 using MakeDataParallel = std::function<std::unique_ptr<DataParallel>(std::vector<NamedParameter>, Group)>;
 
+struct VerifyProblem;
+
 struct LayoutUnderTest {
   std::string name;
   MakeDataParallel make;
@@ -57,6 +59,16 @@ struct LayoutUnderTest {
   // padding of their flat storage) and rounds of micro-batches, in the given precision; not given: not
   // claimed.
   std::function<double(std::int64_t numel, std::int64_t rounds, at::ScalarType dtype)> traffic{};
+  // The same step with all ranks along this axis and the others of size 1, this layout being the only one,
+  // for experiments; null where that is impossible. Called on every rank, with the same answer.
+  std::function<std::shared_ptr<VerifyProblem>(const std::string& axis)> along{};
+};
+
+// Where ranks share samples (context parallelism): this rank's part comes from a cut.
+struct SharedSamples {
+  MicroBatches whole;  // the micro-batches that this rank shares, before the cut
+  int data_rank = 0;   // whose they are: ranks with the same one share them
+  std::function<MicroBatches(const MicroBatches& whole)> cut;  // this rank's part of any such
 };
 
 // A loop that takes norms and clips by itself, in place of the step's own norm and clip.
@@ -95,8 +107,9 @@ struct VerifyProblem {
   // A fresh model in the given dtype. Values of `dtype` (below) are then copied into the fp64 models, so that
   // all runs have the same initial parameters to the last bit.
   MakeVerifyModel make_model;
-  MicroBatches local;                   // this rank's part of the step; may be empty
-  std::function<MicroBatches()> whole;  // the whole step, for the oracle; called on rank 0
+  MicroBatches local;                      // this rank's part of the step; may be empty
+  std::optional<SharedSamples> dealing{};  // how `local` was cut; without it what is cut is only run as it is
+  std::function<MicroBatches()> whole;     // the whole step, for the oracle; called on rank 0
   std::function<MicroBatches()> alone;  // the whole step in the micro-batches one process would make of it;
                                         // called on the last rank. Not given: `whole`
   at::ScalarType dtype = at::kFloat;    // the run's precision

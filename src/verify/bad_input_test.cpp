@@ -191,7 +191,14 @@ TEST(Experiments, DealTheDataOut) {
   EXPECT_THAT(counts({.swapped = {0, 1}}), ElementsAre(Rank{10}, Rank{11, 0}));
   EXPECT_THAT(counts({.ranks = 1}), ElementsAre(Rank{11, 0, 10}));
   EXPECT_FALSE(arrange(data, {.only_rank = 0, .only_micro_batch = 1}));  // has no target
-  EXPECT_FALSE(arrange(data, {.only_axis = 0}));
+  // A document that carries no loss, and then has other tokens: nothing else changes.
+  EXPECT_THAT(counts({.muted_document = 1}), ElementsAre(Rank{7, 0}, Rank{10}));
+  const auto muted = arrange(data, {.muted_document = 1}).value()[0][0];
+  const auto perturbed = arrange(data, {.muted_document = 1, .perturbed = true}).value()[0][0];
+  EXPECT_TRUE(perturbed.targets.equal(muted.targets));
+  EXPECT_TRUE(perturbed.tokens.slice(0, 0, 9).equal(muted.tokens.slice(0, 0, 9)));
+  EXPECT_FALSE(perturbed.tokens.equal(muted.tokens));
+  EXPECT_TRUE(data[0][0].tokens.equal(muted.tokens));
   EXPECT_FALSE(arrange({{data[1][0]}}, {.one_micro_batch = true}));  // would change nothing
   // Samples' lengths are those of the new step.
   const auto uneven = arrange(data, {.counts = Experiment::Counts::kUneven}).value();
@@ -218,6 +225,8 @@ TEST(Experiments, TravelBetweenRanks) {
                            .one_micro_batch = true,
                            .empty_rank = 2,
                            .swapped = {1, 2},
+                           .muted_document = 5'000'000'000,
+                           .perturbed = true,
                            .ranks = 2,
                            .without_noise = true};
     const auto heard = share_experiment(world.rank == 0 ? std::optional(asked) : std::nullopt, world.group);

@@ -43,11 +43,16 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
                                          Bounds{.exact = limit_, .unit_roundoff = 0});
     parameters_.push_back(std::move(parameter));
   }
-  counts_ = expected().counts.empty() ? found().counts : expected().counts;
+  const StepDump& says = expected().counts.empty() && expected().amounts.empty() ? found() : expected();
+  if (says.counts.empty()) {
+    counts_ = says.amounts;
+    if (!says.counted.empty()) counted_ = says.counted;
+  }
+  for (const auto& rank : says.counts) counts_.emplace_back(rank.begin(), rank.end());
   for (std::size_t rank = 0; rank < counts_.size(); ++rank) {
     by_rank_.push_back(0);
     for (std::size_t j = 0; j < counts_[rank].size(); ++j) {
-      const auto targets = static_cast<double>(counts_[rank][j]);
+      const double targets = counts_[rank][j];
       by_rank_.back() += targets;
       if (targets > 0)
         cells_.push_back({.rank = static_cast<int>(rank),
@@ -57,10 +62,6 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
     }
     targets_ += by_rank_.back();
   }
-}
-
-std::string Case::setting_text() const {
-  return setting_.text();
 }
 
 std::vector<std::string> Case::off() const {
@@ -80,6 +81,25 @@ bool Case::finite_loss() const {
   const double loss = found().figures.loss;
   return std::isfinite(loss) || !std::isfinite(expected().figures.loss) ||
          (std::isnan(loss) && found().terms.empty());
+}
+
+int Case::holders() const {
+  return static_cast<int>(std::count_if(by_rank_.begin(), by_rank_.end(), [](double n) { return n > 0; }));
+}
+int Case::home_of(int rank) const {
+  const auto& [one, other] = setting_.swapped;
+  return rank == one ? other : rank == other ? one : rank;
+}
+double Case::size_of(const std::string& axis) const {
+  double all = 1, context = 1, own = 1;
+  for (const auto& [name, size] : found().axes) {
+    all *= size;
+    if (name.starts_with("cp_")) context *= size;
+    if (name == axis) own = size;
+  }
+  if (axis == kContextRanks) return context;
+  if (axis == kAllRanks) return found().axes.empty() ? ranks() : all;
+  return own;
 }
 
 int Case::micro_batches(int rank) const {
@@ -147,6 +167,17 @@ std::optional<double> misfit(Case& one, const Cause& cause, const std::vector<st
     worst = std::isnan(off) ? HUGE_VAL : std::max(worst, off);
   }
   return worst;
+}
+
+std::string text_of(const Case& one, const Experiment& experiment) {
+  const auto& axes = one.found().axes;
+  if (experiment.only_axis < 0 || experiment.only_axis >= static_cast<int>(axes.size()))
+    return experiment.text();
+  Experiment rest = experiment;
+  rest.only_axis = -1;
+  const auto text =
+      fmt::format("all ranks along {}", axes[static_cast<std::size_t>(experiment.only_axis)].first);
+  return rest == Experiment{} ? text : text + ", " + rest.text();
 }
 
 std::string list_names(const std::vector<std::string>& names) {

@@ -1,30 +1,37 @@
 // Known mistakes of normalisation, as weights: what a micro-batch's part of the gradient is multiplied by,
 // relative to the right weight, where N targets count in all, n_k on rank k, n_kj in its micro-batch j.
 #include <cmath>
-#include <map>
 
 #include "verify/case.hpp"
 
 namespace isograd {
 namespace {
 
-// Sizes along which something may be multiplied or divided, with their names.
-std::map<int, std::string> axis_sizes(const Case& one) {
-  std::map<int, std::string> sizes;
-  int all = 1, long_axes = 0;
-  const auto add = [&](int size, const std::string& name) {
-    std::string& names = sizes[size];
-    names += (names.empty() ? "" : " or ") + fmt::format("{} ({})", name, size);
-  };
+using Cell = Case::Cell;
+
+// The axes along which something may be multiplied or divided.
+std::vector<std::string> long_axes(const Case& one) {
+  std::vector<std::string> names;
+  int context = 0;
   for (const auto& [name, size] : one.found().axes) {
-    all *= size;
     if (size == 1) continue;
-    ++long_axes;
-    add(size, name);
+    names.push_back(name);
+    context += name.starts_with("cp_");
   }
-  if (one.found().axes.empty() && one.ranks() > 1) add(one.ranks(), "the ranks");
-  if (long_axes > 1) add(all, "all ranks");
-  return sizes;
+  const bool several = names.size() > 1;
+  if (context > 1) names.push_back(kContextRanks);
+  if (several && one.size_of(kAllRanks) != (context > 1 ? one.size_of(kContextRanks) : 0))
+    names.push_back(kAllRanks);
+  return names;
+}
+std::string number(double value) {
+  return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
+}
+bool without_axes(const Case& one) {
+  return one.found().axes.empty() && one.ranks() > 1;
+}
+std::string name_of(const Case& one, const std::string& axis) {
+  return fmt::format("{} ({:.0f})", without_axes(one) ? "the ranks" : axis, one.size_of(axis));
 }
 
 }  // namespace
@@ -34,32 +41,83 @@ std::string factors_of(const Case& one, double value) {
   const auto add = [&](double size, const std::string& name) {
     if (size > 1 && std::abs(value - size) <= 1e-6 * size) text += (text.empty() ? "" : " or ") + name;
   };
-  for (const auto& [size, names] : axis_sizes(one)) add(size, names);
+  for (const auto& axis : long_axes(one)) add(one.size_of(axis), name_of(one, axis));
+  if (without_axes(one)) add(one.ranks(), name_of(one, kAllRanks));
   add(one.rounds(), fmt::format("accumulation ({})", one.rounds()));
-  add(one.targets(), fmt::format("the targets of the step ({:.0f})", one.targets()));
+  add(one.targets(), fmt::format("the {} of the step ({})", one.counted(), number(one.targets())));
   return text;
 }
 
-std::vector<Cause> causes_of(const Case& one) {
-  using Cell = Case::Cell;
+std::vector<Cause> unsummed_causes(const Case& one) {
+  // A rank's place along an axis, axes outermost first.
+  const auto place = [](const Case& c, int rank, const std::string& axis) {
+    for (auto it = c.found().axes.rbegin(); it != c.found().axes.rend(); ++it) {
+      if (it->first == axis) return rank % it->second;
+      rank /= it->second;
+    }
+    return rank;
+  };
   std::vector<Cause> causes;
-  for (const auto& [size, names] : axis_sizes(one)) {
-    // Unless a reducer averages over every axis of a size, sizes stay what they are in all experiments.
-    const double k = size;
-    causes.push_back(
-        {.id = "averaged_over_axis",
-         .weight = [k](const Case&, const Cell&) { return 1 / k; },
-         .sentence = [size = size, names = names](
-                         const Case&) { return fmt::format("1/{}: averaged over {}", size, names); }});
+  if (one.cells().empty() || one.size_of(kAllRanks) != one.ranks()) return causes;
+  for (const auto& axis : long_axes(one)) {
+    const bool product = axis == kAllRanks || axis == kContextRanks;
+    causes.push_back({.id = "not_summed_over_axis",
+                      .weight =
+                          [=](const Case& c, const Cell& cell) {
+                            if (axis == kAllRanks) return cell.rank == 0 ? 1 : 0;
+                            bool own = true;
+                            for (const auto& [name, size] : c.found().axes)
+                              if (product ? name.starts_with("cp_") : name == axis)
+                                own = own && place(c, cell.rank, name) == 0;
+                            return own ? 1 : 0;
+                          },
+                      .sentence = [axis](const Case& c) { return "not summed over " + name_of(c, axis); },
+                      .axis = axis});
+  }
+  return causes;
+}
+
+std::vector<Cause> causes_of(const Case& one) {
+  std::vector<Cause> causes;
+  auto axes = long_axes(one);
+  if (without_axes(one)) axes = {kAllRanks};
+  for (const auto& axis : axes) {
+    const auto divided = [axis](const Case& c, const Cell&) { return 1 / c.size_of(axis); };
+    const auto says = [axis](const std::string& before, const std::string& what) {
+      return [=](const Case& c) {
+        return fmt::format("{}{:.0f}: {}{}", before, c.size_of(axis), what, name_of(c, axis));
+      };
+    };
+    causes.push_back({.id = "averaged_over_axis",
+                      .weight = divided,
+                      .sentence = says("1/", "averaged over "),
+                      .loss = Cause::Loss::kNotScaled,
+                      .axis = axis});
+    causes.push_back({.id = "counted_on_peers",
+                      .weight = divided,
+                      .sentence = says("1/", "so is the loss; targets are counted on every rank of "),
+                      .loss = Cause::Loss::kScaled,
+                      .axis = axis});
     causes.push_back({.id = "multiplied_by_axis",
-                      .weight = [k](const Case&, const Cell&) { return k; },
+                      .weight = [axis](const Case& c, const Cell&) { return c.size_of(axis); },
                       .sentence =
-                          [size = size, names = names](const Case&) {
-                            return fmt::format("{}: a sum over {} stands where an average was expected", size,
-                                               names);
-                          }});
+                          [axis](const Case& c) {
+                            return fmt::format("{:.0f}: a sum over {} stands where an average was expected",
+                                               c.size_of(axis), name_of(c, axis));
+                          },
+                      .axis = axis});
   }
   if (one.cells().empty()) return causes;
+  // As long as every rank has data these are averages over all; emptying a rank tells.
+  if (one.holders() > 1 && (one.can_run() || one.holders() < one.ranks()))
+    causes.push_back({.id = "averaged_over_holders",
+                      .weight = [](const Case& c, const Cell&) { return 1.0 / c.holders(); },
+                      .sentence =
+                          [](const Case& c) {
+                            return fmt::format("1/{}: averaged over the ranks that have data ({} of {})",
+                                               c.holders(), c.holders(), c.ranks());
+                          },
+                      .loss = Cause::Loss::kNotScaled});
 
   causes.push_back({.id = "summed_over_micro_batches",
                     .weight = [](const Case& c, const Cell&) { return c.rounds(); },
@@ -73,26 +131,26 @@ std::vector<Cause> causes_of(const Case& one) {
                     .weight = all_targets,
                     .sentence =
                         [](const Case& c) {
-                          return fmt::format("{:.0f}: the targets of the step, by which nothing divides",
-                                             c.targets());
+                          return fmt::format("{}: the {} of the step, by which nothing divides",
+                                             number(c.targets()), c.counted());
                         },
                     .loss = Cause::Loss::kScaled});
   causes.push_back({.id = "gradient_scaled_by_count",
                     .weight = all_targets,
                     .sentence =
                         [](const Case& c) {
-                          return fmt::format(
-                              "{:.0f}: the targets of the step; the loss that is logged is right",
-                              c.targets());
+                          return fmt::format("{}: the {} of the step; the loss that is logged is right",
+                                             number(c.targets()), c.counted());
                         },
                     .loss = Cause::Loss::kRight});
   causes.push_back(
       {.id = "count_not_reduced",
        .weight = [](const Case& c, const Cell& cell) { return c.targets() / c.targets_of(cell.rank); },
        .sentence =
-           [](const Case&) {
-             return "per-token weights fit 1/n_k: each rank divides by its own count, gradients are "
-                    "summed";
+           [](const Case& c) {
+             return fmt::format(
+                 "per-{} weights fit 1/n_k: each rank divides by its own count, gradients are summed",
+                 c.unit());
            }});
   causes.push_back(
       {.id = "count_not_reduced",
@@ -108,7 +166,7 @@ std::vector<Cause> causes_of(const Case& one) {
                     const Cell& cell) { return c.targets() / (c.targets_of(cell.rank) * c.ranks()); },
        .sentence =
            [](const Case& c) {
-             return fmt::format("per-token weights fit 1/n_k: mean of per-rank means over {} ranks",
+             return fmt::format("per-{} weights fit 1/n_k: mean of per-rank means over {} ranks", c.unit(),
                                 c.ranks());
            }});
   // With one micro-batch on every rank these are means of rank means, unless an experiment can tell.
@@ -120,21 +178,22 @@ std::vector<Cause> causes_of(const Case& one) {
          .sentence =
              [](const Case& c) {
                return fmt::format(
-                   "per-token weights fit 1/n_kj: mean of the means of all {} "
+                   "per-{} weights fit 1/n_kj: mean of the means of all {} "
                    "micro-batches",
-                   c.micro_batches());
+                   c.unit(), c.micro_batches());
              }});
-    causes.push_back(
-        {.id = "mean_of_micro_batch_means_by_rank",
-         .weight =
-             [](const Case& c, const Cell& cell) {
-               return c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks());
-             },
-         .sentence =
-             [](const Case&) {
-               return "per-token weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, "
-                      "averaged over ranks";
-             }});
+    causes.push_back({.id = "mean_of_micro_batch_means_by_rank",
+                      .weight =
+                          [](const Case& c, const Cell& cell) {
+                            return c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks());
+                          },
+                      .sentence =
+                          [](const Case& c) {
+                            return fmt::format(
+                                "per-{} weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, "
+                                "averaged over ranks",
+                                c.unit());
+                          }});
   }
   causes.push_back(
       {.id = "accumulation_rescaled",
@@ -148,12 +207,23 @@ std::vector<Cause> causes_of(const Case& one) {
              return "weights of micro-batches fall by the accumulation from each to the one before "
                     "it: every backward rescales what was accumulated";
            }});
-  for (int rank = 0; rank < one.ranks(); ++rank)
-    if (one.targets_of(rank) > 0 && one.ranks() > 1)
+  for (int rank = 0; rank < one.ranks(); ++rank) {
+    if (one.targets_of(rank) == 0 || one.ranks() == 1) continue;
+    causes.push_back(
+        {.id = "missing_rank_part",
+         .weight = [rank](const Case&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },
+         .sentence = [rank](const Case&) { return fmt::format("without the part of rank {}", rank); },
+         .rank = rank});
+    if (one.can_run())
       causes.push_back(
-          {.id = "missing_rank_part",
-           .weight = [rank](const Case&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },
-           .sentence = [rank](const Case&) { return fmt::format("without the part of rank {}", rank); }});
+          {.id = "missing_data_part",
+           .weight = [rank](const Case& c, const Cell& cell) { return c.home_of(cell.rank) == rank ? 0 : 1; },
+           .sentence =
+               [rank](const Case&) {
+                 return fmt::format("without the data that rank {} has, whichever rank has them", rank);
+               },
+           .rank = rank});
+  }
   // Without accumulation these are the same as their counterparts over ranks.
   if (one.rounds() == 1)
     std::erase_if(causes, [](const Cause& cause) {

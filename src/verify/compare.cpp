@@ -49,17 +49,9 @@ double relative_error(const at::Tensor& gradient, const at::Tensor& reference, d
   return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
 }
 
-std::vector<double> rounding_of(const std::vector<double>& alone_errors,
-                                const std::vector<std::int64_t>& elements) {
-  const bool any_large =
-      std::any_of(elements.begin(), elements.end(), [](auto count) { return count >= kMeasurable; });
-  double largest = 0;
-  for (std::size_t i = 0; i < alone_errors.size(); ++i)
-    if (!any_large || elements[i] >= kMeasurable) largest = std::fmax(largest, alone_errors[i]);
-  std::vector<double> rounding = alone_errors;
-  for (std::size_t i = 0; i < rounding.size(); ++i)
-    if (elements[i] < kMeasurable && rounding[i] < largest) rounding[i] = largest;
-  return rounding;
+std::int64_t runs_to_measure(std::int64_t elements) {
+  const std::int64_t own = std::max<std::int64_t>(1, elements);
+  return (kMeasurable + own - 1) / own;
 }
 
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
@@ -102,7 +94,7 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
   result.allowed = 4 * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
   // The ratio's own rounding error is at most ‖g − g64‖ / ‖g64‖.
   const double wanted = norm_of(reference);
-  result.resolved = wanted > 0 && 4 * alone_error * scale / wanted < bounds.ratio_limit;
+  result.resolved = wanted > 0 && result.allowed * scale / wanted < bounds.ratio_limit;
   result.passed =
       result.error <= result.allowed && (!result.resolved || std::abs(result.ratio - 1) < bounds.ratio_limit);
   return result;
@@ -123,11 +115,11 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
       bounds.exact, bounds.exact);
   layout.e2.bound = fmt::format(
       "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; "
-      "|ratio - 1| < {:g} where rounding is smaller than that; over fewer than 16 elements |g1 - g64| / s is "
-      "at "
-      "least that of any larger parameter",
+      "|ratio - 1| < {:g} where rounding is smaller than that; where fp64 is right and one g1 does not do, "
+      "the "
+      "worst of several, each in another cut of the batch: {} numbers at least",
       precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
-      bounds.unit_roundoff * std::sqrt(bounds.sum_length), bounds.ratio_limit);
+      bounds.unit_roundoff * std::sqrt(bounds.sum_length), bounds.ratio_limit, kMeasurable);
   layout.e3.bound = "the same bits when the step is made again, and on every rank";
   for (const auto& parameter : layout.parameters) {
     note(layout.e1, parameter, parameter.exact);

@@ -29,13 +29,14 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
                            double alone_error, const Bounds& bounds);
 double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
 
-// What rounding costs each parameter, from ‖g32 − g64‖ / s of one process: as measured, but over fewer than
-// 16 elements at least the largest of any larger parameter (of all, where none is larger). Two runs' errors
-// over n elements have the ratio of an F(n, n) distribution: over one element one is more than 4 times the
-// other in 16 of 100 pairs, over 16 elements in fewer than 1 of a million.
+// One run of one process is a sample of what rounding costs, and over few elements a poor one: two runs'
+// errors over n elements have the ratio of an F(n, n) distribution, so that over one element one is more than
+// 4 times the other in 16 of 100 pairs, over 16 elements in fewer than 1 of a million. Where a parameter of
+// fewer elements exceeds its bound, one process therefore makes the step as often as gives this many numbers,
+// each time in another cut of the batch, and the largest error counts: a layout whose error is one more draw
+// from the same distribution exceeds 4 times that in fewer than 2 of a million.
 constexpr std::int64_t kMeasurable = 16;
-std::vector<double> rounding_of(const std::vector<double>& alone_errors,
-                                const std::vector<std::int64_t>& elements);
+std::int64_t runs_to_measure(std::int64_t elements);
 
 // Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);

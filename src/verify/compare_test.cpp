@@ -78,12 +78,30 @@ TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
   EXPECT_FALSE(compare_rounded(reference, reference, scale, 1e-3, bounds).resolved);
 }
 
-// A single number's rounding may be zero by luck: one run does not measure it.
-TEST(Compare, FewElementsDoNotMeasureRounding) {
-  using testing::ElementsAre;
-  EXPECT_THAT(rounding_of({1e-9, 2e-7, 3e-7, 5e-7}, {1, 16, 200, 15}), ElementsAre(3e-7, 2e-7, 3e-7, 5e-7));
-  EXPECT_THAT(rounding_of({1e-9, 2e-7}, {1, 15}), ElementsAre(2e-7, 2e-7));
-  EXPECT_THAT(rounding_of({1e-9, 2e-7}, {16, 17}), ElementsAre(1e-9, 2e-7));
+// A single number's rounding may be small by luck: one run does not measure it.
+TEST(Compare, FewElementsTakeSeveralRuns) {
+  for (const auto& [elements, runs] :
+       {std::pair{1, 16}, {2, 8}, {3, 6}, {7, 3}, {8, 2}, {15, 2}, {16, 1}, {900, 1}})
+    EXPECT_EQ(runs_to_measure(elements), runs) << elements;
+}
+
+// Draws of one distribution: a layout's error against the largest of as many runs as give 16 numbers. The
+// old way, one run alone, is what the test must see through.
+TEST(Compare, TheLargestOfThoseRunsCallsNoEqualWrong) {
+  constexpr int kDraws = 20000;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const auto norms = [&](std::int64_t elements) {
+    return at::randn({kDraws, elements}, generator, at::kDouble).norm(2, 1);
+  };
+  for (const std::int64_t elements : {1, 2, 3, 5, 8, 15}) {
+    const at::Tensor layout = norms(elements), first = norms(elements);
+    at::Tensor largest = first;
+    for (std::int64_t run = 1; run < runs_to_measure(elements); ++run)
+      largest = largest.maximum(norms(elements));
+    EXPECT_LE((layout > 4 * largest).sum().item<int>(), 1) << elements;
+    if (elements > 1) continue;
+    EXPECT_GT((layout > 4 * first).sum().item<int>(), kDraws / 10);
+  }
 }
 
 TEST(Compare, BoundsAreThoseOfTheFourGrades) {

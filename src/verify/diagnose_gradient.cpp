@@ -13,8 +13,9 @@ bool logs_as(const Cause& cause, const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   if (cause.loss == Cause::Loss::kAny || std::isnan(found) || std::isnan(expected) || expected == 0)
     return true;
-  const double wanted = cause.loss == Cause::Loss::kScaled ? cause.weight(one, {}) : 1;
-  return std::abs(found / expected - wanted) <= std::max(one.limit(), 1e-9) * wanted;
+  const double wanted = cause.loss == Cause::Loss::kRight ? 1 : cause.weight(one, {});
+  const bool is = std::abs(found / expected - wanted) <= std::max(one.limit(), 1e-9) * wanted;
+  return cause.loss == Cause::Loss::kNotScaled ? !is || wanted == 1 : is;
 }
 
 double ratio_in(const Case& one, const std::string& name) {
@@ -85,7 +86,46 @@ std::string fitted_weights(Case& one, const std::vector<std::string>& names) {
                      left);
 }
 
+// What is worth running, in this order, as long as several causes fit.
+std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fitting) {
+  using Counts = Experiment::Counts;
+  std::vector<Experiment> all = {{.counts = Counts::kUneven},
+                                 {.one_micro_batch = true},
+                                 {.split_micro_batches = true},
+                                 {.counts = Counts::kEqual}};
+  std::vector<int> holders;
+  for (int rank = 0; rank < one.ranks(); ++rank)
+    if (one.targets_of(rank) > 0) holders.push_back(rank);
+  // Whose part is missing, the rank's or that of what it has?
+  for (const Cause& cause : fitting) {
+    if (cause.id != "missing_data_part") continue;
+    for (const int other : holders)
+      if (other != cause.rank) {
+        all.push_back({.swapped = {cause.rank, other}});
+        break;
+      }
+  }
+  if (holders.size() > 1) all.push_back({.empty_rank = holders.back()});
+  const auto& axes = one.found().axes;
+  // Where all ranks lie along an axis already it would be the same step.
+  for (std::size_t i = 0; i < axes.size(); ++i)
+    if (axes[i].second < one.size_of(kAllRanks)) all.push_back({.only_axis = static_cast<int>(i)});
+  return all;
+}
+
 }  // namespace
+
+std::optional<Finding> diagnose_unsummed(Case& one) {
+  const std::vector<std::string> names = one.off();
+  if (names.empty() || !one.finite()) return std::nullopt;
+  for (const Cause& cause : unsummed_causes(one))
+    if (explains(one, cause, names).value_or(false))
+      return Finding{cause.id,
+                     subject(one, names) + ": " + cause.sentence(one),
+                     {fmt::format("rank 0 has the sum of its own parts along that axis; as given: {}",
+                                  numbers_of(one, names))}};
+  return std::nullopt;
+}
 
 std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
   const std::vector<std::string> names = one.off();
@@ -116,15 +156,11 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
   for (auto& cause : causes_of(one))
     if (explains(one, cause, names).value_or(false)) fitting.push_back(std::move(cause));
   std::vector<std::string> evidence = {fmt::format("as given: {}", numbers_of(one, names))};
-  // Something else than a rank's part is missing from parameters that are right in other batches: each
-  // candidate has to hold where the others predict something else.
-  const Experiment settings[] = {{.counts = Experiment::Counts::kUneven},
-                                 {.one_micro_batch = true},
-                                 {.split_micro_batches = true},
-                                 {.counts = Experiment::Counts::kEqual}};
-  bool tested = false;
-  for (const Experiment& setting : settings) {
-    if (fitting.empty() || !again || (tested && same_ids(fitting))) break;
+  // Each candidate has to hold where the others predict something else.
+  bool tested = false, emptied = false, swapped = false;
+  for (const Experiment& setting : trials(one, fitting)) {
+    if (fitting.empty() || !again) break;
+    if (tested && same_ids(fitting) && !(setting.only_axis >= 0 && fitting.size() > 1)) continue;
     auto pair = again(setting);
     if (!pair) continue;
     Case other(std::move(*pair), setting, again);
@@ -136,16 +172,31 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
       else
         dropped += " not " + cause.id + ";";
     }
-    evidence.push_back(fmt::format("{}: ratio of {} {:.6g}, {} of {} parameters off;{}", setting.text(),
-                                   names[0], ratio_in(other, names[0]), other.off().size(),
-                                   other.parameters().size(), dropped.empty() ? " still fits" : dropped));
+    evidence.push_back(fmt::format("{}: ratio of {} {:.6g}, {} of {} parameters off;{}",
+                                   text_of(one, setting), names[0], ratio_in(other, names[0]),
+                                   other.off().size(), other.parameters().size(),
+                                   dropped.empty() ? " still fits" : dropped));
     fitting = std::move(still);
     tested = true;
+    emptied = emptied || setting.empty_rank >= 0 || setting.only_axis >= 0;
+    swapped = swapped || setting.swapped[0] >= 0;
   }
+  // The twins of commoner causes, the same numbers in all but one experiment, count where that could be made.
+  const auto is_twin = [&](const Cause& cause) {
+    return (cause.id == "missing_data_part" && !swapped) ||
+           (cause.id == "averaged_over_holders" && !emptied && one.holders() == one.ranks());
+  };
+  if (!std::all_of(fitting.begin(), fitting.end(), is_twin)) std::erase_if(fitting, is_twin);
   if (!fitting.empty()) {
     const bool decided = same_ids(fitting);
     std::string text;
-    for (const auto& cause : fitting) text += (text.empty() ? "" : "; or ") + cause.sentence(one);
+    for (std::size_t i = 0; i < fitting.size(); ++i) {
+      const Cause& cause = fitting[i];
+      if (i > 0 && decided && !cause.axis.empty())
+        text += fmt::format(" or {} ({:.0f})", cause.axis, one.size_of(cause.axis));
+      else
+        text += (text.empty() ? "" : "; or ") + cause.sentence(one);
+    }
     finding.id = decided ? fitting[0].id : "undecided";
     const bool factor = fitting[0].id.find("axis") != std::string::npos;
     if (!all && factor && decided) finding.id = "some_parameters_scaled";
@@ -153,6 +204,14 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     finding.sentence = subject(one, names) + verb + text;
     finding.evidence = evidence;
     return {finding};
+  }
+
+  if (again) {
+    if (auto leak = diagnose_leak(one, again)) {
+      leak->evidence.insert(leak->evidence.begin(), evidence.begin(), evidence.end());
+      return {*leak};
+    }
+    if (auto together = diagnose_composition(one, again, subject(one, names), evidence)) return {*together};
   }
 
   // One ratio for all of them, of no known origin; or several.

@@ -13,6 +13,10 @@ namespace isograd {
 
 const std::vector<Diagnosis> kDiagnoses = {
     {"averaged_over_axis", "gradients are averaged over ranks whose parts should be summed"},
+    {"averaged_over_holders",
+     "gradients are averaged over the ranks that have data, whose parts should be summed"},
+    {"counted_on_peers",
+     "targets are counted again on ranks that see the same ones: loss and gradient are too small"},
     {"multiplied_by_axis", "gradients are summed over ranks where the loss expects an average"},
     {"summed_over_micro_batches", "the means of micro-batches are summed, not divided by their number"},
     {"unscaled_sum", "nothing divides the loss: it grows with the batch"},
@@ -26,6 +30,7 @@ const std::vector<Diagnosis> kDiagnoses = {
     {"not_finite_empty_micro_batch", "a micro-batch without a target divides zero by zero"},
     {"not_finite", "the gradient is not finite"},
     {"replicas_differ", "ranks hold different gradients for the same parameter"},
+    {"not_summed_over_axis", "gradients are not summed over an axis: each rank along it keeps its own part"},
     {"sum_order_depends_on_rank", "each rank adds the parts up in another order: replicas differ in bits"},
     {"not_repeatable", "the same step made twice gives different bits"},
     {"norm_counts_replicas", "elements count in the norm once for each rank that has a copy"},
@@ -37,6 +42,8 @@ const std::vector<Diagnosis> kDiagnoses = {
     {"term_scaled", "one term of the loss is multiplied, the others are right"},
     {"some_parameters_scaled", "some parameters' gradients are multiplied, the others are right"},
     {"missing_rank_part", "a rank's part of some gradient is not in the sum"},
+    {"missing_data_part", "the part of some data is not in the sum, whichever rank has them"},
+    {"composition", "right with each of two features alone, wrong with both"},
     {"sample_twice", "some samples count more than once"},
     {"other_batch", "the runs did not see the same samples"},
     {"initial_parameters_differ", "parameters differ before the first step"},
@@ -72,7 +79,9 @@ std::string Experiment::text() const {
   else if (only_rank >= 0)
     add(fmt::format("only rank {}", only_rank));
   if (swapped[0] >= 0) add(fmt::format("ranks {} and {} swapped", swapped[0], swapped[1]));
-  if (only_axis >= 0) add(fmt::format("axis {} alone", only_axis));
+  if (only_axis >= 0) add(fmt::format("all ranks along axis {}", only_axis));
+  if (muted_document >= 0)
+    add(fmt::format("document {} {}", muted_document, perturbed ? "muted, with other tokens" : "muted"));
   if (ranks > 0) add(fmt::format("{} ranks", ranks));
   if (without_noise) add("without dropout");
   if (without_resume) add("without the resume");
@@ -140,6 +149,18 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
   return findings;
 }
 
+// The same samples, but as many targets as if each were counted once on every rank of some axes.
+bool counted_several_times(const StepDump& found, const StepDump& expected) {
+  const std::int64_t own = found.figures.targets, wanted = expected.figures.targets;
+  if (found.samples.empty() || found.samples != expected.samples || wanted <= 0) return false;
+  std::int64_t all = 1;
+  for (const auto& [name, size] : found.axes) {
+    all *= size;
+    if (size > 1 && own == wanted * size) return true;
+  }
+  return all > 1 && own == wanted * all;
+}
+
 // Which samples were counted, as far as both sides say.
 std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected) {
   if (!found.samples.empty() && !expected.samples.empty() && found.samples != expected.samples) {
@@ -165,6 +186,7 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
               strange.empty() ? "" : "not in the batch: " + list_names(strange)}}};
   }
   const auto &f = found.figures, &e = expected.figures;
+  if (counted_several_times(found, expected)) return {};  // the same samples: a matter of the gradient
   if (e.targets > 0 && f.targets > 0 && (f.targets != e.targets || (f.tokens > 0 && f.tokens != e.tokens)))
     return {{"other_batch",
              fmt::format("counts differ: {} targets of {} tokens, expected {} of {}", f.targets, f.tokens,
@@ -334,7 +356,14 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
     return findings;
   }
   if (ended_by(diagnose_repeat(one, again))) return findings;
-  if (ended_by(diagnose_replicas(one, again))) return findings;
+  auto replicas = diagnose_replicas(one, again);
+  if (!replicas.empty() && replicas[0].id == "replicas_differ")
+    if (auto unsummed = diagnose_unsummed(one)) {
+      unsummed->evidence.push_back(replicas[0].sentence);
+      unsummed->evidence.push_back(replicas[0].evidence[0]);
+      replicas = {*unsummed};
+    }
+  if (ended_by(std::move(replicas))) return findings;
   if (ended_by(diagnose_without(one, again))) return findings;
   if (!one.same()) {
     if (ended_by(diagnose_resume(pair, again, "the same samples"))) return findings;
@@ -342,6 +371,11 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
     return findings;
   }
   if (findings.empty()) ended_by(diagnose_figures(one));  // else another model's
+  if (findings.empty() && counted_several_times(pair.found, pair.expected))
+    ended_by({{"counted_on_peers",
+               fmt::format("{} targets are reported, there are {}; loss and gradient are right",
+                           pair.found.figures.targets, pair.expected.figures.targets),
+               {}}});
   return findings;
 }
 

@@ -22,11 +22,13 @@ struct Experiment {
   bool split_micro_batches = false;  // those of several fragments in two: accumulation
   bool one_micro_batch = false;      // each rank's data in one: no accumulation
   bool without_silent = false;       // micro-batches without a target left out
-  int empty_rank = -1;               // this rank has no data
+  int empty_rank = -1;               // this rank has no data, nor those that share its samples
   int only_rank = -1;                // the others have none
   int only_micro_batch = -1;         // and this rank has this one alone
   int swapped[2] = {-1, -1};         // these ranks have each other's data
-  int only_axis = -1;                // index into StepDump::axes: the others have size 1
+  int only_axis = -1;                // index into StepDump::axes: all ranks along it, the others have size 1
+  std::int64_t muted_document = -1;  // sample id: its targets carry no loss
+  bool perturbed = false;            // and its tokens are others
   int ranks = 0;                     // 0: as many as there are
   bool without_noise = false;        // no dropout
   bool without_resume = false;       // the run went on instead of being resumed

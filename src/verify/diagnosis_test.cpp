@@ -1,5 +1,5 @@
 // Diagnoses of dumps alone: gradients put together from parts whose weights are known.
-#include "verify/diagnosis.hpp"
+#include "verify/diagnosis_testing.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,93 +9,10 @@
 namespace isograd {
 namespace {
 
+using namespace diagnosis_test;
+
 using testing::HasSubstr;
 using testing::IsEmpty;
-
-at::Tensor random_gradient(std::uint64_t seed, std::int64_t numel = 50) {
-  return at::randn({numel}, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
-
-constexpr double kNorm = 2, kClip = 0.25;  // of the dumps that say nothing else
-
-// A trainer whose gradient is Σ over ranks k and micro-batches j of weight(k, j) / N · (sum of n_kj tokens),
-// on parameters a, b and c.
-struct Trainer {
-  using Counts = std::vector<std::vector<std::int64_t>>;
-  Counts counts = {{40, 10}, {5}, {30, 20}};
-  std::function<double(const Counts&, std::size_t k, std::size_t j)> weight = [](const Counts&, std::size_t,
-                                                                                 std::size_t) { return 1.0; };
-  double loss_ratio = 1;
-  std::vector<std::pair<std::string, int>> axes = {{"dp_shard", 3}};
-  std::function<void(RunPair&, const Experiment&)> change = [](RunPair&, const Experiment&) {};
-  std::vector<std::string>* made = nullptr;  // experiments, in order
-
-  static double all(const Counts& counts) {
-    double sum = 0;
-    for (const auto& rank : counts)
-      for (auto count : rank) sum += static_cast<double>(count);
-    return sum;
-  }
-  static double of(const std::vector<std::int64_t>& rank) {
-    double sum = 0;
-    for (auto count : rank) sum += static_cast<double>(count);
-    return sum;
-  }
-
-  std::optional<RunPair> run(const Experiment& experiment) const {
-    if (made) made->push_back(experiment.text());
-    if (experiment.without_noise || experiment.without_resume || experiment.ranks > 0) return std::nullopt;
-    Counts now = counts;
-    for (std::size_t k = 0; k < now.size(); ++k) {
-      if (experiment.counts == Experiment::Counts::kEqual)
-        for (auto& count : now[k]) count = count > 0 ? 5 : 0;
-      if (experiment.counts == Experiment::Counts::kUneven)
-        for (std::size_t j = 0; j < now[k].size(); ++j)
-          now[k][j] = now[k][j] ? 1 + (now[k][j] * static_cast<std::int64_t>(k + 2 * j)) % 11 : 0;
-      if (experiment.one_micro_batch) now[k] = {static_cast<std::int64_t>(of(now[k]))};
-      if (experiment.only_rank >= 0)
-        for (std::size_t j = 0; j < now[k].size(); ++j)
-          if (static_cast<int>(k) != experiment.only_rank ||
-              (experiment.only_micro_batch >= 0 && static_cast<int>(j) != experiment.only_micro_batch))
-            now[k][j] = 0;
-    }
-    RunPair pair;
-    const double total = all(now);
-    for (std::uint64_t p = 0; p < 3; ++p) {
-      at::Tensor found = at::zeros({50}, at::kDouble), expected = at::zeros({50}, at::kDouble);
-      for (std::size_t k = 0; k < now.size(); ++k)
-        for (std::size_t j = 0; j < now[k].size(); ++j) {
-          if (now[k][j] == 0) continue;
-          const auto part = random_gradient(100 * p + 10 * k + j) * static_cast<double>(now[k][j]) / total;
-          expected += part;
-          found += part * weight(now, k, j);
-        }
-      const std::string name(1, static_cast<char>('a' + p));
-      pair.found.gradients.emplace_back(name, found);
-      pair.expected.gradients.emplace_back(name, expected);
-    }
-    pair.expected.figures = {5, static_cast<std::int64_t>(total), 2 * static_cast<std::int64_t>(total), kNorm,
-                             kClip};
-    pair.found.figures = pair.expected.figures;
-    pair.found.figures.loss *= loss_ratio;
-    for (StepDump* dump : {&pair.found, &pair.expected}) {
-      dump->counts = now;
-      dump->axes = axes;
-      dump->precision = "fp64";
-    }
-    change(pair, experiment);
-    return pair;
-  }
-  std::vector<Finding> diagnosis(bool again = true) const {
-    return diagnose(*run({}), again ? RunAgain([this](const Experiment& e) { return run(e); }) : RunAgain());
-  }
-};
-
-std::string ids(const std::vector<Finding>& findings) {
-  std::string text;
-  for (const auto& finding : findings) text += (text.empty() ? "" : " ") + finding.id;
-  return text;
-}
 
 using Counts = Trainer::Counts;
 

@@ -64,16 +64,80 @@ MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& wei
   return batches;
 }
 
-// One batch of all fragments.
+// Leaves the first `keep` of the batch's targets.
+void keep_targets(Batch& batch, std::int64_t keep) {
+  batch.targets = batch.targets.clone();
+  auto* target = batch.targets.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t t = 0; t < batch.targets.numel(); ++t)
+    if (target[t] != kIgnoreIndex && keep-- <= 0) target[t] = kIgnoreIndex;
+}
+
+void change_counts(DataByRank& data, Experiment::Counts counts) {
+  std::int64_t least = 0;
+  for (const auto& batches : data)
+    for (const Batch& batch : batches)
+      if (const auto own = batch.num_targets(); own > 0) least = least ? std::min(least, own) : own;
+  for (std::size_t rank = 0; rank < data.size(); ++rank)
+    for (std::size_t j = 0; j < data[rank].size(); ++j) {
+      Batch& batch = data[rank][j];
+      const auto share = static_cast<std::int64_t>(1 + (5 * rank + 3 * j) % 7);  // of seven
+      const std::int64_t own = batch.num_targets();
+      keep_targets(batch, counts == Experiment::Counts::kEqual ? least : (own * share + 6) / 7);
+    }
+}
+
+// The document's own loss takes no part; `perturbed`: its tokens go round by one.
+void mute(DataByRank& data, std::int64_t document, bool perturbed) {
+  for (auto& batches : data)
+    for (Batch& batch : batches) {
+      if (std::find(batch.sample_ids.begin(), batch.sample_ids.end(), document) == batch.sample_ids.end())
+        continue;
+      batch.targets = batch.targets.clone();
+      batch.tokens = batch.tokens.clone();
+      for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+        if (batch.sample_ids[f] != document) continue;
+        const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+        batch.targets.slice(0, begin, end).fill_(kIgnoreIndex);
+        if (perturbed) batch.tokens.slice(0, begin, end).copy_(batch.tokens.slice(0, begin, end).roll(1));
+      }
+    }
+}
+
+void count_samples(DataByRank& data) {
+  std::map<std::int64_t, std::int64_t> targets;
+  const auto each = [&](const auto& visit) {
+    for (auto& batches : data)
+      for (Batch& batch : batches) visit(batch);
+  };
+  each([&](Batch& batch) {
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      targets[batch.sample_ids[f]] += batch.targets.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])
+                                          .ne(kIgnoreIndex)
+                                          .sum()
+                                          .template item<std::int64_t>();
+  });
+  each([&](Batch& batch) {
+    batch.sample_targets.clear();
+    for (auto id : batch.sample_ids) batch.sample_targets.push_back(targets[id]);
+  });
+}
+
+}  // namespace
+
 Batch joined(const MicroBatches& batches) {
   Batch whole;
   std::vector<at::Tensor> tokens, targets, positions, weights;
+  const bool any_weights =
+      std::any_of(batches.begin(), batches.end(), [](const Batch& batch) { return batch.weights.defined(); });
   for (const Batch& batch : batches) {
     const std::int64_t offset = whole.cu_seqlens.back();
     tokens.push_back(batch.tokens);
     targets.push_back(batch.targets);
     positions.push_back(batch.positions);
-    if (batch.weights.defined()) weights.push_back(batch.weights);
+    if (batch.weights.defined())
+      weights.push_back(batch.weights);
+    else if (any_weights)
+      weights.push_back(at::ones({batch.num_tokens()}, at::kDouble));
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
       whole.cu_seqlens.push_back(offset + batch.cu_seqlens[f + 1]);
     whole.sample_ids.insert(whole.sample_ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
@@ -102,49 +166,6 @@ Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
   return part;
 }
 
-// Leaves the first `keep` of the batch's targets.
-void keep_targets(Batch& batch, std::int64_t keep) {
-  batch.targets = batch.targets.clone();
-  auto* target = batch.targets.mutable_data_ptr<std::int64_t>();
-  for (std::int64_t t = 0; t < batch.targets.numel(); ++t)
-    if (target[t] != kIgnoreIndex && keep-- <= 0) target[t] = kIgnoreIndex;
-}
-
-void change_counts(DataByRank& data, Experiment::Counts counts) {
-  std::int64_t least = 0;
-  for (const auto& batches : data)
-    for (const Batch& batch : batches)
-      if (const auto own = batch.num_targets(); own > 0) least = least ? std::min(least, own) : own;
-  for (std::size_t rank = 0; rank < data.size(); ++rank)
-    for (std::size_t j = 0; j < data[rank].size(); ++j) {
-      Batch& batch = data[rank][j];
-      const auto share = static_cast<std::int64_t>(1 + (5 * rank + 3 * j) % 7);  // of seven
-      const std::int64_t own = batch.num_targets();
-      keep_targets(batch, counts == Experiment::Counts::kEqual ? least : (own * share + 6) / 7);
-    }
-}
-
-void count_samples(DataByRank& data) {
-  std::map<std::int64_t, std::int64_t> targets;
-  const auto each = [&](const auto& visit) {
-    for (auto& batches : data)
-      for (Batch& batch : batches) visit(batch);
-  };
-  each([&](Batch& batch) {
-    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
-      targets[batch.sample_ids[f]] += batch.targets.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])
-                                          .ne(kIgnoreIndex)
-                                          .sum()
-                                          .template item<std::int64_t>();
-  });
-  each([&](Batch& batch) {
-    batch.sample_targets.clear();
-    for (auto id : batch.sample_ids) batch.sample_targets.push_back(targets[id]);
-  });
-}
-
-}  // namespace
-
 DataByRank gather_batches(const MicroBatches& local, Group& group) {
   const Flat own = flatten(local);
   const Flat all{group.all_gather_rows(own.numbers), group.all_gather_rows(own.weights)};
@@ -161,6 +182,37 @@ std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data) {
     for (const Batch& batch : batches) counts.back().push_back(batch.num_targets());
   }
   return counts;
+}
+
+void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, StepDump& dump) {
+  dump.counts.clear();
+  dump.amounts.clear();
+  if (declared.replicas || declared.global) return;
+  if (declared.mean == Mean::kTargets) dump.counts = counts_of(data);
+  if (declared.mean != Mean::kSamples && declared.mean != Mean::kWeights) return;
+  const bool samples = declared.mean == Mean::kSamples;
+  dump.counted = samples ? "samples" : "weights";
+  const auto each = [&](const Batch& batch, const auto& visit) {
+    at::Tensor weights = batch.targets.ne(kIgnoreIndex).to(at::kDouble);
+    if (batch.weights.defined()) weights = at::where(weights.ne(0), batch.weights.to(at::kDouble), weights);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      visit(batch.sample_ids[f],
+            weights.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).sum().item<double>());
+  };
+  std::map<std::int64_t, double> whole;
+  for (const auto& batches : data)
+    for (const Batch& batch : batches)
+      each(batch, [&](std::int64_t id, double weight) { whole[id] += weight; });
+  for (const auto& batches : data) {
+    dump.amounts.emplace_back();
+    for (const Batch& batch : batches) {
+      double own = 0;
+      each(batch, [&](std::int64_t id, double weight) {
+        if (weight > 0) own += samples ? weight / whole.at(id) : weight;
+      });
+      dump.amounts.back().push_back(own);
+    }
+  }
 }
 
 std::vector<std::int64_t> samples_of(const MicroBatches& batches) {
@@ -199,7 +251,6 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   DataByRank result = data;
   const auto size = static_cast<int>(data.size());
   const auto at = [&](int rank) -> MicroBatches& { return result[static_cast<std::size_t>(rank)]; };
-  if (experiment.only_axis >= 0) return std::nullopt;  // takes another mesh
   if (std::max({experiment.empty_rank, experiment.only_rank, experiment.swapped[0], experiment.swapped[1]}) >=
           size ||
       experiment.ranks >= size)
@@ -207,6 +258,7 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   if (experiment.swapped[0] >= 0) std::swap(at(experiment.swapped[0]), at(experiment.swapped[1]));
   if (experiment.empty_rank >= 0) at(experiment.empty_rank).clear();
   if (experiment.counts != Experiment::Counts::kAsGiven) change_counts(result, experiment.counts);
+  if (experiment.muted_document >= 0) mute(result, experiment.muted_document, experiment.perturbed);
   if (experiment.split_micro_batches) {
     bool any = false;
     for (auto& batches : result) {
@@ -257,7 +309,7 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
 }
 
 std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group) {
-  std::array<std::int64_t, 15> fields{};
+  std::array<std::int64_t, 17> fields{};
   if (experiment) {
     const Experiment& e = *experiment;
     fields = {1,
@@ -274,7 +326,9 @@ std::optional<Experiment> share_experiment(const std::optional<Experiment>& expe
               e.without_noise,
               e.without_resume,
               e.reference_only,
-              e.split_micro_batches};
+              e.split_micro_batches,
+              e.muted_document,
+              e.perturbed};
   }
   at::Tensor shared = at::empty({static_cast<std::int64_t>(fields.size())}, at::kLong);
   std::copy(fields.begin(), fields.end(), shared.mutable_data_ptr<std::int64_t>());
@@ -291,6 +345,8 @@ std::optional<Experiment> share_experiment(const std::optional<Experiment>& expe
                     .only_micro_batch = number(6),
                     .swapped = {number(7), number(8)},
                     .only_axis = number(9),
+                    .muted_document = v[15],
+                    .perturbed = v[16] != 0,
                     .ranks = number(10),
                     .without_noise = v[11] != 0,
                     .without_resume = v[12] != 0,

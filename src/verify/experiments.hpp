@@ -6,6 +6,7 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/group.hpp"
+#include "isograd/verify.hpp"
 #include "verify/diagnosis.hpp"
 
 namespace isograd {
@@ -16,12 +17,20 @@ using DataByRank = std::vector<MicroBatches>;
 DataByRank gather_batches(const MicroBatches& local, Group& group);
 // [rank][micro-batch] targets that carry loss.
 std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
+// What the declared mean counts in each, into dump.counts or dump.amounts: all known causes speak of that.
+// Nothing under means that count nothing, or differ over ranks. `data` is the whole step.
+void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, StepDump& dump);
 // Ids of the samples in fragments, sorted, once for each fragment.
 std::vector<std::int64_t> samples_of(const MicroBatches& batches);
 std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& group);  // collective
 MicroBatches all_of(const DataByRank& data);
 
-// The step's data as the experiment deals it out; Batch::sample_targets are those of the new step. Nothing
+// One batch of all fragments, and the fragments [first, last) of one. Neither knows Batch::sample_targets.
+Batch joined(const MicroBatches& batches);
+Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);
+
+// The step's data, by data rank and before any cut, as the experiment deals them out (all but only_axis and
+// the circumstances of the run); Batch::sample_targets are those of the new step. Nothing
 // where that would be the step as it is, although the experiment asks for other data, or would have no
 // target.
 std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment);

@@ -172,7 +172,9 @@ TEST_P(FaultAtRanks, AParameterThatIsNotSummedIsNamed) {
     EXPECT_EQ(parameter.exact.passed, parameter.name != name) << parameter.name;
     EXPECT_EQ(parameter.replicas_agree, parameter.name != name) << parameter.name;
   }
-  EXPECT_THAT(verdict.diagnosis, Contains("the ranks hold different gradients: " + name));
+  EXPECT_THAT(verdict.diagnosis,
+              Contains(fmt::format("only 1 of {} parameters ({}): not summed over the ranks ({})",
+                                   verdict.layouts[0].parameters.size(), name, GetParam())));
 }
 
 // So that doing nothing can never pass as parity.

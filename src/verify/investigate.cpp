@@ -1,5 +1,6 @@
 #include "verify/investigate.hpp"
 
+#include <algorithm>
 #include <bit>
 
 #include "verify/digest.hpp"
@@ -28,6 +29,8 @@ StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDum
   dump.terms = oracle.terms;
   dump.samples = std::move(samples);
   dump.counts = found.counts;
+  dump.amounts = found.amounts;
+  dump.counted = found.counted;
   dump.axes = found.axes;
   dump.precision = "fp64";
   dump.ranks.push_back({.initial = checksums_of(initial), .gradients = {}});
@@ -43,6 +46,13 @@ static std::vector<std::pair<std::string, int>> axes_of(const LayoutUnderTest& l
   return {{"the ranks", group.size()}};
 }
 
+static bool any_part(const DataByRank& data) {
+  for (const auto& batches : data)
+    for (const Batch& batch : batches)
+      if (batch.cut) return true;
+  return false;
+}
+
 void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
@@ -54,84 +64,161 @@ void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   dump.terms = made.terms;
 }
 
-std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed, const DataByRank* data) {
-  const auto is_part = [](const Batch& batch) { return batch.cut != nullptr; };
-  at::Tensor cut =
-      at::full({1}, std::any_of(problem_.local.begin(), problem_.local.end(), is_part) ? 1 : 0, at::kLong);
-  group_.all_reduce(cut, ReduceOp::kMax);
-  is_cut_ = cut.item<std::int64_t>() != 0;
-  if (group_.rank() == 0) {
-    auto findings = isograd::diagnose(pair);
-    const bool asks = problem_.experiments && (failed || !findings.empty());
-    if (!asks) {
-      share_experiment(std::nullopt, group_);
-      return findings;
+Investigation::Deck Investigation::deck_of(const VerifyProblem& problem, Group& group) {
+  Deck deck;
+  if (!problem.dealing) {
+    deck.data = gather_batches(problem.local, group);
+    for (int rank = 0; rank < group.size(); ++rank) deck.data_rank.push_back(rank);
+    return deck;
+  }
+  // Ranks that share samples have the same ones: the first of them speaks for all.
+  const at::Tensor ranks =
+      group.all_gather(at::full({1}, problem.dealing->data_rank, at::kLong)).reshape({-1});
+  for (int rank = 0; rank < group.size(); ++rank)
+    deck.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
+  const auto first = std::find(deck.data_rank.begin(), deck.data_rank.end(), problem.dealing->data_rank);
+  const bool speaks = first - deck.data_rank.begin() == group.rank();
+  const DataByRank all = gather_batches(speaks ? problem.dealing->whole : MicroBatches{}, group);
+  deck.data.resize(
+      static_cast<std::size_t>(*std::max_element(deck.data_rank.begin(), deck.data_rank.end()) + 1));
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) deck.data[static_cast<std::size_t>(deck.data_rank[rank])] = all[rank];
+  return deck;
+}
+
+bool Investigation::by_data_rank(Experiment& experiment, const Deck& deck) {
+  for (int* rank : {&experiment.empty_rank, &experiment.swapped[0], &experiment.swapped[1]})
+    if (*rank >= 0) *rank = deck.data_rank.at(static_cast<std::size_t>(*rank));
+  return experiment.swapped[0] < 0 || experiment.swapped[0] != experiment.swapped[1];
+}
+
+bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
+                               int micro_batch, Group& group) {
+  const auto owner = static_cast<std::size_t>(deck.data_rank.at(static_cast<std::size_t>(rank)));
+  for (std::size_t other = 0; other < data.size(); ++other)
+    if (other != owner) data[other].clear();
+  MicroBatches& own = data[owner];
+  if (micro_batch >= static_cast<int>(own.size())) return false;
+  if (problem.dealing) {
+    const MicroBatches parts = group.rank() == rank ? problem.dealing->cut(own) : MicroBatches{};
+    for (std::size_t j = 0; j < own.size(); ++j) {
+      at::Tensor keep = at::zeros({own[j].num_tokens()}, at::kLong);
+      if (group.rank() == rank) {
+        const ContextCut& cut = *parts.at(j).cut;
+        for (const Piece& piece : cut.own())
+          if (piece.document < own[j].num_fragments())
+            keep.narrow(0, own[j].cu_seqlens[static_cast<std::size_t>(piece.document)] + piece.begin,
+                        piece.length)
+                .fill_(1);
+      }
+      group.broadcast(keep, rank);
+      own[j].targets = own[j].targets.masked_fill(keep.eq(0), kIgnoreIndex);
     }
+  }
+  if (micro_batch >= 0) own = {own[static_cast<std::size_t>(micro_batch)]};
+  return true;
+}
+
+std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed) {
+  at::Tensor asks = at::zeros({1}, at::kLong);
+  std::vector<Finding> findings;
+  if (group_.rank() == 0) {
+    findings = isograd::diagnose(pair);
+    if (problem_.experiments && (failed || !findings.empty())) asks.fill_(1);
+  }
+  group_.broadcast(asks, 0);
+  if (asks.item<std::int64_t>() == 0) return findings;
+  deck_ = deck_of(problem_, group_);
+  if (group_.rank() == 0) {
     findings = isograd::diagnose(pair, [&](const Experiment& experiment) {
       share_experiment(experiment, group_);
-      return again(experiment, *data);
+      return again(experiment);
     });
     share_experiment(std::nullopt, group_);
     return findings;
   }
-  while (const auto experiment = share_experiment(std::nullopt, group_)) again(*experiment, *data);
+  while (const auto experiment = share_experiment(std::nullopt, group_)) again(*experiment);
   return {};
 }
 
-std::optional<RunPair> Investigation::again(const Experiment& experiment, const DataByRank& data) {
-  const bool reports = group_.rank() == 0;
+std::optional<RunPair> Investigation::again(const Experiment& asked) {
+  const bool reports = group_.rank() == 0, as_given = asked == Experiment{};
   // Decided alike on all ranks, from what all of them know.
-  if (experiment.without_resume && !problem_.uninterrupted) return std::nullopt;
-  if (experiment.ranks > 0 && !problem_.subgroup) return std::nullopt;
-  const bool as_given = experiment == Experiment{};
-  if ((is_cut_ || problem_.loss.global) && !as_given) return std::nullopt;
-  if (problem_.loss.replicas && !(experiment == Experiment{})) return std::nullopt;
-  VerifyModel in_fp64 = initial_.model(problem_, at::kDouble);
-  if (experiment.without_noise) {
+  if (asked.without_resume && !problem_.uninterrupted) return std::nullopt;
+  if (asked.ranks > 0 && !problem_.subgroup) return std::nullopt;
+  if ((problem_.loss.global || problem_.loss.replicas) && !as_given) return std::nullopt;
+  std::shared_ptr<VerifyProblem> along;
+  if (asked.only_axis >= 0) {
+    const auto axes = axes_of(layout_, group_);
+    if (!layout_.along || asked.only_axis >= static_cast<int>(axes.size())) return std::nullopt;
+    along = layout_.along(axes[static_cast<std::size_t>(asked.only_axis)].first);
+    if (!along) return std::nullopt;
+  }
+  const VerifyProblem& problem = along ? *along : problem_;
+  const LayoutUnderTest& layout = along ? along->layouts.at(0) : layout_;
+  VerifyModel in_fp64 = initial_.model(problem, at::kDouble);
+  if (asked.without_noise) {
     if (!in_fp64.without_noise) return std::nullopt;
     in_fp64.without_noise();
   }
   std::optional<DataByRank> dealt;
-  if (experiment.without_resume)
-    dealt = gather_batches(problem_.uninterrupted(), group_);
-  else
-    dealt = arrange(data, experiment);
+  if (asked.without_resume) {
+    dealt = gather_batches(problem.uninterrupted(), group_);
+  } else {
+    const Deck other = along ? deck_of(problem, group_) : Deck{};
+    const Deck& deck = along ? other : deck_;
+    Experiment experiment = asked;
+    experiment.only_rank = experiment.only_micro_batch = -1;
+    // Parts of ranks that share samples can only be run as they were cut, by whoever made the problem.
+    if (any_part(deck.data) && !as_given) return std::nullopt;
+    if (!by_data_rank(experiment, deck)) return std::nullopt;
+    dealt = arrange(deck.data, experiment);
+    if (dealt && asked.only_rank >= 0 &&
+        !leave_only(*dealt, problem, deck, asked.only_rank, asked.only_micro_batch, group_))
+      return std::nullopt;
+  }
   if (!dealt) return std::nullopt;
 
+  const bool shared = problem.dealing && asked.ranks == 0 && !asked.without_resume;
+  const auto part_of = [&](int rank) {
+    return shared ? problem.dealing->cut((*dealt)[static_cast<std::size_t>(problem.dealing->data_rank)])
+           : rank < static_cast<int>(dealt->size()) ? (*dealt)[static_cast<std::size_t>(rank)]
+                                                    : MicroBatches{};
+  };
   RunPair pair;
-  pair.found.counts = counts_of(*dealt);
-  if (problem_.loss.mean != Mean::kTargets) pair.found.counts.clear();
-  pair.found.samples = as_given ? samples_over_ranks(problem_.local, group_) : samples_of(all_of(*dealt));
-  pair.found.axes = axes_of(layout_, group_);
+  pair.found.axes = axes_of(layout, group_);
+  if (asked.ranks > 0) pair.found.axes = {{"the ranks", asked.ranks}};
+  if (!asked.reference_only)
+    count_as_declared(shared ? gather_batches(part_of(group_.rank()), group_) : *dealt, problem.loss,
+                      pair.found);
+  pair.found.samples = as_given ? samples_over_ranks(problem.local, group_) : samples_of(all_of(*dealt));
   {
     Turns turns(group_);
     if (reports) {
-      VerifyModel model = initial_.model(problem_, at::kDouble);
-      if (experiment.without_noise) model.without_noise();
+      VerifyModel model = initial_.model(problem, at::kDouble);
+      if (asked.without_noise) model.without_noise();
       // The step as given is compared with the whole step as one process would have it.
-      const bool given = experiment == Experiment{} || experiment.without_resume;
-      const MicroBatches whole = given ? problem_.whole() : all_of(*dealt);
+      const bool given = as_given || asked.without_resume;
+      const MicroBatches whole = given ? problem.whole() : all_of(*dealt);
       const auto parts =
-          given && problem_.loss.replicas ? problem_.loss.replicas() : std::vector<MicroBatches>{whole};
+          given && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
       const OracleStep oracle =
-          oracle_step(model, parts, problem_.loss, problem_.step.max_norm, [&turns] { turns.tick(); });
+          oracle_step(model, parts, problem.loss, problem.step.max_norm, [&turns] { turns.tick(); });
       pair.expected = dump_of(oracle, initial_, pair.found, samples_of(whole), 0);
     }
     turns.finish();
   }
-  if (experiment.reference_only) return pair;
+  if (asked.reference_only) return pair;
 
   std::vector<int> members;
-  for (int rank = 0; rank < (experiment.ranks > 0 ? experiment.ranks : group_.size()); ++rank)
-    members.push_back(rank);
+  for (int rank = 0; rank < (asked.ranks > 0 ? asked.ranks : group_.size()); ++rank) members.push_back(rank);
   if (group_.rank() >= static_cast<int>(members.size())) return std::nullopt;
-  Group group = experiment.ranks > 0 ? problem_.subgroup(members) : group_;
-  const MicroBatches& local = as_given ? problem_.local : (*dealt)[static_cast<std::size_t>(group.rank())];
+  Group group = asked.ranks > 0 ? problem.subgroup(members) : group_;
   std::optional<LayoutRun> fresh;
-  if (!(experiment == Experiment{})) fresh.emplace(problem_, layout_, std::move(in_fp64), group);
+  if (!as_given) fresh.emplace(problem, layout, std::move(in_fp64), group);
   LayoutRun& run = fresh ? *fresh : exact_;
-  const LayoutRun::Made made = run.step(local);
-  if (experiment.ranks > 0) run.describe(made, checksums_of(initial_), pair.found);
+  const LayoutRun::Made made = run.step(as_given ? problem.local : part_of(group.rank()));
+  if (asked.ranks > 0) run.describe(made, checksums_of(initial_), pair.found);
   pair.found.precision = "fp64";
   for (std::size_t i = 0; i < made.names.size(); ++i)
     pair.found.gradients.emplace_back(made.names[i], made.gradients[i]);

@@ -18,21 +18,31 @@ class Investigation {
 
   // Fills in what the step said, on rank 0, and what the ranks have. Collective.
   void describe(const LayoutRun::Made& made, StepDump& dump);
-  // Collective; the answer is rank 0's. `failed` (rank 0's) says whether it is worth experiments; `data` is
-  // what they are made from.
-  std::vector<Finding> diagnose(RunPair pair, bool failed, const DataByRank* data);
+  // Collective; the answer is rank 0's. `failed` (rank 0's) says whether it is worth experiments.
+  std::vector<Finding> diagnose(RunPair pair, bool failed);
 
  private:
-  // Collective; nothing where this cannot be run, or on ranks that take no part. What is cut over context
-  // ranks can only be run as it was dealt.
-  std::optional<RunPair> again(const Experiment& experiment, const DataByRank& data);
+  // A step's data before any cut, by data rank, and which of them each rank works on.
+  struct Deck {
+    DataByRank data;
+    std::vector<int> data_rank;
+  };
+  static Deck deck_of(const VerifyProblem& problem, Group& group);  // collective
+  // Ranks of the experiment become data ranks. False: it makes no sense there.
+  static bool by_data_rank(Experiment& experiment, const Deck& deck);
+  // What `rank` alone adds of `data`: its micro-batches, or its part of those that several ranks share.
+  static bool leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
+                         int micro_batch, Group& group);
+
+  // Collective; nothing where this cannot be run, or on ranks that take no part.
+  std::optional<RunPair> again(const Experiment& experiment);
 
   const VerifyProblem& problem_;
   const LayoutUnderTest& layout_;
   const Initial& initial_;
   LayoutRun& exact_;
   Group& group_;
-  bool is_cut_ = false;  // some rank's part is one of context ranks
+  Deck deck_;
 };
 
 // The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.

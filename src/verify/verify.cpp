@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <optional>
 
 #include "isograd/error.hpp"
@@ -14,6 +15,8 @@
 #include "verify/investigate.hpp"
 #include "verify/leak.hpp"
 #include "verify/oracle.hpp"
+#include "verify/plain_findings.hpp"
+#include "verify/rounding.hpp"
 #include "verify/take_dumps.hpp"
 
 namespace isograd {
@@ -24,7 +27,6 @@ struct Reference {
   OracleStep oracle;                // fp64
   std::vector<double> scales;       // s of each parameter
   std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
-  std::vector<double> rounding;     // what the bound is taken from
   MicroBatches whole;
   std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
   std::string random;                  // how two runs of the model differ
@@ -62,9 +64,13 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     const auto pieces = parts(problem, reference.whole);
     reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
     reference.scales = error_scales(reference.oracle.gradients);
+    // What is cut over ranks is probed whole: a cut takes all of them (diagnose_leak() does that).
+    const MicroBatches& probed = problem.dealing         ? problem.dealing->whole
+                                 : problem.local.empty() ? reference.whole
+                                                         : problem.local;
     if (problem.probe_documents && !problem.loss.global && reference.random.empty())
-      for (const Batch& batch : problem.local.empty() ? reference.whole : problem.local)
-        if (batch.num_fragments() > 1) {
+      for (const Batch& batch : probed)
+        if (batch.num_fragments() > 1 && !batch.cut) {
           reference.leak = probe_documents(model, batch);
           tick();
           break;
@@ -79,7 +85,6 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                         problem.step.max_norm, tick);
   turns.finish();
 
-  std::vector<std::int64_t> elements;
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
     if (!initial.trainable[i]) continue;
     double error = 0;
@@ -94,10 +99,8 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                                reference.scales[next]);
     }
     reference.alone_error.push_back(error);
-    elements.push_back(initial.values[i].numel());
     ++next;
   }
-  reference.rounding = rounding_of(reference.alone_error, elements);
   return reference;
 }
 
@@ -145,55 +148,8 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
   return trajectories;
 }
 
-bool is_whole(const LayoutVerdict& layout) {
-  for (const auto& parameter : layout.parameters)
-    if (parameter.owners_least != 1 || parameter.owners_most != 1) return false;
-  for (const auto& trajectory : layout.trajectories)
-    if (!trajectory.passed) return false;
-  return layout.passed && !layout.parameters.empty();
-}
-
-// What the numbers say beside the diagnosis of the fp64 step.
-void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
-  const auto has = [&](const char* id) {
-    return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
-  };
-  std::vector<std::string> rounding, replicas, repeats;
-  for (const auto& parameter : layout.parameters) {
-    if (parameter.exact.passed && layout.e2.state == Grade::State::kFailed && !parameter.rounded.passed)
-      rounding.push_back(parameter.name);
-    if (!parameter.replicas_agree) replicas.push_back(parameter.name);
-    if (!parameter.repeats) repeats.push_back(parameter.name);
-  }
-  if (!repeats.empty() && !has("not_repeatable"))
-    layout.findings.insert(layout.findings.begin(),
-                           {"not_repeatable",
-                            "the same step made twice gives different bits: " + list_names(repeats),
-                            {"in " + precision}});
-  if (has("not_repeatable")) return;
-  if (!replicas.empty() && layout.findings.empty())
-    layout.findings.push_back({"replicas_differ",
-                               "the ranks hold different gradients: " + list_names(replicas),
-                               {"in " + precision}});
-  if (!rounding.empty())
-    layout.findings.push_back(
-        {"rounding",
-         "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
-         {}});
-  for (const auto& trajectory : layout.trajectories)
-    if (!trajectory.passed && layout.findings.empty())
-      layout.findings.push_back(
-          {"optimizer_differs",
-           fmt::format(
-               "the gradient is right, parameters after {} updates of {} are not: {} is off by {:.3g} of "
-               "its way, {:.3g} allowed",
-               trajectory.updates, trajectory.optimizer, trajectory.worst, trajectory.error,
-               trajectory.allowed),
-           {}});
-}
-
 LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
-                         const Reference& reference, const DataByRank* data, StepDump found, Group& group) {
+                         const Reference& reference, StepDump found, Group& group) {
   const bool exact_run = problem.dtype == at::kDouble;
   LayoutVerdict result;
   result.name = layout.name;
@@ -202,12 +158,21 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   const Bounds bounds = bounds_for(problem.dtype, group.size(), most.item<std::int64_t>());
 
   LayoutRun exact(problem, layout, initial.model(problem, at::kDouble), group);
+  const std::int64_t padded = exact.numel();
   const LayoutRun::Made in_fp64 = exact.step(problem.local);
   Investigation investigation(problem, layout, initial, exact, group);
   investigation.describe(in_fp64, found);
   result.bytes_moved = in_fp64.bytes_moved;
-  if (layout.traffic)
-    result.bytes_needed = layout.traffic(exact.numel(), most.item<std::int64_t>(), at::kDouble);
+  if (layout.traffic) {
+    // Buckets may be made anew in the step, with other padding; not every layout sends it.
+    std::int64_t elements = 0;
+    for (const at::Tensor& gradient : in_fp64.gradients) elements += gradient.numel();
+    const auto needed = [&](std::int64_t numel) {
+      return layout.traffic(numel, most.item<std::int64_t>(), at::kDouble);
+    };
+    result.bytes_needed =
+        std::clamp(result.bytes_moved, needed(elements), needed(std::max(padded, exact.numel())));
+  }
   {
     // In fp64 the same layout is asked twice; otherwise the run's own precision is.
     std::optional<LayoutRun> run;
@@ -223,6 +188,9 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     result.exact = in_fp64.figures;
     result.rounded = first.figures;
     if (group.rank() == 0) take_layout(problem, layout.name, found, first.gradients, first.figures);
+    Doubtful doubtful;
+    std::vector<std::pair<std::size_t, std::size_t>>
+        doubted;  // places in result.parameters, in first.gradients
     for (std::size_t i = 0; group.rank() == 0 && i < in_fp64.names.size(); ++i) {
       const auto& names = reference.oracle.names;
       const auto match = std::find(names.begin(), names.end(), in_fp64.names[i]);
@@ -237,14 +205,28 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       parameter.norm = wanted.norm().item<double>();
       parameter.alone_error = alone;
       parameter.exact = compare_exact(in_fp64.gradients[i], wanted, scale, bounds);
-      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale,
-                                          reference.rounding[place], bounds);
+      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale, alone, bounds);
+      if (!exact_run && parameter.exact.passed && !parameter.rounded.passed) {
+        doubtful.places.push_back(place);
+        doubtful.runs = std::max(doubtful.runs, runs_to_measure(parameter.elements));
+        doubted.emplace_back(result.parameters.size(), i);
+      }
       parameter.replicas_agree = std::find(torn.begin(), torn.end(), i) == torn.end();
       parameter.repeats = repeats[static_cast<std::int64_t>(i)].item<std::int64_t>() != 0;
       parameter.checksum =
           static_cast<std::uint64_t>(bits[static_cast<std::int64_t>(i)].item<std::int64_t>());
       if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
+    }
+    const auto measured =
+        measure_rounding(problem, initial, reference.oracle, reference.scales, doubtful, group);
+    for (std::size_t d = 0; d < doubted.size() && d < measured.size(); ++d) {
+      ParameterVerdict& parameter = result.parameters[doubted[d].first];
+      const std::size_t place = doubtful.places[d];
+      parameter.alone_error = std::fmax(parameter.alone_error, measured[d]);
+      parameter.rounded = compare_rounded(first.gradients[doubted[d].second].to(at::kDouble),
+                                          reference.oracle.gradients[place], reference.scales[place],
+                                          parameter.alone_error, bounds);
     }
   }
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
@@ -259,7 +241,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     expected = dump_of(reference.oracle, initial, found, samples_of(reference.whole), result.bytes_needed);
   if (group.rank() == 0 && layout.name == problem.layouts[0].name)
     take_reference(problem, expected, reference.alone);
-  result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed, data);
+  result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed);
   if (group.rank() == 0) {
     if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
     if (problem.loss.global)
@@ -345,12 +327,9 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
          {reference.random}});
 
   const std::uint64_t seen = digest_over_ranks(problem.local, group);
-  // Small next to the step: tokens, targets and lengths of all ranks.
-  const DataByRank data = gather_batches(problem.local, group);
   StepDump found;
-  found.counts = problem.loss.mean == Mean::kTargets && !problem.loss.replicas && !problem.loss.global
-                     ? counts_of(data)
-                     : std::vector<std::vector<std::int64_t>>{};
+  // Small next to the step: tokens, targets and lengths of all ranks.
+  count_as_declared(gather_batches(problem.local, group), problem.loss, found);
   found.samples = samples_over_ranks(problem.local, group);
   verdict.samples = found.samples;
   bool passed = true;
@@ -364,7 +343,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     }
   }
   for (const auto& layout : problem.layouts) {
-    verdict.layouts.push_back(try_layout(problem, layout, initial, reference, &data, found, group));
+    verdict.layouts.push_back(try_layout(problem, layout, initial, reference, found, group));
     passed = passed && verdict.layouts.back().passed;
     for (auto finding : verdict.layouts.back().findings) {
       if (problem.layouts.size() > 1) finding.sentence = layout.name + ": " + finding.sentence;

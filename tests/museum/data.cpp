@@ -1,4 +1,4 @@
-// Wrong samplers, attention, random numbers and resumes: B20, B25 to B27; and what waits for later axes.
+// Wrong samplers, attention, random numbers and resumes: B20a, B25 to B27; and what waits for later axes.
 #include "isograd/random.hpp"
 #include "isograd/sampler.hpp"
 #include "museum/room.hpp"
@@ -38,17 +38,15 @@ RoomModel::Noise keyed_by(std::uint64_t rank) {
 }  // namespace
 
 void add_data(std::vector<Exhibit>& list) {
-  list.push_back(
-      {.id = "B20",
-       .title = "packed documents attend to each other",
-       .mistake = "Attention takes a pack for one document. (Shown within a pack; across the boundary of "
-                  "two shards it waits for the context axes.)",
-       .who = "Packing without document masks; context parallelism that restarts at shard boundaries.",
-       .number = "Changing document A changes document B's logits and gradient.",
-       .diagnosis = "documents_leak",
-       .plant = [](VerifyProblem& p, World&) {
-         with_model(p, [](RoomModel& model) { model.leaks = true; });
-       }});
+  list.push_back({.id = "B20a",
+                  .title = "packed documents attend to each other",
+                  .mistake = "Attention takes a pack for one document.",
+                  .who = "Packing without document masks.",
+                  .number = "Changing document A changes document B's logits and gradient.",
+                  .diagnosis = "documents_leak",
+                  .plant = [](VerifyProblem& p, World&) {
+                    with_model(p, [](RoomModel& model) { model.leaks = true; });
+                  }});
   list.push_back({.id = "B25",
                   .title = "the sampler repeats samples",
                   .mistake = "So that every rank gets equally many, the sampler gives some samples twice.",
@@ -103,14 +101,11 @@ void add_waiting(std::vector<Exhibit>& list) {
   const auto waits = [&](const char* id, const char* title, const char* number, const char* for_what) {
     list.push_back({.id = id, .title = title, .mistake = title, .number = number, .waits_for = for_what});
   };
-  waits("B5", "tokens counted on tensor-parallel peers too", "ratio 1/tp", "the tensor axis");
   waits("B10", "micro-batches of a pipeline summed", "ratio = number of micro-batches", "the pipeline axis");
   waits("B13", "expert gradients multiplied or divided by ep", "ratio ep or 1/ep on experts only",
         "the expert axis");
-  waits("B19", "context-parallel gradients averaged", "ratio 1/cp", "the context axes");
   waits("B21", "layer norms not summed over tensor-parallel peers", "about 1/tp on those parameters",
         "the tensor axis");
-  waits("B23", "right alone, wrong together", "only in the combined layout", "a second kind of axis");
 }
 
 }  // namespace isograd::museum

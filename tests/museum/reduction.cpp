@@ -129,7 +129,7 @@ void add_reduction(std::vector<Exhibit>& list) {
                   "nothing to do: the all-reduce over replicas never runs.",
        .who = "Hybrid sharding on a mesh nobody tried.",
        .number = "Each replica goes its own way: checksums of gradients and parameters differ over ranks.",
-       .diagnosis = "replicas_differ",
+       .diagnosis = "not_summed_over_axis",
        .plant = [](VerifyProblem& p, World& world) {
          with_layout<NeverReduces>(p);
          p.layouts[0].axes = {{"dp_replicate", world.size}, {"dp_shard", 1}};

@@ -122,6 +122,7 @@ const std::vector<Exhibit>& exhibits() {
     add_norms(list);
     add_data(list);
     add_global(list);
+    add_context(list);
     add_waiting(list);
     // "B18a" -> 18, 'a'
     const auto place = [](const std::string& id) {
@@ -150,6 +151,12 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"multiplied_by_axis",
        {"B14", "B15"},
        "a sum over an axis where the loss expects an average: the axis is another one"},
+      {"averaged_over_axis",
+       {"B19", "B24"},
+       "an average over an axis where parts are summed: the axis is another one"},
+      {"documents_leak",
+       {"B20a", "B20b"},
+       "the same mistake within a pack and across the boundary of two shards"},
   };
   return classes;
 }

@@ -43,6 +43,9 @@ double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype);
 // The loss becomes average precision over the rows of all ranks, each of which brings one micro-batch.
 void rank_all_rows(VerifyProblem& problem, World& world);
 
+// A small decoder instead, whose documents are cut over context ranks.
+void cut_over_context(VerifyProblem& problem, World& world);
+
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>
 void with_layout(VerifyProblem& problem, Arguments... arguments) {

@@ -1,0 +1,55 @@
+#include "verify/plain_findings.hpp"
+
+#include <algorithm>
+
+#include "verify/case.hpp"
+
+namespace isograd {
+
+bool is_whole(const LayoutVerdict& layout) {
+  for (const auto& parameter : layout.parameters)
+    if (parameter.owners_least != 1 || parameter.owners_most != 1) return false;
+  for (const auto& trajectory : layout.trajectories)
+    if (!trajectory.passed) return false;
+  return layout.passed && !layout.parameters.empty();
+}
+
+void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
+  const auto has = [&](const char* id) {
+    return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
+  };
+  std::vector<std::string> rounding, replicas, repeats;
+  for (const auto& parameter : layout.parameters) {
+    if (parameter.exact.passed && layout.e2.state == Grade::State::kFailed && !parameter.rounded.passed)
+      rounding.push_back(parameter.name);
+    if (!parameter.replicas_agree) replicas.push_back(parameter.name);
+    if (!parameter.repeats) repeats.push_back(parameter.name);
+  }
+  if (!repeats.empty() && !has("not_repeatable"))
+    layout.findings.insert(layout.findings.begin(),
+                           {"not_repeatable",
+                            "the same step made twice gives different bits: " + list_names(repeats),
+                            {"in " + precision}});
+  if (has("not_repeatable")) return;
+  if (!replicas.empty() && layout.findings.empty())
+    layout.findings.push_back({"replicas_differ",
+                               "the ranks hold different gradients: " + list_names(replicas),
+                               {"in " + precision}});
+  if (!rounding.empty())
+    layout.findings.push_back(
+        {"rounding",
+         "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
+         {}});
+  for (const auto& trajectory : layout.trajectories)
+    if (!trajectory.passed && layout.findings.empty())
+      layout.findings.push_back(
+          {"optimizer_differs",
+           fmt::format(
+               "the gradient is right, parameters after {} updates of {} are not: {} is off by {:.3g} of "
+               "its way, {:.3g} allowed",
+               trajectory.updates, trajectory.optimizer, trajectory.worst, trajectory.error,
+               trajectory.allowed),
+           {}});
+}
+
+}  // namespace isograd

@@ -1,0 +1,223 @@
+// Mistakes on the context axes: B5, B19, B20b, B23. A small decoder whose documents are cut over ranks.
+#include "attention/attention.hpp"
+#include "isograd/context_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "museum/room.hpp"
+#include "parallel/context/context_testing.hpp"
+
+namespace isograd::museum {
+namespace {
+
+using planted::Wrapped;
+
+constexpr std::int64_t kTokens = 31, kHeads = 12;
+
+// Every strategy of cutting somewhere: documents cut over all ranks beside whole ones, data ranks beside
+// context ranks.
+struct Axes {
+  int data = 1, ring = 1, ulysses = 1;
+};
+Axes axes_for(int ranks) {
+  if (ranks == 3) return {.ulysses = 3};
+  if (ranks == 4) return {.data = 2, .ring = 2};
+  if (ranks == 8) return {.data = 2, .ring = 2, .ulysses = 2};
+  return {.ring = ranks};
+}
+
+// What an exhibit puts in place of the right thing.
+struct Wrong {
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const ContextMesh&)> layout{};
+  std::function<std::unique_ptr<Normalizer>(const ContextMesh&)> mean{};
+  std::function<DecoderLM::Attention(ContextAttention)> attention{};
+};
+
+DecoderConfig shape() {
+  DecoderConfig config;
+  config.vocabulary = kTokens, config.hidden = 24, config.layers = 1;
+  config.heads = config.key_value_heads = kHeads;
+  config.head_dim = 2, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  return config;
+}
+
+// Two packs more than ranks, so that some rank accumulates however they are dealt.
+MicroBatches packs(int ranks) {
+  MicroBatches all;
+  std::int64_t sample = 0;
+  for (int pack = 0; pack < ranks + 2; ++pack) {
+    all.push_back(toy::make_batch({3 + pack % 4, 26 + 3 * pack % 7, 5, 9 - pack % 3}, sample));
+    sample += all.back().num_fragments();
+  }
+  return all;
+}
+
+VerifyModel model_of(std::shared_ptr<DecoderLM> model, const ContextMesh& mesh, const Wrong& wrong) {
+  if (mesh.context.size() > 1) {
+    const ContextAttention right(mesh);
+    const DecoderLM::Attention over = wrong.attention ? wrong.attention(right) : DecoderLM::Attention(right);
+    model->set_attention(
+        [over](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+          return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
+        });
+  }
+  VerifyModel made;
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.loss_terms = [model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy",
+             cross_entropy_sum(model->logits(batch), batch.targets, {.weights = batch.weights})}};
+  };
+  return made;
+}
+
+// The same step on any axes whose product is the number of ranks.
+VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong) {
+  VerifyProblem problem = right_problem(world);
+  const auto mesh =
+      std::make_shared<ContextMesh>(context_mesh(world, {.ring = axes.ring, .ulysses = axes.ulysses}));
+  const auto all = packs(world.size);
+  SharedSamples dealing{
+      .whole = {}, .data_rank = mesh->dp_rank, .cut = [mesh, axes](const MicroBatches& whole) {
+        if (mesh->context.size() == 1) return whole;
+        return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses}, mesh->context.rank());
+      }};
+  for (std::size_t i = 0; i < all.size(); ++i)
+    if (static_cast<int>(i) % mesh->dp_size == mesh->dp_rank) dealing.whole.push_back(all[i]);
+  problem.local = dealing.cut(dealing.whole);
+  if (mesh->context.size() > 1) problem.dealing = std::move(dealing);
+  problem.whole = [all] { return all; };
+  problem.make_model = [mesh, wrong](at::ScalarType type) {
+    return model_of(std::make_shared<DecoderLM>(shape(), type, 3), *mesh, wrong);
+  };
+  if (wrong.mean) problem.make_normalizer = [mesh, wrong] { return wrong.mean(*mesh); };
+  LayoutUnderTest& layout = problem.layouts[0];
+  layout.make = [mesh, wrong, ranks = world.size](std::vector<NamedParameter> parameters,
+                                                  const Group& group) {
+    const DataGroups groups =
+        group.size() == ranks ? DataGroups(group, mesh->shard, mesh->replicate) : DataGroups(group);
+    auto right = plain_layout(std::move(parameters), groups);
+    return wrong.layout ? wrong.layout(std::move(right), *mesh) : std::move(right);
+  };
+  layout.axes = {{"dp_shard", axes.data}, {"cp_ring", axes.ring}, {"cp_ulysses", axes.ulysses}};
+  layout.along = [&world, wrong](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
+    Axes along;
+    if (axis == "cp_ulysses" && kHeads % world.size != 0) return nullptr;
+    (axis == "cp_ring" ? along.ring : axis == "cp_ulysses" ? along.ulysses : along.data) = world.size;
+    return std::make_shared<VerifyProblem>(context_problem(world, along, wrong));
+  };
+  return problem;
+}
+
+// B5: the count is all-reduced over ranks that each counted the whole sample.
+struct CountsPeers : TokenMean {
+  int peers;
+  explicit CountsPeers(int peers_) : peers(peers_) {}
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    Census census = TokenMean::count(micro_batches, data, stop);
+    census.targets *= peers;
+    return census;
+  }
+};
+
+// B19
+struct AveragesOverContext : Wrapped {
+  int ranks;
+  AveragesOverContext(std::unique_ptr<DataParallel> inner_, int ranks_)
+      : Wrapped(std::move(inner_)), ranks(ranks_) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.div_(ranks);
+  }
+};
+
+// B23: what has been accumulated is summed over the context ranks before each further micro-batch.
+struct SumsAgain : Wrapped {
+  Group context;
+  bool first = true;
+  SumsAgain(std::unique_ptr<DataParallel> inner_, Group context_)
+      : Wrapped(std::move(inner_)), context(std::move(context_)) {}
+  void zero_gradients() override {
+    inner->zero_gradients();
+    first = true;
+  }
+  void begin_backward(bool last) override {
+    if (!first && context.size() > 1)
+      for (Bucket& bucket : buckets()) context.all_reduce(bucket.gradients);
+    first = false;
+    inner->begin_backward(last);
+  }
+};
+
+// B20b
+DecoderLM::Attention joins_across_shards(ContextAttention right) {
+  return [right](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    auto wrong = std::make_shared<ContextCut>(*testing::joined_across_shards(*batch.cut));
+    wrong->rank = batch.cut->rank;
+    Batch leaky = batch;
+    leaky.cut = wrong;
+    return right(leaky, q, k, v);
+  };
+}
+
+std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
+  return [wrong = std::move(wrong)](VerifyProblem& problem, World& world) {
+    problem = context_problem(world, axes_for(world.size), wrong);
+  };
+}
+
+}  // namespace
+
+void cut_over_context(VerifyProblem& problem, World& world) {
+  plants({})(problem, world);
+}
+
+void add_context(std::vector<Exhibit>& list) {
+  list.push_back(
+      {.id = "B5",
+       .title = "tokens counted on peers too",
+       .mistake =
+           "The token count is summed over ranks that share their samples, each of which has counted "
+           "all of them: the loss is divided by too much. (Shown with the context axes; tensor-parallel "
+           "peers make the same numbers.)",
+       .who = "Trainers that all-reduce the count over all ranks.",
+       .number = "Loss and every gradient are 1/cp, the token count in the log is cp times too large.",
+       .diagnosis = "counted_on_peers",
+       .plant = plants({.mean = [](const ContextMesh& mesh) {
+         return std::make_unique<CountsPeers>(mesh.context.size());
+       }})});
+  list.push_back(
+      {.id = "B19",
+       .title = "context-parallel gradients averaged",
+       .mistake = "Context ranks are put into the data-parallel group of a reducer that averages, or their "
+                  "gradients are averaged beside it: each has a part of the sample's tokens, and parts are "
+                  "summed.",
+       .who = "Context parallelism added to a trainer built on DDP or FSDP.",
+       .number = "Every gradient is 1/cp; the loss in the log is right.",
+       .diagnosis = "averaged_over_axis",
+       .plant = plants({.layout = [](auto right, const ContextMesh& mesh) {
+         return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+       }})});
+  list.push_back(
+      {.id = "B20b",
+       .title = "documents attend to each other across a shard boundary",
+       .mistake = "The boundary between two documents is lost where they lie on different context ranks: the "
+                  "second is taken for the first one's continuation.",
+       .who = "Context parallelism that passes keys on without the documents' ends.",
+       .number = "Changing document A changes document B's gradient, in this layout alone.",
+       .diagnosis = "documents_leak",
+       .plant = plants({.attention = joins_across_shards})});
+  list.push_back(
+      {.id = "B23",
+       .title = "right alone, wrong together",
+       .mistake = "Gradients are summed over the context ranks after every micro-batch, into the buffer that "
+                  "goes on accumulating: earlier micro-batches are summed again and again. Without "
+                  "accumulation it is right, and so it is without context ranks.",
+       .who = "Context parallelism and gradient accumulation, each tested by itself.",
+       .number = "Right in every layout with one of the two features; with both, the micro-batches' "
+                 "weights are powers of cp.",
+       .diagnosis = "composition",
+       .plant = plants({.layout = [](auto right, const ContextMesh& mesh) {
+         return std::make_unique<SumsAgain>(std::move(right), mesh.context);
+       }})});
+}
+
+}  // namespace isograd::museum
