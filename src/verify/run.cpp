@@ -4,8 +4,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <optional>
 
+#include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
+#include "isograd/plan.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "verify/layouts.hpp"
@@ -14,22 +18,51 @@
 namespace isograd {
 namespace {
 
-LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
-                          World& world) {
-  const RunConfig chosen = choice.in(config);
+std::vector<std::pair<std::string, int>> axes_of(const RunConfig& chosen, const World& world) {
   const int replicas = count_replicas(chosen, world.size);
   const auto shards = static_cast<int>(split_rows(packs_dealt_to(chosen, world.size), replicas)[0]);
   std::vector<std::pair<std::string, int>> axes = {{"dp_replicate", replicas}, {"dp_shard", shards}};
   for (const auto& [axis, size] :
        {std::pair{"cp_ring", chosen.parallel.cp_ring}, {"cp_ulysses", chosen.parallel.cp_ulysses}})
     if (size > 1) axes.emplace_back(axis, static_cast<int>(size));
-  return {.name = choice.text() + suffix,
-          .make = nullptr,
-          .make_from_model =
-              [chosen, &world](const VerifyModel& model, const Group&) {
-                return make_layout(chosen, chosen.parallel.strategy, model.named, *model.units, world);
-              },
-          .axes = std::move(axes)};
+  return axes;
+}
+
+// What the plan says of gradients and parameters. Stage 3 is not claimed: which units stay gathered between
+// forward and backward is its own affair.
+double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t numel, std::int64_t rounds,
+                  at::ScalarType dtype) {
+  DataParallelPlan plan = make_plan(chosen, numel, group);
+  plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
+  plan.micro_batches = rounds;
+  return traffic_bytes(plan).total();
+}
+
+LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
+                          World& world) {
+  const RunConfig chosen = choice.in(config);
+  LayoutUnderTest layout{.name = choice.text() + suffix,
+                         .make = nullptr,
+                         .make_from_model =
+                             [chosen, &world](const VerifyModel& model, const Group& group) {
+                               const std::string& strategy = chosen.parallel.strategy;
+                               if (group.size() == world.size)
+                                 return make_layout(chosen, strategy, model.named, *model.units, world);
+                               World fewer;  // in an experiment: one replica, whole samples
+                               fewer.rank = group.rank();
+                               fewer.size = group.size();
+                               fewer.group = group;
+                               RunConfig on_fewer = chosen;
+                               on_fewer.parallel.replicas = on_fewer.parallel.cp_ring =
+                                   on_fewer.parallel.cp_ulysses = 1;
+                               return make_layout(on_fewer, strategy, model.named, *model.units, fewer);
+                             },
+                         .axes = axes_of(chosen, world)};
+  if (stage_of(chosen.parallel.strategy) < 3)
+    layout.traffic = [chosen, &world](std::int64_t numel, std::int64_t rounds, at::ScalarType dtype) {
+      return traffic_of(chosen, world.group, numel, rounds, dtype);
+    };
+  return layout;
 }
 
 OptimizerOptions optimizer_options(const RunConfig& config) {
@@ -76,23 +109,72 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
   return loss;
 }
 
-// `suffix` goes behind the layouts' names.
-Verdict verify_step(const RunConfig& config, World& world, const ContextMesh& mesh, const Corpus& corpus,
-                    MakeVerifyModel make_model, const std::vector<LayoutChoice>& layouts,
-                    const ChangeProblem& change, const std::string& suffix = {}) {
+// The same run with all ranks along `axis`; nothing where that cannot be.
+std::optional<RunConfig> along(const RunConfig& config, const std::string& axis, const DecoderConfig& shape,
+                               int ranks) {
+  const bool sharded = stage_of(config.parallel.strategy) > 0;
+  if (normalises_by_replica(config) || (axis == "dp_shard" && !sharded)) return std::nullopt;
+  if (axis == "cp_ulysses") {
+    const auto possible = possible_ulysses(shape.heads, shape.key_value_heads);
+    if (std::find(possible.begin(), possible.end(), ranks) == possible.end()) return std::nullopt;
+  }
+  RunConfig other = config;
+  other.parallel.replicas = sharded && axis == "dp_replicate" ? ranks : 1;
+  other.parallel.cp_ring = axis == "cp_ring" ? ranks : 1;
+  other.parallel.cp_ulysses = axis == "cp_ulysses" ? ranks : 1;
+  return other;
+}
+
+using MakeModel = std::function<MakeVerifyModel(const RunConfig&, std::shared_ptr<const ContextMesh>)>;
+
+// The step of one process by `config`, this rank's part of it, and its layouts. What the run itself does not
+// outlive is kept by reference. `suffix` goes behind the layouts' names.
+VerifyProblem problem_of(std::shared_ptr<const RunConfig> kept, World& world, const Corpus& corpus,
+                         const MakeModel& model, const std::vector<LayoutChoice>& layouts,
+                         const ChangeProblem& change, const std::string& suffix) {
+  const RunConfig& config = *kept;
+  const auto mesh = std::make_shared<const ContextMesh>(make_mesh(config, world));
+  const DecoderConfig shape = model_shape(config, corpus);
   VerifyProblem problem;
-  problem.make_model = std::move(make_model);
-  problem.local = own_parts(config, mesh, model_shape(config, corpus).hidden,
-                            make_loader(config, corpus, mesh.dp_rank, mesh.dp_size)->next());
-  problem.whole = [&] { return make_loader(config, corpus, 0, 1)->whole_step({}); };
-  problem.alone = [&] { return make_loader(config, corpus, 0, 1)->next(); };
+  problem.make_model = model(config, mesh);
+  SharedSamples dealing{.whole = make_loader(config, corpus, mesh->dp_rank, mesh->dp_size)->next(),
+                        .data_rank = mesh->dp_rank,
+                        .cut = [kept, mesh, hidden = shape.hidden](const MicroBatches& whole) {
+                          return own_parts(*kept, *mesh, hidden, whole);
+                        }};
+  problem.local = dealing.cut(dealing.whole);
+  if (mesh->context.size() > 1) problem.dealing = std::move(dealing);
+  problem.whole = [kept, &corpus] { return make_loader(*kept, corpus, 0, 1)->whole_step({}); };
+  problem.alone = [kept, &corpus] { return make_loader(*kept, corpus, 0, 1)->next(); };
   problem.loss = declared_loss(config, corpus, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.optimizer = optimizer_options(config);
-  problem.make_normalizer = [&] { return make_normalizer(config, world.size); };
-  for (const auto& choice : layouts) problem.layouts.push_back(layout_of(config, choice, suffix, world));
+  problem.make_normalizer = [kept, &world] { return make_normalizer(*kept, world.size); };
+  problem.subgroup = [&world](const std::vector<int>& ranks) {
+    return ranks.size() == 1 ? Group::solo() : world.subgroup(ranks, "verify on fewer ranks");
+  };
+  for (const auto& choice : layouts) {
+    problem.layouts.push_back(layout_of(config, choice, suffix, world));
+    problem.layouts.back().along = [kept, shape, choice, &world, &corpus, model,
+                                    change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
+      const auto other = along(choice.in(*kept), axis, shape, world.size);
+      if (!other) return nullptr;
+      LayoutChoice same = choice;
+      if (same.replicas) same.replicas = other->parallel.replicas;
+      return std::make_shared<VerifyProblem>(
+          problem_of(std::make_shared<RunConfig>(*other), world, corpus, model, {same}, change, ""));
+    };
+  }
   if (change) change(problem, world);
+  return problem;
+}
+
+Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, const MakeModel& model,
+                    const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
+                    const std::string& suffix = {}) {
+  const VerifyProblem problem =
+      problem_of(std::make_shared<RunConfig>(config), world, corpus, model, layouts, change, suffix);
   return verify(problem, world.group);
 }
 
@@ -107,16 +189,18 @@ void join(Verdict& verdict, Verdict more) {
 }
 
 // The model of a run that is under way, with its weights of this moment: `values` are read when it is made.
-MakeVerifyModel model_of(const RunConfig& config, const ContextMesh& mesh, DecoderLM& model) {
+MakeModel model_of(DecoderLM& model) {
   const DecoderConfig shape = model.config();
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
-  return [&config, &mesh, shape, values](at::ScalarType dtype) {
-    auto made = std::make_shared<DecoderLM>(shape, dtype, 0);
-    at::NoGradGuard no_grad;
-    auto named = made->named();
-    for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-    return as_verify_model(config, mesh, std::move(made));
+  return [shape, values](const RunConfig& config, std::shared_ptr<const ContextMesh> mesh) {
+    return [config, mesh, shape, values](at::ScalarType dtype) {
+      auto made = std::make_shared<DecoderLM>(shape, dtype, 0);
+      at::NoGradGuard no_grad;
+      auto named = made->named();
+      for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
+      return as_verify_model(config, *mesh, std::move(made));
+    };
   };
 }
 
@@ -148,18 +232,19 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, change, take_dump);
   const Corpus corpus = open_corpus(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
-  const ContextMesh mesh = make_mesh(config, world);
   const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
-    const auto make = [&](at::ScalarType dtype) {
-      return as_verify_model(cut, mesh, make_model(cut, corpus, dtype));
+    const MakeModel make = [&corpus](const RunConfig& own, std::shared_ptr<const ContextMesh> mesh) {
+      return [&corpus, own, mesh](at::ScalarType dtype) {
+        return as_verify_model(own, *mesh, make_model(own, corpus, dtype));
+      };
     };
     const ChangeProblem more = [&](VerifyProblem& problem, World& own) {
       problem.take_dump = take_dump;
       problem.updates = all ? 0 : kUpdates;
       if (change) change(problem, own);
     };
-    return verify_step(cut, world, mesh, corpus, make, choices, more, suffix);
+    return verify_step(cut, world, corpus, make, choices, more, suffix);
   };
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");
@@ -171,8 +256,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 
 Verdict verify_finished(FinishedRun& run) {
   const Corpus corpus = corpus_of(run);
-  const ContextMesh mesh = make_mesh(run.config, run.world);
-  return verify_step(run.config, run.world, mesh, corpus, model_of(run.config, mesh, run.model),
+  return verify_step(run.config, run.world, corpus, model_of(run.model),
                      chosen_layouts(run.config, {}, run.world), {});
 }
 
@@ -186,9 +270,8 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   const auto whole = run.layout.whole_parameters();
   const RunConfig micro = micro_sized(config, world.size, run.step);
   const Corpus corpus = corpus_of(run.run);
-  const ContextMesh mesh = make_mesh(micro, world);
-  const Verdict verdict = verify_step(micro, world, mesh, corpus, model_of(micro, mesh, run.run.model),
-                                      chosen_layouts(micro, {}, world), change);
+  const Verdict verdict =
+      verify_step(micro, world, corpus, model_of(run.run.model), chosen_layouts(micro, {}, world), change);
   if (verdict.passed) return {};
   return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
 }
