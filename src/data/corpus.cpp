@@ -18,7 +18,7 @@ namespace {
 
 [[noreturn]] void no_text(const std::string& pattern, const std::string& found) {
   throw ConfigError(
-      {.where = "text pattern " + pattern,
+      {.where = "data pattern " + pattern,
        .found = found,
        .expected = "at least one file",
        .action = "Check the path; a pattern is a file, a directory or a glob such as dir/*.txt"});

@@ -1,0 +1,226 @@
+// The frames of a video file, through FFmpeg's libraries.
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "data/libav.hpp"
+#include "data/video.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace libav;
+
+[[noreturn]] void refuse(const fs::path& file, std::string found, std::string expected, std::string action) {
+  throw ConfigError({.where = "video " + file.string(),
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+[[noreturn]] void damaged(const fs::path& file, const std::string& found) {
+  refuse(file, found, "a file that decodes whole and without an error",
+         "Fetch it again, mend it with `ffmpeg -i FILE -c:v libx264 mended.mp4`, or leave it out");
+}
+
+// One file being read. FFmpeg takes the file name for a URL, and some formats name further files: both are
+// held to local files.
+class Reader {
+ public:
+  Reader(const fs::path& file, const VideoOptions& options) : file_(file), options_(options) {
+    if (!fs::is_regular_file(file))
+      refuse(file, fs::exists(file) ? "no regular file" : "no such file", "a video file", "Check the path");
+    AVDictionary* settings = nullptr;
+    av_dict_set(&settings, "protocol_whitelist", "file", 0);
+    AVFormatContext* opened = nullptr;
+    const int status = avformat_open_input(&opened, ("file:" + file.string()).c_str(), nullptr, &settings);
+    av_dict_free(&settings);
+    if (status < 0) damaged(file, because("no video format that can be read", status));
+    format_.reset(opened);
+    if (const int found = avformat_find_stream_info(opened, nullptr); found < 0)
+      damaged(file, because("a damaged header", found));
+    open_decoder();
+  }
+
+  at::Tensor run() {
+    Packet packet(av_packet_alloc());
+    Frame frame(av_frame_alloc());
+    bool ended = false;
+    while (!ended && !enough()) {
+      const int status = av_read_frame(format_.get(), packet.get());
+      ended = status == AVERROR_EOF;
+      if (status < 0 && !ended) damaged(file_, because(after("an error"), status));
+      const bool ours = ended || packet->stream_index == stream_->index;
+      if (ours) {
+        if (!ended && (packet->flags & AV_PKT_FLAG_CORRUPT) != 0)
+          damaged(file_, because(after("a packet that is cut off"), 0));
+        packets_ += ended ? 0 : 1;
+        decode(ended ? nullptr : packet.get(), frame.get());
+      }
+      av_packet_unref(packet.get());
+    }
+    if (ended && packets_ < stream_->nb_frames)
+      damaged(file_, fmt::format("{} frames, where its header says {}: it is truncated", packets_,
+                                 stream_->nb_frames));
+    return result();
+  }
+
+ private:
+  std::string after(const std::string& what) const { return fmt::format("{} after {} frames", what, seen_); }
+  std::string because(std::string what, int status) const {
+    if (!complaints_.empty()) return fmt::format("{} ({})", what, complaints_.first());
+    return status < 0 ? fmt::format("{} ({})", what, text_of(status)) : what;
+  }
+
+  void open_decoder() {
+    const AVCodec* decoder = nullptr;
+    const int index = av_find_best_stream(format_.get(), AVMEDIA_TYPE_VIDEO, -1, -1, &decoder, 0);
+    if (index == AVERROR_DECODER_NOT_FOUND)
+      refuse(file_, "a codec that these libraries of FFmpeg do not have", "one that they can decode",
+             "Re-encode the file with `ffmpeg -i FILE -c:v libx264 out.mp4`, or leave it out");
+    if (index < 0 ||
+        (format_->streams[index]->disposition & AV_DISPOSITION_ATTACHED_PIC) != 0)  // a cover of music
+      refuse(file_, "no video stream", "a video file",
+             "Leave the file out; a glob such as dir/*.mp4 chooses files");
+    stream_ = format_->streams[index];
+    codec_.reset(avcodec_alloc_context3(decoder));
+    avcodec_parameters_to_context(codec_.get(), stream_->codecpar);
+    codec_->thread_count = 1;
+    codec_->flags |= AV_CODEC_FLAG_BITEXACT;  // the same pixels on every processor
+    if (const int status = avcodec_open2(codec_.get(), decoder, nullptr); status < 0)
+      damaged(file_, because("a header that its decoder refuses", status));
+  }
+
+  void decode(const AVPacket* packet, AVFrame* frame) {
+    if (const int status = avcodec_send_packet(codec_.get(), packet); status < 0 && status != AVERROR_EOF)
+      damaged(file_, because(after("a damaged packet"), status));
+    for (int status = 0; !enough();) {
+      status = avcodec_receive_frame(codec_.get(), frame);
+      if (status == AVERROR(EAGAIN) || status == AVERROR_EOF) break;
+      if (status < 0 || frame->decode_error_flags != 0 || (frame->flags & AV_FRAME_FLAG_CORRUPT) != 0)
+        damaged(file_, because(after("a damaged frame"), std::min(status, 0)));
+      take(frame);
+      ++seen_;
+      av_frame_unref(frame);
+    }
+    if (!complaints_.empty()) damaged(file_, because(after("an error"), 0));
+  }
+
+  bool enough() const { return options_.max_frames > 0 && taken_ >= options_.max_frames; }
+
+  // Of several frames in one interval of 1 / frames_per_second the first is taken.
+  bool is_due(const AVFrame* frame) {
+    if (options_.frames_per_second == 0) return true;
+    AVRational unit = stream_->time_base;
+    std::int64_t at = frame->best_effort_timestamp;
+    if (at == AV_NOPTS_VALUE) {
+      if (stream_->avg_frame_rate.num == 0) return true;
+      at = seen_, unit = av_inv_q(stream_->avg_frame_rate);
+    }
+    if (seen_ == 0) began_ = at;
+    // A millisecond too early is on time: some files round their time stamps to that.
+    constexpr std::int64_t kRounding = 1000;  // microseconds
+    constexpr int kFine = 100000;
+    const AVRational microsecond{1, 1000000};
+    const std::int64_t interval =
+        av_rescale_q_rnd(av_rescale_q(at - began_, unit, microsecond) + kRounding, microsecond,
+                         av_inv_q(av_d2q(options_.frames_per_second, kFine)), AV_ROUND_DOWN);
+    if (seen_ > 0 && interval <= interval_) return false;
+    interval_ = interval;
+    return true;
+  }
+
+  // Whole patches within the limit and the file's own size; columns keep the aspect.
+  void choose_size(const AVFrame* frame) {
+    const VideoGrid patch = options_.patch;
+    if (frame->height < patch.h || frame->width < patch.w)
+      refuse(file_, fmt::format("frames of {} x {} pixels", frame->width, frame->height),
+             fmt::format("at least one patch, {} x {}", patch.w, patch.h),
+             "Leave the file out, or use smaller patches");
+    rows_ = std::min<std::int64_t>(options_.height, frame->height) / patch.h * patch.h;
+    const double wide = static_cast<double>(frame->width) * static_cast<double>(rows_) / frame->height;
+    columns_ = std::max<std::int64_t>(1, std::llround(wide / static_cast<double>(patch.w))) * patch.w;
+    columns_ = std::min(columns_, frame->width / patch.w * patch.w);
+    scaled_.reset(av_frame_alloc());
+    scaled_->format = AV_PIX_FMT_RGB24;
+    scaled_->width = static_cast<int>(columns_), scaled_->height = static_cast<int>(rows_);
+    if (av_frame_get_buffer(scaled_.get(), 0) < 0) refuse(file_, "no memory for a frame", "some", "Use less");
+  }
+
+  void take(const AVFrame* frame) {
+    if (!is_due(frame)) return;
+    if (!scaled_) choose_size(frame);
+    constexpr int kExact = SWS_AREA | SWS_ACCURATE_RND | SWS_FULL_CHR_H_INT | SWS_BITEXACT;
+    scaler_.reset(sws_getCachedContext(scaler_.release(), frame->width, frame->height,
+                                       static_cast<AVPixelFormat>(frame->format), scaled_->width,
+                                       scaled_->height, AV_PIX_FMT_RGB24, kExact, nullptr, nullptr, nullptr));
+    if (!scaler_ || sws_scale(scaler_.get(), frame->data, frame->linesize, 0, frame->height, scaled_->data,
+                              scaled_->linesize) < 0)
+      damaged(file_, because(after("a frame that cannot be scaled"), 0));
+    const auto row = static_cast<std::size_t>(3 * columns_);
+    pixels_.resize(pixels_.size() + static_cast<std::size_t>(rows_) * row);
+    std::uint8_t* to = pixels_.data() + pixels_.size() - static_cast<std::size_t>(rows_) * row;
+    for (std::int64_t y = 0; y < rows_; ++y)
+      std::memcpy(to + static_cast<std::size_t>(y) * row, scaled_->data[0] + y * scaled_->linesize[0], row);
+    ++taken_;
+  }
+
+  at::Tensor result() const {
+    if (seen_ == 0) refuse(file_, "no frame", "a video with frames", "Leave the file out");
+    const std::int64_t whole = taken_ / options_.patch.t * options_.patch.t;
+    if (whole == 0)
+      refuse(file_,
+             fmt::format("{} frames of {} taken at {} frames per second", taken_, seen_,
+                         options_.frames_per_second),
+             fmt::format("at least one patch, {} frames", options_.patch.t),
+             "Leave the file out, take more frames per second, or use patches of fewer frames");
+    at::Tensor frames = at::empty({whole, rows_, columns_, 3}, at::kByte);
+    std::memcpy(frames.data_ptr(), pixels_.data(), static_cast<std::size_t>(frames.numel()));
+    return frames;
+  }
+
+  const fs::path file_;
+  const VideoOptions& options_;
+  Complaints complaints_;
+  Format format_;
+  Codec codec_;
+  AVStream* stream_ = nullptr;  // format_'s
+  Scaler scaler_;
+  Frame scaled_;
+  std::int64_t packets_ = 0, seen_ = 0, taken_ = 0, rows_ = 0, columns_ = 0;
+  std::int64_t began_ = 0, interval_ = 0;
+  std::vector<std::uint8_t> pixels_;  // of the frames taken
+};
+
+void in_range(const char* name, double value, double least, double most) {
+  if (!(value >= least && value <= most))
+    throw ConfigError({.where = name,
+                       .found = fmt::format("{}", value),
+                       .expected = fmt::format("{} to {}", least, most),
+                       .action = "Correct the value"});
+}
+
+}  // namespace
+
+void check(const VideoOptions& options) {
+  constexpr double kMostPixels = 1 << 14, kMostFrames = 1 << 30;
+  for (const std::int64_t side : {options.patch.t, options.patch.h, options.patch.w})
+    in_range("data.patch", static_cast<double>(side), 1, 256);
+  in_range("data.height", static_cast<double>(options.height), static_cast<double>(options.patch.h),
+           kMostPixels);
+  in_range("data.frames_per_second", options.frames_per_second, 0, 1000);
+  if (options.max_frames != 0)
+    in_range("data.max_frames", static_cast<double>(options.max_frames), static_cast<double>(options.patch.t),
+             kMostFrames);
+}
+
+at::Tensor decode_video(const fs::path& file, const VideoOptions& options) {
+  check(options);
+  return Reader(file, options).run();
+}
+
+}  // namespace isograd

@@ -1,0 +1,186 @@
+// Videos as tokens: patches in the order of tokens, as bytes.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <xxhash.h>
+
+#include <algorithm>
+
+#include "data/corpus.hpp"
+#include "data/video.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void refuse(std::string where, std::string found, std::string expected, std::string action) {
+  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+}
+
+VideoGrid grid_of(const at::Tensor& frames, VideoGrid patch) {
+  const bool fits = frames.dim() == 4 && frames.size(3) == 3 && frames.scalar_type() == at::kByte &&
+                    frames.numel() > 0 && frames.size(0) % patch.t == 0 && frames.size(1) % patch.h == 0 &&
+                    frames.size(2) % patch.w == 0;
+  if (!fits)
+    refuse("frames of a video", c10::str(c10::toString(frames.scalar_type()), " ", frames.sizes()),
+           fmt::format("uint8 [F, H, W, 3] in whole patches of {} x {} x {}", patch.t, patch.h, patch.w),
+           "Crop the frames");
+  return {frames.size(0) / patch.t, frames.size(1) / patch.h, frames.size(2) / patch.w};
+}
+
+}  // namespace
+
+at::Tensor patchify(const at::Tensor& frames, VideoGrid patch) {
+  const VideoGrid grid = grid_of(frames, patch);
+  return frames.reshape({grid.t, patch.t, grid.h, patch.h, grid.w, patch.w, 3})
+      .permute({0, 2, 4, 1, 3, 5, 6})
+      .reshape({grid.count(), 3 * patch.count()});
+}
+
+at::Tensor unpatchify(const at::Tensor& patches, VideoGrid grid, VideoGrid patch) {
+  if (patches.dim() != 2 || patches.size(0) != grid.count() || patches.size(1) != 3 * patch.count())
+    refuse("patches of a video", c10::str(patches.sizes()),
+           fmt::format("[{}, {}]", grid.count(), 3 * patch.count()), "Pass all patches of one video");
+  return patches.reshape({grid.t, grid.h, grid.w, patch.t, patch.h, patch.w, 3})
+      .permute({0, 3, 1, 4, 2, 5, 6})
+      .reshape({grid.t * patch.t, grid.h * patch.h, grid.w * patch.w, 3});
+}
+
+at::Tensor to_bytes(const at::Tensor& patches) {
+  return patches.to(at::kDouble).add(1).mul(127.5).round().clamp(0, 255).to(at::kByte);
+}
+
+struct VideoStore::Impl {
+  VideoGrid patch;
+  std::vector<std::string> names;
+  std::vector<VideoGrid> grids;
+  std::vector<std::int64_t> first{0};  // token of each video, and one past the last
+  at::Tensor bytes;                    // [tokens, E] uint8
+  std::uint64_t fingerprint = 0;
+
+  const VideoGrid& grid(std::int64_t video) const {
+    check_video(video);
+    return grids[static_cast<std::size_t>(video)];
+  }
+  void check_video(std::int64_t video) const {
+    if (video < 0 || video >= static_cast<std::int64_t>(grids.size()))
+      refuse("video", std::to_string(video), fmt::format("0 to {}", grids.size() - 1), "Mend the number");
+  }
+  // int64, contiguous, all of them tokens of a video.
+  at::Tensor checked(const at::Tensor& tokens) const {
+    if (tokens.dim() != 1 || tokens.scalar_type() != at::kLong)
+      refuse("tokens of videos", c10::str(c10::toString(tokens.scalar_type()), " ", tokens.sizes()),
+             "[T] int64", "Mend the batch");
+    const at::Tensor numbers = tokens.cpu().contiguous();
+    if (numbers.numel() > 0) {
+      const auto [least, most] = at::aminmax(numbers);
+      if (least.item<std::int64_t>() < 0 || most.item<std::int64_t>() >= first.back())
+        refuse("tokens of videos",
+               fmt::format("{} to {}", least.item<std::int64_t>(), most.item<std::int64_t>()),
+               fmt::format("0 to {}, those of the store's videos", first.back() - 1),
+               "Pass batches that a loader made of this store");
+    }
+    return numbers;
+  }
+
+  static std::shared_ptr<const Impl> make(const std::vector<at::Tensor>& videos,
+                                          std::vector<std::string> names, VideoGrid patch) {
+    if (videos.empty())
+      refuse("videos", "none", "at least one", "Name a file, a folder or a glob such as clips/*.mp4");
+    auto impl = std::make_shared<Impl>();
+    impl->patch = patch;
+    impl->names = std::move(names);
+    std::vector<at::Tensor> patches;
+    std::vector<std::int64_t> shape{patch.t, patch.h, patch.w};
+    for (const at::Tensor& frames : videos) {
+      const VideoGrid grid = grid_of(frames, patch);
+      impl->grids.push_back(grid);
+      impl->first.push_back(impl->first.back() + grid.count());
+      shape.insert(shape.end(), {grid.t, grid.h, grid.w});
+      patches.push_back(patchify(frames, patch));
+    }
+    impl->bytes = at::cat(patches).contiguous();
+    const auto seed = XXH3_64bits(shape.data(), shape.size() * sizeof(shape[0]));
+    impl->fingerprint = XXH3_64bits_withSeed(impl->bytes.const_data_ptr(),
+                                             static_cast<std::size_t>(impl->bytes.numel()), seed);
+    return impl;
+  }
+};
+
+std::shared_ptr<const VideoStore> VideoStore::open(const VideoOptions& options) {
+  check(options);
+  std::vector<at::Tensor> videos;
+  std::vector<std::string> names;
+  for (const InputFile& file : resolve(options.patterns)) {
+    videos.push_back(decode_video(file.path, options));
+    names.push_back(file.path.filename().string());
+  }
+  return std::shared_ptr<const VideoStore>(
+      new VideoStore(Impl::make(videos, std::move(names), options.patch)));
+}
+
+std::shared_ptr<const VideoStore> VideoStore::from_frames(const std::vector<at::Tensor>& videos,
+                                                          VideoGrid patch) {
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < videos.size(); ++i) names.push_back(fmt::format("video {}", i));
+  return std::shared_ptr<const VideoStore>(new VideoStore(Impl::make(videos, std::move(names), patch)));
+}
+
+std::int64_t VideoStore::num_videos() const {
+  return static_cast<std::int64_t>(impl_->grids.size());
+}
+VideoGrid VideoStore::grid(std::int64_t video) const {
+  return impl_->grid(video);
+}
+std::int64_t VideoStore::num_tokens(std::int64_t video) const {
+  return impl_->grid(video).count();
+}
+std::int64_t VideoStore::first_token(std::int64_t video) const {
+  impl_->check_video(video);
+  return impl_->first[static_cast<std::size_t>(video)];
+}
+std::int64_t VideoStore::num_tokens() const {
+  return impl_->first.back();
+}
+VideoGrid VideoStore::patch() const {
+  return impl_->patch;
+}
+VideoGrid VideoStore::largest() const {
+  VideoGrid most;
+  for (const VideoGrid& grid : impl_->grids)
+    most = {std::max(most.t, grid.t), std::max(most.h, grid.h), std::max(most.w, grid.w)};
+  return most;
+}
+std::int64_t VideoStore::patch_elements() const {
+  return 3 * impl_->patch.count();
+}
+std::string VideoStore::name(std::int64_t video) const {
+  impl_->check_video(video);
+  return impl_->names[static_cast<std::size_t>(video)];
+}
+std::uint64_t VideoStore::fingerprint() const {
+  return impl_->fingerprint;
+}
+
+at::Tensor VideoStore::patches(const at::Tensor& tokens, at::ScalarType dtype) const {
+  const at::Tensor bytes = impl_->bytes.index_select(0, impl_->checked(tokens));
+  return bytes.to(dtype == at::kDouble ? at::kDouble : at::kFloat).mul_(2.0 / 255).sub_(1).to(dtype);
+}
+
+at::Tensor VideoStore::coordinates(const at::Tensor& tokens) const {
+  const at::Tensor numbers = impl_->checked(tokens);
+  at::Tensor result = at::empty({numbers.numel(), 3}, at::kLong);
+  const auto* token = numbers.const_data_ptr<std::int64_t>();
+  auto* to = result.mutable_data_ptr<std::int64_t>();
+  const auto& first = impl_->first;
+  for (std::int64_t i = 0; i < numbers.numel(); ++i, to += 3) {
+    const auto video = std::upper_bound(first.begin(), first.end(), token[i]) - first.begin() - 1;
+    const VideoGrid& grid = impl_->grids[static_cast<std::size_t>(video)];
+    const std::int64_t position = token[i] - first[static_cast<std::size_t>(video)];
+    to[0] = position / (grid.h * grid.w);
+    to[1] = position / grid.w % grid.h;
+    to[2] = position % grid.w;
+  }
+  return result;
+}
+
+}  // namespace isograd

@@ -1,0 +1,80 @@
+// Video files for tests, written by FFmpeg's libraries.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+
+#include "data/libav.hpp"
+
+namespace isograd::testing {
+
+// Frames uint8 [F, H, W, 3] that encode (seed, frame, row, column, colour), so that no permutation passes.
+inline at::Tensor numbered_frames(std::int64_t frames, std::int64_t rows, std::int64_t columns,
+                                  std::int64_t seed = 0) {
+  const at::Tensor index = at::arange(frames * rows * columns * 3, at::kLong);
+  return ((index * 7919 + seed * 104729) % 251).to(at::kByte).reshape({frames, rows, columns, 3});
+}
+
+struct WriteOptions {
+  AVCodecID codec = AV_CODEC_ID_PNG;  // lossless
+  AVPixelFormat format = AV_PIX_FMT_RGB24;
+  int frames_per_second = 10;
+};
+
+// The container follows the name.
+inline void write_video(const std::filesystem::path& file, const at::Tensor& frames,
+                        WriteOptions options = {}) {
+  using namespace libav;
+  const auto must = [](int status) {
+    if (status < 0) throw std::runtime_error("write_video: " + text_of(status));
+  };
+  const Complaints quiet;
+  AVFormatContext* made = nullptr;
+  must(avformat_alloc_output_context2(&made, nullptr, nullptr, file.c_str()));
+  const std::unique_ptr<AVFormatContext, Release<avformat_free_context>> container(made);
+  Codec codec(avcodec_alloc_context3(avcodec_find_encoder(options.codec)));
+  codec->width = static_cast<int>(frames.size(2)), codec->height = static_cast<int>(frames.size(1));
+  codec->pix_fmt = options.format;
+  codec->time_base = {1, options.frames_per_second};
+  codec->thread_count = 1;
+  codec->gop_size = 4;
+  if ((made->oformat->flags & AVFMT_GLOBALHEADER) != 0) codec->flags |= AV_CODEC_FLAG_GLOBAL_HEADER;
+  must(avcodec_open2(codec.get(), codec->codec, nullptr));
+  AVStream* stream = avformat_new_stream(made, nullptr);
+  must(avcodec_parameters_from_context(stream->codecpar, codec.get()));
+  stream->time_base = codec->time_base;
+  stream->avg_frame_rate = {options.frames_per_second, 1};
+  must(avio_open(&made->pb, file.c_str(), AVIO_FLAG_WRITE));
+  must(avformat_write_header(made, nullptr));
+  Packet packet(av_packet_alloc());
+  const auto drain = [&] {
+    while (avcodec_receive_packet(codec.get(), packet.get()) >= 0) {
+      av_packet_rescale_ts(packet.get(), codec->time_base, stream->time_base);
+      packet->stream_index = 0;
+      must(av_interleaved_write_frame(made, packet.get()));
+    }
+  };
+  const Scaler scaler(sws_getContext(codec->width, codec->height, AV_PIX_FMT_RGB24, codec->width,
+                                     codec->height, codec->pix_fmt, SWS_POINT, nullptr, nullptr, nullptr));
+  const at::Tensor pixels = frames.contiguous();
+  for (std::int64_t i = 0; i < frames.size(0); ++i) {
+    Frame frame(av_frame_alloc());
+    frame->format = codec->pix_fmt, frame->width = codec->width, frame->height = codec->height;
+    frame->pts = i;
+    must(av_frame_get_buffer(frame.get(), 0));
+    const std::uint8_t* from[4] = {pixels[i].const_data_ptr<std::uint8_t>()};
+    const int stride[4] = {3 * codec->width};
+    must(sws_scale(scaler.get(), from, stride, 0, codec->height, frame->data, frame->linesize));
+    must(avcodec_send_frame(codec.get(), frame.get()));
+    drain();
+  }
+  must(avcodec_send_frame(codec.get(), nullptr));
+  drain();
+  must(av_write_trailer(made));
+  must(avio_closep(&made->pb));
+}
+
+}  // namespace isograd::testing
