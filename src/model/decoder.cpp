@@ -2,33 +2,10 @@
 
 #include "attention/attention.hpp"
 #include "isograd/error.hpp"
-#include "isograd/random.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {
 namespace {
-
-// Below `root`, one module per dot of the name; the last part is the parameter.
-void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter) {
-  torch::nn::Module* place = &root;
-  std::size_t begin = 0;
-  for (std::size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) {
-    const std::string part = name.substr(begin, dot - begin);
-    const auto children = place->named_children();
-    const auto* child = children.find(part);
-    place =
-        child ? child->get() : place->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
-  }
-  place->register_parameter(name.substr(begin), parameter);
-}
-
-template <typename T>
-void fill_normal(at::Tensor& parameter, double range, const RandomKey& key) {
-  T* values = parameter.mutable_data_ptr<T>();
-  for (std::int64_t i = 0, n = parameter.numel(); i < n; ++i)
-    values[i] = static_cast<T>(static_cast<std::conditional_t<std::is_same_v<T, double>, double, float>>(
-        range * random_normal(key, static_cast<std::uint64_t>(i))));
-}
 
 void check_batch(const Batch& batch, std::int64_t vocabulary) {
   const auto bad = [](const std::string& found, const std::string& expected) {
@@ -103,13 +80,7 @@ void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, st
     values.fill_(name.ends_with(".bias") ? 0 : 1);
     return;
   }
-  const RandomKey key{.seed = seed, .layer = hash_name(name)};
-  if (dtype == at::kDouble)
-    fill_normal<double>(values, config.initializer_range, key);
-  else if (dtype == at::kFloat)
-    fill_normal<float>(values, config.initializer_range, key);
-  else
-    fill_normal<at::BFloat16>(values, config.initializer_range, key);
+  fill_normal(values, config.initializer_range, seed, name);
 }
 
 at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos,
@@ -157,11 +128,7 @@ at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device) {
   check(config);
-  if (dtype != at::kDouble && dtype != at::kFloat && dtype != at::kBFloat16)
-    throw ConfigError({.where = "the model's dtype",
-                       .found = c10::toString(dtype),
-                       .expected = "Double, Float or BFloat16",
-                       .action = "Choose one of them"});
+  check_model_dtype(dtype);
   impl_ = std::make_unique<Impl>(config, dtype);
   impl_->create(*this, device);
 }

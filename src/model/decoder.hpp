@@ -4,14 +4,10 @@
 #include <functional>
 
 #include "isograd/decoder_lm.hpp"
+#include "model/parameters.hpp"
 #include "model/rotary_table.hpp"
 
 namespace isograd {
-
-struct Linear {
-  at::Tensor weight;  // [out, in]
-  at::Tensor bias;    // [out], or undefined
-};
 
 struct Block {
   at::Tensor input_norm, post_attention_norm;  // [hidden]

@@ -1,0 +1,51 @@
+#include "model/parameters.hpp"
+
+#include "isograd/error.hpp"
+#include "isograd/random.hpp"
+
+namespace isograd {
+namespace {
+
+template <typename T>
+void fill(at::Tensor& values, double range, const RandomKey& key) {
+  T* to = values.mutable_data_ptr<T>();
+  for (std::int64_t i = 0, n = values.numel(); i < n; ++i)
+    to[i] = static_cast<T>(static_cast<std::conditional_t<std::is_same_v<T, double>, double, float>>(
+        range * random_normal(key, static_cast<std::uint64_t>(i))));
+}
+
+}  // namespace
+
+void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter) {
+  torch::nn::Module* place = &root;
+  std::size_t begin = 0;
+  for (std::size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    const std::string part = name.substr(begin, dot - begin);
+    const auto children = place->named_children();
+    const auto* child = children.find(part);
+    place =
+        child ? child->get() : place->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
+  }
+  place->register_parameter(name.substr(begin), parameter);
+}
+
+void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name) {
+  const at::NoGradGuard no_grad;
+  const RandomKey key{.seed = seed, .layer = hash_name(name)};
+  if (values.scalar_type() == at::kDouble)
+    fill<double>(values, range, key);
+  else if (values.scalar_type() == at::kFloat)
+    fill<float>(values, range, key);
+  else
+    fill<at::BFloat16>(values, range, key);
+}
+
+void check_model_dtype(at::ScalarType dtype) {
+  if (dtype != at::kDouble && dtype != at::kFloat && dtype != at::kBFloat16)
+    throw ConfigError({.where = "the model's dtype",
+                       .found = c10::toString(dtype),
+                       .expected = "Double, Float or BFloat16",
+                       .action = "Choose one of them"});
+}
+
+}  // namespace isograd

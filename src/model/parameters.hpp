@@ -1,0 +1,25 @@
+// What models share: parameters registered by dotted names, initial values by name.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <string>
+
+namespace isograd {
+
+struct Linear {
+  at::Tensor weight;  // [out, in]
+  at::Tensor bias;    // [out], or undefined
+};
+
+// Below `root`, one module per dot of the name; the last part is the parameter.
+void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter);
+
+// normal(0, range) by (seed, name), computed in fp64 and rounded through fp32 for lower types.
+void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name);
+
+// ConfigError unless it is fp64, fp32 or bf16.
+void check_model_dtype(at::ScalarType dtype);
+
+}  // namespace isograd

@@ -1,0 +1,305 @@
+#include "isograd/video_dit.hpp"
+
+#include <cmath>
+
+#include "attention/attention.hpp"
+#include "isograd/error.hpp"
+#include "model/fused.hpp"
+#include "model/parameters.hpp"
+
+namespace isograd {
+namespace {
+
+using Lengths = std::vector<std::int64_t>;  // tokens of each fragment
+
+// f(tokens of a fragment..., its row of each of `rows`) for every fragment, one after another. `of_tokens`
+// [T, ...], `rows` [F, hidden]. Autograd adds a row's gradient up over its tokens in one sum; gathering the
+// rows token by token would cost T rows of memory for each use.
+template <typename F>
+at::Tensor by_fragment(const Lengths& lengths, const std::vector<at::Tensor>& of_tokens,
+                       const std::vector<at::Tensor>& rows, F&& f) {
+  if (lengths.size() <= 1) return f(of_tokens, rows);  // [1, hidden], or nothing at all, by broadcasting
+  std::vector<std::vector<at::Tensor>> tokens, row;
+  for (const at::Tensor& x : of_tokens) tokens.push_back(x.split_with_sizes(lengths));
+  for (const at::Tensor& x : rows) row.push_back(x.split(1));
+  std::vector<at::Tensor> results;
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    std::vector<at::Tensor> own, of;
+    for (const auto& parts : tokens) own.push_back(parts[i]);
+    for (const auto& parts : row) of.push_back(parts[i]);
+    results.push_back(f(own, of));
+  }
+  return at::cat(results);
+}
+
+// x (1 + scale) + shift.
+at::Tensor modulated(const at::Tensor& x, const at::Tensor& shift, const at::Tensor& scale,
+                     const Lengths& lengths) {
+  return by_fragment(lengths, {x}, {shift, scale}, [](const auto& own, const auto& row) {
+    return at::addcmul(own[0] + row[0], own[0], row[1]);
+  });
+}
+
+// stream + gate · x.
+at::Tensor gated(const at::Tensor& stream, const at::Tensor& gate, const at::Tensor& x,
+                 const Lengths& lengths) {
+  return by_fragment(lengths, {stream, x}, {gate},
+                     [](const auto& own, const auto& row) { return at::addcmul(own[0], own[1], row[0]); });
+}
+
+// cos and sin of 1000 t at frequencies from 1 to 1/10000 (DiT's, whose steps are those of 1000): [F,
+// features].
+at::Tensor features_of(const at::Tensor& times, std::int64_t features) {
+  constexpr double kSteps = 1000, kLongest = 10000;
+  const std::int64_t half = features / 2;
+  const at::Tensor frequencies = at::exp(at::arange(half, at::kDouble) * (-std::log(kLongest) / half));
+  const at::Tensor angles = times.to(at::kDouble).unsqueeze(1) * kSteps * frequencies;
+  return at::cat({angles.cos(), angles.sin()}, 1);
+}
+
+[[noreturn]] void bad(std::string where, std::string found, std::string expected, std::string action) {
+  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+}
+
+struct Block {
+  Linear modulation, q, k, v, o, in, out;
+  at::Tensor q_norm, k_norm;  // [head_dim]
+};
+
+}  // namespace
+
+void check(const VideoDiTConfig& config) {
+  const auto wrong = [](const char* key, const std::string& found, const std::string& expected) {
+    bad(std::string("model.") + key, found, expected, "Correct the model's shape");
+  };
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  const std::pair<const char*, std::int64_t> sizes[] = {{"patch_elements", config.patch_elements},
+                                                        {"hidden", config.hidden},
+                                                        {"layers", config.layers},
+                                                        {"heads", config.heads},
+                                                        {"feed_forward", config.feed_forward},
+                                                        {"max_frames", config.max_frames},
+                                                        {"max_height", config.max_height},
+                                                        {"max_width", config.max_width}};
+  for (const auto& [key, value] : sizes)
+    if (value < 1 || value > kMost) wrong(key, std::to_string(value), fmt::format("1 to {}", kMost));
+  if (config.head_dim < 0 || config.head_dim > kMost)
+    wrong("head_dim", std::to_string(config.head_dim), "0 (hidden / heads) or more");
+  if (config.head_dim == 0 && config.hidden % config.heads != 0)
+    wrong("hidden", std::to_string(config.hidden), fmt::format("a multiple of heads, {}", config.heads));
+  if (config.timestep_features < 2 || config.timestep_features % 2 != 0 || config.timestep_features > kMost)
+    wrong("timestep_features", std::to_string(config.timestep_features), "an even number, 2 or more");
+  if (!(config.norm_epsilon > 0) || !std::isfinite(config.norm_epsilon))
+    wrong("norm_epsilon", fmt::format("{}", config.norm_epsilon), "a number above 0");
+  if (!(config.initializer_range >= 0) || !std::isfinite(config.initializer_range))
+    wrong("initializer_range", fmt::format("{}", config.initializer_range), "0 or more");
+  if (!std::isfinite(config.gate_init))
+    wrong("gate_init", fmt::format("{}", config.gate_init), "a finite number");
+}
+
+struct VideoDiT::Impl {
+  const VideoDiTConfig config;
+  const at::ScalarType dtype;
+  std::vector<std::pair<std::string, at::Tensor>> in_order{};
+  Linear patch{}, time_in{}, time_out{}, final_modulation{}, final_linear{};
+  at::Tensor frame{}, row{}, column{};  // [max_frames, hidden], ...
+  std::vector<Block> blocks{};
+  AroundBlock around{};  // empty: nothing
+  Attention given_attention{};
+
+  void create(torch::nn::Module& root, at::Device device) {
+    const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
+      const at::Tensor tensor =
+          at::empty(shape, at::TensorOptions().dtype(dtype).device(device)).requires_grad_();
+      register_under(root, name, tensor);
+      in_order.emplace_back(name, tensor);
+      return tensor;
+    };
+    const auto linear = [&](const std::string& name, std::int64_t out, std::int64_t in) {
+      return Linear{parameter(name + ".weight", {out, in}), parameter(name + ".bias", {out})};
+    };
+    const std::int64_t hidden = config.hidden, dim = config.width_of_head(), inner = config.heads * dim;
+    patch = linear("patch_embedding", hidden, config.patch_elements);
+    frame = parameter("frame_embedding.weight", {config.max_frames, hidden});
+    row = parameter("row_embedding.weight", {config.max_height, hidden});
+    column = parameter("column_embedding.weight", {config.max_width, hidden});
+    time_in = linear("timestep.in", hidden, config.timestep_features);
+    time_out = linear("timestep.out", hidden, hidden);
+    for (std::int64_t layer = 0; layer < config.layers; ++layer) {
+      const std::string prefix = fmt::format("blocks.{}.", layer);
+      Block block;
+      block.modulation = linear(prefix + "modulation", 6 * hidden, hidden);
+      block.q = linear(prefix + "attention.q", inner, hidden);
+      block.k = linear(prefix + "attention.k", inner, hidden);
+      block.v = linear(prefix + "attention.v", inner, hidden);
+      block.q_norm = parameter(prefix + "attention.q_norm.weight", {dim});
+      block.k_norm = parameter(prefix + "attention.k_norm.weight", {dim});
+      block.o = linear(prefix + "attention.o", hidden, inner);
+      block.in = linear(prefix + "feed_forward.in", config.feed_forward, hidden);
+      block.out = linear(prefix + "feed_forward.out", hidden, config.feed_forward);
+      blocks.push_back(std::move(block));
+    }
+    final_modulation = linear("final.modulation", 2 * hidden, hidden);
+    final_linear = linear("final.linear", config.patch_elements, hidden);
+  }
+
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
+    const at::NoGradGuard no_grad;
+    if (name.ends_with(".bias")) {
+      values.zero_();
+      if (name.starts_with("blocks.") && name.ends_with(".modulation.bias"))
+        for (const std::int64_t gate : {2, 5})
+          values.narrow(0, gate * config.hidden, config.hidden).fill_(config.gate_init);
+    } else if (values.dim() == 1) {
+      values.fill_(1);
+    } else if (config.gate_init == 0 &&
+               (name.ends_with("modulation.weight") || name == "final.linear.weight")) {
+      values.zero_();
+    } else {
+      fill_normal(values, config.initializer_range, seed, name);
+    }
+  }
+
+  at::Tensor norm(const at::Tensor& x) const {
+    return at::layer_norm(x, {config.hidden}, {}, {}, config.norm_epsilon);
+  }
+
+  at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& condition, const Batch& batch,
+                   const Lengths& lengths) const {
+    const std::int64_t count = stream.size(0), dim = config.width_of_head();
+    const Block& block = blocks[static_cast<std::size_t>(layer)];
+    const auto modulation =
+        linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
+    const auto projected =
+        linears(modulated(norm(stream), modulation[0], modulation[1], lengths),
+                {block.q.weight, block.k.weight, block.v.weight}, {block.q.bias, block.k.bias, block.v.bias});
+    const auto heads = [&](const at::Tensor& x) { return x.view({count, config.heads, dim}); };
+    const at::Tensor q = rms_norm(heads(projected[0]), block.q_norm, config.norm_epsilon),
+                     k = rms_norm(heads(projected[1]), block.k_norm, config.norm_epsilon),
+                     v = heads(projected[2]);
+    at::Tensor out = given_attention ? given_attention(batch, q, k, v)
+                                     : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
+    out = linears(out.reshape({count, config.heads * dim}), {block.o.weight}, {block.o.bias})[0];
+    stream = gated(stream, modulation[2], out, lengths);
+    out = linears(modulated(norm(stream), modulation[3], modulation[4], lengths), {block.in.weight},
+                  {block.in.bias})[0];
+    out = linears(at::gelu(out, "tanh"), {block.out.weight}, {block.out.bias})[0];
+    return gated(stream, modulation[5], out, lengths);
+  }
+
+  void check_input(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
+                   const at::Tensor& times) const {
+    const std::string where = "batch for the model";
+    const std::int64_t count = batch.num_tokens(),
+                       fragments = static_cast<std::int64_t>(batch.cu_seqlens.size()) - 1;
+    if (noised.dim() != 2 || noised.size(0) != count || noised.size(1) != config.patch_elements ||
+        coordinates.dim() != 2 || coordinates.size(0) != count || coordinates.size(1) != 3 ||
+        coordinates.scalar_type() != at::kLong || times.dim() != 1 || times.size(0) != fragments)
+      bad(where,
+          c10::str("noised ", noised.sizes(), ", coordinates ", coordinates.sizes(), ", times ",
+                   times.sizes()),
+          fmt::format("[{0}, {1}], [{0}, 3] int64 and [{2}]", count, config.patch_elements, fragments),
+          "Pass what belongs to the batch, cut into the patches that the model was made for");
+    if (batch.cut && !given_attention)
+      bad(where,
+          fmt::format(
+              "a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
+              batch.cut->pieces.size()),
+          "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
+    if (count == 0) return;
+    const at::Tensor most = coordinates.amax(0), least = coordinates.amin(0);
+    const at::Tensor largest =
+        at::tensor({config.max_frames, config.max_height, config.max_width}, at::kLong);
+    if (least.lt(0).any().item<bool>() || most.ge(largest).any().item<bool>())
+      bad(where,
+          fmt::format("a patch at frame {}, row {}, column {}", most[0].item<std::int64_t>(),
+                      most[1].item<std::int64_t>(), most[2].item<std::int64_t>()),
+          fmt::format("videos of at most {} x {} x {} patches (model.max_frames, max_height, max_width)",
+                      config.max_frames, config.max_height, config.max_width),
+          "Raise the model's limits, or scale and cut the videos");
+  }
+};
+
+VideoDiT::VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, at::Device device) {
+  check(config);
+  check_model_dtype(dtype);
+  impl_ = std::make_unique<Impl>(Impl{.config = config, .dtype = dtype});
+  impl_->create(*this, device);
+}
+
+VideoDiT::VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, std::uint64_t seed)
+    : VideoDiT(config, dtype) {
+  for (auto& [name, tensor] : impl_->in_order) impl_->initialize(name, tensor, seed);
+}
+
+std::shared_ptr<VideoDiT> VideoDiT::without_values(const VideoDiTConfig& config, at::ScalarType dtype) {
+  return std::shared_ptr<VideoDiT>(new VideoDiT(config, dtype, at::kMeta));
+}
+
+void VideoDiT::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
+  impl_->initialize(name, values, seed);
+}
+
+VideoDiT::~VideoDiT() = default;
+
+const VideoDiTConfig& VideoDiT::config() const {
+  return impl_->config;
+}
+
+at::ScalarType VideoDiT::dtype() const {
+  return impl_->dtype;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> VideoDiT::named() {
+  return impl_->in_order;
+}
+
+at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
+                              const at::Tensor& times) {
+  const Impl& model = *impl_;
+  model.check_input(batch, noised, coordinates, times);
+  Lengths lengths;
+  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
+    lengths.push_back(batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
+  const auto linear = [](const at::Tensor& x, const Linear& with) {
+    return linears(x, {with.weight}, {with.bias})[0];
+  };
+  at::Tensor stream = linear(noised.to(model.dtype), model.patch);
+  const at::Tensor* tables[] = {&model.frame, &model.row, &model.column};
+  for (std::int64_t axis = 0; axis < 3; ++axis)
+    stream = stream + at::embedding(*tables[axis], coordinates.select(1, axis).contiguous());
+  const at::Tensor features = features_of(times, model.config.timestep_features).to(model.dtype);
+  const at::Tensor condition = at::silu(linear(at::silu(linear(features, model.time_in)), model.time_out));
+  for (std::int64_t layer = 0; layer < model.config.layers; ++layer) {
+    if (!model.around) {
+      stream = model.block(layer, stream, condition, batch, lengths);
+      continue;
+    }
+    // By value: it may be called again when this function has long returned.
+    stream =
+        model.around(layer, stream, condition,
+                     [impl = impl_.get(), layer, batch, lengths](const at::Tensor& in, const at::Tensor& of) {
+                       return impl->block(layer, in, of, batch, lengths);
+                     });
+  }
+  const auto modulation = linear(condition, model.final_modulation).chunk(2, 1);
+  return linear(modulated(model.norm(stream), modulation[0], modulation[1], lengths), model.final_linear);
+}
+
+void VideoDiT::set_around_block(AroundBlock around) {
+  impl_->around = std::move(around);
+}
+
+std::vector<at::Tensor> VideoDiT::block_parameters(std::int64_t layer) const {
+  std::vector<at::Tensor> parameters;
+  const std::string prefix = fmt::format("blocks.{}.", layer);
+  for (const auto& [name, tensor] : impl_->in_order)
+    if (name.starts_with(prefix)) parameters.push_back(tensor);
+  return parameters;
+}
+
+void VideoDiT::set_attention(Attention attention) {
+  impl_->given_attention = std::move(attention);
+}
+
+}  // namespace isograd
