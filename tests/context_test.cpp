@@ -2,9 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
-#include "context_step.hpp"
+#include "context_planted.hpp"
 
 namespace isograd::context {
 namespace {
@@ -13,22 +11,8 @@ using ::testing::HasSubstr;
 
 constexpr double kExact = 1e-10;  // E1
 
-const std::vector<ContextFold> kFolds = {ContextFold::kAll, ContextFold::kUlyssesOnly, ContextFold::kRingOnly,
-                                         ContextFold::kNone};
-
-bool full_tests() {
-  const char* value = std::getenv("ISOGRAD_FULL_TESTS");
-  return value && *value && *value != '0';
-}
-
 // Every mesh × layout × mean × accumulation. Each has one strategy and one fold, which take turns;
 // ISOGRAD_FULL_TESTS=1: all of them with each. Folds that make the same groups (an axis of size 1) are one.
-std::vector<ContextFold> folds_of(const Axes& axes) {
-  if (axes.context() == 1) return {ContextFold::kAll};
-  if (axes.ring == 1 || axes.ulysses == 1) return {ContextFold::kAll, ContextFold::kNone};
-  return kFolds;
-}
-
 void check_axes(const Axes& axes, int turn) {
   const DecoderConfig config = small_decoder(axes.ulysses);
   const auto strategies = all_strategies();
@@ -153,27 +137,6 @@ TEST(Context, LocalGradientsDifferBeforeTheReduction) {
 
 // ---- the museum's mistakes ----
 
-struct AveragesOverContext : planted::Wrapped {  // B19
-  int ranks;
-  AveragesOverContext(std::unique_ptr<DataParallel> inner_, int ranks_)
-      : Wrapped(std::move(inner_)), ranks(ranks_) {}
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.div_(ranks);
-  }
-};
-
-template <typename Mean>
-struct CountsContextPeers : Mean {  // B5: every context rank counts the whole sample
-  double peers;
-  explicit CountsContextPeers(double peers_) : peers(peers_) {}
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = Mean::denominator(census);
-    wrong.value *= peers;
-    return wrong;
-  }
-};
-
 struct FragmentsAreSamples : SampleMean {  // T_b of the tokens at hand
   Batch prepare(const Batch& batch, const Denominator& denominator) const override {
     Denominator wrong = denominator;
@@ -187,19 +150,6 @@ struct FragmentsAreSamples : SampleMean {  // T_b of the tokens at hand
     return SampleMean::prepare(batch, wrong);
   }
 };
-
-// How all gradients compare with the right ones: the same ratio everywhere, or NaN.
-double common_ratio(const Outcome& outcome, const Reference& wanted) {
-  double common = 0;
-  for (const auto& gradients : outcome.gradients)
-    for (const auto& [name, g] : wanted.gradients) {
-      const double ratio = ((gradients.at(name) * g).sum() / g.square().sum()).item<double>();
-      if (common == 0) common = ratio;
-      if ((gradients.at(name) - common * g).norm().item<double>() > 1e-9 * g.norm().item<double>())
-        return std::nan("");
-    }
-  return common;
-}
 
 TEST(Context, PlantedMistakesAreSeen) {
   for (const Axes& axes :

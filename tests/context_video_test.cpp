@@ -1,0 +1,249 @@
+// The law for videos cut over ranks: a video transformer under flow matching has the gradient of one process.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "context_video_step.hpp"
+
+namespace isograd::context {
+namespace {
+
+constexpr double kExact = 1e-10;  // E1
+
+// Every mesh × layout × mean; accumulation, strategies and folds take turns. ISOGRAD_FULL_TESTS=1: all of
+// them.
+void check_axes(const Axes& axes, int turn) {
+  const auto strategies = all_strategies();
+  const auto folds = folds_of(axes);
+  int cases = 0;
+  double worst = 0;
+  for (const VideoLayout& layout : kVideoLayouts) {
+    const int chosen = 1 + turn++ % 2;
+    for (const int accumulation : {1, 2}) {
+      if (!full_tests() && accumulation != chosen) continue;
+      const VideoStep step = make_video_step(layout, axes.data(), accumulation);
+      for (const bool samples : {false, true}) {
+        const Reference wanted = reference(*exact_model(testing::small_video_dit()), step, samples);
+        for (std::size_t i = 0; i < strategies.size() * folds.size(); ++i) {
+          if (!full_tests() && i != static_cast<std::size_t>(turn) % (strategies.size() * folds.size()))
+            continue;
+          VideoSetting setting;
+          setting.strategy = strategies[i % strategies.size()], setting.fold = folds[i / strategies.size()];
+          setting.samples = samples;
+          const VideoOutcome outcome = run_video_step(axes, step, layout.options, setting);
+          const double error = outcome.worst_error(wanted);
+          EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
+                                   << ", accumulation " << accumulation << ", " << setting.strategy.name()
+                                   << ", fold " << static_cast<int>(setting.fold);
+          for (const StepReport& report : outcome.reports)
+            EXPECT_NEAR(report.loss, wanted.loss, 1e-12 * wanted.loss);
+          worst = std::max(worst, error);
+          ++cases;
+        }
+        turn += 7;  // no divisor of the numbers of strategies and folds
+      }
+    }
+  }
+  EXPECT_GE(cases, 12);
+  std::printf("%s: %d cases, largest error of any parameter %.1e of its scale (allowed %.0e)\n",
+              axes.name().c_str(), cases, worst, kExact);
+}
+
+TEST(ContextVideo, GradientIsThatOfOneProcess) {
+  int turn = 0;
+  for (const ContextSizes& sizes : testing::kContextSizes)
+    check_axes({.ring = sizes.ring, .ulysses = sizes.ulysses}, turn++);
+}
+
+TEST(ContextVideo, UnderDataParallelismToo) {
+  check_axes({.dp_shard = 2, .ring = 2}, 1);
+  check_axes({.dp_replicate = 2, .ulysses = 2}, 2);
+}
+
+// At zero every block is the identity: its gradients vanish, and parity would hold whatever attention did.
+TEST(ContextVideo, GatesBeginAwayFromZeroForAReason) {
+  const VideoStep step = make_video_step(kVideoLayouts[3], 1, 1);
+  for (const double gate : {0.0, 0.5}) {
+    const Reference wanted = reference(*exact_model(testing::small_video_dit(gate)), step, true);
+    for (const auto& [name, g] : wanted.gradients) {
+      if (!name.starts_with("blocks.")) continue;
+      EXPECT_EQ(g.norm().item<double>() > 0, gate > 0) << name;
+    }
+  }
+}
+
+// Doing nothing must not pass as parity.
+TEST(ContextVideo, LocalGradientsDifferBeforeTheReduction) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 3}, Axes{.ulysses = 4}, Axes{.ring = 2, .ulysses = 2}})
+    for (const bool samples : {false, true}) {
+      const VideoStep step = make_video_step(kVideoLayouts[3], 1, 2);
+      const Reference wanted = reference(*exact_model(testing::small_video_dit()), step, samples);
+      VideoSetting setting;
+      setting.samples = samples, setting.reduce = false;
+      const VideoOutcome outcome = run_video_step(axes, step, {}, setting);
+      for (std::size_t r = 0; r < outcome.gradients.size(); ++r) {
+        EXPECT_GT(worst_error(outcome.gradients[r], wanted), 1e-3) << axes.name() << ", rank " << r;
+        const auto& next = outcome.gradients[(r + 1) % outcome.gradients.size()];
+        EXPECT_GT(worst_error(outcome.gradients[r], {.gradients = next}), 1e-3) << axes.name();
+      }
+    }
+}
+
+TEST(ContextVideo, PlantedMistakesAreSeen) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 3}, Axes{.ulysses = 4}, Axes{.ring = 2, .ulysses = 2}}) {
+    if (!full_tests() && (axes.ring == 2) == (axes.ulysses == 1)) continue;
+    const double cp = axes.context();
+    for (const bool samples : {false, true})
+      for (const VideoLayout* layout : {&kVideoLayouts[0], &kVideoLayouts[3]}) {
+        const VideoStep step = make_video_step(*layout, 1, 2);
+        const Reference wanted = reference(*exact_model(testing::small_video_dit()), step, samples);
+        const auto outcome = [&](auto&& plant) {
+          VideoSetting setting;
+          setting.samples = samples;
+          plant(setting);
+          return run_video_step(axes, step, layout->options, setting);
+        };
+        const std::string where = fmt::format("{}, {}, samples {}", axes.name(), layout->name, samples);
+        const VideoOutcome averaged = outcome([](VideoSetting& setting) {
+          setting.wrap = [](std::unique_ptr<DataParallel> right,
+                            const ContextMesh& mesh) -> std::unique_ptr<DataParallel> {
+            return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+          };
+        });
+        EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
+        EXPECT_NEAR(averaged.reports[0].loss, wanted.loss, 1e-12 * wanted.loss) << "B19: " << where;
+        const VideoOutcome counted = outcome([](VideoSetting& setting) {
+          setting.mean = [](bool of_samples, const ContextMesh& mesh) -> std::unique_ptr<Normalizer> {
+            if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.context.size());
+            return std::make_unique<CountsContextPeers<TokenMean>>(mesh.context.size());
+          };
+        });
+        EXPECT_NEAR(common_ratio(counted, wanted), 1 / cp, 1e-9) << "B5: " << where;
+        EXPECT_NEAR(counted.reports[0].loss, wanted.loss / cp, 1e-9) << "B5: " << where;
+        // B26b: noise by the place in the part, not in the video.
+        const VideoOutcome by_part = outcome([](VideoSetting& setting) {
+          setting.seen = [](const Batch& batch) {
+            Batch wrong = batch;
+            wrong.positions = at::arange(batch.num_tokens());
+            return wrong;
+          };
+        });
+        EXPECT_GT(by_part.worst_error(wanted), 1e-3) << "B26b: " << where;
+        // Attention that ends at the cut.
+        const VideoOutcome local = outcome([](VideoSetting& setting) {
+          setting.attention = [](const ContextAttention&) -> DecoderLM::Attention {
+            return [](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+              return variable_length_attention(q, k, v, batch.cu_seqlens, false);
+            };
+          };
+        });
+        EXPECT_GT(local.worst_error(wanted), 1e-3) << "attention within ranks: " << where;
+      }
+  }
+}
+
+// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision: the worse
+// of two orders of its sums, because one run may have a parameter of four elements right by chance.
+TEST(ContextVideo, WithinRoundingInLowerPrecision) {
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 5}, Axes{.ulysses = 4}, Axes{.ring = 2, .ulysses = 2}})
+    for (const auto& [dtype, unit] :
+         {std::pair{at::kFloat, std::ldexp(1.0, -24)}, {at::kBFloat16, std::ldexp(1.0, -8)}})
+      for (const bool samples : {false, true}) {
+        constexpr int kAccumulation = 2;
+        const VideoStep step = make_video_step(kVideoLayouts[3], 1, kAccumulation);
+        const Reference wanted = reference(*exact_model(testing::small_video_dit(), dtype), step, samples);
+        VideoSetting setting;
+        setting.dtype = dtype, setting.samples = samples;
+        const VideoOutcome outcome = run_video_step(axes, step, {}, setting),
+                           alone = run_video_step({}, step, {}, setting);
+        VideoStep turned = step;
+        for (MicroBatches& batches : turned.whole) {
+          std::reverse(batches.begin(), batches.end());
+          for (Batch& batch : batches)
+            batch = testing::batch_of_videos(
+                *step.store, {batch.sample_ids.rbegin(), batch.sample_ids.rend()}, batch.draw);
+        }
+        const VideoOutcome alone_turned = run_video_step({}, turned, {}, setting);
+        const double of_reduction = unit * std::sqrt(axes.ranks() * kAccumulation);
+        for (const auto& gradients : outcome.gradients)
+          for (const auto& [name, g] : wanted.gradients) {
+            const auto error = [&](const std::map<std::string, at::Tensor>& of) {
+              return (of.at(name).to(at::kDouble) - g).norm().item<double>();
+            };
+            EXPECT_LE(error(gradients),
+                      4 * std::max(error(alone.gradients[0]), error(alone_turned.gradients[0])) +
+                          of_reduction * scale_of(wanted, g))
+                << axes.name() << ", " << c10::toString(dtype) << ", samples " << samples << ", " << name;
+          }
+      }
+}
+
+// 20 steps of SGD on a loader's videos of unequal lengths. The sample mean on several context ranks is that
+// of one process, and another training than the token mean.
+TEST(ContextVideo, TwentyStepsOfSgdAreThoseOfOneProcess) {
+  constexpr int kSteps = 20;
+  constexpr double kRate = 0.05;
+  const auto store =
+      testing::small_videos({{4, 3, 3}, {1, 1, 2}, {2, 2, 2}, {6, 2, 2}, {1, 3, 1}, {1, 1, 1}, {3, 2, 3}});
+  VideoLoader loader(store, {0, 1, 2, 3, 4, 5, 6},
+                     {.videos_per_step = 3, .tokens_per_micro_batch = 24, .seed = 2});
+  std::vector<VideoStep> steps;
+  for (int i = 0; i < kSteps; ++i) steps.push_back({store, {loader.next()}});
+
+  // By hand, in fp64 with the weights of an fp32 model; the scales of its gradients are added up.
+  std::map<std::string, double> scales;
+  const auto by_hand = [&](bool samples) {
+    const auto model = exact_model(testing::small_video_dit(), at::kFloat);
+    for (const VideoStep& step : steps) {
+      const Reference of = reference(*model, step, samples);
+      const at::NoGradGuard no_grad;
+      for (auto& [name, tensor] : model->named()) {
+        tensor.sub_(of.gradients.at(name), kRate);
+        if (samples) scales[name] += scale_of(of, of.gradients.at(name));
+      }
+    }
+    return model->named();
+  };
+  const auto start = exact_model(testing::small_video_dit(), at::kFloat)->named();
+  const auto wanted = by_hand(true), tokens = by_hand(false);
+  double moved = 0, apart = 0;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    moved += (wanted[i].second - start[i].second).square().sum().item<double>();
+    apart += (wanted[i].second - tokens[i].second).square().sum().item<double>();
+  }
+  VideoSetting setting;
+  setting.dtype = at::kFloat, setting.samples = true, setting.learning_rate = kRate;
+  const VideoOutcome alone = run_video_steps({}, steps, {}, setting);
+  const auto error = [&](const std::map<std::string, at::Tensor>& of, std::size_t i) {
+    return (of.at(wanted[i].first).to(at::kDouble) - wanted[i].second).norm().item<double>();
+  };
+  for (const Axes& axes :
+       {Axes{.ring = 2}, Axes{.ring = 4}, Axes{.ulysses = 2}, Axes{.ring = 2, .ulysses = 2}}) {
+    const VideoOutcome outcome = run_video_steps(axes, steps, {}, setting);
+    double squares = 0, largest = 0;
+    // E2 of every step, added up at the rate: four times what one rank's rounding does to the weights, and
+    // what the reductions may.
+    const double unit =
+        std::ldexp(1.0, -24) * std::sqrt(axes.ranks() * 3);  // 3: most micro-batches of a step
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      const double found = error(outcome.weights[0], i),
+                   allowed = 4 * error(alone.weights[0], i) + kRate * unit * scales.at(wanted[i].first);
+      EXPECT_LE(found, allowed) << axes.name() << ", " << wanted[i].first;
+      largest = std::max(largest, found / allowed);
+      squares += found * found;
+    }
+    for (const auto& weights : outcome.weights)
+      for (const auto& [name, tensor] : weights) EXPECT_TRUE(at::equal(tensor, outcome.weights[0].at(name)));
+    std::printf(
+        "%s: 20 steps moved the weights by %.3g; one process is %.1e away (at most %.2f of what is "
+        "allowed), the token mean %.3g\n",
+        axes.name().c_str(), std::sqrt(moved), std::sqrt(squares), largest, std::sqrt(apart));
+    EXPECT_GT(std::sqrt(apart), 1000 * std::sqrt(squares)) << axes.name();
+    EXPECT_GT(std::sqrt(apart), 0.01 * std::sqrt(moved)) << axes.name();
+  }
+}
+
+}  // namespace
+}  // namespace isograd::context
