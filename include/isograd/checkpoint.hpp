@@ -3,12 +3,13 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/text_data.hpp"
 
@@ -26,15 +27,17 @@ struct TrainingState {
   std::int64_t packs_per_step = 0;
   std::int64_t shuffle_packs = 1;  // 0 or 1
   double validation_fraction = 0;
-  std::int64_t documents = 0;  // of the corpus
+  std::int64_t documents = 0;  // of the corpus; videos
   std::int64_t tokens = 0;
   std::string optimizer;  // adamw | sgd
   std::string dtype;      // float64 | float32 | bfloat16
-  std::string tokenizer;  // Tokenizer::name(); empty for foreign shards
+  std::string tokenizer;  // Tokenizer::name(); empty for foreign shards and where nothing is tokenized
   std::string config;     // the whole configuration as TOML
   // DataParallel::bucket_order(): whoever goes on has the same bits only with the same buckets. Empty in
   // checkpoints of versions that did not save it.
   std::vector<std::string> bucket_order{};
+  // Further keys, with their values, that the order of data depends on, by kind of data. Empty for text.
+  std::map<std::string, std::string> order{};
 };
 
 // root/step-00000100
@@ -48,30 +51,35 @@ std::vector<std::filesystem::path> list_checkpoints(const std::filesystem::path&
 std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, const std::string& which);
 
 struct SaveOptions {
-  std::filesystem::path root;            // folder of checkpoints
-  std::int64_t keep = 2;                 // the newest that stay; older ones go once the new one is complete
-  std::filesystem::path tokenizer_file;  // copied in, so that `sample` can decode; empty: none (bytes)
+  std::filesystem::path root;  // folder of checkpoints
+  std::int64_t keep = 2;       // the newest that stay; older ones go once the new one is complete
 };
+
+// Writes config.json, model.safetensors and what else belongs to the model into a folder. Called on rank 0,
+// while the model is whole.
+using WriteModel = std::function<void(const std::filesystem::path& directory)>;
 
 // Collective: rank 0 writes a hidden sibling, fsyncs every file, renames it, fsyncs the folder; the others
 // wait. An error of rank 0 (a full disk, ...) is thrown on every rank and leaves earlier checkpoints whole.
 // Checkpoints of a later step belong to a future that this run did not take: they go too.
-//   config.json, model.safetensors   the model as Hugging Face writes it
+//   config.json, model.safetensors   of `write_model`: a language model as Hugging Face writes it
 //   optimizer.safetensors            per parameter: NAME.exp_avg, NAME.exp_avg_sq, ...; NAME.master for bf16
 //   state.json                       TrainingState
-//   tokenizer.model                  where there is a tokenizer file
+//   tokenizer.model                  of `write_model` too, where there is a tokenizer file
 //   checksums.json                   XXH3-64 and size of every other file
 std::filesystem::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
-                                      DecoderLM& model, DataParallel& layout, Optimizer& optimizer);
+                                      const WriteModel& write_model, DataParallel& layout,
+                                      Optimizer& optimizer);
 
 // Checks every checksum, then reads state.json. ConfigError names the bad file.
 TrainingState open_checkpoint(const std::filesystem::path& directory);
 
-// The model is read with read_hf(directory, dtype) and given to a layout; then this fills in the optimizer's
-// state and the masters. ConfigError on missing, unexpected or misshapen tensors.
+// The model is read (a language model with read_hf(directory, dtype)) and given to a layout; then this fills
+// in the optimizer's state and the masters. ConfigError on missing, unexpected or misshapen tensors.
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer);
 
+inline constexpr const char* kTokenizerFile = "tokenizer.model";
 // The tokenizer kept with a checkpoint. ConfigError for a model trained on foreign shards.
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const std::filesystem::path& directory,
                                                 const TrainingState& state);

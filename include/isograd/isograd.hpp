@@ -14,6 +14,7 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/gather.hpp"
 #include "isograd/group.hpp"
+#include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/module.hpp"
 #include "isograd/norm.hpp"

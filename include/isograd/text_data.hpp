@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "isograd/batch.hpp"
+#include "isograd/loader.hpp"
 
 namespace isograd {
 
@@ -108,31 +108,22 @@ struct LoaderOptions {
   bool read_ahead = true;  // prepare the next step on a thread
 };
 
-// Where a loader stands: enough to resume bit for bit.
-struct LoaderPosition {
-  std::int64_t epoch = 0;
-  std::int64_t step = 0;  // within the epoch
-};
-
 // Documents are shuffled by (seed, epoch), laid end to end and cut every pack_length tokens: a pack is a list
 // of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in
 // the order they lie or in one shuffled by (seed, epoch); rank r takes a contiguous part of them (sizes
 // differ by at most one), cut into micro-batches. The last step of an epoch is short; nothing is dropped or
 // repeated. Sample id = document index in the store. Targets are shifted before any cut: the last token of a
 // fragment predicts the first of the sample's next fragment; the last token of a document has kIgnoreIndex.
-class TextLoader {
+class TextLoader : public BatchLoader {
  public:
   // ConfigError: no documents, a document twice, or an option out of range.
   TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64_t> documents, LoaderOptions options);
-  ~TextLoader();
-  std::int64_t steps_per_epoch() const;
-  // This rank's micro-batches of the next step; crosses into the next epoch by itself. May be empty on a
-  // rank.
-  MicroBatches next();
-  // The whole step on one rank, regardless of options.rank/size (for the oracle): one micro-batch per pack.
-  MicroBatches whole_step(LoaderPosition position) const;
-  LoaderPosition position() const;     // of the step that next() returns
-  void seek(LoaderPosition position);  // ConfigError: no such step
+  ~TextLoader() override;
+  std::int64_t steps_per_epoch() const override;
+  MicroBatches next() override;
+  MicroBatches whole_step(LoaderPosition position) const override;  // one micro-batch per pack
+  LoaderPosition position() const override;
+  void seek(LoaderPosition position) override;
 
  private:
   struct Impl;

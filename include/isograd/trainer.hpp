@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/step.hpp"
-#include "isograd/text_data.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
 
 struct RunConfig;  // src/train/config.hpp
+class Task;        // src/train/task.hpp: the data and the family of models that the run is about
+class TaskModel;
 
 // One step as seen from outside. The same on all ranks, except `seconds`.
 struct StepEvent {
@@ -32,7 +32,7 @@ struct StepEvent {
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.
 struct Evaluation {
   std::int64_t step = 0;
-  double loss = 0;  // nats per token
+  double loss = 0;  // in the task's unit: nats per token, ...
   std::int64_t targets = 0;
 };
 
@@ -49,9 +49,8 @@ struct ReportTable {
 struct FinishedRun {
   const RunConfig& config;
   World& world;
-  DecoderLM& model;
-  std::shared_ptr<TokenStore> tokens;
-  const Split& split;
+  const Task& task;
+  TaskModel& model;
 };
 
 // What a check may look at after a step's update. The model is whole while whole_parameters() of the layout
@@ -89,7 +88,7 @@ struct Outcome {
   std::int64_t empty = 0;                 // had no valid target since the start or resume
   double loss = 0;                        // of the last step
   std::optional<double> validation_loss;  // absent without validation documents
-  double unigram_entropy = 0;        // nats per token of the training documents: what counting alone reaches
+  double baseline = 0;  // loss of what has learnt nothing, as the task has it: the entropy of its tokens, ...
   double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
   std::string sample;                // generated text, prompt included; rank 0 only
   std::filesystem::path checkpoint;  // the last one complete; empty: none

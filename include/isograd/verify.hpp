@@ -31,7 +31,8 @@ struct OracleTerm {
   double weight = 1;
 };
 
-// A model as verify sees it: the outside oracle differentiates `logits` with a loss of its own, the product's
+// A model as verify sees it: the outside oracle differentiates `logits` (or whatever the model's outputs are,
+// DeclaredLoss::per_token) with a loss of its own, the product's
 // step differentiates `loss_terms`. The closures keep the model alive.
 struct VerifyModel {
   std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones once
@@ -88,6 +89,10 @@ struct DeclaredLoss {
   // Means of replicas: the whole step as the replicas see it, for the oracle; called on rank 0. The loss is
   // the mean of their own means, over those that have anything to count. Not given: one mean over `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
+
+  // The loss of each token [T] from the model's outputs [T, ...], by plain code of the oracle's own, in place
+  // of the cross entropy of logits. Tokens without target are left out afterwards. `name` is for people.
+  std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)> per_token{};
 
   // A loss over the rows of all ranks, which is no sum over tokens: the oracle's own plain code for it, from
   // the logits and targets of one global micro-batch. The step's loss is the mean over these. `name` is for

@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/batch.hpp"
-#include "isograd/text_data.hpp"  // LoaderPosition
+#include "isograd/loader.hpp"
 
 namespace isograd {
 
@@ -93,18 +92,16 @@ struct VideoLoaderOptions {
 // which is what full attention costs; a rank may get none. Every rank computes this alike; nothing is
 // communicated. Of a batch: tokens and targets are token numbers of the store (every token carries a loss),
 // one fragment for each video, sample id = video, draw = the number of the step from the first epoch on.
-class VideoLoader {
+class VideoLoader : public BatchLoader {
  public:
   // ConfigError: no videos, a video twice, an option out of range.
   VideoLoader(std::shared_ptr<const VideoStore> store, std::vector<std::int64_t> videos,
               VideoLoaderOptions options);
-  std::int64_t steps_per_epoch() const;
-  // This rank's micro-batches of the next step; crosses into the next epoch by itself. May be empty.
-  MicroBatches next();
-  // The whole step on one rank, regardless of options.rank/size (for the oracle): a micro-batch per video.
-  MicroBatches whole_step(LoaderPosition position) const;
-  LoaderPosition position() const;     // of the step that next() returns
-  void seek(LoaderPosition position);  // ConfigError: no such step
+  std::int64_t steps_per_epoch() const override;
+  MicroBatches next() override;
+  MicroBatches whole_step(LoaderPosition position) const override;  // a micro-batch per video
+  LoaderPosition position() const override;
+  void seek(LoaderPosition position) override;
 
  private:
   // Videos of each rank, in the order of the step.

@@ -126,46 +126,6 @@ at::ScalarType scalar_type(const std::string& dtype) {
                      .action = "Choose one of them"});
 }
 
-DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
-  const bool loaded = !config.model.load.empty();
-  DecoderConfig shape = loaded ? read_hf_config(config.model.load) : config.model.shape;
-  if (corpus.tokenizer) {
-    if (shape.bos < 0) shape.bos = corpus.tokenizer->bos();
-    if (shape.eos < 0) shape.eos = corpus.tokenizer->eos();
-  }
-  const std::int64_t needed =
-      std::max<std::int64_t>(static_cast<std::int64_t>(corpus.tokens->max_token()) + 1,
-                             corpus.tokenizer ? corpus.tokenizer->vocabulary() : 0);
-  const std::string where = loaded ? config.model.load + " (model.load)" : "model.vocabulary";
-  if (needed > shape.vocabulary)
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("a vocabulary of {}", shape.vocabulary),
-         .expected = fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
-         .action = loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
-                          : fmt::format("Set model.vocabulary = {}", needed)});
-  if (config.data.pack_length > shape.max_positions)
-    throw ConfigError({.where = "data.pack_length",
-                       .found = std::to_string(config.data.pack_length),
-                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
-                       .action = "Shorten the packs or raise model.max_positions"});
-  check(shape);
-  return shape;
-}
-
-std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype) {
-  const DecoderConfig shape = model_shape(config, corpus);
-  if (!config.model.load.empty()) return read_hf(config.model.load, dtype);
-  return std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config.run.seed));
-}
-
-std::shared_ptr<DecoderLM> make_model_to_lay_out(const RunConfig& config, const Corpus& corpus) {
-  const at::ScalarType dtype = scalar_type(config.train.dtype);
-  if (config.parallel.strategy != "zero3" || !config.model.load.empty())
-    return make_model(config, corpus, dtype);
-  return DecoderLM::without_values(model_shape(config, corpus), dtype);
-}
-
 ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
   ModelUnits units{.root = UnitHandle([&model] {
                      std::vector<at::Tensor> all;
@@ -338,33 +298,6 @@ std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
                      .found = config.optimizer.kind,
                      .expected = "adamw or sgd",
                      .action = "Choose one of them"});
-}
-
-std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size) {
-  return std::make_unique<TextLoader>(
-      corpus.tokens, corpus.split.train,
-      LoaderOptions{.pack_length = config.data.pack_length,
-                    .packs_per_step = config.batch.packs_per_step,
-                    .packs_per_micro_batch = config.batch.packs_per_micro_batch,
-                    .seed = static_cast<std::uint64_t>(config.run.seed),
-                    .shuffle_packs = config.data.shuffle_packs,
-                    .rank = rank,
-                    .size = size});
-}
-
-std::unique_ptr<TextLoader> make_validation_loader(const RunConfig& config, const Corpus& corpus, int rank,
-                                                   int size) {
-  if (corpus.split.validation.empty()) return nullptr;
-  return std::make_unique<TextLoader>(
-      corpus.tokens, corpus.split.validation,
-      LoaderOptions{.pack_length = config.data.pack_length,
-                    .packs_per_step = config.train.evaluate_packs,
-                    .packs_per_micro_batch = config.batch.packs_per_micro_batch,
-                    .seed = static_cast<std::uint64_t>(config.run.seed),
-                    .shuffle = false,
-                    .rank = rank,
-                    .size = size,
-                    .read_ahead = false});
 }
 
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {

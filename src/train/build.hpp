@@ -1,5 +1,6 @@
-// What a configuration describes, built: corpus, model, layout, optimizer, loaders. Used by the trainer, by
-// verify and by anything that wants the same run without training it.
+// What a configuration describes, built: corpus, units, layout, optimizer, mean. Used by the trainer, by
+// verify and by anything that wants the same run without training it. Models and loaders are the task's
+// (task.hpp).
 #pragma once
 
 #include <filesystem>
@@ -37,17 +38,6 @@ Corpus open_corpus(const RunConfig& config, Group& group);
 
 at::ScalarType scalar_type(const std::string& dtype);  // of train.dtype
 
-// The model's shape: of model.load's config.json where given, else of the configuration, with the corpus's
-// bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs are longer than
-// the model's positions.
-DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus);
-
-// Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
-std::shared_ptr<DecoderLM> make_model(const RunConfig& config, const Corpus& corpus, at::ScalarType dtype);
-// The same for the configured layout: where it shards fresh parameters the model has none yet (meta device),
-// so that no rank ever holds all of them.
-std::shared_ptr<DecoderLM> make_model_to_lay_out(const RunConfig& config, const Corpus& corpus);
-
 // The model as units for layouts that shard parameters; plain calls in all others. Keeps a reference.
 ModelUnits model_units(DecoderLM& model, const RunConfig& config);
 // `forward` computed inside `unit`.
@@ -73,11 +63,6 @@ DataGroups data_groups(const RunConfig& config, const std::string& strategy, con
 int copies_of_shards(const RunConfig& config);
 // The configured ranks along each axis. Collective.
 ContextMesh make_mesh(const RunConfig& config, const World& world);
-// Makes the model attend over the mesh's context ranks; whole batches (the oracle's) still within one.
-void attend_over(const ContextMesh& mesh, DecoderLM& model);
-// This rank's parts of the micro-batches that its context ranks share.
-MicroBatches own_parts(const RunConfig& config, const ContextMesh& mesh, std::int64_t hidden,
-                       MicroBatches micro_batches);
 
 // `strategy` is one of strategy_names(), with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). Collective.
@@ -91,12 +76,6 @@ std::string describe_layout(const RunConfig& config, const Group& group);
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
-std::unique_ptr<TextLoader> make_loader(const RunConfig& config, const Corpus& corpus, int rank, int size);
-
-// One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs, in document order.
-// Null when no document is held out.
-std::unique_ptr<TextLoader> make_validation_loader(const RunConfig& config, const Corpus& corpus, int rank,
-                                                   int size);
 
 // -Σ p log p over the training documents' targets, nats per token: the loss of a model that knows only how
 // often each token occurs. Collective: ranks count a part each. Corpora above `limit` tokens are counted in

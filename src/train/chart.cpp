@@ -120,16 +120,16 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
   return result;
 }
 
-std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour) {
+std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines) {
   std::string path, markers;
   const auto place = [&](const Point& point) {
     return fmt::format("{:.1f} {:.1f}", frame.px(point.x), frame.py(point.y));
   };
-  const bool few = series.points.size() <= kFewPoints;
+  const bool few = series.points.size() <= kFewPoints || !lines;
   std::vector<Point> piece;
   const auto finish_piece = [&] {
     const auto points = thinned(piece, frame);
-    for (std::size_t i = 0; i < points.size() && points.size() > 1; ++i)
+    for (std::size_t i = 0; i < points.size() && points.size() > 1 && lines; ++i)
       path += (i == 0 ? "M" : "L") + place(points[i]);
     if (few || piece.size() == 1)
       for (const auto& point : piece)
@@ -206,7 +206,7 @@ std::string svg(const Chart& chart) {
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
                         kWidth - kRight);
   for (std::size_t i = 0; i < chart.series.size(); ++i)
-    text += drawn_series(chart.series[i], frame, i % kColours);
+    text += drawn_series(chart.series[i], frame, i % kColours, chart.lines);
   for (const auto& [name, value] : chart.marks)
     text += fmt::format(
         "<text class=\"label over\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{} {:.4g}</text>",
@@ -214,7 +214,8 @@ std::string svg(const Chart& chart) {
   return text + "</svg>";
 }
 
-std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double unigram_entropy) {
+std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
+                                   const ChartWords& words) {
   const auto series = [&](std::string name, auto field) {
     Series result{.name = std::move(name), .points = {}};
     for (const auto& row : rows)
@@ -223,11 +224,11 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double un
   };
   Chart loss{.title = "Loss",
              .x_label = "step",
-             .y_label = "nats per token",
+             .y_label = words.unit,
              .series = {series("training", &MetricRow::loss)}};
   if (auto validation = series("validation", &MetricRow::validation_loss); !validation.points.empty())
     loss.series.push_back(std::move(validation));
-  if (unigram_entropy > 0) loss.marks = {{"unigram entropy", unigram_entropy}};
+  if (baseline > 0) loss.marks = {{words.baseline, baseline}};
   return {std::move(loss),
           {.title = "Gradient norm",
            .x_label = "step",
@@ -236,8 +237,8 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double un
            .from_zero = true},
           {.title = "Throughput",
            .x_label = "step",
-           .y_label = "tokens/s, all ranks",
-           .series = {series("tokens/s", &MetricRow::tokens_per_second)},
+           .y_label = words.tokens + "/s, all ranks",
+           .series = {series(words.tokens + "/s", &MetricRow::tokens_per_second)},
            .from_zero = true},
           {.title = "Learning rate",
            .x_label = "step",

@@ -16,7 +16,6 @@ namespace {
 
 constexpr const char* kOptimizerFile = "optimizer.safetensors";
 constexpr const char* kStateFile = "state.json";
-constexpr const char* kTokenizerFile = "tokenizer.model";
 
 std::string described(at::ScalarType type, at::IntArrayRef sizes) {
   return c10::str(type, " ", sizes);
@@ -75,17 +74,15 @@ Named optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
 
 }  // namespace
 
-fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state, DecoderLM& model,
-                         DataParallel& layout, Optimizer& optimizer) {
+fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
+                         const WriteModel& write_model, DataParallel& layout, Optimizer& optimizer) {
   const fs::path directory = checkpoint_path(options.root, state.step);
   const Named tensors = optimizer_tensors(layout, optimizer);
   const auto whole = layout.whole_parameters();  // rank 0 writes the model's own tensors
   on_rank_zero(layout.group(), [&] {
     publish_directory(directory, [&](const fs::path& folder) {
-      write_hf(folder, model);
+      write_model(folder);
       write_safetensors(folder / kOptimizerFile, tensors);
-      if (!options.tokenizer_file.empty())
-        write_file(folder / kTokenizerFile, read_file(options.tokenizer_file));
       write_file(folder / kStateFile, to_json(state));
     });
     prune_checkpoints(options.root, state.step, options.keep);

@@ -30,6 +30,7 @@ void fields(State& state, Visit visit) {
   visit("tokenizer", state.tokenizer);
   visit("config", state.config);
   visit("bucket_order", state.bucket_order);
+  visit("order", state.order);
 }
 
 struct Reader {
@@ -64,6 +65,14 @@ struct Reader {
     if (!list.is_array() || !std::all_of(list.begin(), list.end(), is_text))
       bad(key, list.dump(), "a list of texts");
     value = list.get<std::vector<std::string>>();
+  }
+  void operator()(const char* key, std::map<std::string, std::string>& value) const {
+    if (!json.contains(key)) return;
+    const auto& table = json[key];
+    const auto is_text = [](const auto& item) { return item.is_string(); };
+    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_text))
+      bad(key, table.dump(), "a table of texts");
+    value = table.get<std::map<std::string, std::string>>();
   }
   void operator()(const char* key, std::string& value) const {
     if (!at(key).is_string()) bad(key, at(key).dump(), "a text");

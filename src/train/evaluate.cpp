@@ -4,7 +4,7 @@
 
 namespace isograd {
 
-std::optional<Evaluation> evaluate(TextLoader* loader,
+std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    const std::function<MicroBatches(MicroBatches)>& own_parts,
                                    const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
                                    std::int64_t step) {

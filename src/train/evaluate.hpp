@@ -6,6 +6,7 @@
 #include <string>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/text_data.hpp"
 #include "isograd/trainer.hpp"
@@ -15,7 +16,7 @@ namespace isograd {
 // Collective. The first step of `loader` (all of a validation loader), of which `own_parts` are this rank's,
 // under the same normaliser as training: the ranks' shares of the global mean are summed. Nothing when there
 // is no loader or no valid target.
-std::optional<Evaluation> evaluate(TextLoader* loader,
+std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    const std::function<MicroBatches(MicroBatches)>& own_parts,
                                    const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
                                    std::int64_t step);

@@ -1,5 +1,4 @@
 // The axes of a configuration: which ranks see which packs, which parts of them, and where shards lie.
-#include "attention/attention.hpp"
 #include "train/build.hpp"
 
 namespace isograd {
@@ -44,24 +43,6 @@ int copies_of_shards(const RunConfig& config) {
 
 ContextMesh make_mesh(const RunConfig& config, const World& world) {
   return context_mesh(world, mesh_options(config, config.parallel.strategy));
-}
-
-void attend_over(const ContextMesh& mesh, DecoderLM& model) {
-  if (mesh.context.size() == 1) return;
-  model.set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
-                                                      const at::Tensor& k, const at::Tensor& v) {
-    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
-  });
-}
-
-MicroBatches own_parts(const RunConfig& config, const ContextMesh& mesh, std::int64_t hidden,
-                       MicroBatches micro_batches) {
-  if (mesh.context.size() == 1) return micro_batches;
-  return cut_micro_batches(micro_batches,
-                           {.ring = static_cast<int>(config.parallel.cp_ring),
-                            .ulysses = static_cast<int>(config.parallel.cp_ulysses),
-                            .token_cost = 6 * hidden},
-                           mesh.context.rank());
 }
 
 }  // namespace isograd

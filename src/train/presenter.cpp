@@ -62,19 +62,27 @@ struct Presenter::Impl {
     return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s", facts.layout);
   }
 
+  // `text` with how far below and below what; empty without a baseline.
+  std::string against_baseline(double loss, const char* text) const {
+    if (facts.baseline.value <= 0) return {};
+    return fmt::format(fmt::runtime(text), below(loss, facts.baseline.value), facts.baseline.name);
+  }
+
   void print_summary(const Outcome& outcome) const {
     std::string text = "\n";
     const auto row = [&](const char* label, const std::string& value) {
       text += fmt::format("{:<18}{}\n", label, value);
     };
     row("run", how_it_ended(outcome, config.train.steps));
-    row("loss", nats(outcome.loss) + " nats per token");
+    const TaskFacts& task = facts.task;
+    row("loss", nats(outcome.loss) + " " + task.unit);
     if (outcome.validation_loss)
-      row("validation loss",
-          fmt::format("{} nats per token, {} the unigram entropy", nats(*outcome.validation_loss),
-                      below(*outcome.validation_loss, facts.unigram_entropy)));
-    row("unigram entropy", nats(facts.unigram_entropy) + " nats per token of the training text");
-    row("speed", human_count(outcome.tokens_per_second) + " tokens/s on " + layout());
+      row("validation loss", fmt::format("{} {}{}", nats(*outcome.validation_loss), task.unit,
+                                         against_baseline(*outcome.validation_loss, ", {} the {}")));
+    if (facts.baseline.value > 0)
+      row(facts.baseline.name.c_str(),
+          fmt::format("{} {} {}", nats(facts.baseline.value), task.unit, facts.baseline.of));
+    row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
     for (const auto& table : outcome.tables) text += table.summary + "\n";
@@ -85,7 +93,8 @@ struct Presenter::Impl {
     std::fflush(stdout);
   }
 
-  void write_report(const Outcome& outcome) const {
+  void write_report(const Outcome& outcome, const Showing& showing) const {
+    const TaskFacts& task = facts.task;
     Report report("isograd: " + directory.filename().string(), how_it_ended(outcome, config.train.steps));
     report.verdict(outcome.end != Outcome::End::kDiverged && outcome.end != Outcome::End::kRefuted,
                    how_it_ended(outcome, config.train.steps));
@@ -93,16 +102,22 @@ struct Presenter::Impl {
     report.fact("loss", nats(outcome.loss));
     if (outcome.validation_loss) {
       report.fact("validation loss", nats(*outcome.validation_loss));
-      report.fact("against unigram entropy", below(*outcome.validation_loss, facts.unigram_entropy));
+      if (const auto percent = against_baseline(*outcome.validation_loss, "{}"); !percent.empty())
+        report.fact("against " + facts.baseline.name, percent);
     }
-    report.fact("unigram entropy", nats(facts.unigram_entropy));
-    report.fact("tokens/s", human_count(outcome.tokens_per_second));
+    if (facts.baseline.value > 0) report.fact(facts.baseline.name, nats(facts.baseline.value));
+    report.fact(task.tokens + "/s", human_count(outcome.tokens_per_second));
     report.fact("steps", std::to_string(outcome.steps));
     report.fact("ranks", std::to_string(facts.ranks));
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
-    report.fact("training tokens", human_count(static_cast<double>(facts.tokens)));
-    for (auto& chart : training_charts(metrics->rows(), facts.unigram_entropy))
+    report.fact("training " + task.tokens, human_count(static_cast<double>(task.num_tokens)));
+    for (auto& chart :
+         training_charts(metrics->rows(), facts.baseline.value,
+                         {.unit = task.unit, .tokens = task.tokens, .baseline = facts.baseline.name}))
       report.chart(std::move(chart));
+    for (const auto& picture : showing.pictures) report.figure(picture.title, picture.caption, picture.html);
+    for (const auto& chart : showing.charts) report.chart(chart);
+    for (const auto& table : showing.tables) report.table(table);
     for (const auto& table : outcome.tables) report.table(table);
     report.table(
         {.title = "Layout and data",
@@ -111,11 +126,10 @@ struct Presenter::Impl {
          .rows = {{"layout", layout()},
                   {"backend", config.parallel.backend},
                   {"type of parameters", config.train.dtype},
-                  {"global batch", fmt::format("{} packs of {} tokens", config.batch.packs_per_step,
-                                               config.data.pack_length)},
-                  {"micro-batch", fmt::format("{} packs", config.batch.packs_per_micro_batch)},
-                  {"training documents", std::to_string(facts.train_documents)},
-                  {"validation documents", std::to_string(facts.validation_documents)},
+                  {"global batch", task.batch},
+                  {"micro-batch", task.micro_batch},
+                  {"training " + task.documents, std::to_string(task.train_documents)},
+                  {"validation " + task.documents, std::to_string(task.validation_documents)},
                   {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
                   {"skipped steps", std::to_string(outcome.skipped)},
                   {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}});
@@ -136,11 +150,11 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
       config.run.json_log.empty() ? impl_->directory / "metrics.jsonl" : fs::path(config.run.json_log);
   impl_->metrics = std::make_unique<Metrics>(MetricsOptions{
       .json_log = log, .events_directory = impl_->directory / "tensorboard", .first_step = facts.first_step});
-  impl_->progress.line(fmt::format("{} parameters on {}; {} tokens in {} documents, {} of them held out",
+  impl_->progress.line(fmt::format("{} parameters on {}; {} {} in {} {}, {} of them held out",
                                    human_count(static_cast<double>(facts.parameters)), impl_->layout(),
-                                   human_count(static_cast<double>(facts.tokens)),
-                                   facts.train_documents + facts.validation_documents,
-                                   facts.validation_documents));
+                                   human_count(static_cast<double>(facts.task.num_tokens)), facts.task.tokens,
+                                   facts.task.train_documents + facts.task.validation_documents,
+                                   facts.task.documents, facts.task.validation_documents));
   if (facts.first_step > 0) impl_->progress.line(fmt::format("continuing after step {}", facts.first_step));
 }
 Presenter::~Presenter() = default;
@@ -169,11 +183,11 @@ void Presenter::saved(const fs::path& checkpoint) {
   impl_->progress.line("saved " + checkpoint.string());
 }
 
-fs::path Presenter::finish(const Outcome& outcome) {
+fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {
   impl_->progress.finish();
   Outcome shown = outcome;
   shown.report = impl_->directory / "report.html";
-  impl_->write_report(shown);
+  impl_->write_report(shown, showing);
   impl_->print_summary(shown);
   return shown.report;
 }

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "isograd/trainer.hpp"
-#include "train/build.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 
@@ -16,11 +16,9 @@ struct RunFacts {
   int ranks = 1;
   std::string layout{};  // describe_layout()
   std::int64_t parameters = 0;
-  std::int64_t train_documents = 0;
-  std::int64_t validation_documents = 0;
-  std::int64_t tokens = 0;
+  TaskFacts task{};
+  Baseline baseline{};
   std::int64_t steps_per_epoch = 0;
-  double unigram_entropy = 0;
   std::int64_t first_step = 0;  // after a resume; metrics of later steps are dropped
 };
 
@@ -33,7 +31,7 @@ class Presenter {
   void evaluation(const Evaluation& evaluation);
   void saved(const std::filesystem::path& checkpoint);
   // Writes the report, prints the summary; returns the report's path.
-  std::filesystem::path finish(const Outcome& outcome);
+  std::filesystem::path finish(const Outcome& outcome, const Showing& showing);
 
  private:
   struct Impl;

@@ -56,6 +56,9 @@ th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:50
 tr:last-child td{border-bottom:0}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .drawing{padding:14px;max-height:760px}
+.drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
+.frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
+.frames img{display:block;width:100%;height:auto;image-rendering:pixelated;border-radius:4px}
 p.prose{margin:0 0 10px;max-width:76ch}
 .item{background:var(--card);border:1px solid var(--rule);border-left:4px solid var(--bad);border-radius:8px;padding:10px 14px;margin:0 0 10px}
 .item p{margin:0;font-weight:550;overflow-wrap:anywhere}.item ul{margin:6px 0 0;padding-left:20px;color:var(--soft);font-size:13.5px}
@@ -206,7 +209,7 @@ std::string Report::html() const {
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src "
       "'unsafe-inline'\">\n"
       "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</"
       "header>\n{4}{5}{6}"

@@ -29,6 +29,7 @@ struct Chart {
   std::vector<Series> series;                              // at most 6; drawn in this order
   bool from_zero = false;                                  // the y axis starts at zero
   std::vector<std::pair<std::string, double>> marks = {};  // horizontal lines, e.g. {"unigram entropy", 3.4}
+  bool lines = true;                                       // between the points; off: every point is a dot
 };
 
 class Report {
@@ -57,9 +58,15 @@ class Report {
   bool in_charts_ = false;
 };
 
-// Loss with validation loss, norm, throughput and learning rate. `unigram_entropy` is marked in the first
-// unless 0.
-std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double unigram_entropy);
+// How a task's loss and tokens are called, and the loss to compare with; its value 0: none.
+struct ChartWords {
+  std::string unit = "nats per token";
+  std::string tokens = "tokens";
+  std::string baseline = "unigram entropy";
+};
+// Loss with validation loss, norm, throughput and learning rate. `baseline` is marked in the first unless 0.
+std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
+                                   const ChartWords& words = {});
 
 std::string svg(const Chart& chart);
 std::string escape_html(std::string_view text);  // invalid UTF-8 becomes U+FFFD

@@ -5,12 +5,12 @@
 #include <string>
 
 #include "isograd/checkpoint.hpp"
-#include "train/build.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 
-// The state that a run with this configuration and corpus starts from (step 0).
-TrainingState fresh_state(const RunConfig& config, const Corpus& corpus);
+// The state that a run of this task starts from (step 0).
+TrainingState fresh_state(const Task& task);
 
 struct Resumed {
   std::filesystem::path directory;
@@ -18,10 +18,10 @@ struct Resumed {
 };
 
 // Collective: rank 0 resolves checkpoint.resume and checks every checksum; then every rank checks that the
-// order of data, the corpus, the optimizer, the number type and the model's shape are those of the
+// order of data, the data, the optimizer, the number type and the model's shape are those of the
 // checkpoint. ConfigError names the key that differs. Learning rate, number of steps and micro-batches may
 // change.
-Resumed resume_run(const RunConfig& config, const Corpus& corpus, Group& group);
+Resumed resume_run(const Task& task, Group& group);
 
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);

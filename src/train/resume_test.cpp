@@ -6,6 +6,7 @@
 #include <cmath>
 #include <fstream>
 
+#include "train/build.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {

@@ -11,6 +11,7 @@
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/stop.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 namespace {
@@ -23,6 +24,11 @@ double seconds_since(Clock::time_point start) {
 
 bool divides(std::int64_t every, std::int64_t step) {
   return every > 0 && step % every == 0;
+}
+
+std::string one_of(std::string several) {  // "documents"
+  several.pop_back();
+  return several;
 }
 
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
@@ -42,41 +48,41 @@ struct Trainer::Impl {
   World& world;
   TrainerHooks hooks;
 
-  Corpus corpus{};
+  std::unique_ptr<Task> task{};
   TrainingState state{};
-  std::shared_ptr<DecoderLM> model{};
+  std::shared_ptr<TaskModel> model{};
   std::optional<ModelUnits> units{};
   std::optional<ContextMesh> mesh{};
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
-  std::unique_ptr<TextLoader> loader{}, validation{};
+  std::unique_ptr<BatchLoader> loader{}, validation{};
   ForwardLossTerms forward{};
   std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<Presenter> presenter{};  // rank 0 only
   std::optional<MemoryWatch> memory{};     // run.memory
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
+  std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
   double step_seconds = 0;
   std::string refutation{};  // what a check found
 
   void prepare() {
     Group& group = world.group;
     check(config, world.size);
-    corpus = open_corpus(config, group);
-    const at::ScalarType dtype = scalar_type(config.train.dtype);
+    task = make_task(config, group);
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
     mesh = make_mesh(config, world);
-    loader = make_loader(config, corpus, mesh->dp_rank, mesh->dp_size);
-    validation = make_validation_loader(config, corpus, mesh->dp_rank, mesh->dp_size);
+    loader = task->make_loader(mesh->dp_rank, mesh->dp_size);
+    validation = task->make_validation_loader(mesh->dp_rank, mesh->dp_size);
     if (config.run.memory) memory.emplace();
     if (config.checkpoint.resume.empty()) {
-      state = fresh_state(config, corpus);
-      model = make_model_to_lay_out(config, corpus);
+      state = fresh_state(*task);
+      model = task->make_model_to_lay_out();
       make_layout_of_model();
     } else {
-      Resumed resumed = resume_run(config, corpus, group);
-      model = read_hf(resumed.directory, dtype);
+      Resumed resumed = resume_run(*task, group);
+      model = task->read_model(resumed.directory, scalar_type(config.train.dtype));
       make_layout_of_model(resumed.state.bucket_order);
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
       state = resumed.state;
@@ -85,34 +91,34 @@ struct Trainer::Impl {
       outcome.checkpoint = resumed.directory;
       saved_step = state.step;
     }
-    attend_over(*mesh, *model);
-    forward = inside(units->root, forward_loss(*model, config));
+    model->attend_over(*mesh);
+    forward = inside(units->root, model->loss());
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     outcome.steps = state.step;
     outcome.skipped = state.skipped;
-    outcome.unigram_entropy = unigram_entropy(corpus, group);
-    on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts()); });
+    const Baseline baseline = task->baseline(group);
+    outcome.baseline = baseline.value;
+    on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts(baseline)); });
     if (presenter && !validation)
-      presenter->notice("no document is held out, so there is no validation loss (data.validation_fraction)");
+      presenter->notice("no " + one_of(task->facts().documents) +
+                        " is held out, so there is no validation loss (data.validation_fraction)");
   }
 
   MicroBatches own_parts(MicroBatches micro_batches) const {
-    return isograd::own_parts(config, *mesh, model->config().hidden, std::move(micro_batches));
+    return isograd::own_parts(*task, *mesh, std::move(micro_batches));
   }
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
-    units = model_units(*model, config);
+    units = model->make_units();
     layout = make_layout(config, config.parallel.strategy, model->named(), *units, world, bucket_order);
   }
 
-  RunFacts facts() const {
+  RunFacts facts(const Baseline& baseline) const {
     RunFacts facts{.ranks = world.size,
                    .layout = describe_layout(config, world.group),
-                   .train_documents = static_cast<std::int64_t>(corpus.split.train.size()),
-                   .validation_documents = static_cast<std::int64_t>(corpus.split.validation.size()),
-                   .tokens = corpus.tokens->num_tokens(),
+                   .task = task->facts(),
+                   .baseline = baseline,
                    .steps_per_epoch = loader->steps_per_epoch(),
-                   .unigram_entropy = outcome.unigram_entropy,
                    .first_step = state.step};
     for (const auto& [name, tensor] : model->named()) facts.parameters += tensor.numel();
     return facts;
@@ -162,6 +168,7 @@ struct Trainer::Impl {
 
   void show(const StepReport& report, double seconds, std::int64_t total, bool diverged) {
     tokens_seen += report.census.tokens;
+    rounds = report.census.rounds;
     step_seconds += seconds;
     outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
@@ -180,7 +187,7 @@ struct Trainer::Impl {
     if (!hooks.check ||
         !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
       return true;
-    RunningRun running{{config, world, *model, corpus.tokens, corpus.split}, *layout, state.step};
+    RunningRun running{{config, world, *task, *model}, *layout, state.step};
     refutation = hooks.check(running);
     if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
     return refutation.empty();
@@ -200,10 +207,9 @@ struct Trainer::Impl {
   void save() {
     if (saved_step == state.step) return;
     state.bucket_order = layout->bucket_order();
-    outcome.checkpoint = save_checkpoint({.root = checkpoint_root(config),
-                                          .keep = config.checkpoint.keep,
-                                          .tokenizer_file = corpus.tokenizer_file},
-                                         state, *model, *layout, *optimizer);
+    outcome.checkpoint = save_checkpoint(
+        {.root = checkpoint_root(config), .keep = config.checkpoint.keep}, state,
+        [this](const std::filesystem::path& folder) { model->write(folder); }, *layout, *optimizer);
     saved_step = state.step;
     if (presenter) presenter->saved(outcome.checkpoint);
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
@@ -213,7 +219,9 @@ struct Trainer::Impl {
     std::int64_t numel = 0;
     for (const Bucket& bucket : layout->buckets())
       for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
-    return make_plan(config, numel, world.group);
+    DataParallelPlan plan = make_plan(config, numel, world.group);
+    if (rounds > 0) plan.micro_batches = rounds;
+    return plan;
   }
 
   void finish() {
@@ -221,7 +229,7 @@ struct Trainer::Impl {
     const auto whole = layout->whole_parameters();  // to compare and to sample with
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
-      FinishedRun run{config, world, *model, corpus.tokens, corpus.split};
+      FinishedRun run{config, world, *task, *model};
       tables = hooks.on_finish(run);
     }
     // The verdict of a table is rank 0's, and every rank ends with it.
@@ -237,18 +245,16 @@ struct Trainer::Impl {
     const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group) : std::string();
     on_rank_zero(world.group, [&] {
       if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
-      if (finished && corpus.tokenizer && config.sample.tokens > 0)
-        outcome.sample = sample_text(*model, *corpus.tokenizer, config.sample.prompt,
-                                     {.max_tokens = config.sample.tokens,
-                                      .temperature = config.sample.temperature,
-                                      .seed = static_cast<std::uint64_t>(config.run.seed)});
+      Showing showing;
+      if (finished) showing = task->show(*model);
+      outcome.sample = showing.text;
       if (outcome.end == Outcome::End::kStopped)
         presenter->notice("stopped after step " + std::to_string(state.step) +
                           "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
       if (outcome.end == Outcome::End::kDiverged) presenter->notice(divergence());
       if (outcome.end == Outcome::End::kRefuted)
         presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, way_back()));
-      outcome.report = presenter->finish(outcome);
+      outcome.report = presenter->finish(outcome, showing);
     });
   }
 

@@ -15,6 +15,7 @@
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
 #include "train/resume.hpp"
+#include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {
@@ -57,7 +58,7 @@ TEST_F(TrainerTest, WeightsAndDataDoNotDependOnRanks) {
     EXPECT_NEAR(many.steps[0].report.norm, one.steps[0].report.norm, 1e-13);
     EXPECT_EQ(many.evaluations[0].targets, one.evaluations[0].targets);
     EXPECT_NEAR(*many.outcomes[0].validation_loss, *one.outcomes[0].validation_loss, 1e-9);
-    EXPECT_NEAR(many.outcomes[0].unigram_entropy, one.outcomes[0].unigram_entropy, 1e-13);
+    EXPECT_NEAR(many.outcomes[0].baseline, one.outcomes[0].baseline, 1e-13);
   }
   EXPECT_LT(*one.outcomes[0].validation_loss, one.evaluations[0].loss) << "nothing was learnt";
   EXPECT_TRUE(fs::exists(one.outcomes[0].report));
@@ -184,7 +185,7 @@ TEST_F(TrainerTest, ATableThatDidNotPassFailsTheRunOnAllRanks) {
   const Run result = run(tiny("run"), 2, [](World& world, TrainerHooks& hooks) {
     hooks.on_finish = [&world](FinishedRun& finished) {
       EXPECT_EQ(finished.world.rank, world.rank);
-      EXPECT_EQ(finished.model.config().hidden, 16);
+      EXPECT_EQ(finished.model.named()[0].second.size(1), 16);
       return std::vector<ReportTable>{{.title = "<parity>",
                                        .summary = "parity FAIL",
                                        .columns = {"parameter", "error"},

@@ -17,7 +17,7 @@ Flat flatten(const MicroBatches& batches) {
   std::vector<at::Tensor> bodies, weights = {at::empty({0}, at::kDouble)};
   for (const Batch& batch : batches) {
     head.insert(head.end(), {batch.num_tokens(), batch.num_fragments(), batch.weights.defined() ? 1 : 0,
-                             static_cast<std::int64_t>(batch.sample_targets.size())});
+                             static_cast<std::int64_t>(batch.sample_targets.size()), batch.draw});
     head.insert(head.end(), batch.cu_seqlens.begin(), batch.cu_seqlens.end());
     head.insert(head.end(), batch.sample_ids.begin(), batch.sample_ids.end());
     head.insert(head.end(), batch.sample_targets.begin(), batch.sample_targets.end());
@@ -43,7 +43,8 @@ MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& wei
   for (Batch& batch : batches) {
     const std::int64_t tokens = values[number], fragments = values[number + 1], sized = values[number + 3];
     shapes.push_back({tokens, values[number + 2] != 0});
-    number += 4;
+    batch.draw = values[number + 4];
+    number += 5;
     const auto take = [&](std::vector<std::int64_t>& list, std::int64_t length) {
       list.assign(values + number, values + number + length);
       number += length;
@@ -126,6 +127,7 @@ void count_samples(DataByRank& data) {
 
 Batch joined(const MicroBatches& batches) {
   Batch whole;
+  whole.draw = batches.front().draw;  // of one step all have the same
   std::vector<at::Tensor> tokens, targets, positions, weights;
   const bool any_weights =
       std::any_of(batches.begin(), batches.end(), [](const Batch& batch) { return batch.weights.defined(); });
@@ -152,6 +154,7 @@ Batch joined(const MicroBatches& batches) {
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
   const auto at = [&](std::int64_t fragment) { return batch.cu_seqlens[static_cast<std::size_t>(fragment)]; };
   Batch part;
+  part.draw = batch.draw;
   const auto cut = [&](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.slice(0, at(first), at(last)) : tensor;
   };

@@ -4,23 +4,22 @@
 
 #include <set>
 
+#include "verify/oracle.hpp"
+
 namespace isograd {
 namespace {
 
 struct PackRun {
   at::Tensor logits;
-  std::vector<at::Tensor> gradients;  // of the logits' cross entropy, by parameter
+  std::vector<at::Tensor> gradients;  // of the loss, by parameter
 };
 
-PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch) {
+PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch,
+            const DeclaredLoss& declared) {
   PackRun outcome;
   const at::Tensor logits = model.logits(batch);
   outcome.logits = logits.detach();
-  const at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);
-  const at::Tensor nll = -at::log_softmax(logits, 1)
-                              .gather(1, batch.targets.unsqueeze(1).masked_fill(ignored, 0))
-                              .masked_fill(ignored, 0)
-                              .sum();
+  const at::Tensor nll = plain_token_losses(logits, batch, declared).sum();
   if (nll.requires_grad())
     outcome.gradients = torch::autograd::grad({nll}, leaves, {}, false, false, /*allow_unused=*/true);
   return outcome;
@@ -39,7 +38,8 @@ std::string Leak::text() const {
       parameter.empty() ? "" : fmt::format(", the others' gradient of {} by {:.3g}", parameter, gradient));
 }
 
-std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch) {
+std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
+                                    const DeclaredLoss& declared) {
   const std::set<std::int64_t> documents(batch.sample_ids.begin(), batch.sample_ids.end());
   if (documents.size() < 2) return std::nullopt;
   std::vector<at::Tensor> leaves;
@@ -61,12 +61,12 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
       const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
       before.targets.slice(0, begin, end).fill_(kIgnoreIndex);  // its own loss takes no part
       at::Tensor own = tokens.slice(0, begin, end);
-      own.copy_((own + 1).remainder(vocabulary));
+      own.copy_(declared.per_token ? own.flip(0) : (own + 1).remainder(vocabulary));
       others.slice(0, begin, end).fill_(false);
     }
     after = before;
     after.tokens = tokens;
-    const PackRun first = run(model, leaves, before), second = run(model, leaves, after);
+    const PackRun first = run(model, leaves, before, declared), second = run(model, leaves, after, declared);
     Leak leak{.perturbed = changed, .touched = 0, .logits = 0, .parameter = {}, .gradient = 0};
     bool leaks = false;
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {

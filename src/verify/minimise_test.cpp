@@ -9,6 +9,7 @@
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
+#include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 #include "verify/layouts.hpp"
 

@@ -59,12 +59,21 @@ at::Tensor token_factors(const Batch& batch, const DeclaredLoss& declared, const
   return factors;
 }
 
+}  // namespace
+
+at::Tensor plain_token_losses(const at::Tensor& logits, const Batch& batch, const DeclaredLoss& declared) {
+  at::Tensor ignored = batch.targets.eq(kIgnoreIndex);  // [T]
+  if (declared.per_token) return declared.per_token(batch, logits).masked_fill(ignored, 0);
+  at::Tensor target = batch.targets.masked_fill(ignored, 0).unsqueeze(1);  // [T, 1]
+  return -at::log_softmax(logits, 1).gather(1, target).squeeze(1).masked_fill(ignored, 0);
+}
+
+namespace {
+
 // This micro-batch's share of a loss over tokens.
 at::Tensor token_loss(const at::Tensor& logits, const Batch& batch, const DeclaredLoss& declared,
                       const Sums& sums, double counting_parts) {
-  at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);        // [T, 1]
-  at::Tensor target = batch.targets.unsqueeze(1).masked_fill(ignored, 0);  // [T, 1]
-  at::Tensor nll = -at::log_softmax(logits, 1).gather(1, target).masked_fill(ignored, 0).squeeze(1);
+  at::Tensor nll = plain_token_losses(logits, batch, declared);
   at::Tensor factors = sums.of(declared) > 0 ? token_factors(batch, declared, sums) : at::zeros_like(nll);
   return (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
 }
@@ -84,7 +93,7 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
         at::zeros(tensor.sizes(),
                   tensor.options().dtype(tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)));
   }
-  step.terms.emplace_back(declared.global ? declared.name : "cross_entropy", 0);
+  step.terms.emplace_back(declared.name.empty() ? "cross_entropy" : declared.name, 0);
   for (const auto& term : model.more_terms) step.terms.emplace_back(term.name, 0);
   double all_targets = 0;  // further terms are means over the whole step
   for (const auto& part : parts) all_targets += sums_of(part).targets;

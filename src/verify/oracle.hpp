@@ -16,6 +16,9 @@ struct OracleStep {
   std::vector<std::pair<std::string, double>> terms;  // of the loss, without their weights
 };
 
+// The loss of each token [T], 0 where it has no target.
+at::Tensor plain_token_losses(const at::Tensor& logits, const Batch& batch, const DeclaredLoss& declared);
+
 // The step of `model` on the whole batch under the declared loss: it counts, sums, takes the norm and clips
 // by itself, and shares with the product only the model's forward. `parts`: the whole batch once, or what
 // each replica sees where the loss is a mean of theirs. `after_micro_batch` is called after each micro-batch.

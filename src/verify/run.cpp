@@ -12,6 +12,7 @@
 #include "isograd/plan.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
+#include "train/task.hpp"
 #include "verify/layouts.hpp"
 #include "verify/replicas.hpp"
 
@@ -75,19 +76,20 @@ OptimizerOptions optimizer_options(const RunConfig& config) {
   return options;
 }
 
-VerifyModel as_verify_model(const RunConfig& config, const ContextMesh& mesh,
-                            std::shared_ptr<DecoderLM> model) {
-  attend_over(mesh, *model);
+VerifyModel as_verify_model(const ContextMesh& mesh, std::shared_ptr<TaskModel> model) {
+  model->attend_over(mesh);
   VerifyModel made;
   made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.units = model_units(*model, config);
-  made.loss_terms = [model, loss = inside(made.units->root, forward_loss(*model, config))](
-                        const Batch& batch) { return loss(batch); };
+  made.logits = [model](const Batch& batch) { return model->outputs(batch); };
+  made.units = model->make_units();
+  made.loss_terms = [model, loss = inside(made.units->root, model->loss())](const Batch& batch) {
+    return loss(batch);
+  };
   return made;
 }
 
-DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ranks) {
+DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
+  const RunConfig& config = task->config();
   const std::string& kind = config.loss.kind;
   DeclaredLoss loss;
   loss.mean = kind == "sample_mean"     ? Mean::kSamples
@@ -96,13 +98,16 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
               : kind == "none"          ? Mean::kNone
                                         : Mean::kTargets;
   if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
+  loss.per_token = task->plain_losses();
+  loss.name = task->loss_name();
   if (normalises_by_replica(config))
-    loss.replicas = [&config, &corpus, ranks] {
-      std::vector<MicroBatches> replicas(count_replicas(config, ranks));
-      const int dealt = packs_dealt_to(config, ranks);
+    loss.replicas = [task, ranks] {
+      const RunConfig& own = task->config();
+      std::vector<MicroBatches> replicas(count_replicas(own, ranks));
+      const int dealt = packs_dealt_to(own, ranks);
       const int shards = dealt / static_cast<int>(replicas.size());
       for (int rank = 0; rank < dealt; ++rank)
-        for (const Batch& batch : make_loader(config, corpus, rank, dealt)->next())
+        for (const Batch& batch : task->make_loader(rank, dealt)->next())
           replicas[static_cast<std::size_t>(rank / shards)].push_back(batch);
       return replicas;
     };
@@ -110,12 +115,13 @@ DeclaredLoss declared_loss(const RunConfig& config, const Corpus& corpus, int ra
 }
 
 // The same run with all ranks along `axis`; nothing where that cannot be.
-std::optional<RunConfig> along(const RunConfig& config, const std::string& axis, const DecoderConfig& shape,
+std::optional<RunConfig> along(const Task& task, const RunConfig& config, const std::string& axis,
                                int ranks) {
   const bool sharded = stage_of(config.parallel.strategy) > 0;
   if (normalises_by_replica(config) || (axis == "dp_shard" && !sharded)) return std::nullopt;
   if (axis == "cp_ulysses") {
-    const auto possible = possible_ulysses(shape.heads, shape.key_value_heads);
+    const auto [heads, key_value_heads] = task.heads();
+    const auto possible = possible_ulysses(heads, key_value_heads);
     if (std::find(possible.begin(), possible.end(), ranks) == possible.end()) return std::nullopt;
   }
   RunConfig other = config;
@@ -125,56 +131,54 @@ std::optional<RunConfig> along(const RunConfig& config, const std::string& axis,
   return other;
 }
 
-using MakeModel = std::function<MakeVerifyModel(const RunConfig&, std::shared_ptr<const ContextMesh>)>;
+using KeptTask = std::shared_ptr<const Task>;
+using MakeModel = std::function<MakeVerifyModel(KeptTask, std::shared_ptr<const ContextMesh>)>;
 
-// The step of one process by `config`, this rank's part of it, and its layouts. What the run itself does not
-// outlive is kept by reference. `suffix` goes behind the layouts' names.
-VerifyProblem problem_of(std::shared_ptr<const RunConfig> kept, World& world, const Corpus& corpus,
-                         const MakeModel& model, const std::vector<LayoutChoice>& layouts,
-                         const ChangeProblem& change, const std::string& suffix) {
-  const RunConfig& config = *kept;
+// The step of one process of `task`, this rank's part of it, and its layouts. `suffix` goes behind the
+// layouts' names.
+VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& model,
+                         const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
+                         const std::string& suffix) {
+  const RunConfig& config = task->config();
   const auto mesh = std::make_shared<const ContextMesh>(make_mesh(config, world));
-  const DecoderConfig shape = model_shape(config, corpus);
   VerifyProblem problem;
-  problem.make_model = model(config, mesh);
-  SharedSamples dealing{.whole = make_loader(config, corpus, mesh->dp_rank, mesh->dp_size)->next(),
-                        .data_rank = mesh->dp_rank,
-                        .cut = [kept, mesh, hidden = shape.hidden](const MicroBatches& whole) {
-                          return own_parts(*kept, *mesh, hidden, whole);
-                        }};
+  problem.make_model = model(task, mesh);
+  SharedSamples dealing{
+      .whole = task->make_loader(mesh->dp_rank, mesh->dp_size)->next(),
+      .data_rank = mesh->dp_rank,
+      .cut = [task, mesh](const MicroBatches& whole) { return own_parts(*task, *mesh, whole); }};
   problem.local = dealing.cut(dealing.whole);
   if (mesh->context.size() > 1) problem.dealing = std::move(dealing);
-  problem.whole = [kept, &corpus] { return make_loader(*kept, corpus, 0, 1)->whole_step({}); };
-  problem.alone = [kept, &corpus] { return make_loader(*kept, corpus, 0, 1)->next(); };
-  problem.loss = declared_loss(config, corpus, world.size);
+  problem.whole = [task] { return task->make_loader(0, 1)->whole_step({}); };
+  problem.alone = [task] { return task->make_loader(0, 1)->next(); };
+  problem.loss = declared_loss(task, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.optimizer = optimizer_options(config);
-  problem.make_normalizer = [kept, &world] { return make_normalizer(*kept, world.size); };
+  problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   problem.subgroup = [&world](const std::vector<int>& ranks) {
     return ranks.size() == 1 ? Group::solo() : world.subgroup(ranks, "verify on fewer ranks");
   };
   for (const auto& choice : layouts) {
     problem.layouts.push_back(layout_of(config, choice, suffix, world));
-    problem.layouts.back().along = [kept, shape, choice, &world, &corpus, model,
+    problem.layouts.back().along = [task, choice, &world, model,
                                     change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
-      const auto other = along(choice.in(*kept), axis, shape, world.size);
+      const auto other = along(*task, choice.in(task->config()), axis, world.size);
       if (!other) return nullptr;
       LayoutChoice same = choice;
       if (same.replicas) same.replicas = other->parallel.replicas;
       return std::make_shared<VerifyProblem>(
-          problem_of(std::make_shared<RunConfig>(*other), world, corpus, model, {same}, change, ""));
+          problem_of(task->under(*other), world, model, {same}, change, ""));
     };
   }
   if (change) change(problem, world);
   return problem;
 }
 
-Verdict verify_step(const RunConfig& config, World& world, const Corpus& corpus, const MakeModel& model,
+Verdict verify_step(const KeptTask& task, World& world, const MakeModel& model,
                     const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
                     const std::string& suffix = {}) {
-  const VerifyProblem problem =
-      problem_of(std::make_shared<RunConfig>(config), world, corpus, model, layouts, change, suffix);
+  const VerifyProblem problem = problem_of(task, world, model, layouts, change, suffix);
   return verify(problem, world.group);
 }
 
@@ -189,62 +193,41 @@ void join(Verdict& verdict, Verdict more) {
 }
 
 // The model of a run that is under way, with its weights of this moment: `values` are read when it is made.
-MakeModel model_of(DecoderLM& model) {
-  const DecoderConfig shape = model.config();
+MakeModel model_of(TaskModel& model) {
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
-  return [shape, values](const RunConfig& config, std::shared_ptr<const ContextMesh> mesh) {
-    return [config, mesh, shape, values](at::ScalarType dtype) {
-      auto made = std::make_shared<DecoderLM>(shape, dtype, 0);
+  return [values](const KeptTask& task, std::shared_ptr<const ContextMesh> mesh) {
+    return [task, mesh, values](at::ScalarType dtype) {
+      const auto made = task->make_blank_model(dtype);
       at::NoGradGuard no_grad;
       auto named = made->named();
       for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-      return as_verify_model(config, *mesh, std::move(made));
+      return as_verify_model(*mesh, made);
     };
   };
 }
 
-Corpus corpus_of(const FinishedRun& run) {
-  Corpus corpus;
-  corpus.tokens = run.tokens;
-  corpus.split = run.split;
-  return corpus;
-}
-
 // Updates after which parameters are compared, by plain SGD and by the configured optimizer.
 constexpr int kUpdates = 2;
-
-// A step small enough to be verified now and then: a pack of at most this many tokens for each rank and one
-// more, so that counts differ and one rank accumulates; other documents each time.
-constexpr std::int64_t kMicroPack = 64;
-RunConfig micro_sized(RunConfig config, int ranks, std::int64_t step) {
-  config.batch.packs_per_step = ranks + 1;
-  config.batch.packs_per_micro_batch = 1;
-  config.data.pack_length = std::min(config.data.pack_length, kMicroPack);
-  config.run.seed += step;
-  return config;
-}
 
 }  // namespace
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
   if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, change, take_dump);
-  const Corpus corpus = open_corpus(config, world.group);
+  const auto task = make_task(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
   const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
+  const MakeModel fresh = [](const KeptTask& own, std::shared_ptr<const ContextMesh> mesh) {
+    return [own, mesh](at::ScalarType dtype) { return as_verify_model(*mesh, own->make_model(dtype)); };
+  };
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
-    const MakeModel make = [&corpus](const RunConfig& own, std::shared_ptr<const ContextMesh> mesh) {
-      return [&corpus, own, mesh](at::ScalarType dtype) {
-        return as_verify_model(own, *mesh, make_model(own, corpus, dtype));
-      };
-    };
     const ChangeProblem more = [&](VerifyProblem& problem, World& own) {
       problem.take_dump = take_dump;
       problem.updates = all ? 0 : kUpdates;
       if (change) change(problem, own);
     };
-    return verify_step(cut, world, corpus, make, choices, more, suffix);
+    return verify_step(task->under(cut), world, fresh, choices, more, suffix);
   };
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");
@@ -255,8 +238,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 }
 
 Verdict verify_finished(FinishedRun& run) {
-  const Corpus corpus = corpus_of(run);
-  return verify_step(run.config, run.world, corpus, model_of(run.model),
+  return verify_step(run.task.under(run.config), run.world, model_of(run.model),
                      chosen_layouts(run.config, {}, run.world), {});
 }
 
@@ -268,10 +250,9 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
     if (const auto divergence = find_divergence(run.run.model.named(), run.layout)) return divergence->text();
   if (!due(config.verify.every)) return {};
   const auto whole = run.layout.whole_parameters();
-  const RunConfig micro = micro_sized(config, world.size, run.step);
-  const Corpus corpus = corpus_of(run.run);
+  const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
   const Verdict verdict =
-      verify_step(micro, world, corpus, model_of(run.run.model), chosen_layouts(micro, {}, world), change);
+      verify_step(micro, world, model_of(run.run.model), chosen_layouts(micro->config(), {}, world), change);
   if (verdict.passed) return {};
   return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
 }

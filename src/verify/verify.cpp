@@ -46,6 +46,15 @@ std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches
   return {whole};
 }
 
+// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from (a cut takes all
+// ranks; diagnose_leak() does that).
+MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
+  if (problem.dealing) return problem.dealing->whole;
+  const bool parts = !problem.local.empty() && problem.local.front().cut;
+  if (parts && problem.alone) return problem.alone();
+  return parts || problem.local.empty() ? whole : problem.local;
+}
+
 // Rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group) {
   Reference reference;
@@ -64,14 +73,10 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     const auto pieces = parts(problem, reference.whole);
     reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
     reference.scales = error_scales(reference.oracle.gradients);
-    // What is cut over ranks is probed whole: a cut takes all of them (diagnose_leak() does that).
-    const MicroBatches& probed = problem.dealing         ? problem.dealing->whole
-                                 : problem.local.empty() ? reference.whole
-                                                         : problem.local;
     if (problem.probe_documents && !problem.loss.global && reference.random.empty())
-      for (const Batch& batch : probed)
-        if (batch.num_fragments() > 1 && !batch.cut) {
-          reference.leak = probe_documents(model, batch);
+      for (const Batch& batch : uncut(problem, reference.whole))
+        if (batch.num_fragments() > 1) {
+          reference.leak = probe_documents(model, batch, problem.loss);
           tick();
           break;
         }

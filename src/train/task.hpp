@@ -1,0 +1,135 @@
+// Task: data and the family of models that learns from it. The seam between what every run has in common (the
+// trainer's loop, checkpoints, resume, the proof) and what a kind of data needs of its own. A new kind is one
+// subclass of each of the two classes below and a line in make_task().
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/context_parallel.hpp"
+#include "isograd/fully_shard.hpp"
+#include "isograd/loader.hpp"
+#include "isograd/loss.hpp"
+#include "train/config.hpp"
+#include "train/report.hpp"
+
+namespace isograd {
+
+// One model of the task's family.
+class TaskModel {
+ public:
+  virtual ~TaskModel() = default;
+  virtual std::vector<std::pair<std::string, at::Tensor>> named() = 0;  // parameters; tied ones once
+  // The model as units for layouts that shard parameters; its blocks run inside theirs from now on.
+  virtual ModelUnits make_units() = 0;
+  // Sums of the losses of a micro-batch. Not inside the root's unit yet; the model outlives it.
+  virtual ForwardLossTerms loss() = 0;
+  // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
+  virtual at::Tensor outputs(const Batch& batch) = 0;
+  // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
+  virtual void attend_over(const ContextMesh& mesh) = 0;
+  // config.json, model.safetensors and what else goes into a checkpoint. Called while the model is whole.
+  virtual void write(const std::filesystem::path& directory) = 0;
+};
+
+// What people read of a task, and what the order of its data depends on.
+struct TaskFacts {
+  std::string documents = "documents";  // what samples are called
+  std::string tokens = "tokens";        // what they consist of
+  std::string unit = "nats per token";  // of the loss
+  std::string batch{}, micro_batch{};   // "8 packs of 512 tokens"
+  std::int64_t train_documents = 0;
+  std::int64_t validation_documents = 0;
+  std::int64_t num_tokens = 0;
+  std::string tokenizer{};  // TrainingState::tokenizer
+  // Values of further keys, by name: a run in which they differ is not the one to be continued.
+  std::map<std::string, std::string> order{};
+};
+
+// The loss of what has learnt nothing, to compare with. Value 0: there is none.
+struct Baseline {
+  std::string name{};  // "unigram entropy"
+  std::string of{};    // behind value and unit: "of the training text"
+  double value = 0;
+};
+
+// What a finished run shows, on rank 0.
+struct Showing {
+  struct Picture {
+    std::string title, caption, html;
+  };
+  std::string text{};  // printed too
+  std::vector<Picture> pictures{};
+  std::vector<Chart> charts{};
+  std::vector<ReportTable> tables{};  // `passed` is not read
+};
+
+// Key and value of the model's shape, in order.
+using ShapeKeys = std::vector<std::pair<std::string, std::string>>;
+
+class Task {
+ public:
+  explicit Task(RunConfig config) : config_(std::move(config)) {}
+  virtual ~Task() = default;
+  const RunConfig& config() const { return config_; }
+  // The same data under a configuration that cuts or trains them otherwise; nothing is read again.
+  virtual std::unique_ptr<Task> under(const RunConfig& config) const = 0;
+
+  // ---- data ----
+  virtual std::unique_ptr<BatchLoader> make_loader(int rank, int size) const = 0;
+  // One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs. Null when nothing
+  // is held out.
+  virtual std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const = 0;
+  // How a micro-batch is cut over context ranks: `causal` and `token_cost` of the model.
+  virtual CutOptions cut_options() const = 0;
+  // Of the model's attention: heads and key heads, which Ulysses deals over ranks.
+  virtual std::pair<std::int64_t, std::int64_t> heads() const = 0;
+  virtual TaskFacts facts() const = 0;
+  virtual Baseline baseline(Group& group) const = 0;  // collective
+
+  // ---- model ----
+  // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
+  virtual std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const = 0;
+  // The same for the configured layout: where it shards fresh parameters the model has none yet (meta
+  // device), so that no rank ever holds all of them.
+  virtual std::shared_ptr<TaskModel> make_model_to_lay_out() const = 0;
+  // Of the same shape, with values that are about to be overwritten.
+  virtual std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const = 0;
+  virtual std::shared_ptr<TaskModel> read_model(const std::filesystem::path& directory,
+                                                at::ScalarType dtype) const = 0;
+  // Of this run and of a checkpoint: where they differ the key is named.
+  virtual ShapeKeys shape() const = 0;
+  virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
+
+  // ---- for people, when all steps are made; on rank 0, the model is whole ----
+  virtual Showing show(TaskModel& model) const = 0;
+
+  // ---- for verify ----
+  // The loss of each token by plain code that shares nothing with TaskModel::loss(): DeclaredLoss::per_token.
+  // Not given: the cross entropy of logits.
+  using PlainLosses = std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)>;
+  virtual PlainLosses plain_losses() const { return {}; }
+  virtual std::string loss_name() const = 0;  // of the term that TaskModel::loss() gives
+  // A step small enough to be verified now and then: a short pack for each rank and one more, so that counts
+  // differ and one rank accumulates; other samples at each `step`.
+  virtual RunConfig micro_sized(int ranks, std::int64_t step) const = 0;
+
+ private:
+  RunConfig config_;
+};
+
+// By model.kind. Collective; ConfigError on every rank when the data is unusable.
+std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
+
+// The kinds.
+std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);
+
+// This rank's parts of the micro-batches that its context ranks share.
+MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches);
+
+}  // namespace isograd

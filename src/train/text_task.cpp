@@ -1,0 +1,215 @@
+// The decoder language model on text.
+#include "attention/attention.hpp"
+#include "base/files.hpp"
+#include "isograd/checkpoint.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/error.hpp"
+#include "isograd/text_data.hpp"
+#include "train/build.hpp"
+#include "train/evaluate.hpp"
+#include "train/task.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+class TextModel : public TaskModel {
+ public:
+  TextModel(std::shared_ptr<DecoderLM> model, const RunConfig& config, fs::path tokenizer_file)
+      : model_(std::move(model)), config_(config), tokenizer_file_(std::move(tokenizer_file)) {}
+
+  DecoderLM& decoder() { return *model_; }
+  std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
+  ModelUnits make_units() override { return model_units(*model_, config_); }
+  ForwardLossTerms loss() override { return forward_loss(*model_, config_); }
+  at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
+  void attend_over(const ContextMesh& mesh) override {
+    if (mesh.context.size() == 1) return;
+    model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
+                                                          const at::Tensor& k, const at::Tensor& v) {
+      return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
+    });
+  }
+  void write(const fs::path& directory) override {
+    write_hf(directory, *model_);
+    if (!tokenizer_file_.empty()) write_file(directory / kTokenizerFile, read_file(tokenizer_file_));
+  }
+
+ private:
+  std::shared_ptr<DecoderLM> model_;
+  RunConfig config_;
+  fs::path tokenizer_file_;
+};
+
+ShapeKeys shape_keys(const DecoderConfig& shape) {
+  ShapeKeys keys;
+  const auto add = [&](const char* key, const auto& value) {
+    keys.emplace_back(key, fmt::format("{}", value));
+  };
+  add("model.family", shape.family);
+  add("model.vocabulary", shape.vocabulary);
+  add("model.hidden", shape.hidden);
+  add("model.layers", shape.layers);
+  add("model.heads", shape.heads);
+  add("model.key_value_heads", shape.key_value_heads);
+  add("model.head_dim", shape.head_dim);
+  add("model.feed_forward", shape.feed_forward);
+  add("model.max_positions", shape.max_positions);
+  add("model.rope_theta", shape.rope_theta);
+  add("model.rope_scaling.kind", shape.rope_scaling.kind);
+  add("model.rope_scaling.factor", shape.rope_scaling.factor);
+  add("model.attention_bias", shape.attention_bias);
+  add("model.output_bias", shape.output_bias);
+  add("model.mlp_bias", shape.mlp_bias);
+  add("model.query_key_norm", shape.query_key_norm);
+  add("model.norm_epsilon", shape.norm_epsilon);
+  add("model.tied_output", shape.tied_output);
+  return keys;
+}
+
+// With the corpus's bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs
+// are longer than the model's positions.
+DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
+  const bool loaded = !config.model.load.empty();
+  DecoderConfig shape = loaded ? read_hf_config(config.model.load) : config.model.shape;
+  if (corpus.tokenizer) {
+    if (shape.bos < 0) shape.bos = corpus.tokenizer->bos();
+    if (shape.eos < 0) shape.eos = corpus.tokenizer->eos();
+  }
+  const std::int64_t needed =
+      std::max<std::int64_t>(static_cast<std::int64_t>(corpus.tokens->max_token()) + 1,
+                             corpus.tokenizer ? corpus.tokenizer->vocabulary() : 0);
+  const std::string where = loaded ? config.model.load + " (model.load)" : "model.vocabulary";
+  if (needed > shape.vocabulary)
+    throw ConfigError(
+        {.where = where,
+         .found = fmt::format("a vocabulary of {}", shape.vocabulary),
+         .expected = fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
+         .action = loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
+                          : fmt::format("Set model.vocabulary = {}", needed)});
+  if (config.data.pack_length > shape.max_positions)
+    throw ConfigError({.where = "data.pack_length",
+                       .found = std::to_string(config.data.pack_length),
+                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
+                       .action = "Shorten the packs or raise model.max_positions"});
+  check(shape);
+  return shape;
+}
+
+constexpr std::int64_t kMicroPack = 64;  // tokens of a pack of Task::micro_sized()
+
+class TextTask : public Task {
+ public:
+  TextTask(const RunConfig& config, Corpus corpus) : Task(config), corpus_(std::move(corpus)) {}
+
+  std::unique_ptr<Task> under(const RunConfig& config) const override {
+    return std::make_unique<TextTask>(config, corpus_);
+  }
+
+  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
+    LoaderOptions options = loader_options(rank, size);
+    options.packs_per_step = config().batch.packs_per_step;
+    options.shuffle_packs = config().data.shuffle_packs;
+    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
+  }
+
+  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
+    if (corpus_.split.validation.empty()) return nullptr;
+    LoaderOptions options = loader_options(rank, size);
+    options.packs_per_step = config().train.evaluate_packs;
+    options.shuffle = false;  // in document order
+    options.read_ahead = false;
+    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.validation, options);
+  }
+
+  CutOptions cut_options() const override {
+    return {.token_cost = 6 * model_shape(config(), corpus_).hidden};
+  }
+
+  std::pair<std::int64_t, std::int64_t> heads() const override {
+    const DecoderConfig shape = model_shape(config(), corpus_);
+    return {shape.heads, shape.key_value_heads};
+  }
+
+  TaskFacts facts() const override {
+    const RunConfig& c = config();
+    return {.batch = fmt::format("{} packs of {} tokens", c.batch.packs_per_step, c.data.pack_length),
+            .micro_batch = fmt::format("{} packs", c.batch.packs_per_micro_batch),
+            .train_documents = static_cast<std::int64_t>(corpus_.split.train.size()),
+            .validation_documents = static_cast<std::int64_t>(corpus_.split.validation.size()),
+            .num_tokens = corpus_.tokens->num_tokens(),
+            .tokenizer = corpus_.tokens->tokenizer_name()};
+  }
+
+  Baseline baseline(Group& group) const override {
+    return {
+        .name = "unigram entropy", .of = "of the training text", .value = unigram_entropy(corpus_, group)};
+  }
+
+  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
+    const DecoderConfig shape = model_shape(config(), corpus_);
+    if (!config().model.load.empty()) return read_model(config().model.load, dtype);
+    return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
+  }
+
+  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
+    const at::ScalarType dtype = scalar_type(config().train.dtype);
+    if (config().parallel.strategy != "zero3" || !config().model.load.empty()) return make_model(dtype);
+    return with(DecoderLM::without_values(model_shape(config(), corpus_), dtype));
+  }
+
+  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
+    return with(std::make_shared<DecoderLM>(model_shape(config(), corpus_), dtype, 0));
+  }
+
+  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
+    return with(read_hf(directory, dtype));
+  }
+
+  ShapeKeys shape() const override { return shape_keys(model_shape(config(), corpus_)); }
+  ShapeKeys saved_shape(const fs::path& directory) const override {
+    return shape_keys(read_hf_config(directory));
+  }
+
+  Showing show(TaskModel& model) const override {
+    if (!corpus_.tokenizer || config().sample.tokens == 0) return {};
+    return {.text = sample_text(static_cast<TextModel&>(model).decoder(), *corpus_.tokenizer,
+                                config().sample.prompt,
+                                {.max_tokens = config().sample.tokens,
+                                 .temperature = config().sample.temperature,
+                                 .seed = static_cast<std::uint64_t>(config().run.seed)})};
+  }
+
+  std::string loss_name() const override { return "cross_entropy"; }
+
+  RunConfig micro_sized(int ranks, std::int64_t step) const override {
+    RunConfig micro = config();
+    micro.batch.packs_per_step = ranks + 1;
+    micro.batch.packs_per_micro_batch = 1;
+    micro.data.pack_length = std::min(micro.data.pack_length, kMicroPack);
+    micro.run.seed += step;
+    return micro;
+  }
+
+ private:
+  LoaderOptions loader_options(int rank, int size) const {
+    return {.pack_length = config().data.pack_length,
+            .packs_per_micro_batch = config().batch.packs_per_micro_batch,
+            .seed = static_cast<std::uint64_t>(config().run.seed),
+            .rank = rank,
+            .size = size};
+  }
+  std::shared_ptr<TaskModel> with(std::shared_ptr<DecoderLM> model) const {
+    return std::make_shared<TextModel>(std::move(model), config(), corpus_.tokenizer_file);
+  }
+
+  Corpus corpus_;
+};
+
+}  // namespace
+
+std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group) {
+  return std::make_unique<TextTask>(config, open_corpus(config, group));
+}
+
+}  // namespace isograd
