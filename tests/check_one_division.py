@@ -48,6 +48,7 @@ ALLOWED = [
      "the diagnosis: what a known mistake does"),
     ("src/verify/causes.cpp", "c.targets() / (cell.targets * c.micro_batches(cell.rank) * c.ranks())",
      "the diagnosis: what a known mistake does"),
+    ("src/train/video_task.cpp", ".pow(2).mean(1)", "a patch's loss for the oracle: the mean over its numbers"),
     ("src/verify/oracle.cpp", "/ static_cast<double>(part.size())", "the outside oracle: the mean over micro-batches"),
     ("src/verify/oracle.cpp", "factors / declared.denominator",
      "the outside oracle: one process that shares no code with the normaliser"),

@@ -199,7 +199,7 @@ RunConfig parse_config(std::string_view text, const std::string& file,
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;
   check_together(config, where);
-  if (config.model.load.empty()) {
+  if (config.model.load.empty() && config.model.kind == "decoder") {
     try {
       check(config.model.shape);
     } catch (const ConfigError& error) {
@@ -278,16 +278,17 @@ void check(const RunConfig& config, int ranks) {
                          .action = "Start fewer ranks, or enlarge batch.rows_per_step"});
     return;
   }
-  if (packs_dealt_to(config, ranks) > config.batch.packs_per_step)
-    throw ConfigError(
-        {.where = fmt::format("--ranks {}", ranks),
-         .found = fmt::format("more ranks than packs in the batch (batch.packs_per_step = {}): some would "
-                              "never have anything to do",
-                              config.batch.packs_per_step),
-         .expected = fmt::format("at most {} ranks", config.batch.packs_per_step * sharing),
-         .action =
-             fmt::format("Start with --ranks {}, or enlarge the batch with --set batch.packs_per_step={}",
-                         config.batch.packs_per_step * sharing, packs_dealt_to(config, ranks))});
+  const bool videos = config.model.kind == "video";
+  const std::int64_t batch = videos ? config.batch.videos_per_step : config.batch.packs_per_step;
+  const std::string packs = videos ? "videos" : "packs", key = "batch." + packs + "_per_step";
+  if (packs_dealt_to(config, ranks) > batch)
+    throw ConfigError({.where = fmt::format("--ranks {}", ranks),
+                       .found = fmt::format(
+                           "more ranks than {} in the batch ({} = {}): some would never have anything to do",
+                           packs, key, batch),
+                       .expected = fmt::format("at most {} ranks", batch * sharing),
+                       .action = fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}",
+                                             batch * sharing, key, packs_dealt_to(config, ranks))});
 }
 
 std::string to_toml(const RunConfig& config) {

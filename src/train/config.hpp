@@ -39,13 +39,24 @@ struct RunConfig {
     std::int64_t packs_per_step = 8;  // the global batch
     std::int64_t packs_per_micro_batch = 4;
     std::int64_t rows_per_step = 256;  // of a scorer's table
+    std::int64_t videos_per_step = 8;
+    std::int64_t tokens_per_micro_batch = 4096;  // of videos
   } batch;
   struct {
     std::string load;  // Hugging Face directory to start from; its config.json then describes the model
     DecoderConfig shape;
-    std::string kind = "decoder";  // decoder | scorer
+    std::string kind = "decoder";  // decoder | scorer | video
     std::int64_t scorer_units = 64, scorer_layers = 1;
   } model;
+  struct {
+    std::vector<std::string> files;  // files, directories, globs
+    std::int64_t height = 64;        // the most rows of pixels
+    double frames_per_second = 8;    // 0: every frame
+    std::int64_t max_frames = 0;     // of a video; 0: all
+    std::int64_t patch_frames = 2, patch_height = 8, patch_width = 8;
+    std::int64_t timestep_features = 128;
+    double gate_init = 0;  // 0: adaLN-Zero
+  } video;
   struct {
     std::string kind = "token_mean";  // token_mean | sample_mean | weighted_mean | fixed | none
     double denominator = 0;           // fixed

@@ -144,6 +144,14 @@ std::vector<ConfigKey> make_keys() {
 
       KEY("batch.rows_per_step", batch.rows_per_step, "rows", at_least(1, kManyTokens),
           "The global batch of a `scorer`, over all ranks; its last step of an epoch may be shorter."),
+      KEY("batch.videos_per_step", batch.videos_per_step, "videos", at_least(1, kManyTokens),
+          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the last step "
+          "of "
+          "an epoch may be shorter. Each rank gets about the same Σ length²."),
+      KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
+          "Of videos: how many patches one forward and backward sees on one rank, at most; a longer video is "
+          "a "
+          "micro-batch by itself. A speed and memory option: the gradient does not depend on it."),
 
       KEY("model.load", model.load, "", any(),
           "Hugging Face directory to start from (`config.json`, `model.safetensors` or its sharded index); a "
@@ -183,10 +191,11 @@ std::vector<ConfigKey> make_keys() {
       KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
           "Ends a document. `-1`: the tokenizer's, where it has one."),
 
-      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer"}),
+      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}),
           "`decoder`: a language model on text. `scorer`: a multilayer perceptron that ranks the rows of "
           "`data.table` (`docs/ranking.md`); of the keys above it reads none but "
-          "`data.validation_fraction`."),
+          "`data.validation_fraction`. `video`: a diffusion transformer on `video.files` (`docs/video.md`), "
+          "described by `hidden`, `layers`, `heads`, `head_dim`, `feed_forward` and `initializer_range`."),
       KEY("model.scorer_units", model.scorer_units, "", at_least(1, kWide),
           "Of each hidden layer of a `scorer`."),
       KEY("model.scorer_layers", model.scorer_layers, "", at_least(0, 1000),
@@ -210,6 +219,25 @@ std::vector<ConfigKey> make_keys() {
           "Of `yarn`: whether the ramp begins and ends at whole dims."),
       KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
           "Of `yarn`. 0: follows from the factor."),
+
+      KEY("video.files", video.files, "", any(),
+          "Files, directories or globs of videos in any format that FFmpeg decodes."),
+      KEY("video.height", video.height, "pixels", at_least(1, 8192),
+          "Rows of pixels of a frame, at most: larger frames are scaled down, to whole patches."),
+      KEY("video.frames_per_second", video.frames_per_second, "", at_least(0, 1000),
+          "How many frames of a second are taken, at most. 0: every frame."),
+      KEY("video.max_frames", video.max_frames, "frames", at_least(0, kManyTokens),
+          "How many of a video's frames are taken, at most: its first. 0: all."),
+      KEY("video.patch_frames", video.patch_frames, "frames", at_least(1, 256),
+          "Of a patch, which is a token."),
+      KEY("video.patch_height", video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
+      KEY("video.patch_width", video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
+      KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
+          "Sines and cosines that tell the model the timestep; even."),
+      KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
+          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), and has "
+          "no "
+          "gradient in the first step. Otherwise the projections that modulate begin like all others."),
 
       KEY("loss.kind", loss.kind, "", one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}),
           "What the sum over tokens is divided by: the targets of the whole step, each sample's own tokens "
@@ -265,7 +293,7 @@ std::vector<ConfigKey> make_keys() {
       KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
           "How often the validation loss is measured. 0: only at the end."),
       KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),
-          "How many packs of the validation documents are measured, at most."),
+          "How many packs of the validation documents are measured, at most; of videos, how many videos."),
       KEY("train.on_non_finite", train.on_non_finite, "", one_of({"stop", "skip"}),
           "When a loss or gradient is not finite, nothing is updated on any rank; then the run stops (exit "
           "status "
@@ -391,6 +419,9 @@ const std::vector<ConfigSection>& config_sections() {
       {"batch", "What one step sees."},
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},
       {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
+      {"video",
+       "Videos and the diffusion transformer that learns from them (`model.kind = \"video\"`, "
+       "`docs/video.md`)."},
       {"loss", "Who divides what (`docs/losses.md`)."},
       {"ranking", "The loss of a `scorer`, and what is measured of it."},
       {"train", "The loop around the step."},

@@ -289,6 +289,9 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.model.shape.initializer_range = *rc::gen::inRange<std::int64_t>(0, 1 << 20) / 3.0;
   if (!config.data.text.empty()) config.data.shards.clear();
   if (config.data.shards.empty()) config.data.end_of_text = -1;
+  config.video = RunConfig{}.video;  // of another kind of model
+  config.batch.videos_per_step = RunConfig{}.batch.videos_per_step;
+  config.batch.tokens_per_micro_batch = RunConfig{}.batch.tokens_per_micro_batch;
   config.loss.normalise_over = RunConfig{}.loss.normalise_over;
   if (config.loss.kind != "fixed") config.loss.denominator = 0;
   if (config.loss.kind == "fixed" && config.loss.denominator == 0) config.loss.denominator = 1;

@@ -59,6 +59,15 @@ struct Unused {
   std::vector<std::string> exceptions = {};
 };
 
+bool is_video(const RunConfig& config) {
+  return config.model.kind == "video";
+}
+bool is_no_video(const RunConfig& config) {
+  return !is_video(config);
+}
+constexpr const char* kNotOfVideos = "model.kind is \"video\", which learns from video.files";
+constexpr const char* kOnlyOfVideos = "model.kind is not \"video\"";
+
 const std::vector<Unused>& unused_rules() {
   static const std::vector<Unused> rules = {
       {"data.end_of_text", [](const RunConfig& c) { return c.data.shards.empty(); },
@@ -66,11 +75,24 @@ const std::vector<Unused>& unused_rules() {
       {"model.",
        [](const RunConfig& c) { return !c.model.load.empty(); },
        "model.load is given, and its config.json describes the model",
-       {"model.load"}},
+       {"model.load", "model.kind"}},
       {"model.rope_scaling.",
        [](const RunConfig& c) { return c.model.shape.rope_scaling.kind == "default"; },
        "model.rope_scaling.kind is \"default\": no scaling",
        {"model.rope_scaling.kind"}},
+      {"model.",
+       is_video,
+       kNotOfVideos,
+       {"model.kind", "model.load", "model.hidden", "model.layers", "model.heads", "model.head_dim",
+        "model.feed_forward", "model.initializer_range"}},
+      {"data.", is_video, kNotOfVideos, {"data.validation_fraction"}},
+      {"batch.", is_video, kNotOfVideos, {"batch.videos_per_step", "batch.tokens_per_micro_batch"}},
+      {"ranking.", is_video, kNotOfVideos},
+      {"sample.", is_video, kNotOfVideos},
+      {"loss.fused", is_video, kNotOfVideos},
+      {"video.", is_no_video, kOnlyOfVideos},
+      {"batch.videos_per_step", is_no_video, kOnlyOfVideos},
+      {"batch.tokens_per_micro_batch", is_no_video, kOnlyOfVideos},
       {"optimizer.momentum", [](const RunConfig& c) { return c.optimizer.kind != "sgd"; },
        "optimizer.kind is not \"sgd\""},
       {"optimizer.beta", [](const RunConfig& c) { return c.optimizer.kind != "adamw"; },

@@ -6,9 +6,10 @@ namespace isograd {
 
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   if (config.model.kind == "decoder") return make_text_task(config, group);
+  if (config.model.kind == "video") return make_video_task(config, group);
   throw ConfigError({.where = "model.kind",
                      .found = config.model.kind,
-                     .expected = "decoder",
+                     .expected = "decoder or video",
                      .action = "Train a scorer with train_scorer(), as isograd train does"});
 }
 

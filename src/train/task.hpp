@@ -128,6 +128,7 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 
 // The kinds.
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);
+std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group);
 
 // This rank's parts of the micro-batches that its context ranks share.
 MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches);

@@ -37,5 +37,6 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
 // The configuration itself and, where a rank has several packs, the one that cuts a rank's part of the step
 // otherwise: into one micro-batch, or a pack at a time where it is one already.
 std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks);
+std::string accumulation_text(const RunConfig& config);  // "2 to a micro-batch"
 
 }  // namespace isograd

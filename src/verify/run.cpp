@@ -232,8 +232,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");
   for (std::size_t i = 1; i < cuts.size(); ++i)
-    join(verdict,
-         verify_cut(cuts[i], fmt::format(" {} to a micro-batch", cuts[i].batch.packs_per_micro_batch)));
+    join(verdict, verify_cut(cuts[i], " " + accumulation_text(cuts[i])));
   return verdict;
 }
 

@@ -1,0 +1,385 @@
+// The diffusion transformer on videos.
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/tensor.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "attention/attention.hpp"
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "isograd/flow_matching.hpp"
+#include "isograd/random.hpp"
+#include "model/safetensors.hpp"
+#include "train/build.hpp"
+#include "train/rank_zero.hpp"
+#include "train/task.hpp"
+#include "train/video_show.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kModelType = "isograd_video_dit";
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kWeightsFile = "model.safetensors";
+
+using Store = std::shared_ptr<const VideoStore>;
+
+// ---- config.json ----
+
+// Visits every field with its key, for writing, reading and comparing alike.
+template <class Shape, class Visit>
+void fields(Shape& shape, Visit visit) {
+  visit("patch_elements", shape.patch_elements);
+  visit("hidden", shape.hidden);
+  visit("layers", shape.layers);
+  visit("heads", shape.heads);
+  visit("head_dim", shape.head_dim);
+  visit("feed_forward", shape.feed_forward);
+  visit("max_frames", shape.max_frames);
+  visit("max_height", shape.max_height);
+  visit("max_width", shape.max_width);
+  visit("timestep_features", shape.timestep_features);
+  visit("norm_epsilon", shape.norm_epsilon);
+}
+
+VideoDiTConfig read_shape(const fs::path& directory) {
+  const fs::path file = directory / kConfigFile;
+  const auto bad = [&](const std::string& key, const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = file.string() + ": " + key,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Name a checkpoint of a video run"});
+  };
+  const auto json = nlohmann::json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) bad("the whole file", "no JSON object", "the shape of a model");
+  const auto type = json.value("model_type", nlohmann::json("nothing"));
+  if (type != kModelType) bad("model_type", type.dump(), kModelType);
+  VideoDiTConfig shape;
+  fields(shape, [&](const char* key, auto& value) {
+    if (!json.contains(key) || !json[key].is_number())
+      bad(key, json.contains(key) ? json[key].dump() : "no such key", "a number");
+    value = json[key].template get<std::decay_t<decltype(value)>>();
+  });
+  check(shape);
+  return shape;
+}
+
+void write_model(const fs::path& directory, VideoDiT& model) {
+  fs::create_directories(directory);
+  nlohmann::ordered_json json{{"model_type", kModelType}};
+  fields(model.config(), [&](const char* key, const auto& value) { json[key] = value; });
+  write_file(directory / kConfigFile, json.dump(2) + "\n");
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& [name, tensor] : model.named()) tensors.emplace_back(name, tensor.detach());
+  write_safetensors(directory / kWeightsFile, tensors);
+}
+
+std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
+  auto model = std::make_shared<VideoDiT>(read_shape(directory), dtype, 0);
+  const fs::path file = directory / kWeightsFile;
+  const auto saved = read_safetensors(file);
+  const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = file.string() + ": " + name,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Use the weights that belong to this config.json"});
+  };
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : model->named()) {
+    const auto found = saved.find(name);
+    if (found == saved.end()) bad(name, "no such tensor", c10::str(tensor.sizes()));
+    if (found->second.sizes() != tensor.sizes())
+      bad(name, c10::str(found->second.sizes()), c10::str(tensor.sizes()));
+    tensor.copy_(found->second);
+  }
+  if (saved.size() != model->named().size())
+    bad("the whole file", fmt::format("{} tensors", saved.size()),
+        fmt::format("{}, those of the model", model->named().size()));
+  return model;
+}
+
+// ---- the model ----
+
+class VideoModel : public TaskModel {
+ public:
+  VideoModel(std::shared_ptr<VideoDiT> model, Store store, std::uint64_t seed)
+      : model_(std::move(model)), store_(std::move(store)), seed_(seed) {}
+
+  VideoDiT& transformer() { return *model_; }
+  std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
+  ForwardLossTerms loss() override { return flow_matching_loss(*model_, store_, seed_); }
+  void write(const fs::path& directory) override { write_model(directory, *model_); }
+
+  ModelUnits make_units() override {
+    VideoDiT& model = *model_;
+    ModelUnits units{.root = UnitHandle([&model] {
+                       std::vector<at::Tensor> all;
+                       for (auto& [name, tensor] : model.named()) all.push_back(tensor);
+                       return all;
+                     }),
+                     .blocks = {},
+                     .initialize = [&model, seed = seed_](const std::string& name, at::Tensor& values) {
+                       model.initialize(name, values, seed);
+                     }};
+    for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
+      units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+    model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
+                                                   const at::Tensor& condition,
+                                                   const VideoDiT::BlockForward& block) {
+      const UnitHandle& unit = blocks[static_cast<std::size_t>(layer)];
+      return unit.run({stream, condition}, [block](const std::vector<at::Tensor>& in) {
+        return std::vector<at::Tensor>{block(in[0], in[1])};
+      })[0];
+    });
+    return units;
+  }
+
+  // The velocity. The input is made here by plain code, for the oracle; the loss makes its own.
+  at::Tensor outputs(const Batch& batch) override {
+    const at::Tensor data = store_->patches(batch.tokens, at::kDouble);
+    const FlowNoise drawn = flow_noise(batch, store_->patch_elements(), seed_);
+    std::vector<std::int64_t> lengths;
+    for (std::size_t f = 1; f < batch.cu_seqlens.size(); ++f)
+      lengths.push_back(batch.cu_seqlens[f] - batch.cu_seqlens[f - 1]);
+    const at::Tensor t = at::repeat_interleave(drawn.times, at::tensor(lengths, at::kLong)).unsqueeze(1);
+    return model_->velocity(batch, (data * (1 - t) + drawn.noise * t).to(model_->dtype()),
+                            store_->coordinates(batch.tokens), drawn.times);
+  }
+
+  void attend_over(const ContextMesh& mesh) override {
+    if (mesh.context.size() == 1) return;
+    model_->set_attention(
+        [over = ContextAttention(mesh, /*causal=*/false)](const Batch& batch, const at::Tensor& q,
+                                                          const at::Tensor& k, const at::Tensor& v) {
+          return batch.cut ? over(batch, q, k, v)
+                           : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
+        });
+  }
+
+ private:
+  std::shared_ptr<VideoDiT> model_;
+  Store store_;
+  std::uint64_t seed_;
+};
+
+// ---- the data ----
+
+VideoOptions video_options(const RunConfig& config) {
+  return {.patterns = config.video.files,
+          .height = config.video.height,
+          .frames_per_second = config.video.frames_per_second,
+          .max_frames = config.video.max_frames,
+          .patch = {config.video.patch_frames, config.video.patch_height, config.video.patch_width}};
+}
+
+Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
+  std::int64_t wanted = std::llround(fraction * static_cast<double>(videos));
+  if (fraction > 0) wanted = std::max<std::int64_t>(wanted, 1);
+  wanted = std::clamp<std::int64_t>(wanted, 0, videos - 1);  // one is left to train on
+  Split split;
+  const auto order = random_permutation(videos, {.seed = seed, .layer = hash_name("held-out videos")});
+  for (std::size_t i = 0; i < order.size(); ++i)
+    (static_cast<std::int64_t>(i) < wanted ? split.validation : split.train).push_back(order[i]);
+  std::sort(split.train.begin(), split.train.end());
+  std::sort(split.validation.begin(), split.validation.end());
+  return split;
+}
+
+class VideoTask : public Task {
+ public:
+  VideoTask(const RunConfig& config, Store store, Split split)
+      : Task(config), store_(std::move(store)), split_(std::move(split)) {}
+
+  std::unique_ptr<Task> under(const RunConfig& config) const override {
+    return std::make_unique<VideoTask>(config, store_, split_);
+  }
+
+  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
+    return std::make_unique<VideoLoader>(store_, split_.train,
+                                         VideoLoaderOptions{.videos_per_step = config().batch.videos_per_step,
+                                                            .tokens_per_micro_batch = most_tokens(),
+                                                            .seed = seed(),
+                                                            .rank = rank,
+                                                            .size = size});
+  }
+
+  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
+    if (split_.validation.empty()) return nullptr;
+    return std::make_unique<VideoLoader>(store_, split_.validation,
+                                         VideoLoaderOptions{.videos_per_step = config().train.evaluate_packs,
+                                                            .tokens_per_micro_batch = most_tokens(),
+                                                            .seed = seed(),
+                                                            .shuffle = false,
+                                                            .rank = rank,
+                                                            .size = size});
+  }
+
+  CutOptions cut_options() const override {
+    return {.causal = false, .token_cost = 6 * shape_of_model().hidden};
+  }
+
+  std::pair<std::int64_t, std::int64_t> heads() const override {
+    return {shape_of_model().heads, shape_of_model().heads};
+  }
+
+  TaskFacts facts() const override {
+    const VideoOptions options = video_options(config());
+    std::map<std::string, std::string> order;
+    const auto add = [&](const char* key, const auto& value) { order[key] = fmt::format("{}", value); };
+    add("batch.videos_per_step", config().batch.videos_per_step);
+    add("video.height", options.height);
+    add("video.frames_per_second", options.frames_per_second);
+    add("video.max_frames", options.max_frames);
+    add("video.patch_frames", options.patch.t);
+    add("video.patch_height", options.patch.h);
+    add("video.patch_width", options.patch.w);
+    order["videos (a checksum of their pixels)"] = fmt::format("{:016x}", store_->fingerprint());
+    return {.documents = "videos",
+            .tokens = "patches",
+            .unit = "squared error",
+            .batch = fmt::format("{} videos", config().batch.videos_per_step),
+            .micro_batch = fmt::format("at most {} patches, or one video", most_tokens()),
+            .train_documents = static_cast<std::int64_t>(split_.train.size()),
+            .validation_documents = static_cast<std::int64_t>(split_.validation.size()),
+            .num_tokens = store_->num_tokens(),
+            .order = std::move(order)};
+  }
+
+  // E‖ε − x0‖² per element for standard normal ε: 1 + the mean square of what is to be predicted.
+  Baseline baseline(Group& group) const override {
+    at::Tensor sums = at::zeros({2}, at::kDouble);
+    for (std::size_t i = 0; i < split_.train.size(); ++i) {
+      if (static_cast<int>(i) % group.size() != group.rank()) continue;
+      const Batch batch = video_batch(*store_, split_.train[i]);
+      sums[0] += store_->patches(batch.tokens, at::kFloat).square().sum(at::kDouble);
+      sums[1] += batch.num_tokens() * store_->patch_elements();
+    }
+    group.all_reduce(sums);
+    return {.name = "zero velocity",
+            .of = "of a model that always predicts 0",
+            .value = 1 + (sums[0] / sums[1]).item<double>()};
+  }
+
+  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
+    if (!config().model.load.empty()) return read_model(config().model.load, dtype);
+    return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, seed()));
+  }
+  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
+    const at::ScalarType dtype = scalar_type(config().train.dtype);
+    if (config().parallel.strategy != "zero3" || !config().model.load.empty()) return make_model(dtype);
+    return with(VideoDiT::without_values(shape_of_model(), dtype));
+  }
+  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
+    return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, 0));
+  }
+  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
+    return with(read_video_model(directory, dtype));
+  }
+
+  ShapeKeys shape() const override { return shape_keys(shape_of_model()); }
+  ShapeKeys saved_shape(const fs::path& directory) const override {
+    return shape_keys(read_shape(directory));
+  }
+
+  Showing show(TaskModel& model) const override {
+    return show_videos(static_cast<VideoModel&>(model).transformer(), *store_, split_.validation,
+                       split_.train, seed());
+  }
+
+  // The mean over a patch of (v − (ε − x0))², from its definition.
+  PlainLosses plain_losses() const override {
+    return [store = store_, seed = seed()](const Batch& batch, const at::Tensor& velocity) {
+      const FlowNoise drawn = flow_noise(batch, store->patch_elements(), seed);
+      const at::Tensor wanted = drawn.noise - store->patches(batch.tokens, at::kDouble);
+      return (velocity - wanted.to(velocity.scalar_type())).pow(2).mean(1);
+    };
+  }
+  std::string loss_name() const override { return "flow_matching"; }
+
+  RunConfig micro_sized(int ranks, std::int64_t step) const override {
+    RunConfig micro = config();
+    micro.batch.videos_per_step = ranks + 1;
+    micro.batch.tokens_per_micro_batch = 1;
+    micro.run.seed += step;
+    return micro;
+  }
+
+ private:
+  std::uint64_t seed() const { return static_cast<std::uint64_t>(config().run.seed); }
+  std::int64_t most_tokens() const { return config().batch.tokens_per_micro_batch; }
+
+  // Positions up to the largest video of this data.
+  VideoDiTConfig shape_of_model() const {
+    if (!config().model.load.empty()) return loaded_shape();
+    const VideoGrid largest = store_->largest();
+    const auto& shape = config().model.shape;
+    VideoDiTConfig made{.patch_elements = store_->patch_elements(),
+                        .hidden = shape.hidden,
+                        .layers = shape.layers,
+                        .heads = shape.heads,
+                        .head_dim = shape.head_dim,
+                        .feed_forward = shape.feed_forward,
+                        .max_frames = largest.t,
+                        .max_height = largest.h,
+                        .max_width = largest.w,
+                        .timestep_features = config().video.timestep_features,
+                        .initializer_range = shape.initializer_range,
+                        .gate_init = config().video.gate_init};
+    check(made);
+    return made;
+  }
+
+  VideoDiTConfig loaded_shape() const {
+    const VideoDiTConfig shape = read_shape(config().model.load);
+    const VideoGrid largest = store_->largest();
+    if (shape.patch_elements != store_->patch_elements() || largest.t > shape.max_frames ||
+        largest.h > shape.max_height || largest.w > shape.max_width)
+      throw ConfigError(
+          {.where = config().model.load + " (model.load)",
+           .found = fmt::format("videos of up to {} x {} x {} patches of {} numbers", largest.t, largest.h,
+                                largest.w, store_->patch_elements()),
+           .expected = fmt::format("at most {} x {} x {} patches of {}, as this model was trained on",
+                                   shape.max_frames, shape.max_height, shape.max_width, shape.patch_elements),
+           .action = "Shrink them by video.height and video.max_frames, with the patches of that run"});
+    return shape;
+  }
+
+  // The keys that people set; gates and the largest grid follow from them and from the data.
+  static ShapeKeys shape_keys(const VideoDiTConfig& shape) {
+    ShapeKeys keys;
+    fields(shape, [&](const std::string& key, const auto& value) {
+      keys.emplace_back((key == "timestep_features" ? "video." : "model.") + key, fmt::format("{}", value));
+    });
+    return keys;
+  }
+
+  std::shared_ptr<TaskModel> with(std::shared_ptr<VideoDiT> model) const {
+    return std::make_shared<VideoModel>(std::move(model), store_, seed());
+  }
+
+  Store store_;
+  Split split_;
+};
+
+}  // namespace
+
+std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
+  if (config.video.files.empty())
+    throw ConfigError({.where = "video.files",
+                       .found = "nothing",
+                       .expected = "videos for model.kind = \"video\"",
+                       .action = "Name files, folders or globs; examples/video_clips.py fetches some"});
+  Store store;
+  // Rank 0 first: what is wrong with a file is said once. Then each rank keeps the frames for itself.
+  on_rank_zero(group, [&] { store = VideoStore::open(video_options(config)); });
+  if (!store) store = VideoStore::open(video_options(config));
+  Split split = split_videos(store->num_videos(), config.data.validation_fraction,
+                             static_cast<std::uint64_t>(config.run.seed));
+  return std::make_unique<VideoTask>(config, std::move(store), std::move(split));
+}
+
+}  // namespace isograd

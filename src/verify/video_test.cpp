@@ -1,0 +1,139 @@
+// verify of runs on videos: every layout has the gradient of one process, and planted faults have not.
+#include <gmock/gmock.h>
+
+#include "train/task.hpp"
+#include "train/video_testing.hpp"
+#include "verify/run.hpp"
+
+namespace isograd {
+namespace {
+
+using testing_runs::kVideoLayouts;
+
+class VideosVerified : public testing_runs::TinyVideos {
+ protected:
+  Verdict verified(const RunConfig& config, int ranks, const std::vector<std::string>& layouts = {},
+                   const ChangeProblem& change = {}) const {
+    Verdict verdict;
+    run_ranks(ranks,
+              [&](World& world) {
+                Verdict own = verify_run(config, world, layouts, change);
+                if (world.rank == 0) verdict = std::move(own);
+              },
+              {.timeout = std::chrono::seconds(60)});
+    return verdict;
+  }
+};
+
+TEST_F(VideosVerified, OnDataAndContextRanks) {
+  for (const char* mean : {"token_mean", "sample_mean"})
+    for (const auto& layout : kVideoLayouts) {
+      RunConfig config = videos("run", layout.ranks == 3 ? "bfloat16" : "float32");
+      config.loss.kind = mean;
+      layout.change(config);
+      const Verdict verdict = verified(config, layout.ranks);
+      EXPECT_TRUE(verdict.passed) << layout.name << ", " << mean << "\n" << to_text(verdict);
+      EXPECT_TRUE(verdict.batch_agrees && verdict.documents_apart) << layout.name;
+      EXPECT_EQ(verdict.samples.size(), 5u) << layout.name;  // each video once
+    }
+}
+
+TEST_F(VideosVerified, OnEveryLayoutThatTheRanksAllow) {
+  const Verdict verdict = verified(videos("run"), 2, {"all"});
+  EXPECT_TRUE(verdict.passed) << to_text(verdict);
+  EXPECT_EQ(verdict.layouts.size(), 2 * 13u);  // with another accumulation
+}
+
+TEST_F(VideosVerified, MeansOfReplicas) {
+  RunConfig config = videos("run");
+  config.loss.kind = "sample_mean";
+  config.loss.normalise_over = {"dp_shard", "cp_ring", "cp_ulysses"};
+  config.parallel.strategy = "zero2";
+  config.parallel.replicas = 2;
+  config.parallel.cp_ring = 2;
+  const Verdict verdict = verified(config, 4);
+  EXPECT_TRUE(verdict.passed) << to_text(verdict);
+}
+
+// What changes the product's loss or the oracle's outputs, on every rank.
+ChangeProblem changed(std::function<void(VerifyModel&, World&)> change) {
+  return [change](VerifyProblem& problem, World& world) {
+    problem.make_model = [make = problem.make_model, change, &world](at::ScalarType dtype) {
+      VerifyModel model = make(dtype);
+      change(model, world);
+      return model;
+    };
+  };
+}
+
+// Noise that depends on the rank, as with a generator on each.
+TEST_F(VideosVerified, NoiseOfOnesOwnIsCaught) {
+  const auto own_noise = changed([](VerifyModel& model, World& world) {
+    model.loss_terms = [right = model.loss_terms, rank = world.rank](const Batch& batch) {
+      Batch other = batch;
+      other.draw += rank;
+      return right(other);
+    };
+  });
+  for (const auto& layout : kVideoLayouts) {
+    RunConfig config = videos("run");
+    layout.change(config);
+    const Verdict verdict = verified(config, layout.ranks, {}, own_noise);
+    EXPECT_FALSE(verdict.passed) << layout.name;
+    EXPECT_EQ(verdict.layouts[0].e1.state, Grade::State::kFailed) << layout.name;
+  }
+}
+
+TEST_F(VideosVerified, ATokenMeanDeclaredAsSampleMeanIsCaught) {
+  RunConfig config = videos("run");
+  config.loss.kind = "sample_mean";
+  const Verdict verdict = verified(config, 2, {}, [](VerifyProblem& problem, World&) {
+    problem.make_normalizer = [] { return std::make_unique<TokenMean>(); };
+  });
+  EXPECT_FALSE(verdict.passed);
+}
+
+TEST_F(VideosVerified, AttentionAcrossVideosIsCaught) {
+  RunConfig config = videos("run");
+  config.batch.tokens_per_micro_batch = 1000;
+  const Verdict verdict = verified(config, 1, {}, changed([](VerifyModel& model, World&) {
+                                     model.logits = [right = model.logits](const Batch& batch) {
+                                       Batch merged = batch;
+                                       merged.cu_seqlens = {0, batch.num_tokens()};
+                                       merged.sample_ids = {batch.sample_ids.front()};
+                                       merged.sample_targets = {batch.num_tokens()};
+                                       return right(merged);
+                                     };
+                                   }));
+  EXPECT_FALSE(verdict.documents_apart);
+}
+
+TEST_F(VideosVerified, WhileTrainingAndAtTheEnd) {
+  for (const auto& layout : kVideoLayouts) {
+    RunConfig config = videos(layout.name);
+    layout.change(config);
+    config.verify.every = 3;
+    config.verify.checksums_every = 1;
+    Verdict verdict;
+    int checks = 0;
+    const auto result = run(config, layout.ranks, [&](World& world, TrainerHooks& hooks) {
+      hooks.check = [&checks, &world](RunningRun& running) {
+        if (world.rank == 0) ++checks;
+        return check_running(running);
+      };
+      hooks.on_finish = [&verdict](FinishedRun& finished) -> std::vector<ReportTable> {
+        Verdict own = verify_finished(finished);
+        if (finished.world.rank != 0) return {};
+        verdict = std::move(own);
+        return {to_table(verdict)};
+      };
+    });
+    EXPECT_EQ(checks, 7) << layout.name;
+    EXPECT_EQ(result.outcomes[0].end, Outcome::End::kFinished) << layout.name;
+    EXPECT_EQ(result.outcomes[0].exit_status(), 0) << layout.name;
+    EXPECT_TRUE(verdict.passed) << layout.name << "\n" << to_text(verdict);
+  }
+}
+
+}  // namespace
+}  // namespace isograd
