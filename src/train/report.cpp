@@ -34,7 +34,7 @@ h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhe
 dt{color:var(--soft);font-size:12.5px}
 dd{margin:2px 0 0;font-size:18px;font-weight:600;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:30px 0 0}
-figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
+figure{margin:0;max-width:980px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
 figure h3{font-size:14.5px;margin:0 2px 2px;overflow-wrap:anywhere}
 figure h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}
@@ -55,10 +55,10 @@ th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);verti
 th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;white-space:nowrap;box-shadow:0 1px var(--rule)}
 tr:last-child td{border-bottom:0}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.drawing{padding:14px;max-height:760px}
+.drawing{padding:14px;max-height:none}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
-.frames img{display:block;width:100%;height:auto;image-rendering:pixelated;border-radius:4px}
+.frames img{display:block;height:88px;width:auto;max-width:100%;object-fit:contain;object-position:left;image-rendering:pixelated;border-radius:4px}
 p.prose{margin:0 0 10px;max-width:76ch}
 .item{background:var(--card);border:1px solid var(--rule);border-left:4px solid var(--bad);border-radius:8px;padding:10px 14px;margin:0 0 10px}
 .item p{margin:0;font-weight:550;overflow-wrap:anywhere}.item ul{margin:6px 0 0;padding-left:20px;color:var(--soft);font-size:13.5px}
