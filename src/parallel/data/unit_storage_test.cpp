@@ -24,7 +24,7 @@ std::string message(Action&& action) {
 }
 
 TEST(UnitStorage, ViewsSeeTheMemoryThatIsIn) {
-  UnitStorage storage(12, at::kFloat, "sharded");
+  UnitStorage storage(12, at::kFloat, at::kCPU, "sharded");
   const at::Tensor weight = storage.view(kMatrix), transposed = weight.t();  // made while nothing is in
   EXPECT_EQ(weight.sizes(), at::IntArrayRef({2, 3}));
   const auto version = weight._version();
@@ -39,7 +39,7 @@ TEST(UnitStorage, ViewsSeeTheMemoryThatIsIn) {
 }
 
 TEST(UnitStorage, ReadingWhatIsNotThereSaysWhy) {
-  UnitStorage storage(12, at::kDouble, "parameter read while sharded: unit 'b'");
+  UnitStorage storage(12, at::kDouble, at::kCPU, "parameter read while sharded: unit 'b'");
   const at::Tensor weight = storage.view(kMatrix);
   const auto every_use = [&](const char* why) {
     EXPECT_THAT(message([&] { (weight + 1).sum(); }), HasSubstr(why));
@@ -61,7 +61,7 @@ TEST(UnitStorage, ReadingWhatIsNotThereSaysWhy) {
 }
 
 TEST(UnitStorage, WhatAutogradSavedReadsTheMemoryOfItsOwnTime) {
-  UnitStorage storage(12, at::kDouble, "sharded");
+  UnitStorage storage(12, at::kDouble, at::kCPU, "sharded");
   at::Tensor weight = at::zeros({2, 3}, at::kDouble).requires_grad_();
   weight.set_data(storage.view(kMatrix));
   storage.put_in(at::arange(12, at::kDouble));
@@ -75,7 +75,7 @@ TEST(UnitStorage, WhatAutogradSavedReadsTheMemoryOfItsOwnTime) {
 }
 
 TEST(UnitStorage, EmptyAndScalarSlots) {
-  UnitStorage storage(3, at::kBFloat16, "sharded");
+  UnitStorage storage(3, at::kBFloat16, at::kCPU, "sharded");
   const at::Tensor none = storage.view({.name = "none", .offset = 3, .numel = 0, .shape = {0, 2}});
   const at::Tensor one = storage.view({.name = "one", .offset = 1, .numel = 1, .shape = {}});
   storage.put_in(at::ones({3}, at::kBFloat16));

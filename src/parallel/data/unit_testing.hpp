@@ -32,7 +32,8 @@ class FakeHost final : public UnitHost {
       numel += parameter.numel();
       dtype = parameter.scalar_type();
     }
-    made.storage = std::make_unique<UnitStorage>(numel, dtype, "parameter read while sharded: " + name);
+    made.storage =
+        std::make_unique<UnitStorage>(numel, dtype, at::kCPU, "parameter read while sharded: " + name);
     made.kept = at::empty({numel}, dtype);
     for (std::size_t i = 0; i < slots.size(); ++i) {
       at::NoGradGuard no_grad;
