@@ -61,9 +61,12 @@ void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, a
     sums.copy_(log_sums);
     return;
   }
-  const at::Tensor both = at::logaddexp(sums, log_sums);
-  out.mul_((sums - both).exp_().unsqueeze(3));
-  out.addcmul_(part.to(out.scalar_type()), (log_sums - both).exp_().unsqueeze(3));
+  const at::Tensor own = log_sums.to(sums.scalar_type()), both = at::logaddexp(sums, own);
+  const auto weight = [&](const at::Tensor& of) {
+    return (of - both).exp_().unsqueeze(3).to(out.scalar_type());
+  };
+  out.mul_(weight(sums));
+  out.addcmul_(part.to(out.scalar_type()), weight(own));
   sums.copy_(both);
 }
 
@@ -104,7 +107,8 @@ at::ScalarType accumulating_type(at::ScalarType type) {
 
 Attended Attended::nothing(const at::Tensor& q) {
   const auto options = q.options().dtype(accumulating_type(q.scalar_type()));
-  return {at::zeros(q.sizes(), options), at::full({q.size(0), q.size(1)}, kNothing, options)};
+  return {at::zeros(q.sizes(), options),
+          at::full({q.size(0), q.size(1)}, kNothing, options.dtype(at::kDouble))};
 }
 
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
@@ -129,7 +133,8 @@ void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     const auto of_group = [&](const at::Tensor& x) { return heads_first(x, queries, groups, group); };
     const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         of_group(attended.gradient), of_group(q), heads_first(k, keys), heads_first(v, keys),
-        of_group(attended.out), of_group(attended.log_sums), 0.0, tile.causal);
+        of_group(attended.out), of_group(attended.log_sums).to(accumulating_type(q.scalar_type())), 0.0,
+        tile.causal);
     of_group(gradients.q).add_(dq);
     heads_first(gradients.k, keys).add_(dk);
     heads_first(gradients.v, keys).add_(dv);

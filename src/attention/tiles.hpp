@@ -46,8 +46,10 @@ at::ScalarType accumulating_type(at::ScalarType type);
 
 // What queries have got from the keys they met so far.
 struct Attended {
-  at::Tensor out;       // [T, H, D] in the accumulating type; zeros before the first key
-  at::Tensor log_sums;  // [T, H] likewise, log Σ exp(score); −∞ before the first key
+  at::Tensor out;  // [T, H, D] in the accumulating type; zeros before the first key
+  // [T, H] log Σ exp(score); −∞ before the first key. In fp64: the parts' weights would else be off by the
+  // rounding of the log-sum, which is larger than their own, and out no mean of values any more.
+  at::Tensor log_sums;
 
   static Attended nothing(const at::Tensor& q);
 };

@@ -85,7 +85,7 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_strategies()));
-  step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL, on both sides")
+  step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL")
       ->type_name("NAME")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();

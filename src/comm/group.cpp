@@ -1,12 +1,12 @@
 // Group as an object, and what Pending does; the operations are in group_reduce, group_copy, group_message.
 #include "isograd/group.hpp"
 
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
 #include "base/account.hpp"
 #include "comm/group_impl.hpp"
+#include "comm/nccl/nccl.hpp"
 #include "comm/ring_backend.hpp"
 #include "comm/self_test.hpp"
 #include "comm/shm/backend.hpp"
@@ -94,7 +94,7 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
                        .expected = "a c10d backend",
                        .action = "Give one, or use Group::solo()"});
   }
-  const bool nccl = backend->getBackendName() == "nccl";
+  impl_->device = nccl::device_of(*backend).value_or(at::kCPU);
   if (options.ring) backend = c10::make_intrusive<RingBackend>(std::move(backend), name, timeout);
   impl_->rank = backend->getRank();
   impl_->size = backend->getSize();
@@ -102,7 +102,6 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
   impl_->shm = dynamic_cast<ShmBackend*>(impl_->backend.get());
   impl_->name = std::move(name);
   impl_->timeout = timeout;
-  if (nccl) impl_->device = at::Device(at::kCUDA, at::detail::getCUDAHooks().getCurrentDevice());
   if (options.self_test) self_test(*this, impl_->device);
 }
 

@@ -20,6 +20,10 @@ bool built() {
   return false;
 }
 
+std::optional<at::Device> device_of(const c10d::Backend&) {
+  return std::nullopt;
+}
+
 void take_device(int) {
   refuse();
 }

@@ -12,6 +12,11 @@ bool built() {
   return true;
 }
 
+std::optional<at::Device> device_of(const c10d::Backend& backend) {
+  if (!dynamic_cast<const c10d::ProcessGroupNCCL*>(&backend)) return std::nullopt;
+  return at::Device(at::kCUDA, c10::cuda::current_device());
+}
+
 void take_device(int local_rank) {
   const int devices = c10::cuda::device_count();
   if (local_rank >= devices)

@@ -2,7 +2,10 @@
 // says how to get one (absent.cpp).
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <chrono>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -10,6 +13,8 @@
 namespace isograd::nccl {
 
 bool built();
+// The GPU that a backend moves memory of, if it is NCCL's.
+std::optional<at::Device> device_of(const c10d::Backend& backend);
 // Rank `local_rank` of its host takes the GPU of that number. ConfigError in a build without CUDA, and where
 // the host has fewer GPUs than ranks: NCCL refuses two ranks on one.
 void take_device(int local_rank);

@@ -42,7 +42,8 @@ struct Function : torch::autograd::Function<Function> {
     if (call->ulysses.size() > 1) heads = to_heads(call->ulysses, call->rows, heads);
     const Attended attended = ring_attend(call->ring, call->plan, heads.q, heads.k, heads.v);
     const at::Tensor out = attended.out.to(q.scalar_type());
-    ctx->save_for_backward({heads.q, heads.k, heads.v, out, attended.log_sums});
+    ctx->save_for_backward(
+        {heads.q, heads.k, heads.v, out, attended.log_sums.to(attended.out.scalar_type())});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["key_value_heads"] = k.size(1);
     return call->ulysses.size() > 1 ? to_tokens(call->ulysses, call->rows, out) : out;
