@@ -34,7 +34,7 @@ h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhe
 dt{color:var(--soft);font-size:12.5px}
 dd{margin:2px 0 0;font-size:18px;font-weight:600;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:30px 0 0}
-figure{margin:0;max-width:980px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
+figure{margin:0;max-width:640px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
 figure h3{font-size:14.5px;margin:0 2px 2px;overflow-wrap:anywhere}
 figure h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}
