@@ -199,22 +199,22 @@ def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, mo
 
 def test_a_ring_is_compared_with_pytorchs(tmp_path):
     """The same document, weights and chunks: equal losses and gradient norms."""
-    result = bench("--case", "tiny document", "--seconds", 0.1, "--ranks", 2, "--peer", "--json",
+    result = bench("--case", "tiny one", "--seconds", 0.1, "--ranks", 2, "--peer", "--json",
                    tmp_path / "context.json", of="context")
     assert result.returncode == 0, result.stdout + result.stderr
     records = [record for record in json.loads((tmp_path / "context.json").read_text())
                if record["peer_name"] == "PyTorch's ring attention over Gloo"]
-    assert [record["case"] for record in records] == ["tiny document", "tiny document, least"]
+    assert [record["case"] for record in records] == ["tiny one", "tiny one, least"]
     for record in records:
         check_ratio(record)
-    result = bench("--case", "tiny document", "--ranks", 3, "--peer", of="context")
+    result = bench("--case", "tiny one", "--ranks", 3, "--peer", of="context")
     assert result.returncode == 2 and "twice which divides the tokens" in result.stderr
 
 
 def test_a_ring_that_computes_something_else_is_not_compared(tmp_path):
     python = broken_peer(tmp_path, "context_parallel.py", "targets = (tokens * 31 + 1)", "targets = (tokens * 29 + 1)")
     (tmp_path / "llama_step.py").write_text((ROOT / "bench/peers/llama_step.py").read_text())
-    result = bench("--case", "tiny document", "--seconds", 0.1, "--peer", "--python", python, of="context")
+    result = bench("--case", "tiny one", "--seconds", 0.1, "--peer", "--python", python, of="context")
     assert result.returncode == 1 and "NOT COMPARABLE" in result.stdout, result.stdout + result.stderr
 
 

@@ -97,7 +97,7 @@ struct BenchContextOptions {
   std::string python;
 };
 
-// "attention 8k", "model 8k", "packed 16k", "memory 4k" to "memory 64k", "tiny" and "tiny document".
+// "attention 8k", "model 8k", "packed 16k", "memory 4k" to "memory 64k", "tiny" and "tiny one".
 std::vector<std::string> bench_context_cases();
 
 // `isograd bench context`: a training step (or one layer's attention) of one batch on context ranks, beside

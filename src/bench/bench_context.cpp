@@ -55,7 +55,7 @@ std::vector<ContextCase> make_cases() {
   narrow.feed_forward = 176;
   std::vector<ContextCase> cases = {
       {.name = "tiny", .lengths = {100, 20}, .model = tiny, .standard = false},
-      {.name = "tiny document", .lengths = {128}, .model = tiny, .standard = false},
+      {.name = "tiny one", .lengths = {128}, .model = tiny, .standard = false},
       {.name = "attention 8k", .lengths = {8192}, .model = small_model(), .attention_alone = true},
       {.name = "model 8k", .lengths = {8192}, .model = small_model()},
       {.name = "packed 16k", .lengths = pack_of(16384), .model = small_model()}};

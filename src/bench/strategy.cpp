@@ -13,7 +13,7 @@ const std::vector<Strategy>& strategies() {
       {.name = "zero-2", .title = "ZeRO-2", .options = {.stage = 2}},
       {.name = "zero-3", .title = "ZeRO-3", .options = {.stage = 3}, .peer = "fsdp2"},
       {.name = "shared", .title = "shared parameters", .options = {.share_parameters = true}},
-      {.name = "shared-small",
+      {.name = "shared-4m",
        .title = "shared, 4 MiB buckets",
        .options = {.share_parameters = true, .bucket_bytes = 4 << 20},
        .standard = false},
