@@ -1,7 +1,5 @@
 #include "verify/rounding.hpp"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
 #include "isograd/random.hpp"
@@ -10,8 +8,6 @@
 #include "verify/turns.hpp"
 
 namespace isograd {
-
-constexpr std::int64_t kRunsInOtherOrders = 16;
 
 MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn) {
   std::vector<std::pair<const Batch*, std::int64_t>> fragments;
@@ -33,43 +29,7 @@ MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint6
   return cut;
 }
 
-MicroBatches shuffled(const MicroBatches& batches, std::uint64_t turn) {
-  MicroBatches result;
-  for (const Batch& batch : batches) {
-    std::vector<std::int64_t> order;
-    for (std::int64_t f = 0; f < batch.num_fragments(); ++f) {
-      const std::int64_t begin = batch.cu_seqlens[static_cast<std::size_t>(f)];
-      const std::int64_t end = batch.cu_seqlens[static_cast<std::size_t>(f) + 1];
-      const auto sample = static_cast<std::uint64_t>(batch.sample_ids[static_cast<std::size_t>(f)]);
-      for (const auto place : random_permutation(
-               end - begin, {.step = turn, .sample = sample, .layer = hash_name("tokens of a fragment")}))
-        order.push_back(begin + place);
-    }
-    const at::Tensor index = at::tensor(order, at::kLong);
-    Batch& other = result.emplace_back(batch);
-    for (at::Tensor* tensor : {&other.tokens, &other.targets, &other.positions, &other.weights})
-      if (tensor->defined()) *tensor = tensor->index_select(0, index);
-  }
-  return result;
-}
-
 namespace {
-
-// Whether the order of a fragment's tokens is none of the loss's business, as under full attention.
-bool order_free(const VerifyProblem& problem, const Initial& initial, const std::vector<MicroBatches>& parts,
-                const std::function<void()>& tick) {
-  std::vector<MicroBatches> others;
-  for (const MicroBatches& part : parts) others.push_back(shuffled(part, 0));
-  const auto step = [&](const std::vector<MicroBatches>& of) {
-    return oracle_step(initial.model(problem, at::kDouble), of, problem.loss, problem.step.max_norm, tick)
-        .gradients;
-  };
-  const auto in_order = step(parts), in_another = step(others);
-  const auto scales = error_scales(in_order);
-  for (std::size_t i = 0; i < in_order.size(); ++i)
-    if (!(relative_error(in_another[i], in_order[i], scales[i]) <= Bounds{}.exact)) return false;
-  return true;
-}
 
 // Rank 0's, on every rank.
 Doubtful share(const Doubtful& own, Group& group) {
@@ -108,17 +68,6 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
     else
       parts = {problem.alone ? problem.alone() : problem.whole()};
   }
-  at::Tensor free = at::zeros({1}, at::kLong);
-  {
-    Turns turns(group);
-    if (group.rank() == last)
-      free.fill_(order_free(problem, initial, parts, [&turns] { turns.tick(); }) ? 1 : 0);
-    turns.finish();
-  }
-  group.broadcast(free, last);
-  // The elements of a parameter behind attention share the rounding of a few sums, so that they count for
-  // less than their number.
-  if (free.item<std::int64_t>() != 0) doubtful.runs = std::max(doubtful.runs, kRunsInOtherOrders);
   for (std::int64_t run = 0; run < doubtful.runs; ++run) {
     OracleStep alone;
     Turns turns(group);
@@ -126,9 +75,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
       const auto each = split_rows(pieces.item<std::int64_t>(), static_cast<int>(parts.size()))[0];
       std::vector<MicroBatches> cut;
       for (const MicroBatches& part : parts)
-        cut.push_back(
-            cut_anew(free.item<std::int64_t>() != 0 ? shuffled(part, static_cast<std::uint64_t>(run)) : part,
-                     each, static_cast<std::uint64_t>(run)));
+        cut.push_back(cut_anew(part, each, static_cast<std::uint64_t>(run)));
       alone = oracle_step(initial.model(problem, problem.dtype), cut, problem.loss, problem.step.max_norm,
                           [&turns] { turns.tick(); });
     }

@@ -15,9 +15,6 @@ namespace isograd {
 // Fragments stay whole.
 MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn);
 
-// The tokens of each fragment in another order, with their targets, positions and weights.
-MicroBatches shuffled(const MicroBatches& batches, std::uint64_t turn);
-
 // A parameter that one run did not clear: its place among the trainable ones.
 struct Doubtful {
   std::vector<std::size_t> places;
@@ -26,9 +23,7 @@ struct Doubtful {
 
 // The largest ‖g1 − g64‖ / s of each of them over the runs, on rank 0. Collective: rank 0 says which; the
 // last rank makes the step as one process would, each time in another cut, with as many micro-batches as all
-// ranks have together; where the order of a fragment's tokens is free (full attention: found out in fp64) in
-// another order of tokens too, since a layout that cuts samples sums in other orders. Empty where there are
-// none, or the loss is one that knows no cuts.
+// ranks have together. Empty where there are none, or the loss is one that knows no cuts.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
                                      const OracleStep& oracle, const std::vector<double>& scales,
                                      Doubtful doubtful, Group& group);
