@@ -241,11 +241,7 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
       const ModelUnits units = model_units(model, RunConfig{});
       layout = fully_shard(units.root, model.named(), units.blocks, groups,
                            {.checkpoint = setting.strategy.checkpoint});
-      forward = [root = units.root, forward](const Batch& batch) -> LossTerms {
-        return {{"cross_entropy", root.run({}, [&](const std::vector<at::Tensor>&) {
-                   return std::vector<at::Tensor>{forward(batch)[0].sum};
-                 })[0]}};
-      };
+      forward = inside(units.root, forward);
     } else {
       layout = setting.strategy.flat.make(trainable_parameters(model.named()), groups,
                                           {.bucket_bytes = 1024, .overlap = setting.reduce});

@@ -156,11 +156,7 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
             })[0];
       });
       layout = fully_shard(root, model.named(), blocks, groups, {.checkpoint = setting.strategy.checkpoint});
-      forward = [root, forward](const Batch& batch) -> LossTerms {
-        return {{"flow_matching", root.run({}, [&](const std::vector<at::Tensor>&) {
-                   return std::vector<at::Tensor>{forward(batch)[0].sum};
-                 })[0]}};
-      };
+      forward = inside(root, forward);
     } else {
       layout = setting.strategy.flat.make(trainable_parameters(model.named()), groups,
                                           {.bucket_bytes = 1024, .overlap = setting.reduce});

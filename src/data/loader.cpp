@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "data/epoch.hpp"
+#include "data/options.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/text_data.hpp"
@@ -16,14 +17,6 @@ namespace isograd {
 namespace {
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // so that their product fits
-
-void in_range(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
-  if (value < least || value > most)
-    throw ConfigError({.where = name,
-                       .found = std::to_string(value),
-                       .expected = fmt::format("{} to {}", least, most),
-                       .action = "Correct the value"});
-}
 
 struct Range {
   std::int64_t begin = 0, end = 0;
@@ -159,11 +152,11 @@ struct TextLoader::Impl {
 TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64_t> documents,
                        LoaderOptions options)
     : impl_(std::make_unique<Impl>()) {
-  in_range("data.pack_length", options.pack_length, 1, kMostTokens);
-  in_range("batch.packs_per_step", options.packs_per_step, 1, kMostTokens);
-  in_range("batch.packs_per_micro_batch", options.packs_per_micro_batch, 1, kMostTokens);
-  in_range("ranks", options.size, 1, 1 << 20);
-  in_range("rank", options.rank, 0, options.size - 1);
+  in_range<std::int64_t>("data.pack_length", options.pack_length, 1, kMostTokens);
+  in_range<std::int64_t>("batch.packs_per_step", options.packs_per_step, 1, kMostTokens);
+  in_range<std::int64_t>("batch.packs_per_micro_batch", options.packs_per_micro_batch, 1, kMostTokens);
+  in_range<std::int64_t>("ranks", options.size, 1, 1 << 20);
+  in_range<std::int64_t>("rank", options.rank, 0, options.size - 1);
   if (documents.empty())
     throw ConfigError({.where = "data",
                        .found = "no documents",
@@ -171,7 +164,7 @@ TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64
                        .action = "Name more text, or lower data.validation_fraction"});
   std::vector<bool> seen(static_cast<std::size_t>(store->num_documents()));
   for (const std::int64_t document : documents) {
-    in_range("document", document, 0, store->num_documents() - 1);
+    in_range<std::int64_t>("document", document, 0, store->num_documents() - 1);
     // Sample ids are document numbers: one given twice would be one sample of twice the length.
     if (seen[static_cast<std::size_t>(document)])
       throw ConfigError({.where = "documents",

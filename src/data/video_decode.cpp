@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "data/libav.hpp"
+#include "data/options.hpp"
 #include "data/video.hpp"
 #include "isograd/error.hpp"
 
@@ -196,26 +197,17 @@ class Reader {
   std::vector<std::uint8_t> pixels_;  // of the frames taken
 };
 
-void in_range(const char* name, double value, double least, double most) {
-  if (!(value >= least && value <= most))
-    throw ConfigError({.where = name,
-                       .found = fmt::format("{}", value),
-                       .expected = fmt::format("{} to {}", least, most),
-                       .action = "Correct the value"});
-}
-
 }  // namespace
 
 void check(const VideoOptions& options) {
-  constexpr double kMostPixels = 1 << 14, kMostFrames = 1 << 30;
-  for (const std::int64_t side : {options.patch.t, options.patch.h, options.patch.w})
-    in_range("data.patch", static_cast<double>(side), 1, 256);
-  in_range("data.height", static_cast<double>(options.height), static_cast<double>(options.patch.h),
-           kMostPixels);
-  in_range("data.frames_per_second", options.frames_per_second, 0, 1000);
+  constexpr std::int64_t kMostPixels = 1 << 14, kMostFrames = 1 << 30;
+  in_range<std::int64_t>("video.patch_frames", options.patch.t, 1, 256);
+  in_range<std::int64_t>("video.patch_height", options.patch.h, 1, 1024);
+  in_range<std::int64_t>("video.patch_width", options.patch.w, 1, 1024);
+  in_range<std::int64_t>("video.height", options.height, options.patch.h, kMostPixels);
+  in_range<double>("video.frames_per_second", options.frames_per_second, 0, 1000);
   if (options.max_frames != 0)
-    in_range("data.max_frames", static_cast<double>(options.max_frames), static_cast<double>(options.patch.t),
-             kMostFrames);
+    in_range<std::int64_t>("video.max_frames", options.max_frames, options.patch.t, kMostFrames);
 }
 
 at::Tensor decode_video(const fs::path& file, const VideoOptions& options) {

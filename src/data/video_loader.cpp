@@ -7,31 +7,21 @@
 #include <numeric>
 #include <set>
 
+#include "data/options.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/video_data.hpp"
 
 namespace isograd {
-namespace {
-
-void in_range(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
-  if (value < least || value > most)
-    throw ConfigError({.where = name,
-                       .found = std::to_string(value),
-                       .expected = fmt::format("{} to {}", least, most),
-                       .action = "Correct the value"});
-}
-
-}  // namespace
 
 VideoLoader::VideoLoader(std::shared_ptr<const VideoStore> store, std::vector<std::int64_t> videos,
                          VideoLoaderOptions options)
     : store_(std::move(store)), videos_(std::move(videos)), options_(options) {
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  in_range("batch.videos_per_step", options.videos_per_step, 1, kMost);
-  in_range("batch.tokens_per_micro_batch", options.tokens_per_micro_batch, 1, kMost);
-  in_range("ranks", options.size, 1, 1 << 20);
-  in_range("rank", options.rank, 0, options.size - 1);
+  in_range<std::int64_t>("batch.videos_per_step", options.videos_per_step, 1, kMost);
+  in_range<std::int64_t>("batch.tokens_per_micro_batch", options.tokens_per_micro_batch, 1, kMost);
+  in_range<std::int64_t>("ranks", options.size, 1, 1 << 20);
+  in_range<std::int64_t>("rank", options.rank, 0, options.size - 1);
   if (videos_.empty())
     throw ConfigError({.where = "data",
                        .found = "no videos",
@@ -39,7 +29,7 @@ VideoLoader::VideoLoader(std::shared_ptr<const VideoStore> store, std::vector<st
                        .action = "Name more videos, or lower data.validation_fraction"});
   std::set<std::int64_t> seen;
   for (const std::int64_t video : videos_) {
-    in_range("video", video, 0, store_->num_videos() - 1);
+    in_range<std::int64_t>("video", video, 0, store_->num_videos() - 1);
     // Sample ids are video numbers: one given twice would be one sample of twice the length.
     if (!seen.insert(video).second)
       throw ConfigError({.where = "videos",

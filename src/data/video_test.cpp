@@ -147,12 +147,12 @@ TEST_F(Video, BadOptionsAreNamed) {
     change(options);
     return error_of(file, options);
   };
-  EXPECT_THAT(with([](VideoOptions& o) { o.patch.h = 0; }), HasSubstr("data.patch"));
-  EXPECT_THAT(with([](VideoOptions& o) { o.height = 7; }), HasSubstr("data.height"));
-  EXPECT_THAT(with([](VideoOptions& o) { o.frames_per_second = -1; }), HasSubstr("data.frames_per_second"));
+  EXPECT_THAT(with([](VideoOptions& o) { o.patch.h = 0; }), HasSubstr("video.patch_height"));
+  EXPECT_THAT(with([](VideoOptions& o) { o.height = 7; }), HasSubstr("video.height"));
+  EXPECT_THAT(with([](VideoOptions& o) { o.frames_per_second = -1; }), HasSubstr("video.frames_per_second"));
   EXPECT_THAT(with([](VideoOptions& o) { o.frames_per_second = std::nan(""); }),
               HasSubstr("frames_per_second"));
-  EXPECT_THAT(with([](VideoOptions& o) { o.max_frames = 1; }), HasSubstr("data.max_frames"));
+  EXPECT_THAT(with([](VideoOptions& o) { o.max_frames = 1; }), HasSubstr("video.max_frames"));
   EXPECT_THAT(with([](VideoOptions& o) { o.patterns = {}; }), HasSubstr("at least one"));
 }
 

@@ -199,7 +199,9 @@ TEST(Differences, OfRecallInEveryMode) {
     }
 }
 
-TEST(Differences, OfPartialAUCUnderEveryOption) {
+// Every combination of options, with its name.
+template <typename Check>
+void for_each_pauc(const Check& check) {
   for (int bits = 0; bits < 16; ++bits)
     for (const std::int64_t knots : {2, 5})
       for (int mode = 0; mode < 5; ++mode) {
@@ -210,9 +212,14 @@ TEST(Differences, OfPartialAUCUnderEveryOption) {
         options.pos_numerator = static_cast<PAUCOptions::Numerator>(bits >> 2 & 1);
         options.budget_basis = static_cast<PAUCOptions::Basis>(bits >> 3 & 1);
         options.interpolation = static_cast<Interpolation>(mode);
-        check_differences<PAUCAtBudgetLoss>(
-            options, fmt::format("options {} knots {} mode {}", bits, knots, mode), true);
+        check(options, fmt::format("options {} knots {} mode {}", bits, knots, mode));
       }
+}
+
+TEST(Differences, OfPartialAUCUnderEveryOption) {
+  for_each_pauc([](const PAUCOptions& options, const std::string& name) {
+    check_differences<PAUCAtBudgetLoss>(options, name, true);
+  });
 }
 
 // Central differences proper, where thresholds stand still: their order statistics are rows of the queue,
@@ -256,19 +263,9 @@ TEST(Differences, OfRecallWithStillThresholds) {
 }
 
 TEST(Differences, OfPartialAUCWithStillThresholds) {
-  for (int bits = 0; bits < 16; ++bits)
-    for (const std::int64_t knots : {2, 5})
-      for (int mode = 0; mode < 5; ++mode) {
-        auto options = plain_as<PAUCOptions>(0.6);
-        options.alpha = 0.05, options.beta = 0.7, options.n_knots = knots;
-        options.surrogate = static_cast<PAUCOptions::Surrogate>(bits & 1);
-        options.tau_scale = static_cast<PAUCOptions::Scale>(bits >> 1 & 1);
-        options.pos_numerator = static_cast<PAUCOptions::Numerator>(bits >> 2 & 1);
-        options.budget_basis = static_cast<PAUCOptions::Basis>(bits >> 3 & 1);
-        options.interpolation = static_cast<Interpolation>(mode);
-        check_still_thresholds<PAUCAtBudgetLoss>(
-            options, fmt::format("options {} knots {} mode {}", bits, knots, mode));
-      }
+  for_each_pauc([](const PAUCOptions& options, const std::string& name) {
+    check_still_thresholds<PAUCAtBudgetLoss>(options, name);
+  });
 }
 
 }  // namespace

@@ -27,9 +27,11 @@ at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool valu
   auto row = rows.accessor<std::int64_t, 2>();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::string text = identity(parameters[i]);
-    const at::Tensor values = parameters[i].tensor.cpu().contiguous();
     row[i][kIdentity] = hash(text.data(), text.size());
-    row[i][kValues] = values_too ? hash(values.const_data_ptr(), values.nbytes()) : 0;
+    row[i][kValues] = 0;
+    if (!values_too) continue;
+    const at::Tensor values = parameters[i].tensor.cpu().contiguous();
+    row[i][kValues] = hash(values.const_data_ptr(), values.nbytes());
   }
   return rows;
 }

@@ -1,0 +1,20 @@
+// What loaders and stores ask of their options.
+#pragma once
+
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+
+// ConfigError that names the key unless the number is in the range; a NaN is not.
+template <typename Number>
+void in_range(const char* key, Number value, Number least, Number most) {
+  if (!(value >= least && value <= most))
+    throw ConfigError({.where = key,
+                       .found = fmt::format("{}", value),
+                       .expected = fmt::format("{} to {}", least, most),
+                       .action = "Correct the value"});
+}
+
+}  // namespace isograd
