@@ -4,7 +4,7 @@
 """
 import torch
 import torch.distributed as dist
-from ddp import arguments, dump, local_loss
+from ddp import arguments, dump, leave, local_loss
 from model_and_data import make_model, pack_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +23,7 @@ def main():
     loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # collective
     dump(options.dump, gradients, loss, "dp_shard", options.dtype, tokens, targets, samples)
-    del model, gradients, loss  # what holds the group would keep Gloo's threads alive until the interpreter is gone
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
