@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "isograd/error.hpp"
@@ -204,10 +205,12 @@ TEST(Sharded, HandsOverEachBucketOnceItIsReduced) {
         std::vector<const Bucket*> handed;
         std::vector<at::Tensor> gradients;
         double squares = 0;
-        layout->finish_reduction_with([&](const Bucket& bucket) {
+        layout->finish_reduction_with([&](const Bucket& bucket, std::optional<double> on_the_way) {
           handed.push_back(&bucket);
           gradients.push_back(bucket.gradients.clone());
           squares += owned_squares(bucket);
+          EXPECT_EQ(on_the_way.value_or(owned_squares(bucket)), owned_squares(bucket))
+              << strategy.name << " " << size;
         });
         ASSERT_EQ(handed.size(), layout->buckets().size()) << strategy.name << " " << size;
         for (std::size_t b = 0; b < handed.size(); ++b) {
@@ -219,6 +222,37 @@ TEST(Sharded, HandsOverEachBucketOnceItIsReduced) {
         EXPECT_EQ(global_norm(squares, nothing, layout->group()).norm,
                   global_norm(layout->buckets(), 0, layout->group()).norm);
       });
+}
+
+// Buckets whose elements are written once, by the reduce-scatter, need no pass for the norm. Hybrids add
+// replicas up afterwards, stage 2 adds round to round: what was squared on the way would be stale.
+TEST(Sharded, TakesSquaresOnTheWayWhereTheReductionIsTheLastToWrite) {
+  const std::vector<std::string> once = {"zero1", "zero2 once", "shared"};
+  for (const Strategy& strategy : strategies())
+    for (int size : {2, 3, 4, 5, 8})
+      for (int replicas : {1, 2})
+        for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+          if (size % replicas != 0 || (replicas > 1 && strategy.is_naive)) continue;
+          run_ranks(size, [&](World& world) {
+            Model model(type);
+            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas),
+                                        {.fp32_gradients = size % 2 == 0, .bucket_bytes = 400});
+            const bool expects =
+                replicas == 1 && std::find(once.begin(), once.end(), strategy.name) != once.end();
+            for (int step = 0; step < 3; ++step) {
+              accumulate(*layout, model, world.rank, step, 2);
+              std::size_t taken = 0;
+              layout->finish_reduction_with([&](const Bucket& bucket, std::optional<double> squares) {
+                if (!squares) return;
+                EXPECT_EQ(*squares, owned_squares(bucket)) << strategy.name << " " << size;
+                ++taken;
+              });
+              // In the first step buckets are made anew after it.
+              if (step == 0) continue;
+              EXPECT_EQ(taken, expects ? layout->buckets().size() : 0) << strategy.name << " " << size;
+            }
+          });
+        }
 }
 
 }  // namespace

@@ -60,6 +60,8 @@ def broken_peer(tmp_path, name, right, wrong):
     script = (ROOT / "bench/peers" / name).read_text()
     broken = script.replace(right, wrong)
     assert broken != script
+    for sibling in (ROOT / "bench/peers").glob("*.py"):  # which it may import
+        (tmp_path / sibling.name).write_text(sibling.read_text())
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"
     # The arguments before the script's own are -W ignore SCRIPT.
@@ -213,7 +215,6 @@ def test_a_ring_is_compared_with_pytorchs(tmp_path):
 
 def test_a_ring_that_computes_something_else_is_not_compared(tmp_path):
     python = broken_peer(tmp_path, "context_parallel.py", "targets = (tokens * 31 + 1)", "targets = (tokens * 29 + 1)")
-    (tmp_path / "llama_step.py").write_text((ROOT / "bench/peers/llama_step.py").read_text())
     result = bench("--case", "tiny one", "--seconds", 0.1, "--peer", "--python", python, of="context")
     assert result.returncode == 1 and "NOT COMPARABLE" in result.stdout, result.stdout + result.stderr
 

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,8 +77,9 @@ class DataParallel {
   virtual void begin_backward(bool last) = 0;
   virtual void finish_reduction() = 0;
   // The same; `reduced` is called with each bucket in turn as soon as its gradients are final, while they are
-  // in the cache.
-  virtual void finish_reduction_with(const std::function<void(const Bucket&)>& reduced);
+  // in the cache. `squares`: owned_squares(bucket), where the reduction has taken them on its way.
+  using Reduced = std::function<void(const Bucket&, std::optional<double> squares)>;
+  virtual void finish_reduction_with(const Reduced& reduced);
   virtual void publish_parameters() {}
   // Every rank must make equally many micro-batches (empty ones, if need be): something is exchanged in each.
   virtual bool takes_every_round() const { return false; }

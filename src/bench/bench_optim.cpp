@@ -26,8 +26,9 @@ double bytes_per_parameter(const std::string& side, int ranks) {
   if (ranks == 1) return kNorm + kUpdate;
   const double sum = 4 * w;  // every rank's gradient is read once
   if (side == "stage-0") return sum + 4 * w + kNorm + w * kUpdate;
-  if (side == "shared") return sum + 4 + kNorm + kUpdate;
-  return sum + 4 + kNorm + kUpdate + 8 * (w - 1);  // ZeRO-1: updated parameters are copied
+  // Squares are taken of what was just summed, in the cache.
+  if (side == "shared") return sum + 4 + kUpdate;
+  return sum + 4 + kUpdate + 8 * (w - 1);  // ZeRO-1: updated parameters are copied
 }
 
 struct Difference {

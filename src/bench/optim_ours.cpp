@@ -57,7 +57,9 @@ class Problem {
       last = now;
     };
     double squares = 0;
-    layout_->finish_reduction_with([&](const Bucket& bucket) { squares += owned_squares(bucket); });
+    layout_->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
+      squares += taken ? *taken : owned_squares(bucket);
+    });
     lap(0);
     std::vector<double> no_loss = {0};
     const GlobalNorm global = global_norm(squares, no_loss, group_);

@@ -148,8 +148,11 @@ struct Group::Impl {
   // The operations: check, then begin.
   Started all_reduce(const Call& call, at::Tensor tensor, ReduceOp op) const;
   Started reduce(const Call& call, at::Tensor tensor, int root, ReduceOp op) const;
-  Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op,
-                         const Rows& rows) const;
+  Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op, const Rows& rows,
+                         double* squares = nullptr) const;
+  // `squares` can be had of a reduce_scatter of this tensor without rows.
+  bool can_square(const at::Tensor& input) const;
+  static const std::shared_ptr<Impl>& of(const Group& group) { return group.impl_; }
   Started broadcast(const Call& call, at::Tensor tensor, int root) const;
   Started all_gather(const Call& call, at::Tensor output, at::Tensor input) const;
   Started all_gather_rows(const Call& call, at::Tensor output, at::Tensor input, const Rows& rows) const;

@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "comm/group_impl.hpp"
+#include "comm/shm/backend.hpp"
+#include "comm/squares.hpp"
 
 namespace isograd {
 namespace {
@@ -58,7 +60,7 @@ Started Group::Impl::reduce(const Call& call, at::Tensor tensor, int root, Reduc
 }
 
 Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op,
-                                    const Rows& rows) const {
+                                    const Rows& rows, double* squares) const {
   check(call, input, "input");
   check(call, output, "output");
   check_has_rows(call, input, "input");
@@ -88,7 +90,10 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
       from = from.view(-1);
       to = to.view(-1);
     }
-    started.work = guarded(call, [&] { return backend->_reduce_scatter_base(to, from, options); });
+    started.work = guarded(call, [&] {
+      return squares ? shm->reduce_scatter_with_squares(to, from, *squares, timeout)
+                     : backend->_reduce_scatter_base(to, from, options);
+    });
     started.kept = {std::move(to), std::move(from)};
     return started;
   }
@@ -118,6 +123,22 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
   started.work = guarded(call, [&] { return backend->_reduce_scatter_base(flat_output, flat, options); });
   started.kept = {std::move(flat_output), std::move(flat)};
   return started;
+}
+
+bool Group::Impl::can_square(const at::Tensor& input) const {
+  const auto type = input.scalar_type();
+  return shm && !alone() && input.dim() > 0 && input.size(0) % size == 0 &&
+         (type == at::kFloat || type == at::kDouble || type == at::kBFloat16);
+}
+
+std::optional<Pending> reduce_scatter_with_squares(const Group& group, at::Tensor output, at::Tensor input,
+                                                   double& squares, Group::Site site) {
+  const auto& impl = Group::Impl::of(group);
+  if (!input.defined() || !impl->can_square(input)) return std::nullopt;
+  const Call call{"reduce_scatter", site};
+  return Group::Impl::pend(
+      impl, call,
+      impl->reduce_scatter(call, std::move(output), std::move(input), ReduceOp::kSum, {}, &squares));
 }
 
 void Group::all_reduce(at::Tensor tensor, ReduceOp op, Site site) {

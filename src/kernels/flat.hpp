@@ -9,6 +9,10 @@
 
 namespace isograd::kernels {
 
+// Long squared norms are added up in order from runs of so many elements: what stays in a second-level cache
+// together with the numbers that it was just made of.
+inline constexpr std::int64_t kSquaresRun = 1 << 15;
+
 // Σ x² in fp64. A fixed order of summation: the same bits on every processor.
 double squared_norm(const float* values, std::int64_t count);
 double squared_norm(const double* values, std::int64_t count);

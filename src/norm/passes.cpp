@@ -12,7 +12,7 @@
 namespace isograd {
 namespace {
 
-constexpr std::int64_t kChunk = 1 << 16;  // elements; fixed, so that the bits do not depend on the threads
+constexpr std::int64_t kChunk = kernels::kSquaresRun;  // fixed: the bits do not depend on the threads
 
 // `of(place, count)` for each chunk of the range.
 template <typename Pass>

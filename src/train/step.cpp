@@ -61,7 +61,9 @@ StepReport Step::finish() {
   // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
   // gradient_scale.
   double squares = 0;  // of the elements that this rank owns
-  layout_.finish_reduction_with([&](const Bucket& bucket) { squares += owned_squares(bucket); });
+  layout_.finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
+    squares += taken ? *taken : owned_squares(bucket);
+  });
   const double scale = denominator_.gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.

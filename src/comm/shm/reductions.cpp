@@ -6,6 +6,7 @@
 #include "comm/shm/engine.hpp"
 #include "comm/shm/operation.hpp"
 #include "comm/shm/sizes.hpp"
+#include "kernels/flat.hpp"
 
 namespace isograd::shm {
 namespace {
@@ -121,11 +122,15 @@ class AllReduce final : public Reducing {
 // A staged chunk holds a part for each rank, one after another; the own part stays where it is.
 class ReduceScatter final : public Reducing {
  public:
-  ReduceScatter(std::vector<Piece> pieces, Piece hull, Piece output, std::int8_t dtype, Reduction reduction)
+  ReduceScatter(std::vector<Piece> pieces, Piece hull, Piece output, std::int8_t dtype, Reduction reduction,
+                double* squares)
       : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, output), reduction),
         pieces_(std::move(pieces)),
         hull_(hull),
-        output_(output.data) {}
+        output_(output.data),
+        squares_(squares) {
+    if (squares_) *squares_ = 0;
+  }
 
  private:
   static Fingerprint fingerprint_of(const std::vector<Piece>& pieces, std::int8_t dtype,
@@ -165,13 +170,39 @@ class ReduceScatter final : public Reducing {
                                     : chunk_data(r, chunk, span_for_me(r).offset + chunk * part_));
     }
     void* output = output_ + chunk * part_;
-    combine(0, static_cast<std::int64_t>(mine.bytes) / width_, &output, 1);
+    const auto count = static_cast<std::int64_t>(mine.bytes) / width_;
+    if (!squares_) return combine(0, count, &output, 1);
+    // Runs begin where the output does, whatever its chunks are: so the bits do not depend on them.
+    const auto first = static_cast<std::int64_t>(chunk * part_) / width_;
+    for (std::int64_t at = 0; at < count;) {
+      const std::int64_t end =
+          std::min(count, at + kernels::kSquaresRun - (first + at) % kernels::kSquaresRun);
+      combine(at, end, &output, 1);
+      at = end;
+      if ((first + at) % kernels::kSquaresRun == 0) square_until(first + at);
+    }
+    const auto all = static_cast<std::int64_t>(pieces_[self].bytes) / width_;
+    if (first + count == all) square_until(all);
+  }
+
+  // Squares what has been written since the last time, at most a run.
+  void square_until(std::int64_t end) {
+    const std::byte* values = output_ + squared_ * width_;
+    const std::int64_t count = end - squared_;
+    *squares_ += reduction_.number == kernels::Number::kFloat32
+                     ? kernels::squared_norm(reinterpret_cast<const float*>(values), count)
+                 : reduction_.number == kernels::Number::kFloat64
+                     ? kernels::squared_norm(reinterpret_cast<const double*>(values), count)
+                     : kernels::squared_norm(reinterpret_cast<const kernels::Bfloat16*>(values), count);
+    squared_ = end;
   }
 
   std::vector<Piece> pieces_;  // by rank
   Piece hull_;
   std::byte* output_;
   std::uint64_t part_ = 0;  // bytes of a chunk that are for one rank
+  double* squares_;
+  std::int64_t squared_ = 0;  // elements
 };
 
 }  // namespace
@@ -186,9 +217,9 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
 }
 
 OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
-                                Reduction reduction) {
+                                Reduction reduction, double* squares) {
   const Piece hull = hull_of(pieces);
-  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction);
+  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction, squares);
 }
 
 }  // namespace isograd::shm

@@ -24,9 +24,9 @@ class Bucketed final : public DataParallel {
   void zero_gradients() override;
   void begin_backward(bool last) override;
   void finish_reduction() override {
-    finish_reduction_with([](const Bucket&) {});
+    finish_reduction_with([](const Bucket&, std::optional<double>) {});
   }
-  void finish_reduction_with(const std::function<void(const Bucket&)>& reduced) override;
+  void finish_reduction_with(const Reduced& reduced) override;
   void publish_parameters() override;
   bool takes_every_round() const override { return policy_.every_round; }
   std::vector<Bucket>& buckets() override { return buckets_; }
@@ -53,7 +53,7 @@ class Bucketed final : public DataParallel {
   void disconnect();
   void on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter);
   void launch_next();
-  void finish_round(const std::function<void(const Bucket&)>& reduced = [](const Bucket&) {});
+  void finish_round(const Reduced& reduced = [](const Bucket&, std::optional<double>) {});
   void check_views() const;
   bool reduces() const { return policy_.groups.all.size() > 1; }
 
@@ -231,18 +231,18 @@ void Bucketed::launch_next() {
 
 // What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
 // It takes part with zeros.
-void Bucketed::finish_round(const std::function<void(const Bucket&)>& reduced) {
+void Bucketed::finish_round(const Reduced& reduced) {
   while (launched_ < buckets_.size()) launch_next();
   for (std::size_t b = 0; b < launched_; ++b) {
     if (b == completed_) flats_[completed_++]->wait();
-    reduced(buckets_[b]);
+    reduced(buckets_[b], flats_[b]->squares());
   }
   in_round_ = false;
 }
 
-void Bucketed::finish_reduction_with(const std::function<void(const Bucket&)>& reduced) {
+void Bucketed::finish_reduction_with(const Reduced& reduced) {
   const auto all_reduced = [&] {
-    for (const Bucket& bucket : buckets_) reduced(bucket);
+    for (const Bucket& bucket : buckets_) reduced(bucket, std::nullopt);
   };
   if (reduces()) {
     if (!in_round_) completed_ = launched_ = 0;

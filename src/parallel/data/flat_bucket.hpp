@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
@@ -65,6 +66,8 @@ class FlatBucket {
   // What can be done now; true once all that was begun is complete.
   bool progress();
   void wait();
+  // Σ x² over bucket().owned of the sum, where the reduction took it on its way; until the next launch.
+  std::optional<double> squares() const { return squared_ ? std::optional(squares_) : std::nullopt; }
 
  private:
   void pack(const at::Tensor& buffer, const std::vector<NamedParameter>& parameters) const;
@@ -75,6 +78,8 @@ class FlatBucket {
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
   bool then_replicas_ = false;
+  bool squared_ = false;
+  double squares_ = 0;  // before pending_, which may still write it
   Pending pending_;
 };
 

@@ -13,9 +13,9 @@ at::Tensor DataParallel::gather_whole(const Bucket& bucket, const at::Tensor& sh
   return shard_group().all_gather(shard).view({-1});  // [S, numel / S]
 }
 
-void DataParallel::finish_reduction_with(const std::function<void(const Bucket&)>& reduced) {
+void DataParallel::finish_reduction_with(const Reduced& reduced) {
   finish_reduction();
-  for (const Bucket& bucket : buckets()) reduced(bucket);
+  for (const Bucket& bucket : buckets()) reduced(bucket, std::nullopt);
 }
 
 std::int64_t DataParallel::bytes_sent() {
