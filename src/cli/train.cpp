@@ -44,7 +44,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
         VerifyTrainedScorer proof;
         if (config.verify.at_end)
           proof = [&](const Scorer& trained) {
-            return to_table(verify_scorer(config, world, {}, {}, {}, &trained));
+            return to_table(verify_scorer(config, world, {}, {}, &trained));
           };
         return train_scorer(config, world, proof);
       }

@@ -89,10 +89,14 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one);
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
+  std::vector<std::string> bent;                                    // applied in another direction
   for (std::size_t i = 0; i < one.found().applied.size(); ++i) {
     const auto& [name, tensor] = one.found().applied[i];
     for (const auto& parameter : one.parameters()) {
-      if (parameter.name != name || parameter.expected.eq(0).all().item<bool>()) continue;
+      // Of next to nothing there is no ratio.
+      if (parameter.name != name || parameter.expected.eq(0).all().item<bool>() ||
+          parameter.expected.norm().item<double>() < parameter.scale / 2)
+        continue;
       const at::Tensor applied = tensor.to(at::kDouble);
       const double ratio =
           ((applied * parameter.expected).sum() / parameter.expected.square().sum()).item<double>();
@@ -100,13 +104,36 @@ std::vector<Finding> diagnose_clip(const Case& one) {
                                 [&](const auto& g) { return close(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
+      // Only a word for what is known to be wrong hangs on this.
+      constexpr double kBent = 1e-3;
+      if ((applied - ratio * parameter.expected).norm().item<double>() >
+          kBent * std::abs(ratio) * parameter.expected.norm().item<double>())
+        bent.push_back(name);
     }
   }
   const auto numbers = fmt::format("expected coefficient {:.9g}, reported {:.9g}", coefficient, own);
+  // A clip only makes shorter, and takes nothing away altogether; and the coefficient is what it reports.
+  bool clips = bent.empty();
+  std::vector<std::string> evidence = {numbers};
+  for (const auto& [ratio, names] : groups) {
+    clips = clips && ratio <= 1 + 10 * limit && ratio > 10 * limit;
+    evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
+  }
+  const bool reports = close(own, coefficient, limit) && coefficient > 0;
+  const bool wrong = groups.size() > 1 ||
+                     (groups.size() == 1 && reports && !close(groups[0].first, coefficient, 10 * limit));
+  if (wrong && reports && (!clips || (groups.size() == 1 && !close(groups[0].first, 1, 10 * limit)))) {
+    const std::string how =
+        !bent.empty() ? "is no multiple of the gradient, in " + list_names(bent)
+        : groups.size() == 1
+            ? fmt::format("is {} times what it should be", ratio_text(groups[0].first / coefficient))
+            : "is another multiple of the gradient in different parameters";
+    return {
+        {"optimizer_differs",
+         "the gradient and the clip coefficient are right, but what an update of plain SGD takes away " + how,
+         evidence}};
+  }
   if (groups.size() > 1) {
-    std::vector<std::string> evidence = {numbers};
-    for (const auto& [ratio, names] : groups)
-      evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
     return {{"groups_clipped_apart",
              fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "
                          "their own",

@@ -269,6 +269,18 @@ TEST(Diagnosis, Figures) {
   EXPECT_EQ(with([](StepDump& found, StepDump&) { found.applied[1].second = found.applied[1].second * 2; }),
             "groups_clipped_apart");
   EXPECT_EQ(with([](StepDump& found, StepDump&) { found.figures.clip_coefficient = 1; }), "clip_differs");
+  // No clip makes longer, takes nothing away, or turns.
+  EXPECT_EQ(with([](StepDump& found, StepDump&) {
+              for (auto& [name, applied] : found.applied) applied = applied * 2;
+            }),
+            "optimizer_differs");
+  EXPECT_EQ(with([](StepDump& found, StepDump&) { found.applied[1].second = found.applied[1].second * 8; }),
+            "optimizer_differs");
+  EXPECT_EQ(with([](StepDump& found, StepDump&) { found.applied[1].second = found.applied[1].second * 0; }),
+            "optimizer_differs");
+  EXPECT_EQ(
+      with([](StepDump& found, StepDump&) { found.applied[1].second = found.applied[1].second.roll(1); }),
+      "optimizer_differs");
   EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
               expected.ranks[0].bytes_moved = 1000;
               found.ranks[0].bytes_moved = 2000;

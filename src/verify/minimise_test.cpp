@@ -175,8 +175,15 @@ TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
     const std::size_t expected[] = {0, 6, 13, 0, 19};
     EXPECT_EQ(verdict.layouts.size(), 2 * expected[ranks]) << ranks;
     std::set<std::string> names;
-    for (const auto& layout : verdict.layouts) names.insert(layout.name);
+    for (const auto& layout : verdict.layouts) {
+      names.insert(layout.name);
+      ASSERT_EQ(layout.trajectories.size(), 2u) << layout.name;
+      EXPECT_EQ(layout.trajectories[0].updates, 1) << layout.name;  // plain SGD
+      EXPECT_EQ(layout.trajectories[1].updates, 2) << layout.name;
+      EXPECT_GT(layout.trajectories[1].allowed, 0) << layout.name;
+    }
     EXPECT_EQ(names.size(), verdict.layouts.size());
+    EXPECT_THAT(to_text(verdict), HasSubstr(ranks == 1 ? "error" : "after 2 updates of AdamW"));
   }
   run_ranks(2, [&](World& world) {
     const Verdict verdict = verify_run(tiny("all"), world, {kAllLayouts}, kPlanted);
@@ -184,6 +191,95 @@ TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
     if (world.rank != 0) return;
     for (const auto& layout : verdict.layouts) EXPECT_FALSE(layout.passed) << layout.name;
   });
+}
+
+// ---- wrong updates of right gradients ----
+
+bool is_sharded(const std::vector<Bucket>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const Bucket& bucket) { return bucket.held.size() < bucket.plan.numel; });
+}
+
+// Does something to the updates of layouts whose optimizers see shards.
+struct WrongOnShards : Optimizer {
+  std::unique_ptr<Optimizer> inner;
+  explicit WrongOnShards(std::unique_ptr<Optimizer> inner_) : inner(std::move(inner_)) {}
+  virtual void wrong(std::vector<Bucket>& buckets, double gradient_scale) = 0;
+  void update(std::vector<Bucket>& buckets, double gradient_scale) override {
+    inner->update(buckets, gradient_scale);
+    if (is_sharded(buckets)) wrong(buckets, gradient_scale);
+  }
+  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
+  double learning_rate() const override { return inner->learning_rate(); }
+  std::int64_t updates() const override { return inner->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
+  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
+};
+struct UpdatesTwice : WrongOnShards {
+  using WrongOnShards::WrongOnShards;
+  void wrong(std::vector<Bucket>& buckets, double gradient_scale) override {
+    inner->update(buckets, gradient_scale);
+  }
+};
+// The first moments lie one element further than the parameters they belong to, as with another padding.
+struct MomentsElsewhere : WrongOnShards {
+  using WrongOnShards::WrongOnShards;
+  void wrong(std::vector<Bucket>& buckets, double) override {
+    auto state = inner->state(buckets);
+    for (auto& moments : state["exp_avg"]) moments.copy_(moments.roll(1));
+  }
+};
+
+template <class Wrong>
+void with_optimizer(VerifyProblem& problem, World&) {
+  problem.wrap_optimizer = [](std::unique_ptr<Optimizer> inner) {
+    return std::make_unique<Wrong>(std::move(inner));
+  };
+}
+
+// What the configured layout does not show is found on those that have it, and only there.
+TEST_F(RunsVerified, UpdatesThatOnlyShardsGetWrongAreFoundOnEveryLayoutThatShards) {
+  const auto on = [&](const std::vector<std::string>& layouts, const ChangeProblem& change) {
+    Verdict verdict;
+    run_ranks(2, [&](World& world) {
+      RunConfig config = tiny("updates");
+      config.parallel.share_parameters = "off";  // bucketed: every rank updates everything
+      Verdict own = verify_run(config, world, layouts, change);
+      if (world.rank == 0) verdict = std::move(own);
+    });
+    return verdict;
+  };
+  struct Fault {
+    ChangeProblem plant;
+    const char* words;
+    bool state;  // plain SGD has none
+  };
+  const Fault faults[] = {
+      {with_optimizer<UpdatesTwice>, "what an update of plain SGD takes away is 2 times what it should be",
+       false},
+      {with_optimizer<MomentsElsewhere>, "parameters after 2 updates of AdamW are not", true}};
+  for (const Fault& fault : faults) {
+    EXPECT_TRUE(on({}, fault.plant).passed);
+    const Verdict verdict = on({kAllLayouts}, fault.plant);
+    EXPECT_FALSE(verdict.passed);
+    int wrong = 0;
+    for (const auto& layout : verdict.layouts) {
+      const bool shards =
+          layout.name.find("share=on") != std::string::npos ||
+          (layout.name.starts_with("zero") && layout.name.find("replicas=1") != std::string::npos);
+      wrong += shards;
+      EXPECT_EQ(layout.passed, !shards) << layout.name << ", " << fault.words;
+      EXPECT_EQ(layout.e1.state, Grade::State::kPassed) << layout.name;
+      ASSERT_EQ(layout.trajectories.size(), 2u);
+      EXPECT_EQ(layout.trajectories[0].passed, !shards || fault.state) << layout.name;
+      EXPECT_EQ(layout.trajectories[1].passed, !shards) << layout.name;
+      if (!shards) continue;
+      ASSERT_EQ(layout.findings.size(), 1u) << layout.name;
+      EXPECT_EQ(layout.findings[0].id, "optimizer_differs");
+      EXPECT_THAT(layout.findings[0].sentence, HasSubstr(fault.words)) << layout.name;
+    }
+    EXPECT_EQ(wrong, 2 * 7);
+  }
 }
 
 TEST(Layouts, AreReadAsTheyAreWritten) {

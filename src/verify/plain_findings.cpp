@@ -3,8 +3,21 @@
 #include <algorithm>
 
 #include "verify/case.hpp"
+#include "verify/present.hpp"
 
 namespace isograd {
+
+namespace {
+
+// What other updates say of a wrong one: an optimizer without state and one with it.
+std::vector<std::string> passed_paths(const LayoutVerdict& layout) {
+  std::vector<std::string> lines;
+  for (const auto& trajectory : layout.trajectories)
+    lines.push_back(fmt::format("{}: {}", updates_of(trajectory), trajectory.passed ? "right" : "wrong"));
+  return lines;
+}
+
+}  // namespace
 
 bool is_whole(const LayoutVerdict& layout) {
   for (const auto& parameter : layout.parameters)
@@ -45,11 +58,10 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
       layout.findings.push_back(
           {"optimizer_differs",
            fmt::format(
-               "the gradient is right, parameters after {} updates of {} are not: {} is off by {:.3g} of "
-               "its way, {:.3g} allowed",
-               trajectory.updates, trajectory.optimizer, trajectory.worst, trajectory.error,
-               trajectory.allowed),
-           {}});
+               "the gradient is right, parameters after {} are not: {} is off by {:.3g} of its way, {:.3g} "
+               "allowed",
+               updates_of(trajectory), trajectory.worst, trajectory.error, trajectory.allowed),
+           passed_paths(layout)});
 }
 
 }  // namespace isograd

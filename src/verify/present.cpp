@@ -138,9 +138,14 @@ std::string scientific(double value) {
 }
 
 std::string words(const Trajectory& trajectory) {
-  return fmt::format("parameters after {} updates of {}: error {} of {} allowed{}", trajectory.updates,
-                     trajectory.optimizer, scientific(trajectory.error), scientific(trajectory.allowed),
+  return fmt::format("parameters after {}: error {} of {} allowed{}", updates_of(trajectory),
+                     scientific(trajectory.error), scientific(trajectory.allowed),
                      trajectory.worst.empty() ? "" : ", worst " + trajectory.worst);
+}
+
+std::string updates_of(const Trajectory& trajectory) {
+  return fmt::format("{} update{} of {}", trajectory.updates, trajectory.updates == 1 ? "" : "s",
+                     trajectory.optimizer);
 }
 
 std::string traffic(const LayoutVerdict& layout) {
@@ -205,10 +210,16 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
   const bool many = verdict.layouts.size() > 4;
   const LayoutVerdict* worst = worst_layout(verdict);
   std::vector<std::vector<std::string>> passed;
+  std::vector<std::string> after;  // which updates
   for (const auto& layout : verdict.layouts) {
     if (many && layout.passed && &layout != worst) {
       passed.push_back(
           {layout.name, scientific(layout.e1.error), claimed(layout.e2) ? scientific(layout.e2.error) : "-"});
+      // Problems joined into one verdict follow the same paths.
+      for (const auto& trajectory : layout.trajectories)
+        passed.back().push_back(scientific(trajectory.error));
+      if (passed.size() == 1)
+        for (const auto& trajectory : layout.trajectories) after.push_back(updates_of(trajectory));
       continue;
     }
     text += "\n";
@@ -246,7 +257,9 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
     if (layout.bytes_moved > 0) text += "  " + traffic(layout) + "\n";
   }
   if (!passed.empty()) {
-    passed.insert(passed.begin(), {"passed as well", "error fp64", "error " + verdict.precision});
+    std::vector<std::string> head{"passed as well", "error fp64", "error " + verdict.precision};
+    for (const auto& updates : after) head.push_back("after " + updates);
+    passed.insert(passed.begin(), std::move(head));
     text += "\n" + aligned(passed);
   }
   for (const auto& finding : wording.findings) {

@@ -26,6 +26,7 @@ const Comparison& shown(const ParameterVerdict& parameter, const LayoutVerdict& 
 bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout);
 std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout);
 std::string scientific(double value);
+std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 std::string words(const Trajectory& trajectory);
 std::string traffic(const LayoutVerdict& layout);
 std::string shell_words(const std::vector<std::string>& words);  // quoted where a shell needs it

@@ -66,7 +66,9 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
   return layout;
 }
 
-OptimizerOptions optimizer_options(const RunConfig& config) {
+}  // namespace
+
+OptimizerOptions configured_optimizer(const RunConfig& config) {
   if (config.optimizer.kind == "sgd")
     return SgdOptions{.learning_rate = config.schedule.peak,
                       .momentum = config.optimizer.momentum,
@@ -75,6 +77,8 @@ OptimizerOptions optimizer_options(const RunConfig& config) {
   options.learning_rate = config.schedule.peak;
   return options;
 }
+
+namespace {
 
 VerifyModel as_verify_model(const ContextMesh& mesh, std::shared_ptr<TaskModel> model) {
   model->attend_over(mesh);
@@ -154,7 +158,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.loss = declared_loss(task, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
-  problem.optimizer = optimizer_options(config);
+  problem.optimizer = configured_optimizer(config);
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   problem.subgroup = [&world](const std::vector<int>& ranks) {
     return ranks.size() == 1 ? Group::solo() : world.subgroup(ranks, "verify on fewer ranks");
@@ -207,27 +211,27 @@ MakeModel model_of(TaskModel& model) {
   };
 }
 
-// Updates after which parameters are compared, by plain SGD and by the configured optimizer.
+// Updates after which parameters are compared.
 constexpr int kUpdates = 2;
 
 }  // namespace
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
-  if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, change, take_dump);
+  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
+  const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
+    problem.updates = kUpdates;
+    problem.take_dump = take_dump;
+    if (change) change(problem, own);
+  };
+  if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, followed);
   const auto task = make_task(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
-  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const MakeModel fresh = [](const KeptTask& own, std::shared_ptr<const ContextMesh> mesh) {
     return [own, mesh](at::ScalarType dtype) { return as_verify_model(*mesh, own->make_model(dtype)); };
   };
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
-    const ChangeProblem more = [&](VerifyProblem& problem, World& own) {
-      problem.take_dump = take_dump;
-      problem.updates = all ? 0 : kUpdates;
-      if (change) change(problem, own);
-    };
-    return verify_step(task->under(cut), world, fresh, choices, more, suffix);
+    return verify_step(task->under(cut), world, fresh, choices, followed, suffix);
   };
   const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");

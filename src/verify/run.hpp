@@ -20,6 +20,8 @@ using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
                    const ChangeProblem& change = {}, const TakeDump& take_dump = {});
 
+OptimizerOptions configured_optimizer(const RunConfig& config);
+
 // Collective: the same for a run that has just ended, with the weights as they are now. For
 // TrainerHooks::on_finish.
 Verdict verify_finished(FinishedRun& run);
@@ -34,7 +36,6 @@ std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 // stays. The oracle has its own plain code for each loss.
 class Scorer;
 Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
-                      const ChangeProblem& change = {}, const TakeDump& take_dump = {},
-                      const Scorer* trained = nullptr);
+                      const ChangeProblem& change = {}, const Scorer* trained = nullptr);
 
 }  // namespace isograd

@@ -110,7 +110,7 @@ at::Tensor plain_loss(const std::string& name, const RunConfig& config, const at
 }  // namespace
 
 Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
-                      const ChangeProblem& change, const TakeDump& take_dump, const Scorer* trained) {
+                      const ChangeProblem& change, const Scorer* trained) {
   const ScorerData data = open_table(config);
   const std::string& name = config.ranking.loss;
   const auto step_of = [&](int rank, int size) {
@@ -157,7 +157,7 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
          .make_from_model = [chosen = choice.in(config), &world](const VerifyModel& model, const Group&) {
            return make_layout(chosen, chosen.parallel.strategy, model.named, *model.units, world);
          }});
-  problem.take_dump = take_dump;
+  problem.optimizer = configured_optimizer(config);
   if (change) change(problem, world);
   return verify(problem, world.group);
 }

@@ -55,6 +55,7 @@ TEST_F(ScorerVerify, PassesForEveryLossUnderEveryStrategy) {
             verify_run(config_, world, ranks > 1 ? strategy_names() : std::vector<std::string>{});
         EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
         if (world.rank == 0) {
+          for (const auto& layout : verdict.layouts) EXPECT_EQ(layout.trajectories.size(), 2u);
           EXPECT_THAT(verdict.loss, HasSubstr(loss));
           EXPECT_GT(verdict.oracle.norm, 1e-3);
         }

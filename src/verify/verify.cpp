@@ -36,9 +36,19 @@ struct Reference {
 
 const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
 
-std::vector<OptimizerOptions> optimizers(const VerifyProblem& problem) {
+// Parameters are followed through so many updates.
+struct Path {
+  OptimizerOptions optimizer;
+  int updates = 0;
+};
+
+// The first update shows how a gradient is applied, the second what became of the optimizer's state. Each
+// takes a step in fp64: with many layouts plain SGD, which has no state, makes one.
+std::vector<Path> paths(const VerifyProblem& problem) {
   if (problem.updates <= 0) return {};
-  return {kPlainSgd, problem.optimizer};
+  constexpr std::size_t kManyLayouts = 5;
+  return {{kPlainSgd, problem.layouts.size() < kManyLayouts ? problem.updates : 1},
+          {problem.optimizer, problem.updates}};
 }
 
 std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {
@@ -80,9 +90,9 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
           tick();
           break;
         }
-    for (const auto& options : optimizers(problem))
+    for (const auto& [options, updates] : paths(problem))
       reference.updates.push_back(oracle_updates(initial.model(problem, at::kDouble), pieces, problem.loss,
-                                                 problem.step.max_norm, options, problem.updates, tick));
+                                                 problem.step.max_norm, options, updates, tick));
   }
   if (group.rank() == last && rounds)
     alone = oracle_step(initial.model(problem, problem.dtype),
@@ -115,15 +125,19 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
                                const Initial& initial, const Reference& reference, Group& group,
                                StepDump::Named& applied) {
   std::vector<Trajectory> trajectories;
-  for (const auto& options : optimizers(problem)) {
+  for (const auto& [options, updates] : paths(problem)) {
     const auto index = trajectories.size();
     const auto* plain = std::get_if<SgdOptions>(&options);
     LayoutRun run(problem, layout, initial.model(problem, at::kDouble), group,
                   plain ? sgd(*plain) : adamw(std::get<AdamWOptions>(options)));
     const auto start = run.parameters();
-    Trajectory trajectory{
-        .optimizer = plain ? "SGD" : "AdamW", .updates = problem.updates, .worst = {}, .error = 0};
-    for (int i = 0; i < problem.updates; ++i) {
+    Trajectory trajectory{.optimizer = !plain       ? "AdamW"
+                                       : index == 0 ? "SGD"
+                                                    : "the configured SGD",
+                          .updates = updates,
+                          .worst = {},
+                          .error = 0};
+    for (int i = 0; i < updates; ++i) {
       const auto made = run.step(problem.local);
       if (i > 0 || index > 0) continue;
       const auto now = run.parameters();
@@ -138,7 +152,7 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
         const double moved = wanted.moved[p], allowed = wanted.allowed[p] + 1e-300;
         const double error = (found[p] - wanted.parameters[p]).norm().item<double>();
         // The parameter itself is only known to its last bit.
-        const double rounding = problem.updates * 0x1p-52 * wanted.parameters[p].norm().item<double>();
+        const double rounding = updates * 0x1p-52 * wanted.parameters[p].norm().item<double>();
         const double used = error / (allowed + rounding);
         trajectory.passed = trajectory.passed && used <= 1;  // not for NaN
         if (!(used > share)) continue;
