@@ -4,12 +4,17 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 
 #include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/plan.hpp"
+#include "layout/flat.hpp"
+#include "parallel/data/unit_handle.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
@@ -29,41 +34,84 @@ std::vector<std::pair<std::string, int>> axes_of(const RunConfig& chosen, const 
   return axes;
 }
 
-// What the plan says of gradients and parameters. Stage 3 is not claimed: which units stay gathered between
-// forward and backward is its own affair.
-double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t numel, std::int64_t rounds,
-                  at::ScalarType dtype) {
-  DataParallelPlan plan = make_plan(chosen, numel, group);
+// What ZeRO-3 gathers: elements of all units and of the root alone, with the padding of their flat storage.
+struct Gathered {
+  std::int64_t all = 0, root = 0;
+};
+
+// Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that forward
+// uses several times.
+std::optional<Gathered> gathered_by(const VerifyModel& model, int shards) {
+  const auto& blocks = model.units->blocks;
+  std::map<const c10::TensorImpl*, std::vector<std::size_t>> units_of;  // blocks from 1
+  std::set<const void*> seen;
+  for (std::size_t block = 0; block < blocks.size(); ++block) {
+    if (!seen.insert(blocks[block].binding().get()).second) return std::nullopt;
+    for (const at::Tensor& tensor : blocks[block].binding()->parameters()) {
+      auto& own = units_of[tensor.unsafeGetTensorImpl()];
+      if (own.empty() || own.back() != block + 1) own.push_back(block + 1);
+    }
+  }
+  std::vector<std::vector<NamedParameter>> units(blocks.size() + 1);
+  for (const auto& [name, tensor] : model.named)
+    if (!tensor.requires_grad()) return std::nullopt;
+  for (const NamedParameter& parameter : trainable_parameters(model.named)) {
+    const auto own = units_of.find(parameter.tensor.unsafeGetTensorImpl());
+    // What several blocks have belongs to the root.
+    units[own != units_of.end() && own->second.size() == 1 ? own->second[0] : 0].push_back(parameter);
+  }
+  Gathered gathered;
+  for (const auto& unit : units) {
+    for (BucketPlan& plan : plan_buckets(unit, std::numeric_limits<std::int64_t>::max())) {
+      pad_for(plan, shards);
+      gathered.all += plan.numel;
+    }
+    if (&unit == &units.front()) gathered.root = gathered.all;
+  }
+  return gathered;
+}
+
+// What the plan says of gradients and parameters. 0: not claimed.
+double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t numel,
+                  const std::optional<Gathered>& gathered, std::int64_t rounds, at::ScalarType dtype) {
+  const bool units = stage_of(chosen.parallel.strategy) == 3;
+  if (units && !gathered) return 0;
+  DataParallelPlan plan = make_plan(chosen, units ? gathered->all : numel, group);
   plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
   plan.micro_batches = rounds;
-  return traffic_bytes(plan).total();
+  const double all = traffic_bytes(plan).total();
+  if (!units) return all;
+  // Units that stay whole from forward to the end of backward are gathered once for both.
+  plan.numel = chosen.parallel.reshard_after_forward ? gathered->root : gathered->all;
+  return all - traffic_bytes(plan).gather / 2;
 }
 
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
                           World& world) {
   const RunConfig chosen = choice.in(config);
-  LayoutUnderTest layout{.name = choice.text() + suffix,
-                         .make = nullptr,
-                         .make_from_model =
-                             [chosen, &world](const VerifyModel& model, const Group& group) {
-                               const std::string& strategy = chosen.parallel.strategy;
-                               if (group.size() == world.size)
-                                 return make_layout(chosen, strategy, model.named, *model.units, world);
-                               World fewer;  // in an experiment: one replica, whole samples
-                               fewer.rank = group.rank();
-                               fewer.size = group.size();
-                               fewer.group = group;
-                               RunConfig on_fewer = chosen;
-                               on_fewer.parallel.replicas = on_fewer.parallel.cp_ring =
-                                   on_fewer.parallel.cp_ulysses = 1;
-                               return make_layout(on_fewer, strategy, model.named, *model.units, fewer);
-                             },
-                         .axes = axes_of(chosen, world)};
-  if (stage_of(chosen.parallel.strategy) < 3)
-    layout.traffic = [chosen, &world](std::int64_t numel, std::int64_t rounds, at::ScalarType dtype) {
-      return traffic_of(chosen, world.group, numel, rounds, dtype);
-    };
-  return layout;
+  const auto gathered = std::make_shared<std::optional<Gathered>>();  // by the layout made last
+  return {.name = choice.text() + suffix,
+          .make = nullptr,
+          .make_from_model =
+              [chosen, &world, gathered](const VerifyModel& model, const Group& group) {
+                const std::string& strategy = chosen.parallel.strategy;
+                if (group.size() == world.size) {
+                  *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
+                  return make_layout(chosen, strategy, model.named, *model.units, world);
+                }
+                World fewer;  // in an experiment: one replica, whole samples
+                fewer.rank = group.rank();
+                fewer.size = group.size();
+                fewer.group = group;
+                RunConfig on_fewer = chosen;
+                on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
+                return make_layout(on_fewer, strategy, model.named, *model.units, fewer);
+              },
+          .axes = axes_of(chosen, world),
+          .traffic =
+              [chosen, &world, gathered](std::int64_t numel, std::int64_t rounds, at::ScalarType dtype) {
+                return traffic_of(chosen, world.group, numel, *gathered, rounds, dtype);
+              }};
 }
 
 }  // namespace
