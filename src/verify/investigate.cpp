@@ -162,6 +162,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     in_fp64.without_noise();
   }
   std::optional<DataByRank> dealt;
+  MicroBatches of;  // what is dealt before all but one rank's are taken away
   if (asked.without_resume) {
     dealt = gather_batches(problem.uninterrupted(), group_);
   } else {
@@ -173,6 +174,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     if (any_part(deck.data) && !as_given) return std::nullopt;
     if (!by_data_rank(experiment, deck)) return std::nullopt;
     dealt = arrange(deck.data, experiment);
+    if (dealt) of = all_of(*dealt);
     if (dealt && asked.only_rank >= 0 &&
         !leave_only(*dealt, problem, deck, asked.only_rank, asked.only_micro_batch, group_))
       return std::nullopt;
@@ -202,8 +204,10 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
       const MicroBatches whole = given ? problem.whole() : all_of(*dealt);
       const auto parts =
           given && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
-      const OracleStep oracle =
-          oracle_step(model, parts, problem.loss, problem.step.max_norm, [&turns] { turns.tick(); });
+      const auto tick = [&turns] { turns.tick(); };
+      const OracleStep oracle = asked.only_rank >= 0
+                                    ? oracle_part(model, whole, of, problem.loss, tick)
+                                    : oracle_step(model, parts, problem.loss, problem.step.max_norm, tick);
       pair.expected = dump_of(oracle, initial_, pair.found, samples_of(whole), 0);
     }
     turns.finish();

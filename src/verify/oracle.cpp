@@ -174,6 +174,29 @@ class PlainOptimizer {
 
 }  // namespace
 
+OracleStep oracle_part(const VerifyModel& model, const MicroBatches& part, const MicroBatches& whole,
+                       const DeclaredLoss& declared, const std::function<void()>& after_micro_batch) {
+  if (declared.mean != Mean::kSamples) return oracle_step(model, {part}, declared, 0, after_micro_batch);
+  // Under the sample mean a part that holds a tenth of a sample counts a tenth: no number of samples says so,
+  // but their sum divided by that of the tenths does.
+  const Sums all = sums_of(whole);
+  double counted = 0;
+  for (const auto& [id, weight] : sums_of(part).sample_weights)
+    if (weight > 0) counted += weight / all.sample_weights.at(id);
+  MicroBatches weighed = part;
+  for (Batch& batch : weighed) {
+    at::Tensor factors = valid_weights(batch);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      if (const double own = all.sample_weights.at(batch.sample_ids[f]); own > 0)
+        factors.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]) /= own;
+    batch.weights = factors;
+  }
+  DeclaredLoss fixed = declared;
+  fixed.mean = Mean::kFixed;
+  fixed.denominator = counted > 0 ? counted : 1;
+  return oracle_step(model, {weighed}, fixed, 0, after_micro_batch);
+}
+
 OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBatches>& parts,
                              const DeclaredLoss& declared, double max_norm, const OptimizerOptions& options,
                              int updates, const std::function<void()>& after_micro_batch) {

@@ -26,6 +26,12 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
                        const DeclaredLoss& declared, double max_norm,
                        const std::function<void()>& after_micro_batch);
 
+// The gradient that `part` of the step would have alone, but for samples that lie in it only partly: their
+// tokens weigh what they weigh in the `whole`. Times part / whole of what the mean counts it is the part's
+// share of the step's gradient.
+OracleStep oracle_part(const VerifyModel& model, const MicroBatches& part, const MicroBatches& whole,
+                       const DeclaredLoss& declared, const std::function<void()>& after_micro_batch);
+
 // Makes `updates` such steps on the same data, each followed by an update of plain LibTorch: the values of
 // the trainable parameters afterwards, and for each ‖p − p0‖ and the error allowed in ‖p − p64‖ where every
 // gradient may be off by E1's 1e-10 s. Moves the model's parameters.
