@@ -21,8 +21,6 @@ namespace {
        .action = "Choose one of them"});
 }
 
-constexpr std::int64_t kAllTokens = std::int64_t{1} << 30;  // more than a micro-batch can have
-
 bool shards(const std::string& strategy) {
   return strategy.starts_with("zero");
 }

@@ -22,6 +22,8 @@ struct LayoutChoice {
 };
 
 inline constexpr const char* kAllLayouts = "all";
+// As batch.tokens_per_micro_batch: everything at once. The most that a file may say.
+inline constexpr std::int64_t kAllTokens = 1'000'000'000;
 
 // ConfigError on anything that is not STRATEGY[:replicas=N][:share=on|off].
 LayoutChoice parse_layout(const std::string& text);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "data/corpus.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
@@ -11,8 +12,28 @@
 namespace isograd {
 namespace {
 
+// Of which runs something is a part, by RunConfig::model.kind.
+enum class Runs { kAll, kText, kVideos, kTransformers, kRows };
+
+bool concerns(Runs runs, const RunConfig& config) {
+  const std::string& kind = config.model.kind;
+  switch (runs) {
+    case Runs::kText:
+      return kind == "decoder";
+    case Runs::kVideos:
+      return kind == "video";
+    case Runs::kTransformers:
+      return kind != "scorer";
+    case Runs::kRows:
+      return kind == "scorer";
+    default:
+      return true;
+  }
+}
+
 // One number of a trial that may shrink to `least`.
 struct Size {
+  Runs runs;
   std::int64_t (*get)(const Trial&);
   void (*set)(Trial&, std::int64_t);
   std::int64_t (*least)(const Trial&);
@@ -29,54 +50,115 @@ std::int64_t parts(std::int64_t whole, std::int64_t part) {
   return (whole + part - 1) / part;
 }
 
+constexpr std::int64_t kManyFrames = 1024;  // where all frames are taken
+
 // Cheap ones to check first: what makes every later trial smaller. Vocabulary is the tokenizer's.
 constexpr Size kSizes[] = {
-    {[](const Trial& t) { return t.config.model.shape.layers; },
+    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.layers; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.layers = n; }, one, true},
-    {[](const Trial& t) { return t.config.data.pack_length; },
+    {Runs::kText, [](const Trial& t) { return t.config.data.pack_length; },
      [](Trial& t, std::int64_t n) { t.config.data.pack_length = n; },
      [](const Trial&) { return std::int64_t{2}; }},
-    {[](const Trial& t) { return t.config.batch.packs_per_step; },
+    {Runs::kText, [](const Trial& t) { return t.config.batch.packs_per_step; },
      [](Trial& t, std::int64_t n) {  // in as many micro-batches
        const std::int64_t rounds = parts(most_packs(t), t.config.batch.packs_per_micro_batch);
        t.config.batch.packs_per_step = n;
        t.config.batch.packs_per_micro_batch = parts(most_packs(t), rounds);
      },
      [](const Trial& t) { return std::int64_t{t.ranks}; }},
-    {[](const Trial& t) { return t.config.model.shape.feed_forward; },
+    // In whole patches: of the file's first frames, scaled down.
+    {Runs::kVideos,
+     [](const Trial& t) {
+       const auto& video = t.config.video;
+       return parts(video.max_frames > 0 ? video.max_frames : kManyFrames, video.patch_frames);
+     },
+     [](Trial& t, std::int64_t n) { t.config.video.max_frames = n * t.config.video.patch_frames; }, one},
+    {Runs::kVideos, [](const Trial& t) { return t.config.video.height / t.config.video.patch_height; },
+     [](Trial& t, std::int64_t n) { t.config.video.height = n * t.config.video.patch_height; }, one},
+    {Runs::kVideos, [](const Trial& t) { return t.config.batch.videos_per_step; },
+     [](Trial& t, std::int64_t n) { t.config.batch.videos_per_step = n; },
+     [](const Trial& t) { return std::int64_t{packs_dealt_to(t.config, t.ranks)}; }},
+    {Runs::kRows, [](const Trial& t) { return t.config.batch.rows_per_step; },
+     [](Trial& t, std::int64_t n) { t.config.batch.rows_per_step = n; },
+     [](const Trial& t) { return std::int64_t{t.ranks}; }},
+    {Runs::kRows, [](const Trial& t) { return t.config.ranking.queue_size; },
+     [](Trial& t, std::int64_t n) { t.config.ranking.queue_size = n; },
+     [](const Trial&) { return std::int64_t{0}; }},
+    {Runs::kRows, [](const Trial& t) { return t.config.model.scorer_layers; },
+     [](Trial& t, std::int64_t n) { t.config.model.scorer_layers = n; }, one, true},
+    {Runs::kRows, [](const Trial& t) { return t.config.model.scorer_units; },
+     [](Trial& t, std::int64_t n) { t.config.model.scorer_units = n; }, one, true},
+    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.feed_forward; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.feed_forward = n; }, one, true},
-    {[](const Trial& t) { return t.config.model.shape.hidden; },
+    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.hidden; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.hidden = n; }, one, true},
-    {[](const Trial& t) { return t.config.model.shape.heads; },
+    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.heads; },
      [](Trial& t, std::int64_t n) {
        auto& shape = t.config.model.shape;
        shape.heads = n;
-       if (n % shape.key_value_heads != 0) shape.key_value_heads = n;
+       if (concerns(Runs::kText, t.config) && n % shape.key_value_heads != 0) shape.key_value_heads = n;
      },
      one, true},
-    {[](const Trial& t) { return t.config.model.shape.head_dim / 2; },
+    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.head_dim / 2; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.head_dim = 2 * n; }, one, true},
+    {Runs::kVideos, [](const Trial& t) { return t.config.video.timestep_features / 2; },
+     [](Trial& t, std::int64_t n) { t.config.video.timestep_features = 2 * n; }, one, true},
     // Micro-batches of the fullest rank.
-    {[](const Trial& t) { return parts(most_packs(t), t.config.batch.packs_per_micro_batch); },
+    {Runs::kText, [](const Trial& t) { return parts(most_packs(t), t.config.batch.packs_per_micro_batch); },
      [](Trial& t, std::int64_t n) { t.config.batch.packs_per_micro_batch = parts(most_packs(t), n); }, one},
+    // A smaller patch of as many patches to a frame: smaller frames, and a smaller model.
+    {Runs::kVideos, [](const Trial& t) { return t.config.video.patch_frames; },
+     [](Trial& t, std::int64_t n) {
+       auto& video = t.config.video;
+       if (video.max_frames > 0) video.max_frames = parts(video.max_frames, video.patch_frames) * n;
+       video.patch_frames = n;
+     },
+     one, true},
+    {Runs::kVideos, [](const Trial& t) { return t.config.video.patch_height; },
+     [](Trial& t, std::int64_t n) {
+       auto& video = t.config.video;
+       video.height = video.height / video.patch_height * n;
+       video.patch_height = n;
+     },
+     one, true},
 };
 
 // Options that a failure may not need, each towards what is simpler.
-constexpr void (*kSimpler[])(RunConfig&) = {
-    [](RunConfig& c) { c.parallel.replicas = 1; },
-    [](RunConfig& c) { c.parallel.share_parameters = "off"; },
-    [](RunConfig& c) { c.parallel.overlap = false; },
-    [](RunConfig& c) { c.parallel.prefetch = false; },
-    [](RunConfig& c) { c.parallel.checkpoint_activations = false; },
-    [](RunConfig& c) { c.parallel.reduce_once = false; },
-    [](RunConfig& c) { c.parallel.gather_limit_bytes = 0; },
-    [](RunConfig& c) { c.loss.fused = "off"; },
-    [](RunConfig& c) { c.loss.kind = "token_mean"; },
-    [](RunConfig& c) { c.model.shape.key_value_heads = c.model.shape.heads; },
-    [](RunConfig& c) { c.model.shape.tied_output = false; },
-    [](RunConfig& c) { c.train.max_norm = 0; },
-    [](RunConfig& c) { c.train.dtype = "float64"; },
-    [](RunConfig& c) { c.data.shuffle_packs = false; },
+struct Simpler {
+  Runs runs;
+  void (*change)(RunConfig&);
+};
+
+// Before anything shrinks: where videos are small, no number of tokens keeps them in micro-batches of their
+// own but this.
+constexpr Simpler kFirst[] = {
+    {Runs::kVideos, [](RunConfig& c) { c.batch.tokens_per_micro_batch = kAllTokens; }},
+    {Runs::kVideos,
+     [](RunConfig& c) {
+       if (c.batch.tokens_per_micro_batch != kAllTokens) c.batch.tokens_per_micro_batch = 1;
+     }},
+    {Runs::kVideos, [](RunConfig& c) { c.data.validation_fraction = 0; }},
+    {Runs::kRows, [](RunConfig& c) { c.data.validation_fraction = 0; }},
+};
+
+constexpr Simpler kSimpler[] = {
+    {Runs::kAll, [](RunConfig& c) { c.parallel.replicas = 1; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.cp_ulysses = 1; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.cp_ring = 1; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.overlap = false; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.prefetch = false; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.checkpoint_activations = false; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.reduce_once = false; }},
+    {Runs::kAll, [](RunConfig& c) { c.parallel.gather_limit_bytes = 0; }},
+    {Runs::kText, [](RunConfig& c) { c.loss.fused = "off"; }},
+    {Runs::kAll, [](RunConfig& c) { c.loss.normalise_over = RunConfig().loss.normalise_over; }},
+    {Runs::kAll, [](RunConfig& c) { c.loss.kind = "token_mean"; }},
+    {Runs::kText, [](RunConfig& c) { c.model.shape.key_value_heads = c.model.shape.heads; }},
+    {Runs::kText, [](RunConfig& c) { c.model.shape.tied_output = false; }},
+    {Runs::kAll, [](RunConfig& c) { c.train.max_norm = 0; }},
+    {Runs::kAll, [](RunConfig& c) { c.train.dtype = "float64"; }},
+    {Runs::kText, [](RunConfig& c) { c.data.shuffle_packs = false; }},
 };
 
 class Search {
@@ -88,6 +170,7 @@ class Search {
     const Trial first = best_;
     failure_ = ask(best_);
     if (failure_.empty()) return std::nullopt;
+    for (const Simpler& simpler : kFirst) simplify(simpler);
     while (round()) {
     }
     Minimised result{.trial = best_, .failure = failure_, .tried = most_ - left_, .changes = {}};
@@ -95,7 +178,12 @@ class Search {
       result.changes.push_back(fmt::format("ranks {} -> {}", first.ranks, best_.ranks));
     for (const auto& key : config_keys()) {
       const auto before = toml_text(key.get(first.config)), after = toml_text(key.get(best_.config));
-      if (before != after) result.changes.push_back(fmt::format("{} {} -> {}", key.name, before, after));
+      if (before == after) continue;
+      if (key.name == "video.files")
+        result.changes.push_back(fmt::format("{} {} files -> {}", key.name, first.config.video.files.size(),
+                                             best_.config.video.files.size()));
+      else
+        result.changes.push_back(fmt::format("{} {} -> {}", key.name, before, after));
     }
     return result;
   }
@@ -108,7 +196,7 @@ class Search {
     std::string failure;
     try {
       check(trial.config, trial.ranks);
-      check(trial.config.model.shape);
+      if (concerns(Runs::kText, trial.config)) check(trial.config.model.shape);
       check_together(trial.config, "minimise");
       --left_;
       failure = failure_of_(trial);
@@ -150,9 +238,28 @@ class Search {
     return false;
   }
 
-  bool simplify(void (*change)(RunConfig&)) {
+  // Leaves out parts of the list of videos, smaller and smaller ones.
+  bool shrink_files() {
+    const auto& files = best_.config.video.files;
+    bool changed = false;
+    for (std::size_t part = files.size() / 2; part > 0; part /= 2)
+      for (std::size_t at = 0; at < files.size() && files.size() > 1;) {
+        Trial trial = best_;
+        auto& left = trial.config.video.files;
+        left.erase(left.begin() + static_cast<std::ptrdiff_t>(at),
+                   left.begin() + static_cast<std::ptrdiff_t>(std::min(at + part, left.size())));
+        if (!left.empty() && take(trial))
+          changed = true;
+        else
+          at += part;
+      }
+    return changed;
+  }
+
+  bool simplify(const Simpler& simpler) {
+    if (!concerns(simpler.runs, best_.config)) return false;
     Trial trial = best_;
-    change(trial.config);
+    simpler.change(trial.config);
     return to_toml(trial.config) != to_toml(best_.config) && take(trial);
   }
 
@@ -168,10 +275,12 @@ class Search {
 
   bool round() {
     bool changed = false;
+    if (concerns(Runs::kVideos, best_.config)) changed = shrink_files();
     for (const Size& size : kSizes)
-      if (!size.of_shape || best_.config.model.load.empty()) changed = shrink(size) || changed;
+      if (concerns(size.runs, best_.config) && (!size.of_shape || best_.config.model.load.empty()))
+        changed = shrink(size) || changed;
     changed = shrink_ranks() || changed;
-    for (auto change : kSimpler) changed = simplify(change) || changed;
+    for (const Simpler& simpler : kSimpler) changed = simplify(simpler) || changed;
     changed = simplify_strategy() || changed;
     return changed;
   }
@@ -215,7 +324,12 @@ std::optional<Minimised> minimise_run(const RunConfig& config, int ranks,
       choices.insert(choices.end(), matrix.begin(), matrix.end());
     });
   if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
-  for (const RunConfig& cut : all ? accumulation_matrix(config, ranks) : std::vector<RunConfig>{config})
+  RunConfig run = config;
+  if (concerns(Runs::kVideos, config)) {  // one by one, so that some may be left out
+    run.video.files.clear();
+    for (const InputFile& file : resolve(config.video.files)) run.video.files.push_back(file.path.string());
+  }
+  for (const RunConfig& cut : all ? accumulation_matrix(run, ranks) : std::vector<RunConfig>{run})
     for (const auto& choice : choices)
       if (auto found = minimise({choice.in(cut), ranks}, failure_of)) return found;
   return std::nullopt;

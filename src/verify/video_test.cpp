@@ -1,8 +1,10 @@
 // verify of runs on videos: every layout has the gradient of one process, and planted faults have not.
 #include <gmock/gmock.h>
 
+#include "base/files.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
+#include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {
@@ -106,6 +108,91 @@ TEST_F(VideosVerified, AttentionAcrossVideosIsCaught) {
                                      };
                                    }));
   EXPECT_FALSE(verdict.documents_apart);
+}
+
+// ---- the smallest failure ----
+
+// As a file may say it: nothing of text.
+RunConfig without_text(RunConfig config) {
+  const RunConfig usual;
+  config.model.shape.key_value_heads = usual.model.shape.key_value_heads;
+  config.model.shape.max_positions = usual.model.shape.max_positions;
+  config.sample = usual.sample;
+  return config;
+}
+
+TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
+  RunConfig config = without_text(videos("small"));
+  config.video.files = {"a", "b", "c", "d", "e"};
+  config.video.patch_height = config.video.patch_width = 8, config.video.height = 48;
+  config.model.shape.layers = 4;
+  config.parallel.cp_ring = 2;
+  const auto always = minimise({config, 4}, [](const Trial&) { return std::string("always"); });
+  ASSERT_TRUE(always);
+  const RunConfig& least = always->trial.config;
+  EXPECT_EQ(always->trial.ranks, 1);
+  EXPECT_EQ(least.video.files.size(), 1u);
+  EXPECT_EQ(least.video.max_frames, 1);
+  EXPECT_EQ(least.video.patch_frames, 1);
+  EXPECT_EQ(least.video.height, 1);
+  EXPECT_EQ(least.batch.videos_per_step, 1);
+  EXPECT_EQ(least.model.shape.layers, 1);
+  EXPECT_EQ(least.model.shape.hidden, 1);
+  EXPECT_EQ(least.model.shape.heads, 1);
+  EXPECT_EQ(least.video.timestep_features, 2);
+  EXPECT_EQ(least.parallel.cp_ring, 1);
+  EXPECT_EQ(least.data.pack_length, config.data.pack_length);  // of text
+  EXPECT_THAT(always->changes, testing::Contains("video.files 5 files -> 1"));
+  // What it needs stays: two of the files, of several frames, on ranks that accumulate.
+  const auto fails = [](const Trial& trial) -> std::string {
+    const auto& files = trial.config.video.files;
+    const auto has = [&](const char* name) { return std::count(files.begin(), files.end(), name) > 0; };
+    const std::int64_t frames = trial.config.video.max_frames;
+    return has("b") && has("e") && (frames == 0 || frames >= 6) && trial.ranks >= 2 &&
+                   trial.config.batch.tokens_per_micro_batch < 1000 && trial.config.batch.videos_per_step >= 3
+               ? "planted"
+               : "";
+  };
+  const auto found = minimise({config, 4}, fails);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(fails(found->trial), "planted");
+  EXPECT_EQ(found->trial.ranks, 2);
+  EXPECT_EQ(found->trial.config.video.files, (std::vector<std::string>{"b", "e"}));
+  EXPECT_EQ(found->trial.config.video.max_frames, 6);
+  EXPECT_EQ(found->trial.config.batch.videos_per_step, 3);
+  EXPECT_EQ(found->trial.config.batch.tokens_per_micro_batch, 1);
+}
+
+TEST_F(VideosVerified, AFailureIsMinimisedToAConfigurationThatFailsByItself) {
+  struct MeanOfRankMeans : TokenMean {
+    Denominator denominator(const Census& census) const override {
+      Denominator wrong = TokenMean::denominator(census);
+      const auto own = census.targets_by_rank[static_cast<std::size_t>(census.rank)];
+      wrong.value = static_cast<double>(std::max<std::int64_t>(1, own) *
+                                        static_cast<std::int64_t>(census.targets_by_rank.size()));
+      return wrong;
+    }
+  };
+  const ChangeProblem planted = [](VerifyProblem& problem, World&) {
+    problem.make_normalizer = [] { return std::make_unique<MeanOfRankMeans>(); };
+  };
+  RunConfig config = without_text(videos("big"));
+  config.model.shape.layers = 2;
+  const auto found = minimise_run(config, 3, {"zero1"}, planted);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->failure, "mean_of_rank_means");
+  EXPECT_EQ(found->trial.ranks, 2);
+  EXPECT_EQ(found->trial.config.model.shape.layers, 1);
+  EXPECT_EQ(found->trial.config.model.shape.heads, 1);
+  EXPECT_EQ(found->trial.config.batch.videos_per_step, 2);
+  EXPECT_LE(found->trial.config.video.files.size(), 2u);
+  EXPECT_LE(found->trial.config.video.max_frames, 2);
+  const auto file = root_ / "small.toml";
+  write_file(file, minimised_toml(*found, file.string()));
+  const RunConfig read = load_config(file);
+  EXPECT_FALSE(verified(read, found->trial.ranks, {}, planted).passed);
+  EXPECT_TRUE(verified(read, found->trial.ranks).passed);
+  EXPECT_FALSE(minimise_run(config, 2, {"bucketed"}));
 }
 
 TEST_F(VideosVerified, WhileTrainingAndAtTheEnd) {
