@@ -27,6 +27,11 @@ def test_every_layout_that_four_ranks_allow(config, tmp_path):  # noqa: F811
     assert len(grades) == 38  # 19 layouts, each with and without accumulation
     for named in ["zero3:replicas=2:share=on", "zero2:replicas=4:share=off 1 to a micro-batch", "bucketed:share=on"]:
         assert grades[named]["E1"]["state"] == grades[named]["E2"]["state"] == grades[named]["E3"]["state"] == "pass"
+    for name, layout in grades.items():
+        after = [(path["optimizer"], path["updates"], path["passed"]) for path in layout["trajectories"]]
+        assert after == [("SGD", 1, True), ("AdamW", 2, True)], name
+        assert layout["bytes_moved"] == layout["bytes_needed"] > 0, name
+    assert "after 1 update of SGD" in text and "after 2 updates of AdamW" in text
     page = (tmp_path / "v.html").read_text()
     assert page.count("<title>") == 1 + 2 * 38 * 21  # a cell for each parameter, layout and precision
 
@@ -70,3 +75,64 @@ def test_a_run_is_checked_while_it_trains(config, tmp_path):  # noqa: F811
     written = (tmp_path / "run/config.toml").read_text()
     assert "every = 2\nchecksums_every = 2" in written
     assert "verify.every" in isograd("train", config, "--verify-every", "-1", status=2)
+
+
+def write_video(path, frames, rows, columns, seed):
+    """An uncompressed video: a gradient that moves."""
+    data = f"YUV4MPEG2 W{columns} H{rows} F8:1 Ip A1:1 C444\n".encode()
+    for frame in range(frames):
+        pixels = [(7 * x + 5 * y + 3 * frame + 11 * seed + 40 * plane) % 256
+                  for plane in range(3) for y in range(rows) for x in range(columns)]
+        data += b"FRAME\n" + bytes(pixels)
+    path.write_bytes(data)
+
+
+VIDEOS = """
+[run]
+directory = "{folder}/run"
+[data]
+validation_fraction = 0.2
+[batch]
+videos_per_step = 4
+tokens_per_micro_batch = 20
+[model]
+kind = "video"
+hidden = 16
+layers = 2
+heads = 2
+head_dim = 8
+feed_forward = 24
+[video]
+files = ["{folder}/clips"]
+height = 16
+frames_per_second = 0
+gate_init = 0.5
+timestep_features = 8
+"""
+
+
+def test_videos_on_every_layout_and_their_dumps(tmp_path):
+    (tmp_path / "clips").mkdir()
+    for seed, (frames, rows, columns) in enumerate([(2, 8, 8), (4, 16, 16), (6, 16, 8), (8, 8, 16), (4, 8, 24), (2, 16, 24)]):
+        write_video(tmp_path / f"clips/{seed}.y4m", frames, rows, columns, seed)
+    path = tmp_path / "videos.toml"
+    path.write_text(VIDEOS.format(folder=tmp_path))
+    dumps = tmp_path / "dumps"
+    text = isograd("verify", path, "--ranks", 2, "--layout", "all", "--json", tmp_path / "v.json", "--report",
+                   tmp_path / "v.html", "--dump", dumps)
+    assert "parity PASS: 2 ranks = 1 device" in text
+    grades = json.loads((tmp_path / "v.json").read_text())["grades"]
+    assert len(grades) == 26 and all(layout["passed"] for layout in grades.values())
+    assert (tmp_path / "v.html").read_text().count("parity PASS") >= 1
+    # What one process and each layout made can be compared again.
+    names = {folder.name for folder in dumps.iterdir()}
+    assert {"oracle", "alone", "zero3:replicas=1:share=off", "zero3:replicas=1:share=off, fp32"} <= names
+    for name in ["zero3:replicas=1:share=off", "bucketed:share=on a video to a micro-batch"]:
+        if name in names:
+            isograd("compare", dumps / name, dumps / "oracle")
+    # Ranks that share each video have the same gradient as well.
+    cut = ["--set", "parallel.cp_ring=2"]
+    isograd("verify", path, "--ranks", 2, *cut, "--dump", tmp_path / "cut")
+    isograd("compare", tmp_path / "cut/bucketed", dumps / "oracle")
+    smallest = tmp_path / "smallest.toml"
+    assert "nothing to minimise" in isograd("verify", path, "--ranks", 2, "--minimise", smallest)
