@@ -77,13 +77,15 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
     if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
-    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? ranks : 1); ++replicas) {
-      if (ranks % replicas != 0) continue;
+    const int dealt = packs_dealt_to(config, ranks);  // ranks that share samples belong to one replica
+    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {
+      if (dealt % replicas != 0) continue;
       for (const bool share : {false, true}) {
-        // One copy needs somebody to share it with.
-        if (share && (!may_share(strategy) || !host_memory || replicas >= ranks)) continue;
         LayoutChoice choice{.strategy = strategy};
         if (shards(strategy)) choice.replicas = replicas;
+        // One copy needs somebody to share it with.
+        const std::int64_t copies = shards(strategy) ? copies_of_shards(choice.in(config)) : 1;
+        if (share && (!may_share(strategy) || !host_memory || copies >= ranks)) continue;
         if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
         if (by_replica && count_replicas(choice.in(config), ranks) != count_replicas(config, ranks)) continue;
         all.push_back(std::move(choice));

@@ -301,6 +301,26 @@ TEST(Layouts, AMeanOfReplicasKeepsItsReplicas) {
   EXPECT_GT(layout_matrix(config, 4, true).size(), layout_matrix(config, 4, false).size());
 }
 
+// Ranks that share samples are one replica: no layout asks for more replicas than there are data ranks.
+TEST_F(RunsVerified, OnEveryLayoutOfContextRanks) {
+  for (const int ranks : {2, 3, 4})
+    for (const char* mode : {"all", "none"}) {
+      RunConfig config = tiny("context");
+      config.parallel.cp_ring = ranks == 3 ? 3 : 2;
+      config.parallel.cp_fsdp_mode = mode;
+      Verdict verdict;
+      run_ranks(ranks, [&](World& world) {
+        Verdict own = verify_run(config, world, {kAllLayouts});
+        if (world.rank == 0) verdict = std::move(own);
+      });
+      EXPECT_TRUE(verdict.passed) << to_text(verdict);
+      EXPECT_GE(verdict.layouts.size(), 7u) << ranks << ", " << mode;
+      for (const auto& layout : verdict.layouts)  // but for the last byte of each message
+        EXPECT_NEAR(layout.bytes_moved, layout.bytes_needed, static_cast<double>(layout.parameters.size()))
+            << layout.name;
+    }
+}
+
 // ---- while training ----
 
 std::string drift(RunningRun& run, int rank, double factor) {

@@ -176,6 +176,15 @@ Wording verify_wording(const Verdict& verdict) {
                   .right = "1 device",
                   .reference = "one process, fp64",
                   .subject = {}};
+  if (!verdict.layouts.empty()) {
+    const auto& parameters = verdict.layouts[0].parameters;
+    const auto zero = std::count_if(parameters.begin(), parameters.end(),
+                                    [](const ParameterVerdict& parameter) { return parameter.norm == 0; });
+    if (zero > 0)
+      wording.notices.push_back(fmt::format(
+          "one process has a gradient of zero for {} of {} parameters in this step: little is proven of them",
+          zero, parameters.size()));
+  }
   wording.findings = verdict.findings;
   if (!wording.findings.empty()) return wording;
   for (const auto& statement : verdict.diagnosis)
