@@ -10,6 +10,7 @@
 #include "isograd/world.hpp"
 #include "loss/ranking/ranking_testing.hpp"
 #include "train/scorer_run.hpp"
+#include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {
@@ -136,6 +137,24 @@ TEST_F(ScorerVerify, RanksAgainstAFilledQueue) {
             verify_run(config, world, {}, forgets ? ChangeProblem(forget) : ChangeProblem());
         EXPECT_EQ(verdict.passed, queue == 0 || !forgets) << queue;
       });
+}
+
+TEST_F(ScorerVerify, IsMinimisedInRowsAndQueue) {
+  config_.batch.rows_per_step = 40, config_.ranking.queue_size = 100;
+  config_.model.scorer_layers = 3, config_.model.scorer_units = 16;
+  const auto fails = [](const Trial& trial) -> std::string {
+    return trial.config.batch.rows_per_step >= 7 && trial.config.ranking.queue_size >= 3 ? "planted" : "";
+  };
+  const auto found = minimise({config_, 4}, fails);
+  ASSERT_TRUE(found);
+  const RunConfig& least = found->trial.config;
+  EXPECT_EQ(found->trial.ranks, 1);
+  EXPECT_EQ(least.batch.rows_per_step, 7);
+  EXPECT_EQ(least.ranking.queue_size, 3);
+  EXPECT_EQ(least.model.scorer_layers, 1);
+  EXPECT_EQ(least.model.scorer_units, 1);
+  EXPECT_EQ(least.model.shape.hidden, config_.model.shape.hidden);  // of other models
+  EXPECT_EQ(least.batch.packs_per_step, config_.batch.packs_per_step);
 }
 
 TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
