@@ -54,7 +54,7 @@ struct Presenter::Impl {
   RunConfig config;
   RunFacts facts;
   fs::path directory;
-  Progress progress{};
+  Progress progress{{.tokens = facts.task.tokens}};
   std::unique_ptr<Metrics> metrics{};
   std::vector<std::string> notices{};
 

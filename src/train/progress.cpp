@@ -59,12 +59,13 @@ std::string human_seconds(double seconds) {
 }
 
 std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
-                          int columns, bool bar) {
+                          int columns, bool bar, const std::string& tokens) {
   const std::string step = fmt::format("step {}/{}", event.step, event.total);
   // In the order in which a narrow terminal may do without them, the last first.
-  std::vector<std::string> parts = {
-      fmt::format("loss {:.4f}", event.report.loss), fmt::format("norm {:.3g}", event.report.norm),
-      human_count(event.tokens_per_second) + " tokens/s", human_seconds(seconds_left) + " left"};
+  std::vector<std::string> parts = {fmt::format("loss {:.4f}", event.report.loss),
+                                    fmt::format("norm {:.3g}", event.report.norm),
+                                    fmt::format("{} {}/s", human_count(event.tokens_per_second), tokens),
+                                    human_seconds(seconds_left) + " left"};
   if (!event.report.finite) parts.insert(parts.begin(), "not finite: nothing updated");
   if (validation_loss) parts.push_back(fmt::format("validation {:.4f}", *validation_loss));
   std::string text = step;
@@ -102,8 +103,8 @@ void Progress::draw() {
   drawn_at_ = now();
   const double left = static_cast<double>(last_->total - last_->step) * smooth_seconds_;
   const int columns = options_.columns.value_or(terminal_ ? terminal_columns(options_.out) : 160);
-  const std::string text =
-      progress_line(*last_, validation_loss_, left, terminal_ ? columns - 1 : columns, terminal_);
+  const std::string text = progress_line(*last_, validation_loss_, left, terminal_ ? columns - 1 : columns,
+                                         terminal_, options_.tokens);
   if (terminal_) {
     clear();
     std::fputs(text.c_str(), options_.out);

@@ -15,6 +15,7 @@ struct ProgressOptions {
   std::FILE* out = stderr;
   std::optional<bool> terminal = {};  // not given: whether `out` is one
   std::optional<int> columns = {};    // not given: asked of the terminal at each line
+  std::string tokens = "tokens";      // what samples consist of
   double redraw_seconds = 0.1;        // a terminal's line is drawn at most this often
   double plain_seconds = 5;  // a plain line is written at most this often, and for the first and last step
 };
@@ -46,9 +47,9 @@ class Progress {
 };
 
 // "step 40/200  loss 2.3456  norm 0.81  12.3k tokens/s  1m 05s left"; with a bar of `columns` in all where
-// there is room for one. No control characters.
+// there is room for one. `tokens`: what they are called. No control characters.
 std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
-                          int columns, bool bar);
+                          int columns, bool bar, const std::string& tokens = "tokens");
 
 std::string human_count(double count);      // 12.3k, 4.56M
 std::string human_seconds(double seconds);  // 0.4s, 12s, 3m 05s, 2h 07m, 3d 04h

@@ -43,6 +43,7 @@ std::size_t columns_of(const std::string& text) {
 TEST(Progress, LineSaysLossNormSpeedAndTimeLeft) {
   EXPECT_EQ(progress_line(event(40, 200), std::nullopt, 65, 160, false),
             "step 40/200  loss 2.3457  norm 0.812  12.3k tokens/s  1m 05s left");
+  EXPECT_THAT(progress_line(event(40, 200), {}, 65, 160, false, "patches"), HasSubstr("  12.3k patches/s  "));
   EXPECT_THAT(progress_line(event(40, 200), 2.5, 65, 160, false), HasSubstr("validation 2.5000"));
 }
 
