@@ -290,6 +290,57 @@ def test_sample_of_something_else_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "--tokenizer" in refused("sample", tmp_path)
     assert "--top-p" in refused("sample", tmp_path, "--top-p", "2")
+    (tmp_path / "config.json").write_text('{"model_type": "isograd_video_dit"}')
+    assert "state.json" in refused("sample", tmp_path)
+
+
+VIDEOS = """
+[run]
+directory = "{folder}/run"
+[batch]
+videos_per_step = 2
+[model]
+kind = "video"
+hidden = 16
+layers = 1
+heads = 2
+head_dim = 8
+feed_forward = 24
+[video]
+files = ["{folder}/videos"]
+height = 8
+frames_per_second = 0
+patch_height = 4
+patch_width = 4
+timestep_features = 8
+[train]
+steps = 2
+"""
+
+
+def test_train_and_sample_of_videos(tmp_path):
+    (tmp_path / "videos").mkdir()
+    for i in range(3):
+        frame = b"FRAME\n" + bytes((5 * x + 3 * i) % 256 for x in range(3 * 8 * 12))
+        (tmp_path / f"videos/{i}.y4m").write_bytes(b"YUV4MPEG2 W12 H8 F8:1 Ip A1:1 C444\n" + 4 * frame)
+    path = tmp_path / "run.toml"
+    path.write_text(VIDEOS.format(folder=tmp_path))
+    done = isograd("train", path)
+    assert done.returncode == 0, done.stderr
+    assert " patches/s" in done.stderr and "tokens/s" not in done.stdout + done.stderr
+
+    def sample(folder, *arguments):
+        made = isograd("sample", tmp_path / "run", "--steps", 2, "--out", tmp_path / folder, *arguments)
+        assert made.returncode == 0, made.stderr
+        return [pathlib.Path(line).read_bytes() for line in made.stdout.splitlines()]
+    first = sample("a", "--videos", 2, "--seed", 7)
+    assert len(first) == 2 and first[0] != first[1]
+    assert all(video.startswith(b"\x89PNG") and b"acTL" in video for video in first)  # an animated one
+    assert sample("b", "--videos", 2, "--seed", 7) == first and sample("b", "--seed", 8) != first[:1]
+    said = refused("sample", tmp_path / "run", "--prompt", "a cat")
+    assert "--prompt" in said and "a model of videos" in said
+    assert "--frames 3" in refused("sample", tmp_path / "run", "--frames", 3, "--out", tmp_path)
+    assert "--out" in refused("sample", tmp_path / "run", "--out", path / "below")  # that is no folder
 
 
 def test_data_pack_and_show(config):

@@ -45,6 +45,18 @@ struct FlowEstimate {
 FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch& batch, std::uint64_t seed,
                            std::optional<double> time = {});
 
+// A new video, [T, E] on the CPU, in the order of a store's tokens: the flow from noise (time 1) to data
+// (time 0) along the model's velocity, by Euler's method (Lipman et al. 2023, arXiv 2210.02747, section 4): x
+// becomes x − velocity(x, t) / steps at t = 1, 1 − 1 / steps, ... `number` tells videos of one seed apart;
+// their noise is none that training draws and the same for any number of steps. No gradient. ConfigError
+// without a step, and for a grid that is larger than the model's.
+struct FlowSampleOptions {
+  std::int64_t steps = 50;
+  std::uint64_t seed = 0;
+  std::int64_t number = 0;
+};
+at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions& options);
+
 // One whole video as the batch that a loader makes of it.
 Batch video_batch(const VideoStore& store, std::int64_t video, std::int64_t draw = 0);
 

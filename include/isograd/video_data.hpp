@@ -78,6 +78,10 @@ at::Tensor to_bytes(const at::Tensor& patches);
 // A PNG of one frame, uint8 [H, W, 3].
 std::string encode_png(const at::Tensor& frame);
 
+// Frames uint8 [F, H, W, 3] as an animated PNG, which any browser plays, without loss. ConfigError when the
+// file cannot be written.
+void write_apng(const std::filesystem::path& file, const at::Tensor& frames, double frames_per_second);
+
 struct VideoLoaderOptions {
   std::int64_t videos_per_step = 8;            // over all ranks and micro-batches
   std::int64_t tokens_per_micro_batch = 4096;  // at most; a longer video is a micro-batch by itself

@@ -56,10 +56,12 @@ class VideoDiT : public torch::nn::Module {
   ~VideoDiT() override;
   const VideoDiTConfig& config() const;
   at::ScalarType dtype() const;
+  at::Device device() const;                                // of its parameters
   std::vector<std::pair<std::string, at::Tensor>> named();  // in registration order
 
   // The predicted velocity [T_local, E], in the model's dtype. `noised` [T_local, E]; `coordinates` [T_local,
-  // 3] int64: frame, row and column of patches; `times` [F] in [0, 1], of the batch's fragments.
+  // 3] int64: frame, row and column of patches; `times` [F] in [0, 1], of the batch's fragments. `noised` on
+  // the model's device, the others anywhere.
   // Differentiable once. ConfigError when coordinates lie outside the largest grid or the batch contradicts
   // itself.
   at::Tensor velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,

@@ -1,4 +1,4 @@
-// isograd sample: text from a checkpoint.
+// isograd sample: text or videos from a checkpoint.
 #include <cstdio>
 
 #include "cli/verbs.hpp"
@@ -6,6 +6,7 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
+#include "train/video_model.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -14,7 +15,19 @@ namespace {
 struct Flags {
   std::string checkpoint, prompt, tokenizer;
   SampleOptions options;
+  VideoSampleOptions videos;
+  std::vector<CLI::Option*> of_text, of_videos;
 };
+
+// Flags of the other kind of model would have no effect.
+void refuse(const std::vector<CLI::Option*>& flags, const std::string& kind, const std::string& model) {
+  for (const CLI::Option* flag : flags)
+    if (flag->count() > 0)
+      throw ConfigError({.where = flag->get_name(),
+                         .found = fmt::format("a flag of {} models", kind),
+                         .expected = "flags that have an effect: this is a model of " + model,
+                         .action = "Leave it out"});
+}
 
 // A checkpoint, a run's folder (its latest checkpoint), or a Hugging Face directory.
 fs::path find_model(const fs::path& given) {
@@ -30,6 +43,14 @@ std::unique_ptr<Tokenizer> tokenizer_named(const std::string& name) {
 
 int run(const Flags& flags) {
   const fs::path directory = find_model(flags.checkpoint);
+  if (is_video_model(directory)) {
+    refuse(flags.of_text, "text", "videos");
+    VideoSampleOptions options = flags.videos;
+    options.seed = flags.options.seed;
+    for (const fs::path& file : sample_videos(directory, options)) std::puts(file.c_str());
+    return 0;
+  }
+  refuse(flags.of_videos, "video", "text");
   std::unique_ptr<Tokenizer> tokenizer;
   at::ScalarType dtype = at::kFloat;
   if (fs::exists(directory / "state.json")) {
@@ -59,38 +80,63 @@ int run(const Flags& flags) {
 }  // namespace
 
 Verb sample_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("sample", "Generate text from a checkpoint");
+  CLI::App* verb = program.add_subcommand("sample", "Generate text or videos from a checkpoint");
   auto flags = std::make_shared<Flags>();
   SampleOptions& options = flags->options;
   verb->add_option("CHECKPOINT", flags->checkpoint,
                    "a checkpoint, a run's folder (its latest), or a Hugging Face directory")
       ->required();
-  verb->add_option("--prompt", flags->prompt, "what the text begins with; empty: a new document")
-      ->type_name("TEXT");
-  verb->add_option("--tokens", options.max_tokens, "how many are generated, at most")
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30))
+  constexpr std::int64_t kMany = std::int64_t{1} << 30;
+  verb->add_option("--seed", options.seed, "the same seed gives the same text or videos")
+      ->type_name("S")
       ->capture_default_str();
-  verb->add_option("--temperature", options.temperature, "divides the logits; 0: always the likeliest token")
+  const auto text = [&](CLI::Option* option) {
+    flags->of_text.push_back(option);
+    return option->group("Of text");
+  };
+  text(verb->add_option("--prompt", flags->prompt, "what the text begins with; empty: a new document"))
+      ->type_name("TEXT");
+  text(verb->add_option("--tokens", options.max_tokens, "how many are generated, at most"))
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, kMany))
+      ->capture_default_str();
+  text(verb->add_option("--temperature", options.temperature,
+                        "divides the logits; 0: always the likeliest token"))
       ->type_name("T")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  verb->add_option("--top-k", options.top_k, "only among the k likeliest; 0: off")
+  text(verb->add_option("--top-k", options.top_k, "only among the k likeliest; 0: off"))
       ->type_name("K")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30))
+      ->check(CLI::Range(std::int64_t{0}, kMany))
       ->capture_default_str();
-  verb->add_option("--top-p", options.top_p, "only among the likeliest that make up this probability")
+  text(verb->add_option("--top-p", options.top_p, "only among the likeliest that make up this probability"))
       ->type_name("P")
       ->check(CLI::Range(1e-9, 1.0))
       ->capture_default_str();
-  verb->add_option("--seed", options.seed, "the same seed gives the same text")
-      ->type_name("S")
-      ->capture_default_str();
-  verb->add_option("--tokenizer", flags->tokenizer,
-                   "\"bytes\" or a SentencePiece model, where none is kept with it")
+  text(verb->add_option("--tokenizer", flags->tokenizer,
+                        "\"bytes\" or a SentencePiece model, where none is kept with it"))
       ->type_name("FILE");
+  VideoSampleOptions& videos = flags->videos;
+  const auto number = [&](const char* name, std::int64_t& of, std::int64_t least, const char* meaning) {
+    CLI::Option* option = verb->add_option(name, of, meaning)
+                              ->type_name("N")
+                              ->check(CLI::Range(least, kMany))
+                              ->group("Of videos");
+    flags->of_videos.push_back(option);
+    return option;
+  };
+  number("--videos", videos.videos, 1, "how many are generated")->capture_default_str();
+  number("--steps", videos.steps, 1, "of Euler's method from noise to data")->capture_default_str();
+  number("--frames", videos.frames, 1, "of a video; the most that it was trained on unless given");
+  number("--height", videos.height, 1, "in pixels; likewise");
+  number("--width", videos.width, 1, "in pixels; likewise");
+  flags->of_videos.push_back(verb->add_option("--out", videos.folder, "they go here, as animated PNGs")
+                                 ->type_name("DIR")
+                                 ->capture_default_str()
+                                 ->group("Of videos"));
   verb->footer(
-      "  isograd sample runs/first_light --prompt \"// Returns the \" --temperature 0.5\n\n"
+      "  isograd sample runs/first_light --prompt \"// Returns the \" --temperature 0.5\n"
+      "  isograd sample runs/video --videos 4 --steps 100 --out samples\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
   return {verb, [flags] { return run(*flags); }};
 }

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "data/move.hpp"
+
 namespace isograd {
 
 std::int64_t Batch::num_targets() const {
@@ -26,13 +28,18 @@ std::int64_t ContextCut::tokens_of(int of_rank) const {
   return length;
 }
 
+at::Tensor moved(const at::Tensor& tensor, at::Device device) {
+  if (tensor.device() == device) return tensor;
+  // Pinned memory goes back to its pool when the copy has been made, not before: LibTorch sees to that.
+  const bool pinned = device.is_cuda() && tensor.is_cpu();
+  return (pinned ? tensor.pin_memory() : tensor).to(device, /*non_blocking=*/pinned);
+}
+
 Batch to_device(const Batch& batch, at::Device device) {
   Batch moved = batch;
   for (at::Tensor* tensor : {&moved.tokens, &moved.targets, &moved.positions, &moved.weights,
                              &moved.given_weights, &moved.sample_weights}) {
-    if (!tensor->defined() || tensor->device() == device) continue;
-    if (device.is_cuda() && tensor->is_cpu()) *tensor = tensor->pin_memory();
-    *tensor = tensor->to(device, /*non_blocking=*/device.is_cuda());
+    if (tensor->defined()) *tensor = isograd::moved(*tensor, device);
   }
   return moved;
 }

@@ -223,5 +223,18 @@ TEST_F(Video, APngIsTheFrame) {
   EXPECT_THAT(config_error([&] { encode_png(frame.to(at::kFloat)); }), HasSubstr("encode_png"));
 }
 
+TEST_F(Video, AnAnimatedPngIsItsFrames) {
+  for (const std::int64_t count : {1, 5}) {
+    const at::Tensor frames = numbered_frames(count, 13, 21);
+    const fs::path file = folder_.write("frames.png", "");
+    write_apng(file, frames, 12.5);
+    EXPECT_TRUE(at::equal(decode_video(file, options_for(file, {1, 1, 1})), frames)) << count;
+  }
+  const at::Tensor frames = numbered_frames(2, 4, 4);
+  EXPECT_THAT(config_error([&] { write_apng("/nowhere/frames.png", frames, 8); }), HasSubstr("/nowhere"));
+  EXPECT_THAT(config_error([&] { write_apng("frames.png", frames, 0); }), HasSubstr("frames per second"));
+  EXPECT_THAT(config_error([&] { write_apng("frames.png", frames[0], 8); }), HasSubstr("uint8"));
+}
+
 }  // namespace
 }  // namespace isograd

@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 
+#include "data/move.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/token_losses.hpp"
@@ -14,7 +16,7 @@ at::ScalarType computing_type(const VideoDiT& model) {
   return model.dtype() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// One forward of the model: what it saw, what it said and what it should have said, [T, E].
+// One forward of the model, on its device: what it saw, what it said and what it should have said, [T, E].
 struct Pass {
   at::Tensor data, noise, times_of_tokens, noised, velocity;
 };
@@ -29,21 +31,23 @@ at::Tensor spread(const at::Tensor& of_fragments, const Batch& batch) {
 
 Pass run(VideoDiT& model, const VideoStore& store, const Batch& batch, const FlowNoise& drawn) {
   const auto type = computing_type(model);
+  const at::Device device = model.device();
+  const at::Tensor tokens = batch.tokens.cpu();  // the store is in host memory
   Pass pass;
-  pass.data = store.patches(batch.tokens, type);
-  pass.noise = drawn.noise.to(type);
-  pass.times_of_tokens = spread(drawn.times, batch).to(type);
+  pass.data = moved(store.patches(tokens, type), device);
+  pass.noise = moved(drawn.noise.to(type), device);
+  pass.times_of_tokens = moved(spread(drawn.times, batch).to(type), device);
   // flow_matching_input() runs from its x0 to its x1.
   pass.noised = flow_matching_input(pass.data, pass.noise, pass.times_of_tokens);
-  pass.velocity = model.velocity(batch, pass.noised, store.coordinates(batch.tokens), drawn.times);
+  pass.velocity = model.velocity(batch, pass.noised, store.coordinates(tokens), drawn.times);
   return pass;
 }
 
 // A token without target weighs nothing.
-at::Tensor weights_of(const Batch& batch) {
-  const at::Tensor valid = batch.targets.ne(kIgnoreIndex);
+at::Tensor weights_of(const Batch& batch, at::Device device) {
+  const at::Tensor valid = moved(batch.targets, device).ne(kIgnoreIndex);
   if (!batch.weights.defined()) return valid;
-  return batch.weights.masked_fill(valid.logical_not(), 0);
+  return moved(batch.weights, device).masked_fill(valid.logical_not(), 0);
 }
 
 }  // namespace
@@ -86,7 +90,8 @@ ForwardLossTerms flow_matching_loss(VideoDiT& model, std::shared_ptr<const Video
                                     std::uint64_t seed) {
   return [&model, store = std::move(store), seed](const Batch& batch) -> LossTerms {
     const Pass pass = run(model, *store, batch, flow_noise(batch, store->patch_elements(), seed));
-    return {{"flow_matching", flow_matching_sum(pass.velocity, pass.data, pass.noise, weights_of(batch))}};
+    return {{"flow_matching", flow_matching_sum(pass.velocity, pass.data, pass.noise,
+                                                weights_of(batch, pass.velocity.device()))}};
   };
 }
 
@@ -97,7 +102,7 @@ at::Tensor flow_matching_token_losses(VideoDiT& model, const VideoStore& store, 
   const Pass pass = run(model, store, batch, flow_noise(batch, elements, seed));
   const at::Tensor error = pass.velocity.to(pass.data.scalar_type()) - (pass.noise - pass.data);
   const at::Tensor squares = error.square().sum(1, false, at::kDouble) / static_cast<double>(elements);
-  return squares.masked_fill(batch.targets.eq(kIgnoreIndex), 0);
+  return squares.masked_fill(moved(batch.targets, squares.device()).eq(kIgnoreIndex), 0);
 }
 
 FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch& batch, std::uint64_t seed,
@@ -108,6 +113,36 @@ FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch
   const Pass pass = run(model, store, batch, drawn);
   const at::Tensor t = pass.times_of_tokens.unsqueeze(1);
   return {drawn.times, pass.noised, pass.noised - t * pass.velocity.to(pass.noised.scalar_type())};
+}
+
+at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions& options) {
+  if (options.steps < 1)
+    throw ConfigError({.where = "sample_flow",
+                       .found = fmt::format("{} steps", options.steps),
+                       .expected = "1 or more",
+                       .action = "Ask for some"});
+  constexpr std::int64_t kNoStep = -1;  // of training
+  const std::int64_t length = grid.count();
+  Batch batch;
+  batch.tokens = batch.targets = batch.positions = at::arange(length, at::kLong);
+  batch.cu_seqlens = {0, length};
+  batch.sample_ids = {options.number};
+  batch.draw = kNoStep;
+  at::Tensor coordinates = at::empty({length, 3}, at::kLong);
+  auto* place = coordinates.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t t = 0; t < grid.t; ++t)
+    for (std::int64_t h = 0; h < grid.h; ++h)
+      for (std::int64_t w = 0; w < grid.w; ++w) *place++ = t, *place++ = h, *place++ = w;
+  const at::NoGradGuard no_grad;
+  const auto type = computing_type(model);
+  const std::int64_t elements = model.config().patch_elements;
+  at::Tensor x = moved(flow_noise(batch, elements, options.seed).noise.to(type), model.device());
+  const double step = 1.0 / static_cast<double>(options.steps);
+  for (std::int64_t i = 0; i < options.steps; ++i) {
+    const at::Tensor time = at::full({1}, 1 - static_cast<double>(i) * step, at::kDouble);
+    x = x - step * model.velocity(batch, x, coordinates, time).to(type);
+  }
+  return x.cpu();
 }
 
 Batch video_batch(const VideoStore& store, std::int64_t video, std::int64_t draw) {
@@ -127,7 +162,7 @@ PredictedVideo predict_frames(VideoDiT& model, const VideoStore& store, std::int
   const Batch batch = video_batch(store, video);
   const FlowEstimate of = flow_estimate(model, store, batch, seed, time);
   const auto frames = [&](const at::Tensor& patches) {
-    return unpatchify(to_bytes(patches), store.grid(video), store.patch());
+    return unpatchify(to_bytes(patches.cpu()), store.grid(video), store.patch());
   };
   return {time, frames(store.patches(batch.tokens, at::kDouble)), frames(of.noised), frames(of.estimate)};
 }

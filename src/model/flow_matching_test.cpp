@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "model/video_dit_testing.hpp"
 
@@ -143,6 +144,72 @@ TEST(FlowMatching, EstimatesAreMadeOfWhatWasSeen) {
       model.velocity(batch, of.noised, store->coordinates(batch.tokens), of.times).detach();
   const at::Tensor t = at::cat({of.times[0].expand({2, 1}), of.times[1].expand({20, 1})});
   EXPECT_LT(relative(of.estimate, of.noised - t * said), 1e-12);
+}
+
+// Every parameter zero but the last bias: the velocity is that bias everywhere.
+void make_constant(VideoDiT& model, const at::Tensor& velocity) {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : model.named()) {
+    if (name == "final.linear.bias")
+      tensor.copy_(velocity);
+    else
+      tensor.zero_();
+  }
+}
+
+// Along a constant velocity Euler's method is exact: noise minus that velocity, in any number of steps.
+TEST(SampleFlow, OfAConstantFieldIsTheNoiseMovedByIt) {
+  const VideoGrid grid{3, 2, 4};
+  for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
+    VideoDiT model(small_video_dit(), type, 3);
+    const at::Tensor field = at::linspace(-1, 1, 12, at::kDouble).to(type);
+    make_constant(model, at::zeros({12}, type));
+    const at::Tensor noise = sample_flow(model, grid, {.steps = 3, .seed = 5});
+    EXPECT_EQ(noise.sizes(), (std::vector<std::int64_t>{24, 12}));
+    EXPECT_NEAR(noise.mean().item<double>(), 0, 4 / std::sqrt(288.0));
+    EXPECT_NEAR(noise.std().item<double>(), 1, 4 / std::sqrt(2 * 288.0));
+    make_constant(model, field);
+    for (const std::int64_t steps : {1, 2, 7, 50}) {
+      const at::Tensor made = sample_flow(model, grid, {.steps = steps, .seed = 5});
+      // A subtraction rounds once a step, of numbers below 6.
+      const double rounding = 6 * static_cast<double>(2 * steps) * (type == at::kDouble ? 0x1p-53 : 0x1p-24);
+      EXPECT_LT((made - (noise - field)).abs().max().item<double>(), rounding) << steps;
+    }
+  }
+}
+
+// In a field that depends on place and time: each step is x - velocity(x, t) / steps at its own time, from 1
+// on.
+TEST(SampleFlow, TakesEulersSteps) {
+  VideoDiT model(small_video_dit(), at::kDouble, 3);
+  const auto store = small_videos({{2, 3, 4}});
+  const Batch batch = video_batch(*store, 0);
+  const at::Tensor coordinates = store->coordinates(batch.tokens);
+  VideoDiT still(small_video_dit(), at::kDouble, 3);
+  make_constant(still, at::zeros({12}, at::kDouble));
+  for (const double first : {1.0, 0.75}) {  // planted: times that begin a step late
+    at::Tensor x = sample_flow(still, {2, 3, 4}, {.steps = 1, .seed = 9, .number = 2});
+    for (int i = 0; i < 4; ++i)
+      x = x -
+          model.velocity(batch, x, coordinates, at::full({1}, first - 0.25 * i, at::kDouble)).detach() / 4;
+    const double off = relative(sample_flow(model, {2, 3, 4}, {.steps = 4, .seed = 9, .number = 2}), x);
+    if (first == 1)
+      EXPECT_LT(off, 1e-12);
+    else
+      EXPECT_GT(off, 1e-4);
+  }
+}
+
+TEST(SampleFlow, FollowsFromSeedAndNumberAlone) {
+  VideoDiT model(small_video_dit(), at::kFloat, 3);
+  const auto sample = [&](std::uint64_t seed, std::int64_t number) {
+    return sample_flow(model, {2, 3, 4}, {.steps = 5, .seed = seed, .number = number});
+  };
+  EXPECT_TRUE(at::equal(sample(1, 0), sample(1, 0)));
+  EXPECT_FALSE(at::equal(sample(1, 0), sample(2, 0)));
+  EXPECT_FALSE(at::equal(sample(1, 0), sample(1, 1)));
+  EXPECT_THROW(sample_flow(model, {2, 3, 4}, {.steps = 0}), ConfigError);
+  EXPECT_THROW(sample_flow(model, {10, 1, 1}, {}), ConfigError);  // of at most 9 frames
 }
 
 }  // namespace

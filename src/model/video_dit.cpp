@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/attention.hpp"
+#include "data/move.hpp"
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
 #include "model/parameters.hpp"
@@ -207,7 +208,7 @@ struct VideoDiT::Impl {
               batch.cut->pieces.size()),
           "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
     if (count == 0) return;
-    const at::Tensor most = coordinates.amax(0), least = coordinates.amin(0);
+    const at::Tensor places = coordinates.cpu(), most = places.amax(0), least = places.amin(0);
     const at::Tensor largest =
         at::tensor({config.max_frames, config.max_height, config.max_width}, at::kLong);
     if (least.lt(0).any().item<bool>() || most.ge(largest).any().item<bool>())
@@ -250,6 +251,10 @@ at::ScalarType VideoDiT::dtype() const {
   return impl_->dtype;
 }
 
+at::Device VideoDiT::device() const {
+  return impl_->frame.device();
+}
+
 std::vector<std::pair<std::string, at::Tensor>> VideoDiT::named() {
   return impl_->in_order;
 }
@@ -264,11 +269,13 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
   const auto linear = [](const at::Tensor& x, const Linear& with) {
     return linears(x, {with.weight}, {with.bias})[0];
   };
+  const at::Device device = noised.device();
   at::Tensor stream = linear(noised.to(model.dtype), model.patch);
   const at::Tensor* tables[] = {&model.frame, &model.row, &model.column};
   for (std::int64_t axis = 0; axis < 3; ++axis)
-    stream = stream + at::embedding(*tables[axis], coordinates.select(1, axis).contiguous());
-  const at::Tensor features = features_of(times, model.config.timestep_features).to(model.dtype);
+    stream = stream + at::embedding(*tables[axis], moved(coordinates.select(1, axis).contiguous(), device));
+  const at::Tensor features =
+      moved(features_of(times.cpu(), model.config.timestep_features).to(model.dtype), device);
   const at::Tensor condition = at::silu(linear(at::silu(linear(features, model.time_in)), model.time_out));
   for (std::int64_t layer = 0; layer < model.config.layers; ++layer) {
     if (!model.around) {

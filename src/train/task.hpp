@@ -29,6 +29,8 @@ class TaskModel {
   virtual ModelUnits make_units() = 0;
   // Sums of the losses of a micro-batch. Not inside the root's unit yet; the model outlives it.
   virtual ForwardLossTerms loss() = 0;
+  // Parameters that have values; those on the meta device are put where the layout is told.
+  virtual void to(at::Device device) = 0;
   // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
   // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.

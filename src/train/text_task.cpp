@@ -22,6 +22,9 @@ class TextModel : public TaskModel {
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
   ModelUnits make_units() override { return model_units(*model_, config_); }
   ForwardLossTerms loss() override { return forward_loss(*model_, config_); }
+  void to(at::Device device) override {
+    if (!model_->output_weight().is_meta()) model_->to(device);
+  }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const ContextMesh& mesh) override {
     if (mesh.context.size() == 1) return;

@@ -5,102 +5,22 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "attention/attention.hpp"
-#include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/random.hpp"
-#include "model/safetensors.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
+#include "train/video_model.hpp"
 #include "train/video_show.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kModelType = "isograd_video_dit";
-constexpr const char* kConfigFile = "config.json";
-constexpr const char* kWeightsFile = "model.safetensors";
-
 using Store = std::shared_ptr<const VideoStore>;
-
-// ---- config.json ----
-
-// Visits every field with its key, for writing, reading and comparing alike.
-template <class Shape, class Visit>
-void fields(Shape& shape, Visit visit) {
-  visit("patch_elements", shape.patch_elements);
-  visit("hidden", shape.hidden);
-  visit("layers", shape.layers);
-  visit("heads", shape.heads);
-  visit("head_dim", shape.head_dim);
-  visit("feed_forward", shape.feed_forward);
-  visit("max_frames", shape.max_frames);
-  visit("max_height", shape.max_height);
-  visit("max_width", shape.max_width);
-  visit("timestep_features", shape.timestep_features);
-  visit("norm_epsilon", shape.norm_epsilon);
-}
-
-VideoDiTConfig read_shape(const fs::path& directory) {
-  const fs::path file = directory / kConfigFile;
-  const auto bad = [&](const std::string& key, const std::string& found, const std::string& expected) {
-    throw ConfigError({.where = file.string() + ": " + key,
-                       .found = found,
-                       .expected = expected,
-                       .action = "Name a checkpoint of a video run"});
-  };
-  const auto json = nlohmann::json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) bad("the whole file", "no JSON object", "the shape of a model");
-  const auto type = json.value("model_type", nlohmann::json("nothing"));
-  if (type != kModelType) bad("model_type", type.dump(), kModelType);
-  VideoDiTConfig shape;
-  fields(shape, [&](const char* key, auto& value) {
-    if (!json.contains(key) || !json[key].is_number())
-      bad(key, json.contains(key) ? json[key].dump() : "no such key", "a number");
-    value = json[key].template get<std::decay_t<decltype(value)>>();
-  });
-  check(shape);
-  return shape;
-}
-
-void write_model(const fs::path& directory, VideoDiT& model) {
-  fs::create_directories(directory);
-  nlohmann::ordered_json json{{"model_type", kModelType}};
-  fields(model.config(), [&](const char* key, const auto& value) { json[key] = value; });
-  write_file(directory / kConfigFile, json.dump(2) + "\n");
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (const auto& [name, tensor] : model.named()) tensors.emplace_back(name, tensor.detach());
-  write_safetensors(directory / kWeightsFile, tensors);
-}
-
-std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
-  auto model = std::make_shared<VideoDiT>(read_shape(directory), dtype, 0);
-  const fs::path file = directory / kWeightsFile;
-  const auto saved = read_safetensors(file);
-  const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
-    throw ConfigError({.where = file.string() + ": " + name,
-                       .found = found,
-                       .expected = expected,
-                       .action = "Use the weights that belong to this config.json"});
-  };
-  const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : model->named()) {
-    const auto found = saved.find(name);
-    if (found == saved.end()) bad(name, "no such tensor", c10::str(tensor.sizes()));
-    if (found->second.sizes() != tensor.sizes())
-      bad(name, c10::str(found->second.sizes()), c10::str(tensor.sizes()));
-    tensor.copy_(found->second);
-  }
-  if (saved.size() != model->named().size())
-    bad("the whole file", fmt::format("{} tensors", saved.size()),
-        fmt::format("{}, those of the model", model->named().size()));
-  return model;
-}
 
 // ---- the model ----
 
@@ -112,7 +32,10 @@ class VideoModel : public TaskModel {
   VideoDiT& transformer() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
   ForwardLossTerms loss() override { return flow_matching_loss(*model_, store_, seed_); }
-  void write(const fs::path& directory) override { write_model(directory, *model_); }
+  void write(const fs::path& directory) override { write_video_model(directory, *model_); }
+  void to(at::Device device) override {
+    if (!model_->device().is_meta()) model_->to(device);
+  }
 
   ModelUnits make_units() override {
     VideoDiT& model = *model_;
@@ -146,7 +69,7 @@ class VideoModel : public TaskModel {
     for (std::size_t f = 1; f < batch.cu_seqlens.size(); ++f)
       lengths.push_back(batch.cu_seqlens[f] - batch.cu_seqlens[f - 1]);
     const at::Tensor t = at::repeat_interleave(drawn.times, at::tensor(lengths, at::kLong)).unsqueeze(1);
-    return model_->velocity(batch, (data * (1 - t) + drawn.noise * t).to(model_->dtype()),
+    return model_->velocity(batch, (data * (1 - t) + drawn.noise * t).to(model_->device(), model_->dtype()),
                             store_->coordinates(batch.tokens), drawn.times);
   }
 
@@ -280,9 +203,9 @@ class VideoTask : public Task {
     return with(read_video_model(directory, dtype));
   }
 
-  ShapeKeys shape() const override { return shape_keys(shape_of_model()); }
+  ShapeKeys shape() const override { return video_shape_keys(shape_of_model()); }
   ShapeKeys saved_shape(const fs::path& directory) const override {
-    return shape_keys(read_shape(directory));
+    return video_shape_keys(read_video_shape(directory));
   }
 
   Showing show(TaskModel& model) const override {
@@ -334,7 +257,7 @@ class VideoTask : public Task {
   }
 
   VideoDiTConfig loaded_shape() const {
-    const VideoDiTConfig shape = read_shape(config().model.load);
+    const VideoDiTConfig shape = read_video_shape(config().model.load);
     const VideoGrid largest = store_->largest();
     if (shape.patch_elements != store_->patch_elements() || largest.t > shape.max_frames ||
         largest.h > shape.max_height || largest.w > shape.max_width)
@@ -346,15 +269,6 @@ class VideoTask : public Task {
                                    shape.max_frames, shape.max_height, shape.max_width, shape.patch_elements),
            .action = "Shrink them by video.height and video.max_frames, with the patches of that run"});
     return shape;
-  }
-
-  // The keys that people set; gates and the largest grid follow from them and from the data.
-  static ShapeKeys shape_keys(const VideoDiTConfig& shape) {
-    ShapeKeys keys;
-    fields(shape, [&](const std::string& key, const auto& value) {
-      keys.emplace_back((key == "timestep_features" ? "video." : "model.") + key, fmt::format("{}", value));
-    });
-    return keys;
   }
 
   std::shared_ptr<TaskModel> with(std::shared_ptr<VideoDiT> model) const {

@@ -7,6 +7,7 @@
 #include "train/build.hpp"
 #include "train/resume.hpp"
 #include "train/task.hpp"
+#include "train/video_model.hpp"
 #include "train/video_show.hpp"
 #include "train/video_testing.hpp"
 
@@ -152,6 +153,39 @@ TEST_F(VideoRuns, TheReportShowsFramesAndLossesByLength) {
   EXPECT_THAT(html, HasSubstr("clip3.y4m"));
   EXPECT_THAT(html, HasSubstr("5 videos"));
   EXPECT_THAT(html, HasSubstr("img-src data:"));
+}
+
+// New videos of a trained model: as many as asked for, the same by seed, of whole patches.
+TEST_F(VideoRuns, GivesNewVideos) {
+  const RunConfig config = videos("run");
+  const fs::path checkpoint = run(config, 1).outcomes[0].checkpoint;
+  EXPECT_TRUE(is_video_model(checkpoint));
+  EXPECT_FALSE(is_video_model(root_));
+  const auto sample = [&](const char* folder, VideoSampleOptions options) {
+    options.steps = 3;
+    options.folder = root_ / folder;
+    std::vector<std::string> bytes;
+    for (const fs::path& file : sample_videos(checkpoint, options)) bytes.push_back(read_file(file));
+    return bytes;
+  };
+  const auto first = sample("one", {.videos = 2, .seed = 4});
+  ASSERT_EQ(first.size(), 2u);
+  EXPECT_NE(first[0], first[1]);
+  EXPECT_EQ(sample("two", {.videos = 2, .seed = 4}), first);
+  EXPECT_NE(sample("two", {.seed = 5})[0], first[0]);
+  const auto frames_of = [&](const fs::path& file) {
+    return decode_video(
+        file, {.patterns = {file.string()}, .height = 100, .frames_per_second = 0, .patch = {1, 1, 1}});
+  };
+  // The largest of the training videos, each axis by itself.
+  EXPECT_EQ(frames_of(root_ / "one/sample-1.png").sizes(), (std::vector<std::int64_t>{8, 12, 16, 3}));
+  sample("two", {.frames = 4, .height = 8, .width = 12});
+  EXPECT_EQ(frames_of(root_ / "two/sample-0.png").sizes(), (std::vector<std::int64_t>{4, 8, 12, 3}));
+  const auto refused = [&](VideoSampleOptions options) {
+    return config_error_of([&] { sample("two", options); });
+  };
+  EXPECT_THAT(refused({.frames = 3}), AllOf(HasSubstr("--frames 3"), HasSubstr("multiple of 2 up to 8")));
+  EXPECT_THAT(refused({.width = 20}), AllOf(HasSubstr("--width 20"), HasSubstr("Ask for 16")));
 }
 
 TEST(Base64, OfEveryLength) {

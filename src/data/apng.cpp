@@ -1,0 +1,119 @@
+// A video as an animated PNG, by FFmpeg's encoder and container.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "data/libav.hpp"
+#include "isograd/error.hpp"
+#include "isograd/video_data.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace libav;
+
+// A file being written.
+class Writer {
+ public:
+  Writer(std::filesystem::path file, const at::Tensor& frames, double frames_per_second)
+      : file_(std::move(file)) {
+    const AVCodec* encoder = avcodec_find_encoder(AV_CODEC_ID_APNG);
+    if (!encoder) fail("an FFmpeg without an encoder of animated PNGs", 0);
+    AVFormatContext* made = nullptr;
+    check(avformat_alloc_output_context2(&made, nullptr, "apng", nullptr), "no container for it");
+    format_.reset(made);
+    stream_ = avformat_new_stream(made, nullptr);
+    codec_.reset(avcodec_alloc_context3(encoder));
+    codec_->width = static_cast<int>(frames.size(2)), codec_->height = static_cast<int>(frames.size(1));
+    codec_->pix_fmt = AV_PIX_FMT_RGB24;
+    codec_->time_base = {1000, static_cast<int>(std::lround(1000 * frames_per_second))};
+    codec_->thread_count = 1;
+    if (made->oformat->flags & AVFMT_GLOBALHEADER) codec_->flags |= AV_CODEC_FLAG_GLOBAL_HEADER;
+    check(avcodec_open2(codec_.get(), encoder, nullptr), "no encoder for it");
+    stream_->time_base = codec_->time_base;
+    check(avcodec_parameters_from_context(stream_->codecpar, codec_.get()), "no stream for it");
+    check(avio_open(&made->pb, ("file:" + file_.string()).c_str(), AVIO_FLAG_WRITE), "a file not to be made");
+    AVDictionary* settings = nullptr;
+    av_dict_set(&settings, "plays", "0", 0);  // for ever
+    const int status = avformat_write_header(made, &settings);
+    av_dict_free(&settings);
+    check(status, "a header not to be written");
+  }
+
+  void add(const at::Tensor& pixels, std::int64_t number) {
+    Frame image(av_frame_alloc());
+    image->format = codec_->pix_fmt, image->width = codec_->width, image->height = codec_->height;
+    image->pts = number;
+    check(av_frame_get_buffer(image.get(), 0), "no memory for a frame");
+    const auto row = static_cast<std::size_t>(3 * codec_->width);
+    for (int y = 0; y < codec_->height; ++y)
+      std::memcpy(image->data[0] + y * image->linesize[0],
+                  pixels.const_data_ptr<std::uint8_t>() + static_cast<std::size_t>(y) * row, row);
+    check(avcodec_send_frame(codec_.get(), image.get()), "a frame not to be encoded");
+    drain();
+  }
+
+  void finish() {
+    check(avcodec_send_frame(codec_.get(), nullptr), "frames not to be encoded");
+    drain();
+    check(av_write_trailer(format_.get()), "an end not to be written");
+    check(avio_closep(&format_->pb), "a file not to be closed");
+  }
+
+ private:
+  struct Close {
+    void operator()(AVFormatContext* format) const {
+      avio_closep(&format->pb);
+      avformat_free_context(format);
+    }
+  };
+
+  [[noreturn]] void fail(const std::string& found, int status) const {
+    throw ConfigError({.where = file_.string(),
+                       .found = status < 0 ? fmt::format("{} ({})", found, text_of(status)) : found,
+                       .expected = "a file to be written, as an animated PNG",
+                       .action = "Choose another place, or install the distribution's libavformat"});
+  }
+  void check(int status, const char* what) const {
+    if (status < 0) fail(what, status);
+  }
+
+  void drain() {
+    Packet packet(av_packet_alloc());
+    for (;;) {
+      const int status = avcodec_receive_packet(codec_.get(), packet.get());
+      if (status == AVERROR(EAGAIN) || status == AVERROR_EOF) return;
+      check(status, "a frame not to be encoded");
+      av_packet_rescale_ts(packet.get(), codec_->time_base, stream_->time_base);
+      packet->stream_index = stream_->index;
+      check(av_interleaved_write_frame(format_.get(), packet.get()), "a frame not to be written");
+    }
+  }
+
+  std::filesystem::path file_;
+  Complaints complaints_;
+  std::unique_ptr<AVFormatContext, Close> format_;
+  Codec codec_;
+  AVStream* stream_ = nullptr;
+};
+
+}  // namespace
+
+void write_apng(const std::filesystem::path& file, const at::Tensor& frames, double frames_per_second) {
+  if (frames.dim() != 4 || frames.size(3) != 3 || frames.numel() == 0 || frames.scalar_type() != at::kByte ||
+      frames.size(1) > 1 << 14 || frames.size(2) > 1 << 14 || !(frames_per_second >= 0.001) ||
+      frames_per_second > 1e6)
+    throw ConfigError(
+        {.where = "write_apng",
+         .found = c10::str(c10::toString(frames.scalar_type()), " ", frames.sizes(), " at ",
+                           frames_per_second, " frames per second"),
+         .expected = "frames uint8 [frames, rows, columns, 3], at 0.001 to 1e6 of them per second",
+         .action = "Mend them"});
+  const at::Tensor pixels = frames.contiguous();
+  Writer writer(file, pixels, frames_per_second);
+  for (std::int64_t f = 0; f < pixels.size(0); ++f) writer.add(pixels[f], f);
+  writer.finish();
+}
+
+}  // namespace isograd

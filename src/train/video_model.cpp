@@ -1,0 +1,177 @@
+#include "train/video_model.hpp"
+
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "isograd/checkpoint.hpp"
+#include "isograd/error.hpp"
+#include "isograd/flow_matching.hpp"
+#include "model/safetensors.hpp"
+#include "train/build.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kModelType = "isograd_video_dit";
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kWeightsFile = "model.safetensors";
+constexpr double kFramesPerSecond = 24;  // of a run that took every frame, whatever its files' were
+
+// Visits every field with its key, for writing, reading and comparing alike.
+template <class Shape, class Visit>
+void fields(Shape& shape, Visit visit) {
+  visit("patch_elements", shape.patch_elements);
+  visit("hidden", shape.hidden);
+  visit("layers", shape.layers);
+  visit("heads", shape.heads);
+  visit("head_dim", shape.head_dim);
+  visit("feed_forward", shape.feed_forward);
+  visit("max_frames", shape.max_frames);
+  visit("max_height", shape.max_height);
+  visit("max_width", shape.max_width);
+  visit("timestep_features", shape.timestep_features);
+  visit("norm_epsilon", shape.norm_epsilon);
+}
+
+// Of so many frames, rows or columns in patches; 0: the most that the model knows.
+std::int64_t in_patches(const char* flag, std::int64_t asked, std::int64_t patch, std::int64_t most) {
+  if (asked == 0) return most;
+  if (asked % patch == 0 && asked >= patch && asked <= most * patch) return asked / patch;
+  throw ConfigError({.where = fmt::format("{} {}", flag, asked),
+                     .found = fmt::format("{}, where this model has patches of {}", asked, patch),
+                     .expected = fmt::format("a multiple of {} up to {}", patch, most * patch),
+                     .action = fmt::format("Ask for {}", std::clamp((asked + patch - 1) / patch * patch,
+                                                                    patch, most * patch))});
+}
+
+}  // namespace
+
+bool is_video_model(const fs::path& directory) {
+  if (!fs::exists(directory / kConfigFile)) return false;
+  const auto json =
+      nlohmann::json::parse(read_file(directory / kConfigFile), nullptr, /*allow_exceptions=*/false);
+  return json.is_object() && json.value("model_type", nlohmann::json()) == kModelType;
+}
+
+VideoDiTConfig read_video_shape(const fs::path& directory) {
+  const fs::path file = directory / kConfigFile;
+  const auto bad = [&](const std::string& key, const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = file.string() + ": " + key,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Name a checkpoint of a video run"});
+  };
+  const auto json = nlohmann::json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) bad("the whole file", "no JSON object", "the shape of a model");
+  const auto type = json.value("model_type", nlohmann::json("nothing"));
+  if (type != kModelType) bad("model_type", type.dump(), kModelType);
+  VideoDiTConfig shape;
+  fields(shape, [&](const char* key, auto& value) {
+    if (!json.contains(key) || !json[key].is_number())
+      bad(key, json.contains(key) ? json[key].dump() : "no such key", "a number");
+    value = json[key].template get<std::decay_t<decltype(value)>>();
+  });
+  check(shape);
+  return shape;
+}
+
+void write_video_model(const fs::path& directory, VideoDiT& model) {
+  fs::create_directories(directory);
+  nlohmann::ordered_json json{{"model_type", kModelType}};
+  fields(model.config(), [&](const char* key, const auto& value) { json[key] = value; });
+  write_file(directory / kConfigFile, json.dump(2) + "\n");
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& [name, tensor] : model.named()) tensors.emplace_back(name, tensor.detach());
+  write_safetensors(directory / kWeightsFile, tensors);
+}
+
+std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
+  auto model = std::make_shared<VideoDiT>(read_video_shape(directory), dtype, 0);
+  const fs::path file = directory / kWeightsFile;
+  const auto saved = read_safetensors(file);
+  const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
+    throw ConfigError({.where = file.string() + ": " + name,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Use the weights that belong to this config.json"});
+  };
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : model->named()) {
+    const auto found = saved.find(name);
+    if (found == saved.end()) bad(name, "no such tensor", c10::str(tensor.sizes()));
+    if (found->second.sizes() != tensor.sizes())
+      bad(name, c10::str(found->second.sizes()), c10::str(tensor.sizes()));
+    tensor.copy_(found->second);
+  }
+  if (saved.size() != model->named().size())
+    bad("the whole file", fmt::format("{} tensors", saved.size()),
+        fmt::format("{}, those of the model", model->named().size()));
+  return model;
+}
+
+// Gates and the largest grid follow from the keys that people set, and from the data.
+ShapeKeys video_shape_keys(const VideoDiTConfig& shape) {
+  ShapeKeys keys;
+  fields(shape, [&](const std::string& key, const auto& value) {
+    keys.emplace_back((key == "timestep_features" ? "video." : "model.") + key, fmt::format("{}", value));
+  });
+  return keys;
+}
+
+std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSampleOptions& options) {
+  if (!fs::exists(directory / "state.json"))
+    throw ConfigError({.where = directory.string(),
+                       .found = "a video model without a checkpoint's state.json, which says what a patch is",
+                       .expected = "a checkpoint of a video run",
+                       .action = "Name a folder of checkpoints/ as isograd train leaves it"});
+  const TrainingState state = open_checkpoint(directory);
+  const auto number = [&](const std::string& key) {
+    const auto found = state.order.find(key);
+    double value = 0;
+    if (found != state.order.end()) value = std::strtod(found->second.c_str(), nullptr);
+    if (found != state.order.end() && value >= 0 && value <= 8192) return value;
+    throw ConfigError({.where = (directory / "state.json").string() + ": " + key,
+                       .found = found != state.order.end() ? found->second : "nothing",
+                       .expected = "a number, as a video run leaves it",
+                       .action = "Name a checkpoint of a video run"});
+  };
+  const auto of_patch = [&](const std::string& axis) {
+    return std::max<std::int64_t>(1, std::llround(number("video.patch_" + axis)));
+  };
+  const auto model = read_video_model(directory, scalar_type(state.dtype));
+  const VideoGrid patch{of_patch("frames"), of_patch("height"), of_patch("width")};
+  const VideoDiTConfig& shape = model->config();
+  if (3 * patch.count() != shape.patch_elements)
+    throw ConfigError(
+        {.where = directory.string(),
+         .found = fmt::format("patches of {} x {} x {} pixels in state.json", patch.t, patch.h, patch.w),
+         .expected = fmt::format("{} numbers to a patch, as the model has it", shape.patch_elements),
+         .action = "Name a checkpoint as isograd train leaves it"});
+  const VideoGrid grid{in_patches("--frames", options.frames, patch.t, shape.max_frames),
+                       in_patches("--height", options.height, patch.h, shape.max_height),
+                       in_patches("--width", options.width, patch.w, shape.max_width)};
+  const double taken = number("video.frames_per_second"), speed = taken > 0 ? taken : kFramesPerSecond;
+  std::error_code problem;
+  fs::create_directories(options.folder, problem);
+  if (problem)
+    throw ConfigError({.where = "--out " + options.folder.string(),
+                       .found = problem.message(),
+                       .expected = "a folder that can be made",
+                       .action = "Choose another one"});
+  std::vector<fs::path> files;
+  for (std::int64_t i = 0; i < options.videos; ++i) {
+    const at::Tensor patches =
+        sample_flow(*model, grid, {.steps = options.steps, .seed = options.seed, .number = i});
+    files.push_back(options.folder / fmt::format("sample-{}.png", i));
+    write_apng(files.back(), unpatchify(to_bytes(patches), grid, patch), speed);
+  }
+  return files;
+}
+
+}  // namespace isograd

@@ -1,0 +1,34 @@
+// The files of a video model, and new videos from them.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <vector>
+
+#include "isograd/video_dit.hpp"
+#include "train/task.hpp"
+
+namespace isograd {
+
+// config.json with a shape of our own, model.safetensors. ConfigError naming file and key where something is
+// missing or does not fit.
+bool is_video_model(const std::filesystem::path& directory);  // by its config.json
+VideoDiTConfig read_video_shape(const std::filesystem::path& directory);
+std::shared_ptr<VideoDiT> read_video_model(const std::filesystem::path& directory, at::ScalarType dtype);
+void write_video_model(const std::filesystem::path& directory, VideoDiT& model);
+ShapeKeys video_shape_keys(const VideoDiTConfig& shape);
+
+struct VideoSampleOptions {
+  std::int64_t videos = 1;
+  std::int64_t steps = 50;                         // of Euler's method
+  std::int64_t frames = 0, height = 0, width = 0;  // in frames and pixels; 0: the most that the model knows
+  std::uint64_t seed = 0;
+  std::filesystem::path folder = "samples";
+};
+// New videos from a checkpoint of a video run, as animated PNGs; the files, in order. ConfigError when the
+// checkpoint is none, a size is not one of whole patches, or a file cannot be written.
+std::vector<std::filesystem::path> sample_videos(const std::filesystem::path& directory,
+                                                 const VideoSampleOptions& options);
+
+}  // namespace isograd
