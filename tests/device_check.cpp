@@ -1,6 +1,7 @@
 // One step on a device against one process in fp64 on the CPU: what ./dev gpu-check runs on a GPU, alone and
 // as several ranks, and what the tests run on the CPU, so that the program itself is known to work.
 //   device_check [--device cpu|cuda] [--backend shm|nccl]      ranks: isograd launch -n N -- device_check ...
+//   device_check --device cuda --plant left-behind             must fail: a tensor stayed on the CPU
 // Ranks are processes: autograd has one thread a GPU, which ranks as threads would share and wait in.
 #include <ATen/detail/CUDAHooksInterface.h>
 
@@ -111,11 +112,12 @@ int run(World& world, at::Device device) {
 }
 
 int main_of(int argc, char** argv) {
-  std::string device = "cpu";
+  std::string device = "cpu", planted;
   JoinOptions options;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--device") == 0) device = argv[i + 1];
     if (std::strcmp(argv[i], "--backend") == 0) options.backend = argv[i + 1];
+    if (std::strcmp(argv[i], "--plant") == 0) planted = argv[i + 1];
   }
   const int gpus = at::detail::getCUDAHooks().hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (device == "cuda" && gpus == 0) {
@@ -126,6 +128,7 @@ int main_of(int argc, char** argv) {
   at::Device place = at::kCPU;
   if (device == "cuda") place = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank % gpus));
   try {
+    if (planted == "left-behind") at::ones({2, 2}, place).mm(at::ones({2, 2}));
     return run(world, place);
   } catch (const std::exception& error) {
     world.group.poison(error.what());

@@ -343,6 +343,18 @@ def test_train_and_sample_of_videos(tmp_path):
     assert "--out" in refused("sample", tmp_path / "run", "--out", path / "below")  # that is no folder
 
 
+def test_gpus_that_are_not_there_are_said_once(config):
+    if "nccl" in isograd("launch", "--help").stdout.split("backends", 1)[1].splitlines()[0]:
+        pytest.skip("needs a LibTorch without CUDA")
+    for verb, ranks in [("train", 1), ("train", 2), ("verify", 2)]:
+        said = refused(verb, config, "--device", "cuda", "--ranks", ranks)
+        assert all(part in said for part in ["parallel.device", "LibTorch 2.13", "without CUDA", "docs/gpu.md"]), said
+    assert "parallel.device" in refused("train", config, "--backend", "nccl")
+    assert "without CUDA" in refused("train", config, "--device", "auto", "--backend", "nccl")
+    assert "parallel.device" in refused("train", config, "--device", "gpu")
+    assert isograd("config", config, "--set", "parallel.device=cuda").returncode == 0  # to be run elsewhere
+
+
 def test_data_pack_and_show(config):
     folder = config.parent
     done = isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens", 500)

@@ -28,7 +28,7 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
   verb->add_option("--backend", flags->backend,
-                   "what the ranks talk through: shm (started by this program) or mpi (by mpirun)")
+                   "what the ranks talk through: shm or nccl (started by this program), mpi (by mpirun)")
       ->type_name("NAME")
       ->capture_default_str();
   verb->footer(

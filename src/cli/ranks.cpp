@@ -5,6 +5,7 @@
 
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
+#include "train/device.hpp"
 
 namespace isograd {
 std::optional<int> rank_of_several() {
@@ -25,12 +26,16 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("--set", flags.sets, "goes before the file, e.g. --set train.steps=50; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  verb.add_option("--backend", flags.backend, "what carries data between ranks (parallel.backend): shm, mpi")
+  verb.add_option("--device", flags.device, "where a rank computes (parallel.device): cpu, cuda, auto")
+      ->type_name("NAME");
+  verb.add_option("--backend", flags.backend,
+                  "what carries data between ranks (parallel.backend): auto, shm, mpi, nccl")
       ->type_name("NAME");
 }
 
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets) {
   std::vector<std::string> sets = std::move(more_sets);
+  if (!flags.device.empty()) sets.push_back("parallel.device=" + flags.device);
   if (!flags.backend.empty()) sets.push_back("parallel.backend=" + flags.backend);
   sets.insert(sets.end(), flags.sets.begin(), flags.sets.end());
   return load_config(flags.config, sets);
@@ -43,11 +48,15 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
     check(config, ranks);  // before anything starts, so that it is said once
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
-    return launch_ranks(command, {.ranks = ranks, .backend = config.parallel.backend});
+    return launch_ranks(command, {.ranks = ranks, .backend = backend_of(config, ranks)});
   }
   const auto timeout =
       std::chrono::milliseconds(std::llround(std::ceil(config.parallel.timeout_seconds * 1e3)));
-  World world = join({.timeout = timeout, .backend = config.parallel.backend});
+  const auto environment = read_rank_environment();
+  const int size = environment ? environment->size : 1;
+  check_device(config, size);  // before a backend that is not there is asked for
+  const std::string backend = backend_of(config, size);
+  World world = join({.timeout = timeout, .backend = backend});
   if (flags.ranks && ranks != world.size)
     throw ConfigError({.where = fmt::format("--ranks {}", ranks),
                        .found = fmt::format("WORLD_SIZE={} in the environment", world.size),

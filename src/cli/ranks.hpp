@@ -18,12 +18,12 @@ struct RunFlags {
   std::string config;
   std::optional<int> ranks;
   std::vector<std::string> sets;
-  std::string backend;
+  std::string device, backend;
 };
 
 void add_run_flags(CLI::App& verb, RunFlags& flags);
 
-// The file, then --backend and --set, in this order.
+// The file, then --device, --backend and --set, in this order.
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets = {});
 
 // Runs `body` on every rank and returns the program's status. One rank works in this process. For more, this

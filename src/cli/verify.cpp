@@ -7,6 +7,7 @@
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
+#include "train/device.hpp"
 #include "verify/layouts.hpp"
 #include "verify/minimise.hpp"
 #include "verify/present.hpp"
@@ -43,6 +44,12 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
                        .found = "--json, --report or --dump beside it",
                        .expected = "none: it makes many verdicts and writes a configuration",
                        .action = "Verify the file that it writes"});
+  if (device_kind(config) != "cpu")
+    throw ConfigError({.where = "--minimise",
+                       .found = fmt::format("parallel.device = \"{}\"", config.parallel.device),
+                       .expected = "\"cpu\": its ranks are threads, and threads on one GPU would wait for "
+                                   "one another",
+                       .action = "Add --device cpu"});
   check(config, ranks);
   const auto found = minimise_run(config, ranks, flags.layouts);
   if (!found) {

@@ -13,6 +13,7 @@
 #include "base/files.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
+#include "train/device.hpp"
 #include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 
@@ -201,7 +202,8 @@ namespace {
 bool shares_parameters(const RunConfig& config, const std::string& strategy, const Group& group) {
   const std::string& asked = config.parallel.share_parameters;
   if (asked != "auto") return asked == "on";
-  return strategy != "naive" && strategy != "overlapped" && group.has_host_memory();
+  return strategy != "naive" && strategy != "overlapped" && group.has_host_memory() &&
+         device_kind(config) == "cpu";
 }
 
 }  // namespace
@@ -209,7 +211,7 @@ bool shares_parameters(const RunConfig& config, const std::string& strategy, con
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                           const ModelUnits& units, World& world,
-                                          const std::vector<std::string>& bucket_order) {
+                                          const std::vector<std::string>& bucket_order, at::Device device) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
@@ -226,6 +228,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                         .share_parameters = share,
                         .gather_limit_bytes = config.parallel.gather_limit_bytes,
                         .initialize = units.initialize,
+                        .device = device,
                         .prefetch = config.parallel.prefetch});
   const bool each_by_itself = strategy == "overlapped";
   const DataParallelOptions options{
@@ -255,6 +258,8 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   }
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
+  if (device_kind(config) == "cuda")
+    text += fmt::format(", on GPUs over {}", backend_of(config, group.size()));
   return text;
 }
 

@@ -65,11 +65,13 @@ int copies_of_shards(const RunConfig& config);
 ContextMesh make_mesh(const RunConfig& config, const World& world);
 
 // `strategy` is one of strategy_names(), with the configured options. `bucket_order`: of the run that this
-// one continues (DataParallelOptions::order). Collective.
+// one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others
+// stay where they are. Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                           const ModelUnits& units, World& world,
-                                          const std::vector<std::string>& bucket_order = {});
+                                          const std::vector<std::string>& bucket_order = {},
+                                          at::Device device = at::kCPU);
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const Group& group);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.

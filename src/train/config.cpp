@@ -10,6 +10,7 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
+#include "train/device.hpp"
 
 namespace isograd {
 namespace {
@@ -242,6 +243,7 @@ int packs_dealt_to(const RunConfig& config, int ranks) {
 }
 
 void check(const RunConfig& config, int ranks) {
+  check_device(config, ranks);
   const std::int64_t sharing = config.parallel.cp_ring * config.parallel.cp_ulysses;
   if (ranks % sharing != 0 || ranks / sharing % config.parallel.replicas != 0) {
     std::string possible;

@@ -104,7 +104,8 @@ struct RunConfig {
     bool checkpoint_activations = false;
     std::int64_t gather_limit_bytes = 0;
     double timeout_seconds = 300;
-    std::string backend = "shm";
+    std::string device = "cpu";    // cpu | cuda | auto
+    std::string backend = "auto";  // auto | shm | mpi | nccl
   } parallel;
   struct {
     std::int64_t every = 100;  // 0: only at the end

@@ -344,7 +344,7 @@ std::vector<ConfigKey> make_keys() {
           "Whether ranks of one host keep one copy of the parameters between them, each updating its shard "
           "in "
           "place. `auto`: where the backend has memory that all ranks reach (`shm`), but for `naive` and "
-          "`overlapped`."),
+          "`overlapped`, and not on GPUs."),
       KEY("parallel.reduce_once", parallel.reduce_once, "", any(),
           "With `zero2` and `zero3`: keep whole gradients until the last micro-batch instead of reducing "
           "each one's."),
@@ -369,10 +369,15 @@ std::vector<ConfigKey> make_keys() {
       KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
           {.least = 0, .most = 1e6, .above_least = true},
           "The longest wait for another rank, after which it counts as lost (exit status 3)."),
-      KEY("parallel.backend", parallel.backend, "", one_of({"shm", "mpi"}),
+      KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}),
+          "Where models, gradients and the optimizer's state lie and are computed with (`docs/gpu.md`): "
+          "`cpu`; "
+          "`cuda`, a GPU for each rank of a host; `auto`, `cuda` where LibTorch finds a GPU."),
+      KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "nccl"}),
           "What carries data between ranks: `shm`, the shared memory of one host; `mpi`, over several hosts "
           "as "
-          "well, in a build that found an MPI."),
+          "well, in a build that found an MPI; `nccl`, between the GPUs of one host. `auto`: `nccl` where "
+          "ranks are on GPUs, else `shm`."),
 
       KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps),
           "How often a checkpoint is saved. 0: only at the end."),
@@ -427,7 +432,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"train", "The loop around the step."},
       {"optimizer", "How a gradient becomes an update. The learning rate is `schedule`'s."},
       {"schedule", "The learning rate over the steps."},
-      {"parallel", "How ranks work together. No key of this section changes the gradient."},
+      {"parallel", "How and where ranks work together. No key of this section changes the gradient."},
       {"checkpoint", "Saving and continuing."},
       {"verify", "The proof while training and at the end."},
       {"sample", "Text generated at the end."},

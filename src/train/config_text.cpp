@@ -215,6 +215,11 @@ void check_together(const RunConfig& config, const std::string& where) {
                        .action =
                            "Pack the text with `isograd data pack` and add the shards it writes, or leave "
                            "one of the two empty"});
+  if (config.parallel.backend == "nccl" && config.parallel.device == "cpu")
+    throw ConfigError({.where = where,
+                       .found = "parallel.backend = \"nccl\" with parallel.device = \"cpu\"",
+                       .expected = "ranks on GPUs, which alone NCCL joins",
+                       .action = "Set parallel.device = \"cuda\", or leave parallel.backend out"});
   const RunConfig defaults;
   for (const auto& key : config_keys()) {
     const ConfigValue value = key.get(config), usual = key.get(defaults);

@@ -23,7 +23,7 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                          empty_batch());
   for (const auto& batch : micro_batches)
     if (every_round || batch.cut || batch.num_tokens() > 0)  // so is a part's
-      loss += mean.scale(forward(mean.prepare(batch, denominator)), denominator).to(at::kDouble);
+      loss += mean.scale(forward(mean.prepare(batch, denominator)), denominator).to(at::kCPU, at::kDouble);
   group.all_reduce(loss);
   return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};
 }

@@ -1,6 +1,8 @@
 #include "train/memory.hpp"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,16 +42,43 @@ PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const Optimizer
   return kept;
 }
 
+namespace {
+
+// Bytes that the device's allocator has handed out.
+c10::CachingAllocator::Stat allocated(at::Device device) {
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  return stats.allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+}
+
+}  // namespace
+
+MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
+  // A device's allocator has nothing to say before its first tensor.
+  if (!device.is_cpu()) at::empty({1}, at::TensorOptions(at::kByte).device(device));
+  start_ = alive() + (device.is_cpu() ? meter_.shared() : 0);
+}
+
+std::int64_t MemoryWatch::alive() const {
+  return device_.is_cpu() ? meter_.alive() : allocated(device_).current;
+}
+std::int64_t MemoryWatch::peak() const {
+  return device_.is_cpu() ? meter_.peak() : allocated(device_).peak;
+}
+void MemoryWatch::restart_peak() {
+  if (device_.is_cpu()) return meter_.restart_peak();
+  c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());
+}
+
 void MemoryWatch::before_step(DataParallel& layout) {
-  meter_.restart_peak();
-  alive_ = meter_.alive();
+  restart_peak();
+  alive_ = alive();
   sent_ = layout.bytes_sent();
 }
 
 void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sharers) {
   use_.kept = measure_kept(layout.buckets(), optimizer.state(layout.buckets()), sharers);
-  use_.other = meter_.alive() + meter_.shared() - start_ - use_.kept.total();
-  use_.passing = meter_.peak() - alive_;
+  use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - use_.kept.total();
+  use_.passing = peak() - alive_;
   use_.sent = layout.bytes_sent() - sent_;
 }
 

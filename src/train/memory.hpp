@@ -25,16 +25,22 @@ struct MemoryUse {
 // surroundings included. Parameters that `sharers` ranks keep between them count their part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers);
 
-// Follows a run: begin() before its model is made, before_step() and after_step() around each step.
+// Follows a run: made before its model is, before_step() and after_step() around each step. What is on a GPU
+// LibTorch's allocator of that device counts; then host memory is left out.
 class MemoryWatch {
  public:
-  MemoryWatch() : start_(meter_.alive() + meter_.shared()) {}
+  explicit MemoryWatch(at::Device device = at::kCPU);
   void before_step(DataParallel& layout);
   void after_step(DataParallel& layout, Optimizer& optimizer, int sharers);
   // Of the last step.
   const MemoryUse& use() const { return use_; }
 
  private:
+  std::int64_t alive() const;
+  std::int64_t peak() const;
+  void restart_peak();
+
+  at::Device device_;
   MemoryMeter meter_;
   std::int64_t start_ = 0, alive_ = 0, sent_ = 0;
   MemoryUse use_;

@@ -5,6 +5,7 @@
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
+#include "train/device.hpp"
 #include "train/metrics.hpp"
 #include "train/progress.hpp"
 #include "train/report.hpp"
@@ -124,7 +125,8 @@ struct Presenter::Impl {
          .summary = "",
          .columns = {"what", "value"},
          .rows = {{"layout", layout()},
-                  {"backend", config.parallel.backend},
+                  {"device", facts.device},
+                  {"backend", backend_of(config, facts.ranks)},
                   {"type of parameters", config.train.dtype},
                   {"global batch", task.batch},
                   {"micro-batch", task.micro_batch},

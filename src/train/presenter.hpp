@@ -15,6 +15,7 @@ namespace isograd {
 struct RunFacts {
   int ranks = 1;
   std::string layout{};  // describe_layout()
+  std::string device = "cpu";
   std::int64_t parameters = 0;
   TaskFacts task{};
   Baseline baseline{};

@@ -5,6 +5,7 @@
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
+#include "train/device.hpp"
 #include "train/evaluate.hpp"
 #include "train/memory.hpp"
 #include "train/presenter.hpp"
@@ -53,6 +54,7 @@ struct Trainer::Impl {
   std::shared_ptr<TaskModel> model{};
   std::optional<ModelUnits> units{};
   std::optional<ContextMesh> mesh{};
+  at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
   std::unique_ptr<BatchLoader> loader{}, validation{};
@@ -69,13 +71,14 @@ struct Trainer::Impl {
   void prepare() {
     Group& group = world.group;
     check(config, world.size);
+    device = device_of(config, world);
     task = make_task(config, group);
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
     mesh = make_mesh(config, world);
     loader = task->make_loader(mesh->dp_rank, mesh->dp_size);
     validation = task->make_validation_loader(mesh->dp_rank, mesh->dp_size);
-    if (config.run.memory) memory.emplace();
+    if (config.run.memory) memory.emplace(device);
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(*task);
       model = task->make_model_to_lay_out();
@@ -92,7 +95,7 @@ struct Trainer::Impl {
       saved_step = state.step;
     }
     model->attend_over(*mesh);
-    forward = inside(units->root, model->loss());
+    forward = on_device(device, inside(units->root, model->loss()));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     outcome.steps = state.step;
     outcome.skipped = state.skipped;
@@ -109,13 +112,16 @@ struct Trainer::Impl {
   }
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
+    model->to(device);
     units = model->make_units();
-    layout = make_layout(config, config.parallel.strategy, model->named(), *units, world, bucket_order);
+    layout =
+        make_layout(config, config.parallel.strategy, model->named(), *units, world, bucket_order, device);
   }
 
   RunFacts facts(const Baseline& baseline) const {
     RunFacts facts{.ranks = world.size,
                    .layout = describe_layout(config, world.group),
+                   .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
                    .task = task->facts(),
                    .baseline = baseline,
                    .steps_per_epoch = loader->steps_per_epoch(),

@@ -197,7 +197,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   {
     Turns turns(group_);
     if (reports) {
-      VerifyModel model = initial_.model(problem, at::kDouble);
+      VerifyModel model = initial_.oracle(problem);
       if (asked.without_noise) model.without_noise();
       // The step as given is compared with the whole step as one process would have it.
       const bool given = as_given || asked.without_resume;

@@ -29,22 +29,37 @@ std::unique_ptr<Normalizer> declared_normalizer(const DeclaredLoss& loss, int ra
   }
 }
 
+at::Tensor copied(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+}
+
+VerifyModel with_values(VerifyModel made, const std::vector<at::Tensor>& values) {
+  at::NoGradGuard no_grad;
+  ISOGRAD_INVARIANT(made.named.size() == values.size(), "another number of parameters in another precision");
+  for (std::size_t i = 0; i < values.size(); ++i) made.named[i].second.copy_(values[i]);
+  return made;
+}
+
 }  // namespace
 
 Initial::Initial(const VerifyModel& model) {
   for (const auto& [name, tensor] : model.named) {
     names.push_back(name);
-    values.push_back(tensor.detach().clone());
+    values.push_back(copied(tensor));
     trainable.push_back(tensor.requires_grad());
   }
 }
 
 VerifyModel Initial::model(const VerifyProblem& problem, at::ScalarType dtype) const {
-  VerifyModel made = problem.make_model(dtype);
+  return with_values(problem.make_model(dtype), values);
+}
+
+VerifyModel Initial::oracle(const VerifyProblem& problem) const {
+  VerifyModel made = problem.make_model(at::kDouble);
   at::NoGradGuard no_grad;
-  ISOGRAD_INVARIANT(made.named.size() == values.size(), "another number of parameters in another precision");
-  for (std::size_t i = 0; i < values.size(); ++i) made.named[i].second.copy_(values[i]);
-  return made;
+  for (auto& [name, tensor] : made.named)
+    if (!tensor.is_cpu()) tensor.set_data(tensor.to(at::kCPU));
+  return with_values(std::move(made), values);
 }
 
 class Witness : public Optimizer {
@@ -154,14 +169,14 @@ LayoutRun::Made LayoutRun::step(const MicroBatches& local) {
   made.bytes_moved = static_cast<double>(layout_->bytes);
   for (const auto& view : layout_->views()) {
     made.names.push_back(view.name);
-    made.gradients.push_back(view.gradient.detach().clone());
+    made.gradients.push_back(copied(view.gradient));
   }
   return made;
 }
 
 std::vector<at::Tensor> LayoutRun::parameters() {
   std::vector<at::Tensor> values;
-  for (const auto& view : layout_->views()) values.push_back(view.master.detach().clone());
+  for (const auto& view : layout_->views()) values.push_back(copied(view.master));
   return values;
 }
 

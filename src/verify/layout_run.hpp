@@ -9,7 +9,7 @@
 
 namespace isograd {
 
-// The parameters that every run starts from, in the run's precision.
+// The parameters that every run starts from, in the run's precision; `values` are copies on the CPU.
 struct Initial {
   std::vector<std::string> names;
   std::vector<at::Tensor> values;
@@ -17,6 +17,8 @@ struct Initial {
 
   explicit Initial(const VerifyModel& model);
   VerifyModel model(const VerifyProblem& problem, at::ScalarType dtype) const;
+  // In fp64 and on the CPU, wherever the run is: the parameters are moved there, and `logits` goes with them.
+  VerifyModel oracle(const VerifyProblem& problem) const;
 };
 
 // What an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that the next
@@ -33,13 +35,13 @@ class LayoutRun {
   struct Made {
     StepFigures figures;
     std::vector<std::string> names;
-    std::vector<at::Tensor> gradients;  // copies, as the step left them; whole
+    std::vector<at::Tensor> gradients;  // copies on the CPU, as the step left them; whole
     std::vector<std::pair<std::string, double>> terms;
     double bytes_moved = 0;
   };
   // Collective over the group.
   Made step(const MicroBatches& local);
-  std::vector<at::Tensor> parameters();  // copies, whole
+  std::vector<at::Tensor> parameters();  // copies on the CPU, whole
   std::int64_t numel();                  // of the flat storage, with its padding
 
   // Fills in what the ranks have, each for itself: collective, after step(). `initial` are checksums.

@@ -8,6 +8,7 @@
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
+#include "train/device.hpp"
 
 namespace isograd {
 namespace {
@@ -119,12 +120,13 @@ std::string accumulation_text(const RunConfig& config) {
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world) {
   std::vector<LayoutChoice> choices;
+  const bool host_memory = world.group.has_host_memory() && device_kind(config) == "cpu";
   for (const auto& name : names) {
     if (name != kAllLayouts) {
       choices.push_back(parse_layout(name));
       continue;
     }
-    const auto all = layout_matrix(config, world.size, world.group.has_host_memory());
+    const auto all = layout_matrix(config, world.size, host_memory);
     choices.insert(choices.end(), all.begin(), all.end());
   }
   if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});

@@ -126,6 +126,7 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
     }
   }
   double squares = 0;
+  for (auto& gradient : step.gradients) gradient = gradient.cpu();
   for (const auto& gradient : step.gradients)
     squares += gradient.to(at::kDouble).square().sum().item<double>();
   step.figures.norm = std::sqrt(squares);

@@ -12,7 +12,7 @@ namespace isograd {
 struct OracleStep {
   StepFigures figures;
   std::vector<std::string> names;                     // trainable parameters, in the model's order
-  std::vector<at::Tensor> gradients;                  // fp64 for fp64 parameters, otherwise fp32
+  std::vector<at::Tensor> gradients;                  // on the CPU, fp64 for fp64 parameters, otherwise fp32
   std::vector<std::pair<std::string, double>> terms;  // of the loss, without their weights
 };
 

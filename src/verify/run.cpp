@@ -16,6 +16,7 @@
 #include "layout/flat.hpp"
 #include "parallel/data/unit_handle.hpp"
 #include "train/build.hpp"
+#include "train/device.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "verify/layouts.hpp"
@@ -87,17 +88,17 @@ double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t nume
 }
 
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
-                          World& world) {
+                          World& world, at::Device device) {
   const RunConfig chosen = choice.in(config);
   const auto gathered = std::make_shared<std::optional<Gathered>>();  // by the layout made last
   return {.name = choice.text() + suffix,
           .make = nullptr,
           .make_from_model =
-              [chosen, &world, gathered](const VerifyModel& model, const Group& group) {
+              [chosen, &world, gathered, device](const VerifyModel& model, const Group& group) {
                 const std::string& strategy = chosen.parallel.strategy;
                 if (group.size() == world.size) {
                   *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
-                  return make_layout(chosen, strategy, model.named, *model.units, world);
+                  return make_layout(chosen, strategy, model.named, *model.units, world, {}, device);
                 }
                 World fewer;  // in an experiment: one replica, whole samples
                 fewer.rank = group.rank();
@@ -105,7 +106,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
                 on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
-                return make_layout(on_fewer, strategy, model.named, *model.units, fewer);
+                return make_layout(on_fewer, strategy, model.named, *model.units, fewer, {}, device);
               },
           .axes = axes_of(chosen, world),
           .traffic =
@@ -128,15 +129,22 @@ OptimizerOptions configured_optimizer(const RunConfig& config) {
 
 namespace {
 
-VerifyModel as_verify_model(const ContextMesh& mesh, std::shared_ptr<TaskModel> model) {
-  model->attend_over(mesh);
+// What a model of one run is made with.
+struct Setting {
+  std::shared_ptr<const Task> task;
+  std::shared_ptr<const ContextMesh> mesh;
+  at::Device device = at::kCPU;
+};
+
+VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> model) {
+  model->to(setting.device);
+  model->attend_over(*setting.mesh);
   VerifyModel made;
   made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->outputs(batch); };
+  made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
   made.units = model->make_units();
-  made.loss_terms = [model, loss = inside(made.units->root, model->loss())](const Batch& batch) {
-    return loss(batch);
-  };
+  made.loss_terms = [model, loss = on_device(setting.device, inside(made.units->root, model->loss()))](
+                        const Batch& batch) { return loss(batch); };
   return made;
 }
 
@@ -184,7 +192,7 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
 }
 
 using KeptTask = std::shared_ptr<const Task>;
-using MakeModel = std::function<MakeVerifyModel(KeptTask, std::shared_ptr<const ContextMesh>)>;
+using MakeModel = std::function<MakeVerifyModel(const Setting&)>;
 
 // The step of one process of `task`, this rank's part of it, and its layouts. `suffix` goes behind the
 // layouts' names.
@@ -193,8 +201,9 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
                          const std::string& suffix) {
   const RunConfig& config = task->config();
   const auto mesh = std::make_shared<const ContextMesh>(make_mesh(config, world));
+  const at::Device device = device_of(config, world);
   VerifyProblem problem;
-  problem.make_model = model(task, mesh);
+  problem.make_model = model({task, mesh, device});
   SharedSamples dealing{
       .whole = task->make_loader(mesh->dp_rank, mesh->dp_size)->next(),
       .data_rank = mesh->dp_rank,
@@ -212,7 +221,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
     return ranks.size() == 1 ? Group::solo() : world.subgroup(ranks, "verify on fewer ranks");
   };
   for (const auto& choice : layouts) {
-    problem.layouts.push_back(layout_of(config, choice, suffix, world));
+    problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
     problem.layouts.back().along = [task, choice, &world, model,
                                     change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
       const auto other = along(*task, choice.in(task->config()), axis, world.size);
@@ -248,13 +257,13 @@ void join(Verdict& verdict, Verdict more) {
 MakeModel model_of(TaskModel& model) {
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
-  return [values](const KeptTask& task, std::shared_ptr<const ContextMesh> mesh) {
-    return [task, mesh, values](at::ScalarType dtype) {
-      const auto made = task->make_blank_model(dtype);
+  return [values](const Setting& setting) {
+    return [setting, values](at::ScalarType dtype) {
+      const auto made = setting.task->make_blank_model(dtype);
       at::NoGradGuard no_grad;
       auto named = made->named();
       for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-      return as_verify_model(*mesh, made);
+      return as_verify_model(setting, made);
     };
   };
 }
@@ -275,8 +284,9 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, followed);
   const auto task = make_task(config, world.group);
   const auto choices = chosen_layouts(config, layouts, world);
-  const MakeModel fresh = [](const KeptTask& own, std::shared_ptr<const ContextMesh> mesh) {
-    return [own, mesh](at::ScalarType dtype) { return as_verify_model(*mesh, own->make_model(dtype)); };
+  const MakeModel fresh = [](const Setting& setting) {
+    return
+        [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
   };
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
     return verify_step(task->under(cut), world, fresh, choices, followed, suffix);

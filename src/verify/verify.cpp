@@ -75,7 +75,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   OracleStep alone;
   if (group.rank() == 0) {
     reference.whole = problem.whole();
-    const VerifyModel model = initial.model(problem, at::kDouble);
+    const VerifyModel model = initial.oracle(problem);
     refuse_without_fp64(model, initial.model(problem, problem.dtype), reference.whole);
     tick();
     reference.random = difference_of_two_runs(model, reference.whole);
@@ -91,7 +91,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
           break;
         }
     for (const auto& [options, updates] : paths(problem))
-      reference.updates.push_back(oracle_updates(initial.model(problem, at::kDouble), pieces, problem.loss,
+      reference.updates.push_back(oracle_updates(initial.oracle(problem), pieces, problem.loss,
                                                  problem.step.max_norm, options, updates, tick));
   }
   if (group.rank() == last && rounds)

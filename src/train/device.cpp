@@ -1,0 +1,129 @@
+#include "train/device.hpp"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/full.h>
+#include <fmt/format.h>
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "isograd/batch.hpp"
+#include "isograd/error.hpp"
+#include "isograd/random.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr const char* kKey = "parallel.device";
+
+// Ranks of the same host before this one.
+int rank_on_host(const World& world) {
+  const auto own = std::bit_cast<std::int64_t>(hash_name(world.host));
+  const at::Tensor all = Group(world.group).all_gather(at::full({1}, own, at::kLong)).reshape({-1});
+  const auto* hosts = all.const_data_ptr<std::int64_t>();
+  return static_cast<int>(std::count(hosts, hosts + world.rank, own));
+}
+
+}  // namespace
+
+std::string FoundGpus::text() const {
+  const std::string library = "LibTorch " TORCH_VERSION;
+  if (!built) return library + " without CUDA";
+  return count == 0 ? library + " with CUDA, which finds no GPU"
+                    : fmt::format("{} with CUDA and {} GPU{}", library, count, count == 1 ? "" : "s");
+}
+
+FoundGpus find_gpus() {
+  FoundGpus found;
+  found.built = at::CUDAHooksRegistry()->Has("CUDAHooks");
+  if (!found.built) return found;
+  const auto& hooks = at::detail::getCUDAHooks();
+  if (hooks.hasCUDA()) found.count = hooks.deviceCount();
+  const auto built = backends();
+  found.nccl = std::find(built.begin(), built.end(), "nccl") != built.end();
+  return found;
+}
+
+std::string device_kind(const RunConfig& config, const FoundGpus& gpus) {
+  if (config.parallel.device != "auto") return config.parallel.device;
+  return gpus.count > 0 ? "cuda" : "cpu";
+}
+
+std::string backend_of(const RunConfig& config, int ranks, const FoundGpus& gpus) {
+  if (config.parallel.backend != "auto") return config.parallel.backend;
+  return ranks > 1 && device_kind(config, gpus) == "cuda" ? "nccl" : "shm";
+}
+
+std::string device_kind(const RunConfig& config) {
+  return config.parallel.device == "auto" ? device_kind(config, find_gpus()) : config.parallel.device;
+}
+
+std::string backend_of(const RunConfig& config, int ranks) {
+  const bool said = config.parallel.backend != "auto" || ranks == 1 || config.parallel.device == "cpu";
+  return backend_of(config, ranks, said ? FoundGpus{} : find_gpus());
+}
+
+void check_device(const RunConfig& config, int ranks) {
+  if (config.parallel.device == "cpu" && config.parallel.backend != "nccl") return;
+  check_device(config, ranks, find_gpus());
+}
+
+void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
+  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
+    throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+  };
+  const std::string asked = fmt::format("\"{}\"", config.parallel.device);
+  const std::string backend = backend_of(config, ranks, gpus);
+  if (device_kind(config, gpus) != "cuda") {
+    if (backend == "nccl")
+      refuse("parallel.backend", fmt::format("\"nccl\" with {} = {} and {}", kKey, asked, gpus.text()),
+             "ranks on GPUs, which alone NCCL joins",
+             "Set parallel.device = \"cuda\" where there are GPUs, or parallel.backend = \"shm\"");
+    return;
+  }
+  if (!gpus.built)
+    refuse(kKey, fmt::format("{} and {}", asked, gpus.text()), "a LibTorch with CUDA, and a GPU",
+           "Build isograd with torch 2.13.0 for CUDA (docs/gpu.md), or set parallel.device = \"cpu\"");
+  if (gpus.count == 0)
+    refuse(kKey, fmt::format("{} and {}", asked, gpus.text()), "a GPU that LibTorch can use",
+           "See nvidia-smi and CUDA_VISIBLE_DEVICES, or set parallel.device = \"cpu\"");
+  if (config.model.kind == "scorer")
+    refuse(kKey, asked + " with model.kind = \"scorer\"", "\"cpu\": a scorer's rows are ranked there",
+           "Set parallel.device = \"cpu\"");
+  if (config.parallel.share_parameters == "on")
+    refuse("parallel.share_parameters", fmt::format("\"on\" with {} = {}", kKey, asked),
+           "\"off\": one copy of the parameters is host memory",
+           "Set parallel.share_parameters = \"off\", or parallel.device = \"cpu\"");
+  if (backend != "nccl" || ranks == 1) return;
+  if (!gpus.nccl)
+    refuse("parallel.backend", "\"nccl\" in a build of isograd without it",
+           "a build with the headers of CUDA and NCCL",
+           "Build with -DISOGRAD_CUDA=ON (docs/gpu.md), or set parallel.backend = \"shm\"");
+  if (ranks > gpus.count)
+    refuse(fmt::format("--ranks {}", ranks), gpus.text(),
+           "a GPU for each rank, as NCCL refuses two ranks on one",
+           fmt::format("Start {} ranks, or set parallel.backend = \"shm\", which goes through host memory",
+                       gpus.count));
+  if (config.parallel.cp_ring > 1)
+    refuse("parallel.cp_ring", fmt::format("{} over NCCL", config.parallel.cp_ring),
+           "1: the ring's messages cross, and NCCL's, which wait for their receiver, would wait for ever",
+           "Use parallel.cp_ulysses, or set parallel.backend = \"shm\", which goes through host memory");
+}
+
+at::Device device_of(const RunConfig& config, const World& world) {
+  if (device_kind(config) != "cuda") return at::kCPU;
+  const FoundGpus gpus = find_gpus();
+  check_device(config, world.size, gpus);
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(rank_on_host(world) % gpus.count));
+}
+
+ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward) {
+  if (device.is_cpu()) return forward;
+  return [device, forward = std::move(forward)](const Batch& batch) {
+    return forward(to_device(batch, device));
+  };
+}
+
+}  // namespace isograd

@@ -1,0 +1,206 @@
+"""`isograd train` and `verify` with parallel.device = "cuda", on GPUs that are none (tests/standin_gpu.cpp): host memory
+that passes for CUDA's and is as strict about devices. A real GPU is `./dev gpu-check`'s (docs/gpu.md).
+"""
+import json
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
+LIMIT = 240
+
+COMMON = """
+[run]
+directory = "{folder}/run"
+[train]
+steps = 3
+evaluate_every = 2
+evaluate_packs = 2
+dtype = "{dtype}"
+[parallel]
+timeout_seconds = 60
+"""
+TEXT = COMMON + """
+[data]
+text = ["{folder}/text"]
+cache = "{folder}/cache"
+pack_length = 32
+validation_fraction = 0.2
+[batch]
+packs_per_step = 5
+packs_per_micro_batch = 1
+[model]
+hidden = 16
+layers = 2
+heads = 4
+key_value_heads = 2
+head_dim = 4
+feed_forward = 24
+max_positions = 64
+[loss]
+kind = "sample_mean"
+[sample]
+tokens = 8
+"""
+VIDEO = COMMON + """
+[data]
+validation_fraction = 0.2
+[batch]
+videos_per_step = 5
+tokens_per_micro_batch = 30
+[model]
+kind = "video"
+hidden = 16
+layers = 2
+heads = 4
+head_dim = 4
+feed_forward = 24
+initializer_range = 0.1
+[video]
+files = ["{folder}/videos"]
+height = 12
+frames_per_second = 0
+patch_height = 4
+patch_width = 4
+timestep_features = 8
+gate_init = 0.5
+"""
+
+
+def write_video(path, frames, rows, columns, seed):
+    """Uncompressed (YUV4MPEG2)."""
+    data = f"YUV4MPEG2 W{columns} H{rows} F8:1 Ip A1:1 C444\n".encode()
+    for frame in range(frames):
+        data += b"FRAME\n" + bytes((60 + 5 * x + 3 * y + 7 * seed + 40 * plane + 9 * frame) % 256
+                                   for plane in range(3) for y in range(rows) for x in range(columns))
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if not STANDIN.exists():
+        torch = re.search(r"ISOGRAD_TORCH:PATH=(.*)", (BUILD / "CMakeCache.txt").read_text()).group(1)
+        if (pathlib.Path(torch) / "lib/libtorch_cuda.so").exists():
+            pytest.skip("needs a build without CUDA: a real GPU is ./dev gpu-check's")
+        pytest.fail(f"{STANDIN} is not built")
+    path = tmp_path_factory.mktemp("device")
+    (path / "text").mkdir()
+    (path / "videos").mkdir()
+    for i in range(20):
+        (path / "text" / f"{i:02}.txt").write_text(f"document {i}: " + "abc " * (3 + 7 * i % 23))
+    for i, shape in enumerate([(2, 8, 8), (4, 8, 12), (8, 12, 16), (3, 8, 8), (6, 12, 8), (2, 12, 12)]):
+        write_video(path / "videos" / f"clip{i}.y4m", *shape, i)
+    return path
+
+
+def config(folder, kind, dtype="float32"):
+    path = folder / f"{kind}-{dtype}.toml"
+    path.write_text((TEXT if kind == "text" else VIDEO).format(folder=folder, dtype=dtype))
+    return path
+
+
+def isograd(*arguments, gpu=True):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    if gpu:
+        clean["LD_PRELOAD"] = str(STANDIN)
+    return subprocess.run([str(BUILD / "bin/isograd"), *map(str, arguments)], capture_output=True, text=True,
+                          timeout=LIMIT, env=dict(clean, OMP_NUM_THREADS="1"))
+
+
+def train(path, name, *arguments, gpu=True):
+    run = path.parent / name
+    done = isograd("train", path, "--set", f"run.directory={run}", *arguments, gpu=gpu)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [row["loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+              if "loss" in row]
+    return done, run, losses
+
+
+LAYOUTS = [("text", "float32", 1, "bucketed", []), ("text", "bfloat16", 1, "zero3", []),
+           ("text", "float64", 3, "naive", []), ("text", "float32", 3, "zero3", ["parallel.checkpoint_activations=true"]),
+           ("text", "bfloat16", 2, "zero2", []), ("text", "float64", 2, "zero1", ["parallel.cp_ring=2"]),
+           ("text", "float32", 2, "bucketed", ["parallel.cp_ulysses=2", "loss.fused=on"]),
+           ("video", "float32", 1, "bucketed", []), ("video", "float64", 2, "zero3", ["parallel.cp_ring=2"])]
+
+
+@pytest.mark.parametrize("kind, dtype, ranks, strategy, sets", LAYOUTS)
+def test_a_run_on_gpus_is_the_run_on_the_cpu(folder, kind, dtype, ranks, strategy, sets, monkeypatch):
+    """The same losses, the parity line at the end (the oracle is on the CPU), and work done on each rank's own GPU."""
+    log = folder / "used.txt"
+    log.unlink(missing_ok=True)
+    monkeypatch.setenv("ISOGRAD_STANDIN_GPU", str(log))
+    path = config(folder, kind, dtype)
+    common = ["--ranks", ranks, "--set", f"parallel.strategy={strategy}", *(x for s in sets for x in ("--set", s))]
+    done, run, losses = train(path, "on_gpu", "--device", "cuda", "--backend", "shm", "--memory", *common)
+    assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
+    assert "on GPUs over shm" in done.stdout
+    assert "one copy of the parameters" not in done.stdout
+    page = (run / "report.html").read_text()
+    assert "cuda:0 on rank 0" in page
+
+    used = [dict(zip(words[::2], map(int, words[1::2]))) for words in map(str.split, log.read_text().splitlines())]
+    assert len(used) == ranks
+    assert all(each["pinned"] > 0 and each["unpinned"] == 0 for each in used), used
+    for gpu in ("gpu0", "gpu1"):  # rank 2 shares the first one's
+        assert sum(each[gpu] > 0 for each in used) == len(range(0 if gpu == "gpu0" else 1, ranks, 2)), used
+
+    _, _, expected = train(path, "on_cpu", *common, gpu=False)
+    assert len(losses) == len(expected) == 3
+    if dtype == "float64":  # below it the parity line has said how far they may be apart
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_checkpoints_load_on_either(folder):
+    path = config(folder, "text", "float64")
+    for first, then in [("cuda", "cpu"), ("cpu", "cuda")]:
+        name = f"{first}_{then}"
+        train(path, name, "--device", first, "--set", "train.steps=3", "--set", "schedule.kind=constant")
+        done, run, losses = train(path, name, "--device", then, "--set", "train.steps=6",
+                                  "--set", "schedule.kind=constant", "--set", "checkpoint.resume=latest")
+        assert "continuing after step 3" in done.stderr and len(losses) == 6
+        _, _, expected = train(path, f"{name}_whole", "--set", "train.steps=6", "--set", "schedule.kind=constant",
+                               gpu=False)
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert isograd("sample", run, "--tokens", 4, gpu=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["text", "video"])
+def test_verify_of_every_layout(folder, kind):
+    verdict = folder / "verdict.json"
+    done = isograd("verify", config(folder, kind), "--device", "cuda", "--backend", "shm", "--ranks", 2, "--layout",
+                   "all", "--json", verdict)
+    assert done.returncode == 0, done.stdout + done.stderr
+    grades = json.loads(verdict.read_text())["grades"]
+    assert len(grades) > 5 and not any("share=on" in name for name in grades)
+
+
+def test_what_cannot_be_done_on_gpus_is_said_once(folder):
+    path = config(folder, "text")
+    for arguments, parts in [
+            (["--ranks", 2], ["parallel.backend", "nccl", "ISOGRAD_CUDA=ON"]),
+            (["--set", "parallel.share_parameters=on"], ["parallel.share_parameters"]),
+    ]:
+        done = isograd("train", path, "--device", "cuda", *arguments)
+        assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
+        assert len(done.stderr.splitlines()) <= 4
+    done = isograd("verify", path, "--device", "cuda", "--minimise", folder / "least.toml")
+    assert done.returncode == 2 and "--device cpu" in done.stderr, done.stderr
+
+
+def test_auto_takes_the_gpu_that_is_there(folder):
+    path = config(folder, "text")
+    assert "on GPUs" in train(path, "auto", "--device", "auto")[0].stdout
+    assert "on GPUs" not in train(path, "auto", "--device", "auto", gpu=False)[0].stdout
+
+
+def test_the_stand_in_refuses_mixed_devices(folder):
+    """Planted: without it, a tensor left on the CPU would pass unseen."""
+    probe = BUILD / "tests/device_check"
+    done = subprocess.run([str(probe), "--device", "cuda", "--plant", "left-behind"], capture_output=True, text=True, timeout=LIMIT,
+                          env=dict(os.environ, LD_PRELOAD=str(STANDIN), OMP_NUM_THREADS="1"))
+    assert done.returncode == 1 and "of tensors on cuda:0 and cpu" in done.stderr, done.stderr
