@@ -97,9 +97,10 @@ Resumed resume_run(const Task& task, Group& group) {
 }
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {
-  return fmt::format("isograd train {} --ranks {} --set checkpoint.resume=\"{}\"",
+  const std::string& device = config.parallel.device;
+  return fmt::format("isograd train {} --ranks {}{} --set checkpoint.resume=\"{}\"",
                      config.source.empty() ? "CONFIG.toml" : config.source.string(), ranks,
-                     checkpoint.string());
+                     device == "cpu" ? "" : " --device " + device, checkpoint.string());
 }
 
 }  // namespace isograd
