@@ -38,7 +38,9 @@ class Problem {
       bases_.push_back(pattern(offset, numel, 1 + world.rank).mul_(kGradientUnit).view(shape));
       offset += numel;
     }
-    layout_ = bucketed(parameters_, world.group, find_strategy(strategy).options);
+    DataParallelOptions options = find_strategy(strategy).options;
+    options.rebuild_buckets = false;  // that happens once, in a first backward: here is none
+    layout_ = bucketed(parameters_, world.group, options);
   }
 
   void draw_gradients(std::int64_t update) {
