@@ -20,11 +20,37 @@ struct Case {
   at::ScalarType dtype = at::kDouble;
   bool samples = false;
   bool fault = false;  // planted: the ranks' gradients are averaged (museum B3)
+  int steps = 1;       // of several the last one's gradients, after updates
+  bool offload = false;
+  bool stale = false;  // planted: the update does not come back to the device
   std::string text() const {
     return fmt::format("{:<20} {:<9} {}", strategy.name(), c10::toString(dtype),
                        samples ? "sample mean" : "token mean");
   }
 };
+
+struct Unpublished final : DataParallel {
+  std::unique_ptr<DataParallel> inner;
+  explicit Unpublished(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
+  void zero_gradients() override { inner->zero_gradients(); }
+  void begin_backward(bool last) override { inner->begin_backward(last); }
+  void finish_reduction() override { inner->finish_reduction(); }
+  bool takes_every_round() const override { return inner->takes_every_round(); }
+  std::vector<Bucket>& buckets() override { return inner->buckets(); }
+  Group& group() override { return inner->group(); }
+  Group& shard_group() override { return inner->shard_group(); }
+};
+
+// What a layout with offload holds, and the optimizer's state.
+void check_in_host_memory(DataParallel& layout, Optimizer& optimizer) {
+  std::vector<at::Tensor> held;
+  for (const Bucket& bucket : layout.buckets())
+    held.insert(held.end(), {bucket.gradients, bucket.master, bucket.parameters});
+  for (const auto& [name, tensors] : optimizer.state(layout.buckets()))
+    held.insert(held.end(), tensors.begin(), tensors.end());
+  for (const at::Tensor& tensor : held)
+    ISOGRAD_INVARIANT(tensor.is_cpu(), fmt::format("offloaded, yet on {}", tensor.device().str()));
+}
 
 std::map<std::string, at::Tensor> gradients_of(const Case& one, const DecoderConfig& config,
                                                const MicroBatches& batches, at::Device device, Group group) {
@@ -38,18 +64,20 @@ std::map<std::string, at::Tensor> gradients_of(const Case& one, const DecoderCon
   std::unique_ptr<DataParallel> layout;
   if (one.strategy.zero3) {
     const ModelUnits units = model_units(model, RunConfig{});
-    layout =
-        fully_shard(units.root, model.named(), units.blocks, group, {.checkpoint = one.strategy.checkpoint});
+    layout = fully_shard(units.root, model.named(), units.blocks, group,
+                         {.checkpoint = one.strategy.checkpoint, .offload = one.offload});
     forward = inside(units.root, forward);
   } else {
-    layout = one.strategy.flat.make(trainable_parameters(model.named()), group, {.bucket_bytes = 1024});
+    layout = one.strategy.flat.make(trainable_parameters(model.named()), group,
+                                    {.offload = one.offload, .bucket_bytes = 1024});
   }
+  if (one.stale) layout = std::make_unique<Unpublished>(std::move(layout));
   std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
   if (one.samples) mean = std::make_unique<SampleMean>();
-  const auto optimizer = sgd({.learning_rate = 0});
+  const auto optimizer = sgd({.learning_rate = one.steps > 1 ? 0.1 : 0, .momentum = 0.9});
   Step step(forward, *layout, *mean, *optimizer, {});
-  step.accumulate(batches);
-  step.finish();
+  for (int i = 0; i < one.steps; ++i) step(batches);
+  if (one.offload) check_in_host_memory(*layout, *optimizer);
   std::map<std::string, at::Tensor> gradients;
   for (auto& view : layout->views()) {
     gradients[view.name] = view.gradient.detach().to(at::kCPU, at::kDouble);
@@ -72,6 +100,36 @@ double used(const Case& one, const std::map<std::string, at::Tensor>& found,
     worst = std::isfinite(error) ? std::max(worst, error / allowed) : HUGE_VAL;
   }
   return worst;
+}
+
+// What is updated in host memory against what is updated on the device: the gradients two steps later.
+int check_offload(World& world, at::Device device, const DecoderConfig& config, const MicroBatches& batches) {
+  int failed = 0;
+  for (const Strategy& strategy : all_strategies()) {
+    if (strategy.flat.share) continue;
+    const Case here{.strategy = strategy, .steps = 3};
+    const auto wanted = gradients_of(here, config, batches, device, world.group);
+    for (const bool stale : {false, true}) {
+      Case away = here;
+      away.offload = true;
+      away.stale = stale;
+      const auto found = gradients_of(away, config, batches, device, world.group);
+      double worst = 0;
+      for (const auto& [name, g] : wanted) {
+        const double share = (found.at(name) - g).norm().item<double>() / (kExact * g.norm().item<double>());
+        worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;
+      }
+      at::Tensor most = at::full({1}, worst, at::kDouble);
+      world.group.all_reduce(most, ReduceOp::kMax);
+      worst = most.item<double>();
+      const bool good = (worst <= 1) != stale;
+      failed += good ? 0 : 1;
+      if (world.rank == 0 && (!good || !stale))
+        std::printf("%s  offloaded, %.3f of the error allowed%s%s\n", here.text().c_str(), worst,
+                    stale ? " with a planted fault" : "", good ? "" : "  FAILED");
+    }
+  }
+  return failed;
 }
 
 int run(World& world, at::Device device) {
@@ -106,6 +164,8 @@ int run(World& world, at::Device device) {
                         fault ? " with a planted fault" : "", good ? "" : "  FAILED");
         }
   }
+  if (!device.is_cpu())
+    failed += check_offload(world, device, config, whole[static_cast<std::size_t>(world.rank)]);
   if (world.rank == 0)
     std::printf("%s, %d rank(s): %d cases, %d failed\n", device.str().c_str(), world.size, checked, failed);
   return failed == 0 ? 0 : 1;

@@ -50,6 +50,11 @@ struct DataParallelOptions {
   bool fp32_gradients = true;
   // Stage 2 keeps whole gradients until the last micro-batch: one reduction a step, for stage 1's memory.
   bool reduce_once = false;
+  // With parameters on a device other than the CPU: the summed gradients that a rank holds, the masters and
+  // the optimizer's state lie in host memory. The CPU takes norms and updates, publish_parameters() copies
+  // the update to the device: what others write to the parameters in between is lost. ConfigError with
+  // parameters in host memory, where it all is already.
+  bool offload = false;
 
   // Speed
   std::int64_t bucket_bytes = 25 << 20;       // of gradients

@@ -198,6 +198,8 @@ struct FullyShardOptions {
   // The ranks of the shard group keep one copy of the parameters between them; nothing is gathered or freed.
   // ConfigError where the backend has no such memory.
   bool share_parameters = false;
+  // Gradients, masters and the optimizer's state lie in host memory (DataParallelOptions).
+  bool offload = false;
   // Bytes of parameters that may be whole at a time. ConfigError that names the unit that does not fit. 0: no
   // limit.
   std::int64_t gather_limit_bytes = 0;

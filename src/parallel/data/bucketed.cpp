@@ -109,6 +109,8 @@ Bucketed::Bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
     if (torch::autograd::impl::post_acc_grad_hooks(parameter.tensor))
       refuse(parameter.name, "a post-accumulate-gradient hook already there", "none",
              "Destroy the other layout of this model first");
+  if (options.offload)
+    for (const NamedParameter& parameter : parameters_) check_can_be_offloaded(parameter.tensor.device());
   if (options.check_parameters) check_same_parameters(parameters_, policy_.groups.all);
   build(order_by_names(parameters_, options.order));
   connect();
@@ -235,6 +237,7 @@ void Bucketed::finish_round(const Reduced& reduced) {
   while (launched_ < buckets_.size()) launch_next();
   for (std::size_t b = 0; b < launched_; ++b) {
     if (b == completed_) flats_[completed_++]->wait();
+    flats_[b]->to_host();
     reduced(buckets_[b], flats_[b]->squares());
   }
   in_round_ = false;
@@ -266,6 +269,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     // Nobody reads parameters any more, so that their owners may write to them.
     if (policy_.one_copy) policy_.meet();
   } else {
+    for (auto& flat : flats_) flat->to_host();
     all_reduced();
   }
   in_round_ = in_last_ = false;
@@ -273,6 +277,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
 }
 
 void Bucketed::publish_parameters() {
+  for (auto& flat : flats_) flat->to_device();
   if (policy_.shards() == 1) return;
   if (policy_.one_copy) return policy_.meet();
   for (auto& flat : flats_) flat->gather_parameters();

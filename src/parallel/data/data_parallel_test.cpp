@@ -7,6 +7,7 @@
 #include <barrier>
 
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/strategies_testing.hpp"
@@ -250,6 +251,25 @@ TEST(CheckParameters, NamesTheFirstThatDiffersOnEveryRank) {
   EXPECT_NE(message(numbers, true).find("2 trainable parameters on rank 1, between 1 and 3"),
             std::string::npos)
       << message(numbers, true);
+}
+
+// On a device: tests/test_device.py and tests/device_check.cpp.
+TEST(DataParallel, OffloadIsRefusedInHostMemory) {
+  for (int size : {1, 3})
+    run_ranks(size, [&](World& world) {
+      const auto tensors = odd_parameters();
+      const std::string wanted = "where they already are";
+      for (const Strategy& strategy : strategies()) {
+        const auto refused = [&] { strategy.make(named(tensors), world.group, {.offload = true}); };
+        EXPECT_NE(error_of(refused).find(wanted), std::string::npos) << strategy.name;
+        EXPECT_EQ(error_of([&] { strategy.make(named(tensors), world.group); }), "no error");
+      }
+      const UnitHandle root([&] { return tensors; });
+      const auto refused = [&] {
+        fully_shard(root, {{"p", tensors[1]}}, {}, world.group, {.offload = true});
+      };
+      EXPECT_NE(error_of(refused).find(wanted), std::string::npos);
+    });
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ BucketPolicy::BucketPolicy(DataGroups groups_, const DataParallelOptions& option
                        .action = "Use fully_shard() for stage 3"});
   const bool parts = groups.shard.size() > 1;  // else there is nothing to shard or to share
   fp32_gradients = options.fp32_gradients;
+  offload = options.offload;
   one_copy = options.share_parameters && parts;
   sharded = (options.stage > 0 || one_copy) && parts;
   every_round = options.stage == 2 && !options.reduce_once && parts;
@@ -89,6 +90,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
     held_gradients = gradients_.narrow(0, held.begin, held.size());
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
+  held_ = HeldPart(bucket_, policy.offload, keeps_gradients());
 }
 
 void FlatBucket::zero() {
@@ -144,20 +146,29 @@ void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& par
 }
 
 void FlatBucket::sum_over_replicas() {
-  if (policy_.groups.replicate.size() > 1)
-    pending_ = policy_.groups.replicate.all_reduce_async(bucket_.gradients);
+  Group& replicas = policy_.groups.replicate;
+  if (replicas.size() == 1) return;
+  if (held_.gradients().defined()) {
+    pending_ = replicas.all_reduce_async(held_.gradients());
+    return;
+  }
+  // In host memory alone: they go by way of the device, a bucket at a time, and come back as the sum.
+  scattered_ = bucket_.gradients.to(bucket_.plan.device);
+  bucket_.gradients.zero_();
+  pending_ = replicas.all_reduce_async(scattered_);
+  wait();
 }
 
 void FlatBucket::gather_parameters() {
   const std::int64_t shards = policy_.shards();
   pending_ = policy_.groups.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}),
-                                                   bucket_.parameters);
+                                                   held_.parameters());
 }
 
 // What follows once the collective under way is complete.
 void FlatBucket::settle() {
   if (scattered_.defined()) {
-    bucket_.gradients.add_(scattered_);
+    bucket_.gradients.add_(scattered_.to(bucket_.gradients.device()));
     scattered_ = at::Tensor();
   }
 }

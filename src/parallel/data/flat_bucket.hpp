@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "parallel/data/held_part.hpp"
 
 namespace isograd {
 
@@ -32,6 +33,7 @@ struct BucketPolicy {
   DataGroups groups;
   bool sharded = false;   // each rank of the shard group updates its shard
   bool one_copy = false;  // of the parameters, in memory that the shard group shares
+  bool offload = false;   // what is held lies in host memory, the parameters do not
   bool fp32_gradients = true;
   bool every_round = false;  // gradients of each micro-batch are reduced and dropped
   WaitClock waited;
@@ -62,6 +64,8 @@ class FlatBucket {
   // Begins the reduction of the gradients that are there. `turn` counts the launches of a round.
   void launch(std::size_t turn, const std::vector<NamedParameter>& parameters);
   void sum_over_replicas();
+  void to_host() const { held_.gradients_to_host(); }
+  void to_device() const { held_.parameters_to_device(); }
   void gather_parameters();
   // What can be done now; true once all that was begun is complete.
   bool progress();
@@ -75,6 +79,7 @@ class FlatBucket {
 
   BucketPolicy& policy_;
   Bucket bucket_;
+  HeldPart held_;
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
   bool then_replicas_ = false;

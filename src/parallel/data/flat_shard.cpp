@@ -113,6 +113,7 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
       bucket_.gradients = context.groups.replicate.empty_shared(held.size(), type, plan.device);
     }
   }
+  held_ = HeldPart(bucket_, context.offload && trained, context.reduce_once);
   bucket_.plan = std::move(plan);
 }
 
@@ -124,7 +125,7 @@ void FlatShard::begin_gather() {
   if (state_ != State::kFreed) return;
   memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel, bucket_.plan.device);
   const at::Tensor by_rank = memory_.view({context_.shards(), bucket_.held.size()});
-  gather_ = context_.groups.shard.all_gather_async(by_rank, bucket_.parameters);
+  gather_ = context_.groups.shard.all_gather_async(by_rank, held_.parameters());
   state_ = State::kGathering;
 }
 
@@ -191,12 +192,14 @@ void FlatShard::begin_reduction(at::Tensor buffer) {
   const at::NoGradGuard no_grad;
   if (whole_gradients_.defined()) {
     if (context_.shards() > 1)
-      reduction_ = context_.groups.shard.reduce_scatter_async(bucket_.gradients, whole_gradients_);
+      reduction_ = context_.groups.shard.reduce_scatter_async(held_.gradients(), whole_gradients_);
     return;
   }
   if (context_.shards() == 1) {
     for (std::size_t s = 0; s < pieces_.size(); ++s)
-      if (pieces_[s].sum.defined()) slot_view(bucket_.gradients, bucket_.plan.slots[s]).add_(pieces_[s].sum);
+      if (pieces_[s].sum.defined())
+        slot_view(bucket_.gradients, bucket_.plan.slots[s])
+            .add_(pieces_[s].sum.to(bucket_.gradients.device()));
     forget();
     return;
   }
@@ -212,7 +215,7 @@ void FlatShard::settle() {
   if (fresh_)
     bucket_.gradients.copy_(scattered_);
   else
-    bucket_.gradients.add_(scattered_);
+    bucket_.gradients.add_(scattered_.to(bucket_.gradients.device()));
   fresh_ = false;
   scattered_ = at::Tensor();
 }
@@ -230,8 +233,17 @@ void FlatShard::wait() {
 }
 
 void FlatShard::sum_over_replicas() {
-  if (trained_ && context_.groups.replicate.size() > 1)
-    reduction_ = context_.groups.replicate.all_reduce_async(bucket_.gradients);
+  Group& replicas = context_.groups.replicate;
+  if (!trained_ || replicas.size() == 1) return;
+  if (held_.gradients().defined()) {
+    reduction_ = replicas.all_reduce_async(held_.gradients());
+    return;
+  }
+  // In host memory alone: they go by way of the device, a unit at a time, and come back as the sum.
+  scattered_ = bucket_.gradients.to(bucket_.plan.device);
+  fresh_ = true;
+  reduction_ = replicas.all_reduce_async(scattered_);
+  wait();
 }
 
 void FlatShard::zero() {

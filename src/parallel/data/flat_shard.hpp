@@ -10,6 +10,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "parallel/data/flat_bucket.hpp"
+#include "parallel/data/held_part.hpp"
 #include "parallel/data/unit_storage.hpp"
 
 namespace isograd {
@@ -34,6 +35,7 @@ struct ShardContext {
   DataGroups groups;
   bool one_copy = false;     // of the parameters, in memory that the shard group shares
   bool reduce_once = false;  // whole gradients are kept until the last micro-batch
+  bool offload = false;      // what is held lies in host memory, the parameters do not
   GatherPool pool{};
   WaitClock waited{};
 
@@ -71,6 +73,8 @@ class FlatShard {
   bool progress();  // of whatever is under way; true once it is complete
   void wait();
   void sum_over_replicas();  // begins it
+  void to_host() const { held_.gradients_to_host(); }
+  void to_device() const { held_.parameters_to_device(); }
   void zero();
   void forget();  // what was added and not reduced
 
@@ -86,6 +90,7 @@ class FlatShard {
   ShardContext& context_;
   bool trained_;
   Bucket bucket_;
+  HeldPart held_;
   std::unique_ptr<UnitStorage> storage_;
   State state_ = State::kFreed;
   at::Tensor memory_;           // gathered into

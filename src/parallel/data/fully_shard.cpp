@@ -184,9 +184,14 @@ class Layout final : public FullySharded {
     auto context = std::make_unique<ShardContext>(ShardContext{.groups = std::move(groups)});
     context->one_copy = options.share_parameters && context->shards() > 1;
     context->reduce_once = options.reduce_once;
+    context->offload = options.offload;
     // Everything that can refuse comes before the model is touched.
     auto plans = plan_units(uses, named, members_, options, context->shards(), context->always_whole());
     check_limit(plans, options.gather_limit_bytes);
+    if (options.offload)
+      for (const UnitPlan& plan : plans)
+        for (const auto& [flat, trained] : plan.flats)
+          if (trained) check_can_be_offloaded(flat.device);
     if (!options.initialize) check_values();
     if (options.check_parameters) check_same(members_, context->groups.all);
     std::vector<ShardedUnit> units;

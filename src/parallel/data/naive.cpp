@@ -5,6 +5,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/held_part.hpp"
 #include "parallel/data/same_parameters.hpp"
 
 namespace isograd {
@@ -20,16 +21,19 @@ class Naive final : public DataParallel {
            .found = fmt::format("stage {}, share_parameters {}", options.stage, options.share_parameters),
            .expected = "stage 0 with parameters of each rank's own",
            .action = "Use bucketed() for sharded state or shared parameters"});
+    if (options.offload)
+      for (const NamedParameter& parameter : parameters_) check_can_be_offloaded(parameter.tensor.device());
     if (options.check_parameters) check_same_parameters(parameters_, group_);
     for (BucketPlan& plan : plan_buckets(parameters_, options.bucket_bytes)) {
       const at::ScalarType type = gradient_type(plan.dtype, options.fp32_gradients);
       at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
       buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
+      held_.emplace_back(buckets_.back(), options.offload, /*gradients_on_device=*/true);
     }
   }
 
   void zero_gradients() override {
-    for (Bucket& bucket : buckets_) bucket.gradients.zero_();
+    for (const HeldPart& held : held_) held.gradients().zero_();
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
   }
 
@@ -37,10 +41,16 @@ class Naive final : public DataParallel {
 
   void finish_reduction() override {
     collect();
-    if (group_.size() == 1) return;
-    for (Bucket& bucket : buckets_)
-      for (const Slot& slot : bucket.plan.slots)
-        if (slot.numel > 0) group_.all_reduce(slot_view(bucket.gradients, slot));
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      if (group_.size() > 1)
+        for (const Slot& slot : buckets_[b].plan.slots)
+          if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
+      held_[b].gradients_to_host();
+    }
+  }
+
+  void publish_parameters() override {
+    for (const HeldPart& held : held_) held.parameters_to_device();
   }
 
   std::vector<Bucket>& buckets() override { return buckets_; }
@@ -50,11 +60,11 @@ class Naive final : public DataParallel {
   // Moves what the last backward left in .grad to the buckets, where micro-batches add up in their type.
   void collect() {
     at::NoGradGuard no_grad;
-    for (Bucket& bucket : buckets_)
-      for (const Slot& slot : bucket.plan.slots) {
+    for (std::size_t b = 0; b < buckets_.size(); ++b)
+      for (const Slot& slot : buckets_[b].plan.slots) {
         at::Tensor& gradient = parameters_[slot.index].tensor.mutable_grad();
         if (!gradient.defined()) continue;  // unused in this backward
-        slot_view(bucket.gradients, slot) += gradient.detach();
+        slot_view(held_[b].gradients(), slot) += gradient.detach();
         gradient = at::Tensor();
       }
   }
@@ -62,6 +72,7 @@ class Naive final : public DataParallel {
   std::vector<NamedParameter> parameters_;
   Group group_;
   std::vector<Bucket> buckets_;
+  std::vector<HeldPart> held_;  // per bucket
 };
 
 }  // namespace

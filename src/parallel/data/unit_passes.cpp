@@ -275,7 +275,10 @@ void UnitPasses::finish_reduction() {
   for (ShardedUnit& unit : units_)
     for (auto& flat : unit.flats) flat->sum_over_replicas();
   for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) flat->wait();
+    for (auto& flat : unit.flats) {
+      flat->wait();
+      flat->to_host();
+    }
   if (!held_)  // a forward without backward has left something whole, which the update would make stale
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
   // Nobody reads the one copy any more, so that its owners may write to it.
@@ -290,6 +293,8 @@ void UnitPasses::publish_parameters() {
                        .found = "an update while whole_parameters() is held",
                        .expected = "parameters that are gathered after it",
                        .action = "Let go of whole_parameters() before the optimizer's update"});
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->to_device();
   if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
 }
 

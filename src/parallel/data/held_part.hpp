@@ -1,0 +1,32 @@
+// What a rank holds of a bucket, where the parameters lie. The bucket's own tensors are the same ones, or,
+// with offload, copies in host memory.
+#pragma once
+
+#include "isograd/parameters.hpp"
+
+namespace isograd {
+
+// ConfigError where parameters are in host memory already.
+void check_can_be_offloaded(at::Device parameters);
+
+class HeldPart {
+ public:
+  HeldPart() = default;
+  // With `offload` the bucket gets copies in host memory, pinned, so that norms and updates are the CPU's;
+  // gradients stay on the device beside them where backward needs them there.
+  HeldPart(Bucket& bucket, bool offload, bool gradients_on_device);
+
+  const at::Tensor& parameters() const { return parameters_; }  // what ranks gather
+  // Where gradients are reduced. Undefined: rounds add up in host memory alone.
+  const at::Tensor& gradients() const { return gradients_; }
+
+  // Nothing without offload. Copies wait for the device.
+  void gradients_to_host() const;     // once they are summed
+  void parameters_to_device() const;  // once they are updated, in their own type
+
+ private:
+  at::Tensor parameters_, gradients_;
+  at::Tensor host_parameters_, host_gradients_;  // the bucket's, with offload
+};
+
+}  // namespace isograd
