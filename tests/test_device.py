@@ -169,11 +169,79 @@ def test_checkpoints_load_on_either(folder):
         assert isograd("sample", run, "--tokens", 4, gpu=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["text", "video"])
-def test_verify_of_every_layout(folder, kind):
+OFFLOADED = [("float64", 1, "bucketed", []), ("bfloat16", 1, "zero3", []), ("float64", 2, "naive", []),
+             ("float32", 3, "bucketed", []), ("float64", 2, "zero1", []), ("float64", 3, "zero2", []),
+             ("bfloat16", 2, "zero2", ["train.fp32_gradients=false"]), ("float64", 2, "zero2", ["parallel.reduce_once=true"]),
+             ("float64", 3, "zero3", []), ("float32", 2, "zero3", ["parallel.reduce_once=true"]),
+             ("float64", 4, "zero2", ["parallel.replicas=2"]), ("float64", 4, "zero3", ["parallel.replicas=2"])]
+
+
+@pytest.mark.parametrize("dtype, ranks, strategy, sets", OFFLOADED)
+def test_an_offloaded_run_is_the_run_on_the_cpu(folder, dtype, ranks, strategy, sets):
+    """Five packs a step, one to a micro-batch: every rank accumulates, not all of them equally often."""
+    path = config(folder, "text", dtype)
+    common = ["--ranks", ranks, "--set", f"parallel.strategy={strategy}", *(x for s in sets for x in ("--set", s))]
+    done, _, losses = train(path, "offloaded", "--device", "cuda", "--backend", "shm", "--set", "parallel.offload=true",
+                            *common)
+    assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
+    assert "gradients and states in host memory" in done.stdout
+    _, _, expected = train(path, "offloaded_on_cpu", *common, gpu=False)
+    assert len(losses) == len(expected) == 3
+    if dtype == "float64":
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+# What leaves the GPU; where backward needs whole gradients there, they stay.
+@pytest.mark.parametrize("strategy, ranks, leaves", [("bucketed", 1, ["masters", "state"]), ("zero1", 2, ["masters", "state"]),
+                                                     ("zero2", 2, ["gradients", "masters", "state"]),
+                                                     ("zero3", 2, ["gradients", "masters", "state"])])
+def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
+    path = config(folder, "text", "bfloat16")
+
+    def memory(*arguments):
+        done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks, "--set",
+                           f"parallel.strategy={strategy}", "--set", "model.hidden=128", "--set", "model.feed_forward=512",
+                           *arguments)
+        text = done.stdout + done.stderr
+        row = re.search(r"^rank 0 +(.*)$", text, re.MULTILINE).group(1).split()
+        names = ["parameters", "gradients", "masters", "state", "total", "other"]
+        host = re.search(r"offload: ([\d.]+) MB of rank 0", text)
+        return dict(zip(names, map(float, row)), host=float(host.group(1)) if host else 0)
+
+    here, away = memory(), memory("--set", "parallel.offload=true")
+    assert here["host"] == 0 and away["host"] == pytest.approx(away["total"], abs=0.01)
+    moved = sum(here[name] for name in leaves)
+    assert moved > 1
+    assert here["total"] + here["other"] - away["other"] == pytest.approx(moved, abs=0.05)
+    assert [away[name] for name in ("masters", "state")] == [here[name] for name in ("masters", "state")]
+
+
+def test_offloaded_checkpoints_load_on_either(folder):
+    path = config(folder, "text", "float64")
+    places = [["cuda", "true"], ["cuda", "false"], ["cuda", "true"], ["cpu", "false"]]
+    constant = ["--set", "schedule.kind=constant"]
+    for i, (device, offload) in enumerate(places, 1):
+        _, _, losses = train(path, "moving", "--device", device, "--set", f"parallel.offload={offload}", "--set",
+                             f"train.steps={2 * i}", *constant,
+                             *(["--set", "checkpoint.resume=latest"] if i > 1 else []))
+    _, _, expected = train(path, "staying", "--set", f"train.steps={2 * len(places)}", *constant, gpu=False)
+    assert len(losses) == 2 * len(places)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+    path = config(folder, "text", "bfloat16")  # with masters of its own: the same bits
+    offloaded = ["--device", "cuda", "--backend", "shm", "--ranks", 2, "--set", "parallel.strategy=zero1", "--set",
+                 "parallel.offload=true", *constant]
+    train(path, "halves", *offloaded)
+    _, _, losses = train(path, "halves", *offloaded, "--set", "train.steps=6", "--set", "checkpoint.resume=latest")
+    _, _, expected = train(path, "whole", *offloaded, "--set", "train.steps=6")
+    assert len(losses) == 6 and losses == expected
+
+
+@pytest.mark.parametrize("kind, offload", [("text", "false"), ("video", "false"), ("text", "true")])
+def test_verify_of_every_layout(folder, kind, offload):
     verdict = folder / "verdict.json"
     done = isograd("verify", config(folder, kind), "--device", "cuda", "--backend", "shm", "--ranks", 2, "--layout",
-                   "all", "--json", verdict)
+                   "all", "--json", verdict, "--set", f"parallel.offload={offload}")
     assert done.returncode == 0, done.stdout + done.stderr
     grades = json.loads(verdict.read_text())["grades"]
     assert len(grades) > 5 and not any("share=on" in name for name in grades)
@@ -190,6 +258,20 @@ def test_what_cannot_be_done_on_gpus_is_said_once(folder):
         assert len(done.stderr.splitlines()) <= 4
     done = isograd("verify", path, "--device", "cuda", "--minimise", folder / "least.toml")
     assert done.returncode == 2 and "--device cpu" in done.stderr, done.stderr
+
+
+def test_offload_is_refused_where_it_is_no_use(folder):
+    path = config(folder, "text")
+    for verb in ("train", "verify"):
+        for arguments, parts in [
+                ([], ["parallel.offload", "where they already are", 'parallel.device = "cuda"']),
+                (["--ranks", 2], ["parallel.offload", "where they already are"]),
+                (["--device", "cuda", "--backend", "shm", "--ranks", 2, "--set", "parallel.share_parameters=on"],
+                 ["parallel.share_parameters", '"off"']),
+        ]:
+            done = isograd(verb, path, "--set", "parallel.offload=true", *arguments)
+            assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
+            assert done.stderr.count("ConfigError") == 1, done.stderr
 
 
 def test_auto_takes_the_gpu_that_is_there(folder):

@@ -226,6 +226,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                         .reduce_once = config.parallel.reduce_once,
                         .fp32_gradients = config.train.fp32_gradients,
                         .share_parameters = share,
+                        .offload = config.parallel.offload,
                         .gather_limit_bytes = config.parallel.gather_limit_bytes,
                         .initialize = units.initialize,
                         .device = device,
@@ -236,6 +237,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
       .share_parameters = share,
       .fp32_gradients = config.train.fp32_gradients,
       .reduce_once = config.parallel.reduce_once,
+      .offload = config.parallel.offload,
       .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
       .overlap = config.parallel.overlap,
@@ -260,6 +262,7 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda")
     text += fmt::format(", on GPUs over {}", backend_of(config, group.size()));
+  if (config.parallel.offload) text += ", gradients and states in host memory";
   return text;
 }
 

@@ -106,6 +106,7 @@ struct RunConfig {
     double timeout_seconds = 300;
     std::string device = "cpu";    // cpu | cuda | auto
     std::string backend = "auto";  // auto | shm | mpi | nccl
+    bool offload = false;          // gradients, masters and state in host memory
   } parallel;
   struct {
     std::int64_t every = 100;  // 0: only at the end

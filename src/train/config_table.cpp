@@ -342,8 +342,7 @@ std::vector<ConfigKey> make_keys() {
           "over the rest it keeps copies. The gradient is the same."),
       KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
           "Whether ranks of one host keep one copy of the parameters between them, each updating its shard "
-          "in "
-          "place. `auto`: where the backend has memory that all ranks reach (`shm`), but for `naive` and "
+          "in place. `auto`: where the backend has memory that all ranks reach (`shm`), but for `naive` and "
           "`overlapped`, and not on GPUs."),
       KEY("parallel.reduce_once", parallel.reduce_once, "", any(),
           "With `zero2` and `zero3`: keep whole gradients until the last micro-batch instead of reducing "
@@ -371,13 +370,14 @@ std::vector<ConfigKey> make_keys() {
           "The longest wait for another rank, after which it counts as lost (exit status 3)."),
       KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}),
           "Where models, gradients and the optimizer's state lie and are computed with (`docs/gpu.md`): "
-          "`cpu`; "
-          "`cuda`, a GPU for each rank of a host; `auto`, `cuda` where LibTorch finds a GPU."),
+          "`cpu`; `cuda`, a GPU for each rank of a host; `auto`, `cuda` where LibTorch finds a GPU."),
       KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "nccl"}),
           "What carries data between ranks: `shm`, the shared memory of one host; `mpi`, over several hosts "
-          "as "
-          "well, in a build that found an MPI; `nccl`, between the GPUs of one host. `auto`: `nccl` where "
+          "as well, in a build that found an MPI; `nccl`, between the GPUs of one host. `auto`: `nccl` where "
           "ranks are on GPUs, else `shm`."),
+      KEY("parallel.offload", parallel.offload, "", any(),
+          "On a GPU: what a rank holds of summed gradients, masters and the optimizer's state lies in host "
+          "memory, and the CPU takes norms and updates (`docs/gpu.md`). Refused on the CPU."),
 
       KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps),
           "How often a checkpoint is saved. 0: only at the end."),

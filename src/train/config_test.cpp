@@ -384,6 +384,9 @@ TEST(Device, WhatIsNotThereOrCannotBeIsNamed) {
   config.model.kind = "scorer";
   EXPECT_THAT(error(kTwo, 1), HasSubstr("scorer"));
   config = {};
+  config.parallel.offload = true;
+  EXPECT_THAT(error(kTwo, 1), AllOf(HasSubstr("parallel.offload"), HasSubstr("where they already are")));
+  config = {};
   config.parallel.device = "auto";
   config.parallel.backend = "nccl";
   EXPECT_THAT(error(kNoGpu, 2), AllOf(HasSubstr("parallel.backend"), HasSubstr("finds no GPU")));

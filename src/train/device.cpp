@@ -66,7 +66,8 @@ std::string backend_of(const RunConfig& config, int ranks) {
 }
 
 void check_device(const RunConfig& config, int ranks) {
-  if (config.parallel.device == "cpu" && config.parallel.backend != "nccl") return;
+  const auto& asked = config.parallel;
+  if (asked.device == "cpu" && asked.backend != "nccl" && !asked.offload) return;
   check_device(config, ranks, find_gpus());
 }
 
@@ -81,6 +82,10 @@ void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
       refuse("parallel.backend", fmt::format("\"nccl\" with {} = {} and {}", kKey, asked, gpus.text()),
              "ranks on GPUs, which alone NCCL joins",
              "Set parallel.device = \"cuda\" where there are GPUs, or parallel.backend = \"shm\"");
+    if (config.parallel.offload)
+      refuse("parallel.offload", fmt::format("true with {} = {} and {}", kKey, asked, gpus.text()),
+             "parameters on a GPU: offload moves states and gradients to host memory, where they already are",
+             "Leave parallel.offload out, or set parallel.device = \"cuda\" where there are GPUs");
     return;
   }
   if (!gpus.built)

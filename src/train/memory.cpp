@@ -14,12 +14,15 @@ namespace {
 // Bytes of storages not seen before.
 class Storages {
  public:
+  explicit Storages(std::optional<at::DeviceType> only) : only_(only) {}
   std::int64_t add(const at::Tensor& tensor) {
-    if (!tensor.defined() || !seen_.insert(tensor.storage().data()).second) return 0;
+    if (!tensor.defined() || (only_ && tensor.device().type() != *only_)) return 0;
+    if (!seen_.insert(tensor.storage().data()).second) return 0;
     return static_cast<std::int64_t>(tensor.storage().nbytes());
   }
 
  private:
+  std::optional<at::DeviceType> only_;
   std::set<const void*> seen_;
 };
 
@@ -27,10 +30,10 @@ std::string megabytes(double bytes) {
   return fmt::format("{:.2f}", bytes / 1e6);
 }
 
-}  // namespace
-
-PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers) {
-  Storages storages;
+// Of tensors on any device or on those of one type.
+PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers,
+                        std::optional<at::DeviceType> only) {
+  Storages storages(only);
   PersistentBytes kept;
   for (const Bucket& bucket : buckets) {
     kept.parameters += split_rows(storages.add(bucket.parameters), sharers)[0];
@@ -42,8 +45,6 @@ PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const Optimizer
   return kept;
 }
 
-namespace {
-
 // Bytes that the device's allocator has handed out.
 c10::CachingAllocator::Stat allocated(at::Device device) {
   const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
@@ -51,6 +52,10 @@ c10::CachingAllocator::Stat allocated(at::Device device) {
 }
 
 }  // namespace
+
+PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers) {
+  return measure(buckets, state, sharers, std::nullopt);
+}
 
 MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
   // A device's allocator has nothing to say before its first tensor.
@@ -76,8 +81,11 @@ void MemoryWatch::before_step(DataParallel& layout) {
 }
 
 void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sharers) {
-  use_.kept = measure_kept(layout.buckets(), optimizer.state(layout.buckets()), sharers);
-  use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - use_.kept.total();
+  const OptimizerState state = optimizer.state(layout.buckets());
+  use_.kept = measure_kept(layout.buckets(), state, sharers);
+  const std::int64_t here = measure(layout.buckets(), state, sharers, device_.type()).total();
+  use_.in_host_memory = use_.kept.total() - here;
+  use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - here;
   use_.passing = peak() - alive_;
   use_.sent = layout.bytes_sent() - sent_;
 }
@@ -116,6 +124,10 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
                       persistent_formula(plan), traffic_formula(plan), plan.numel);
   if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
   if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  if (use.in_host_memory > 0)
+    text += fmt::format(
+        "\noffload: {} MB of rank 0's total lie in host memory; what its GPU holds is under other",
+        megabytes(static_cast<double>(use.in_host_memory)));
   return text + "\n";
 }
 

@@ -14,8 +14,9 @@ namespace isograd {
 
 // Bytes of one rank.
 struct MemoryUse {
-  PersistentBytes kept;    // stays from step to step, by what it is for
-  std::int64_t other = 0;  // stays besides: batches, buffers, staging for collectives
+  PersistentBytes kept;             // stays from step to step, by what it is for
+  std::int64_t in_host_memory = 0;  // of it, where the run is on a GPU (parallel.offload)
+  std::int64_t other = 0;           // stays besides: batches, buffers, staging for collectives
   std::int64_t passing =
       0;                  // the most that a step holds beyond all that: activations, gradients on their way
   std::int64_t sent = 0;  // by collectives, in a step
