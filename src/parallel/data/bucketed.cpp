@@ -234,7 +234,10 @@ void Bucketed::launch_next() {
 // What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
 // It takes part with zeros.
 void Bucketed::finish_round(const Reduced& reduced) {
-  while (launched_ < buckets_.size()) launch_next();
+  // Nothing is computed meanwhile, and where the others are there already it is done when it is launched.
+  policy_.waited.during([&] {
+    while (launched_ < buckets_.size()) launch_next();
+  });
   for (std::size_t b = 0; b < launched_; ++b) {
     if (b == completed_) flats_[completed_++]->wait();
     flats_[b]->to_host();

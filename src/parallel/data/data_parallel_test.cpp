@@ -5,11 +5,15 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <barrier>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
 
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/strategies_testing.hpp"
 
 namespace isograd {
@@ -270,6 +274,44 @@ TEST(DataParallel, OffloadIsRefusedInHostMemory) {
       };
       EXPECT_NE(error_of(refused).find(wanted), std::string::npos);
     });
+}
+
+TEST(WaitClock, CountsWhatIsNestedOnce) {
+  using Clock = std::chrono::steady_clock;
+  WaitClock clock;
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+  const auto start = Clock::now();
+  clock.during([&] {
+    clock.during(pause);
+    clock.during(pause);
+  });
+  const double outside = std::chrono::duration<double>(Clock::now() - start).count();
+  EXPECT_GE(clock.seconds(), 0.04);
+  EXPECT_LE(clock.seconds(), outside);
+  EXPECT_THROW(clock.during([] { throw std::runtime_error("lost"); }), std::runtime_error);
+  const double before = clock.seconds();
+  clock.during(pause);
+  EXPECT_GE(clock.seconds(), before + 0.02);
+}
+
+// Without overlap all of a reduction is exposed: also what is done while it is launched, the others being
+// there already.
+TEST(DataParallel, ReductionsWithoutOverlapAreExposed) {
+  constexpr std::int64_t kNumel = 1 << 20;
+  run_ranks(2, [&](World& world) {
+    at::Tensor parameter = at::zeros({kNumel}).requires_grad_(true);
+    const auto layout = bucketed({{"p", parameter, true}}, world.group,
+                                 {.stage = 1, .bucket_bytes = 1 << 16, .overlap = false});
+    layout->zero_gradients();
+    layout->begin_backward(true);
+    (parameter * parameter).sum().backward();
+    EXPECT_EQ(layout->exposed_seconds(), 0);
+    const auto start = std::chrono::steady_clock::now();
+    layout->finish_reduction();
+    const double all = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    EXPECT_GT(layout->exposed_seconds(), 0.5 * all);
+    EXPECT_LE(layout->exposed_seconds(), all);
+  });
 }
 
 }  // namespace
