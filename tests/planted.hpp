@@ -2,6 +2,8 @@
 // those of the museum of biased gradients.
 #pragma once
 
+#include <functional>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -82,6 +84,37 @@ struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
   void finish_reduction() override {
     inner->finish_reduction();
     for (Bucket& bucket : buckets()) bucket.gradients.div_(group().size());
+  }
+};
+
+// Known by the time when it is asked for, as what a rank has counted.
+using Number = std::function<double()>;
+
+struct MultipliesSums : Wrapped {  // of the gradient over ranks
+  Number factor;
+  MultipliesSums(std::unique_ptr<DataParallel> inner_, Number factor_)
+      : Wrapped(std::move(inner_)), factor(std::move(factor_)) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.mul_(factor());
+  }
+};
+
+// B9: the buffer is scaled at every backward, what is in it already included.
+struct RescalesTheBuffer : Wrapped {
+  Number divisor;
+  bool first = true;
+  RescalesTheBuffer(std::unique_ptr<DataParallel> inner_, Number divisor_)
+      : Wrapped(std::move(inner_)), divisor(std::move(divisor_)) {}
+  void zero_gradients() override {
+    inner->zero_gradients();
+    first = true;
+  }
+  void begin_backward(bool last) override {
+    if (!first)
+      for (Bucket& bucket : buckets()) bucket.gradients.div_(divisor());
+    first = false;
+    inner->begin_backward(last);
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -18,6 +19,10 @@ namespace isograd {
 struct VideoGrid {
   std::int64_t t = 1, h = 1, w = 1;
   std::int64_t count() const { return t * h * w; }
+  // Frame, row and column of a video's token.
+  std::array<std::int64_t, 3> place_of(std::int64_t token) const {
+    return {token / (h * w), token / w % h, token % w};
+  }
   bool operator==(const VideoGrid&) const = default;
 };
 

@@ -149,7 +149,7 @@ struct Group::Impl {
   Started all_reduce(const Call& call, at::Tensor tensor, ReduceOp op) const;
   Started reduce(const Call& call, at::Tensor tensor, int root, ReduceOp op) const;
   Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op, const Rows& rows,
-                         double* squares = nullptr) const;
+                         std::shared_ptr<double> squares = nullptr) const;
   // `squares` can be had of a reduce_scatter of this tensor without rows.
   bool can_square(const at::Tensor& input) const;
   static const std::shared_ptr<Impl>& of(const Group& group) { return group.impl_; }

@@ -60,7 +60,7 @@ Started Group::Impl::reduce(const Call& call, at::Tensor tensor, int root, Reduc
 }
 
 Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op,
-                                    const Rows& rows, double* squares) const {
+                                    const Rows& rows, std::shared_ptr<double> squares) const {
   check(call, input, "input");
   check(call, output, "output");
   check_has_rows(call, input, "input");
@@ -91,7 +91,7 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
       to = to.view(-1);
     }
     started.work = guarded(call, [&] {
-      return squares ? shm->reduce_scatter_with_squares(to, from, *squares, timeout)
+      return squares ? shm->reduce_scatter_with_squares(to, from, std::move(squares), timeout)
                      : backend->_reduce_scatter_base(to, from, options);
     });
     started.kept = {std::move(to), std::move(from)};
@@ -132,13 +132,13 @@ bool Group::Impl::can_square(const at::Tensor& input) const {
 }
 
 std::optional<Pending> reduce_scatter_with_squares(const Group& group, at::Tensor output, at::Tensor input,
-                                                   double& squares, Group::Site site) {
+                                                   std::shared_ptr<double> squares, Group::Site site) {
   const auto& impl = Group::Impl::of(group);
   if (!input.defined() || !impl->can_square(input)) return std::nullopt;
   const Call call{"reduce_scatter", site};
-  return Group::Impl::pend(
-      impl, call,
-      impl->reduce_scatter(call, std::move(output), std::move(input), ReduceOp::kSum, {}, &squares));
+  return Group::Impl::pend(impl, call,
+                           impl->reduce_scatter(call, std::move(output), std::move(input), ReduceOp::kSum, {},
+                                                std::move(squares)));
 }
 
 void Group::all_reduce(at::Tensor tensor, ReduceOp op, Site site) {

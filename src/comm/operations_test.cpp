@@ -10,7 +10,6 @@
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
-#include "kernels/flat.hpp"
 
 namespace isograd {
 namespace {
@@ -139,45 +138,6 @@ TEST(Operations, ReduceScatterOfUnevenParts) {
       for (int r = 0; r < size; ++r) expected += values(r, rank, count(rank));
       ASSERT_TRUE(at::equal(output[0], expected));
     }
-  });
-}
-
-// The squares are those of the output, taken in runs that begin where it does, however it was cut into
-// chunks.
-TEST(Operations, ReduceScatterWithSquares) {
-  run_cases([](ShmBackend& backend, const auto& make) {
-    const int rank = backend.getRank(), size = backend.getSize();
-    if (size == 1) return;
-    for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kBFloat16})
-      for (const std::int64_t count : {0, 1, 77, 400, 39'000}) {
-        if (count * size * 2 > 2000 && count * size > 100'000) continue;
-        const at::Tensor drawn = at::sin(values(rank, 0, count * size));
-        const std::int64_t words = (count * size * at::elementSize(type) + 7) / 8;
-        at::Tensor input = make(words).view(type).narrow(0, 0, count * size).copy_(drawn);
-        for (const bool in_place : {false, true}) {
-          at::Tensor output =
-              in_place ? input.narrow(0, rank * count, count) : at::empty({count}, at::TensorOptions(type));
-          double squares = -1;
-          backend.reduce_scatter_with_squares(output, input, squares, 30s)->wait();
-          double expected = 0;
-          for (std::int64_t at = 0; at < count; at += kernels::kSquaresRun) {
-            const at::Tensor run = output.narrow(0, at, std::min(kernels::kSquaresRun, count - at));
-            expected += type == at::kDouble ? kernels::squared_norm(run.const_data_ptr<double>(), run.numel())
-                        : type == at::kFloat
-                            ? kernels::squared_norm(run.const_data_ptr<float>(), run.numel())
-                            : kernels::squared_norm(
-                                  static_cast<const kernels::Bfloat16*>(run.const_data_ptr()), run.numel());
-          }
-          ASSERT_EQ(squares, expected) << type << " " << count;
-          const double plain = output.to(at::kDouble).square().sum().item<double>();
-          ASSERT_NEAR(squares, plain, plain * static_cast<double>(count) * 0x1p-52) << type << " " << count;
-          const at::Tensor meet = at::zeros({1}, at::kDouble);  // the second turn writes what others read
-          Tensors all{meet};
-          backend.allreduce(all)->wait();
-          input.copy_(drawn);
-          backend.allreduce(all)->wait();
-        }
-      }
   });
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/files.hpp"
 #include "data/libav.hpp"
 #include "isograd/error.hpp"
 #include "isograd/video_data.hpp"
@@ -13,7 +14,7 @@ namespace {
 
 using namespace libav;
 
-// A file being written.
+// A file in the making: in memory, so that it is whole or absent.
 class Writer {
  public:
   Writer(std::filesystem::path file, const at::Tensor& frames, double frames_per_second)
@@ -33,7 +34,7 @@ class Writer {
     check(avcodec_open2(codec_.get(), encoder, nullptr), "no encoder for it");
     stream_->time_base = codec_->time_base;
     check(avcodec_parameters_from_context(stream_->codecpar, codec_.get()), "no stream for it");
-    check(avio_open(&made->pb, ("file:" + file_.string()).c_str(), AVIO_FLAG_WRITE), "a file not to be made");
+    check(avio_open_dyn_buf(&made->pb), "no memory for it");
     AVDictionary* settings = nullptr;
     av_dict_set(&settings, "plays", "0", 0);  // for ever
     const int status = avformat_write_header(made, &settings);
@@ -58,13 +59,19 @@ class Writer {
     check(avcodec_send_frame(codec_.get(), nullptr), "frames not to be encoded");
     drain();
     check(av_write_trailer(format_.get()), "an end not to be written");
-    check(avio_closep(&format_->pb), "a file not to be closed");
+    check(format_->pb->error, "no memory for it");
+    // The trailer has gone back to say the number of frames: closing would take that for the end.
+    std::uint8_t* bytes = nullptr;
+    const int size = avio_get_dyn_buf(format_->pb, &bytes);
+    write_file(file_, {reinterpret_cast<const char*>(bytes), static_cast<std::size_t>(size)});
   }
 
  private:
   struct Close {
     void operator()(AVFormatContext* format) const {
-      avio_closep(&format->pb);
+      std::uint8_t* bytes = nullptr;
+      if (format->pb) avio_close_dyn_buf(format->pb, &bytes);
+      av_free(bytes);
       avformat_free_context(format);
     }
   };

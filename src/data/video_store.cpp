@@ -175,10 +175,7 @@ at::Tensor VideoStore::coordinates(const at::Tensor& tokens) const {
   for (std::int64_t i = 0; i < numbers.numel(); ++i, to += 3) {
     const auto video = std::upper_bound(first.begin(), first.end(), token[i]) - first.begin() - 1;
     const VideoGrid& grid = impl_->grids[static_cast<std::size_t>(video)];
-    const std::int64_t position = token[i] - first[static_cast<std::size_t>(video)];
-    to[0] = position / (grid.h * grid.w);
-    to[1] = position / grid.w % grid.h;
-    to[2] = position % grid.w;
+    std::ranges::copy(grid.place_of(token[i] - first[static_cast<std::size_t>(video)]), to);
   }
   return result;
 }

@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "data/move.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -130,9 +132,8 @@ at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions&
   batch.draw = kNoStep;
   at::Tensor coordinates = at::empty({length, 3}, at::kLong);
   auto* place = coordinates.mutable_data_ptr<std::int64_t>();
-  for (std::int64_t t = 0; t < grid.t; ++t)
-    for (std::int64_t h = 0; h < grid.h; ++h)
-      for (std::int64_t w = 0; w < grid.w; ++w) *place++ = t, *place++ = h, *place++ = w;
+  for (std::int64_t token = 0; token < length; ++token, place += 3)
+    std::ranges::copy(grid.place_of(token), place);
   const at::NoGradGuard no_grad;
   const auto type = computing_type(model);
   const std::int64_t elements = model.config().patch_elements;

@@ -36,6 +36,7 @@ std::vector<std::pair<std::string, int>> axes_of(const RunConfig& chosen, const 
 }
 
 // What ZeRO-3 gathers: elements of all units and of the root alone, with the padding of their flat storage.
+// Counted here and not asked of the layout, because the layout is what is checked.
 struct Gathered {
   std::int64_t all = 0, root = 0;
 };

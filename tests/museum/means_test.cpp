@@ -94,53 +94,6 @@ struct MeanOverNothing : Divides {
   }
 };
 
-struct TimesTheCount : planted::Wrapped {
-  std::shared_ptr<Counted> counted;
-  TimesTheCount(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
-      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.mul_(counted->all);
-  }
-};
-
-struct RescalesTheBuffer : planted::Wrapped {
-  std::shared_ptr<Counted> counted;
-  bool first = true;
-  RescalesTheBuffer(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
-      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
-  void zero_gradients() override {
-    inner->zero_gradients();
-    first = true;
-  }
-  void begin_backward(bool last) override {
-    if (!first)
-      for (Bucket& bucket : buckets()) bucket.gradients.div_(std::max(1.0, counted->own_micro_batches));
-    first = false;
-    inner->begin_backward(last);
-  }
-};
-
-struct DividesBy : planted::Wrapped {
-  double number;
-  DividesBy(std::unique_ptr<DataParallel> inner_, double number_)
-      : Wrapped(std::move(inner_)), number(number_) {}
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.div_(number);
-  }
-};
-
-struct DividesByHolders : planted::Wrapped {
-  std::shared_ptr<Counted> counted;
-  DividesByHolders(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
-      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.div_(counted->holders);
-  }
-};
-
 struct WithoutARank : planted::Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
@@ -194,14 +147,14 @@ Plant divides(Divides::By by, bool each = false) {
   };
 }
 template <class Layout>
-Plant counted_layout() {
-  return [](VerifyProblem& p, World&, Mean mean) {
+Plant counted_layout(double (*number)(const Counted&)) {
+  return [number](VerifyProblem& p, World&, Mean mean) {
     auto counted = std::make_shared<Counted>();
     p.make_normalizer = [=] {
       return std::make_unique<Divides>(
           mean, [](const Counted& c) { return c.all; }, false, counted);
     };
-    with_layout<Layout>(p, counted);
+    with_layout<Layout>(p, [counted, number] { return number(*counted); });
   };
 }
 
@@ -219,8 +172,9 @@ const std::map<std::string, Plant>& own_plants() {
          divides([peers](const Counted& c) { return c.all * peers; })(p, world, mean);
        }},
       {"B7", divides([](const Counted& c) { return c.own * c.ranks; })},
-      {"B8", counted_layout<TimesTheCount>()},
-      {"B9", counted_layout<RescalesTheBuffer>()},
+      {"B8", counted_layout<planted::MultipliesSums>([](const Counted& c) { return c.all; })},
+      {"B9", counted_layout<planted::RescalesTheBuffer>(
+                 [](const Counted& c) { return std::max(1.0, c.own_micro_batches); })},
       {"B11", divides([](const Counted& c) { return c.micro_batches; }, true)},
       {"B12",
        [](VerifyProblem& p, World&, Mean mean) {
@@ -231,20 +185,13 @@ const std::map<std::string, Plant>& own_plants() {
        [](VerifyProblem& p, World& world, Mean mean) {
          const int replicas = world.size % 2 == 0 && world.size > 2 ? 2 : world.size;
          divides([](const Counted& c) { return c.all / c.ranks; })(p, world, mean);
-         with_layout<DividesBy>(p, static_cast<double>(world.size / replicas));
+         with_layout<planted::MultipliesSums>(p, [own = world.size / replicas] { return 1.0 / own; });
          p.layouts[0].axes = {{"dp_replicate", replicas}, {"dp_shard", world.size / replicas}};
        }},
       {"B30", divides([](const Counted&) { return 1; })},
       {"averaged_over_axis", [](VerifyProblem& p, World&, Mean) { with_layout<planted::Averages>(p); }},
       {"averaged_over_holders",
-       [](VerifyProblem& p, World&, Mean mean) {
-         auto counted = std::make_shared<Counted>();
-         p.make_normalizer = [=] {
-           return std::make_unique<Divides>(
-               mean, [](const Counted& c) { return c.all; }, false, counted);
-         };
-         with_layout<DividesByHolders>(p, counted);
-       }},
+       counted_layout<planted::MultipliesSums>([](const Counted& c) { return 1 / c.holders; })},
       {"missing_rank_part", [](VerifyProblem& p, World&, Mean) { with_layout<WithoutARank>(p); }},
       {"missing_data_part",
        [](VerifyProblem& p, World& world, Mean) {

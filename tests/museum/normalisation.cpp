@@ -62,40 +62,11 @@ struct Counting : TokenMean {
   }
 };
 
-// B8
-struct TimesTheCount : Wrapped {
-  std::shared_ptr<Counted> counted;
-  TimesTheCount(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
-      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
-  void finish_reduction() override {
-    inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.mul_(counted->targets);
-  }
-};
-
-// B9: the buffer is scaled at every backward, what is in it already included.
-struct RescalesTheBuffer : Wrapped {
-  std::shared_ptr<Counted> counted;
-  bool first = true;
-  RescalesTheBuffer(std::unique_ptr<DataParallel> inner_, std::shared_ptr<Counted> counted_)
-      : Wrapped(std::move(inner_)), counted(std::move(counted_)) {}
-  void zero_gradients() override {
-    inner->zero_gradients();
-    first = true;
-  }
-  void begin_backward(bool last) override {
-    if (!first)
-      for (Bucket& bucket : buckets()) bucket.gradients.div_(counted->own_micro_batches);
-    first = false;
-    inner->begin_backward(last);
-  }
-};
-
 template <class Layout>
-void with_counted_layout(VerifyProblem& problem) {
+void with_counted_layout(VerifyProblem& problem, double Counted::*number) {
   auto counted = std::make_shared<Counted>();
   problem.make_normalizer = [counted] { return std::make_unique<Counting>(counted); };
-  with_layout<Layout>(problem, counted);
+  with_layout<Layout>(problem, [counted, number] { return (*counted).*number; });
 }
 
 }  // namespace
@@ -177,7 +148,9 @@ void add_normalisation(std::vector<Exhibit>& list) {
                   .number = "Loss ratio 1, gradient ratio N.",
                   .diagnosis = "gradient_scaled_by_count",
                   .exists = any,
-                  .plant = [](VerifyProblem& p, World&) { with_counted_layout<TimesTheCount>(p); }});
+                  .plant = [](VerifyProblem& p, World&) {
+                    with_counted_layout<planted::MultipliesSums>(p, &Counted::targets);
+                  }});
   list.push_back(
       {.id = "B9",
        .title = "every micro-batch rescales what was accumulated",
@@ -187,7 +160,9 @@ void add_normalisation(std::vector<Exhibit>& list) {
        .number = "Weights of micro-batches fall geometrically: 1, 1/G, 1/G², ... from the last back.",
        .diagnosis = "accumulation_rescaled",
        .exists = any,
-       .plant = [](VerifyProblem& p, World&) { with_counted_layout<RescalesTheBuffer>(p); }});
+       .plant = [](VerifyProblem& p, World&) {
+         with_counted_layout<planted::RescalesTheBuffer>(p, &Counted::own_micro_batches);
+       }});
   list.push_back(
       {.id = "B11",
        .title = "own tokens, then the number of micro-batches",

@@ -178,14 +178,14 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
 
 // The output may be this rank's own part of the input: no peer reads that.
 ShmBackend::Task ShmBackend::reduce_scatter_one(const at::Tensor& output, const at::Tensor& input,
-                                                const c10d::ReduceOp& op, double* squares) {
+                                                const c10d::ReduceOp& op, std::shared_ptr<double> squares) {
   const auto check = arguments("reduce_scatter");
   const Piece to = check.piece(output);
   auto pieces = check.cut(input, output);
   check.apart(to, pieces);
-  return start(
-      shm::reduce_scatter(std::move(pieces), to, code_of(input), check.reduction(input, op), squares),
-      {output, input});
+  return start(shm::reduce_scatter(std::move(pieces), to, code_of(input), check.reduction(input, op),
+                                   std::move(squares)),
+               {output, input});
 }
 
 ShmBackend::Works ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -195,9 +195,9 @@ ShmBackend::Works ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tenso
 }
 
 ShmBackend::Works ShmBackend::reduce_scatter_with_squares(const at::Tensor& output, const at::Tensor& input,
-                                                          double& squares,
+                                                          std::shared_ptr<double> squares,
                                                           std::chrono::milliseconds timeout) {
-  return work({reduce_scatter_one(output, input, c10d::ReduceOp::SUM, &squares)},
+  return work({reduce_scatter_one(output, input, c10d::ReduceOp::SUM, std::move(squares))},
               c10d::OpType::_REDUCE_SCATTER_BASE, {output}, timeout);
 }
 

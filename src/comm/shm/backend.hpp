@@ -52,10 +52,9 @@ class ShmBackend final : public c10d::Backend {
                        const c10d::ReduceScatterOptions& options = {}) override;
   Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                              const c10d::ReduceScatterOptions& options = {}) override;
-  // _reduce_scatter_base of a sum; `squares` becomes Σ x² over `output` (fp32, fp64, bf16). It must live
-  // until then.
-  Works reduce_scatter_with_squares(const at::Tensor& output, const at::Tensor& input, double& squares,
-                                    std::chrono::milliseconds timeout);
+  // _reduce_scatter_base of a sum; `squares` becomes Σ x² over `output` (fp32, fp64, bf16).
+  Works reduce_scatter_with_squares(const at::Tensor& output, const at::Tensor& input,
+                                    std::shared_ptr<double> squares, std::chrono::milliseconds timeout);
   Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::ReduceScatterOptions& options = {}) override;
 
@@ -91,7 +90,7 @@ class ShmBackend final : public c10d::Backend {
   Task all_gather_one(const at::Tensor& output, const at::Tensor& input, const char* operation);
   Task all_gather_list(const Tensors& outputs, const at::Tensor& input);
   Task reduce_scatter_one(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op,
-                          double* squares = nullptr);
+                          std::shared_ptr<double> squares = nullptr);
   Task receive_one(const Tensors& tensors, int from, int tag);
   shm::Arguments arguments(const char* operation) const { return {operation, name_, rank_, size_}; }
 

@@ -93,7 +93,7 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
 // pieces[r] of all ranks are combined into rank r's `output`, which may be its own piece. `squares`, if any:
 // set to Σ x² over the output at the end; of kFloat32, kFloat64 and kBFloat16 only.
 OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
-                                Reduction reduction, double* squares = nullptr);
+                                Reduction reduction, std::shared_ptr<double> squares = nullptr);
 // `data` becomes root's.
 OperationPointer broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size,
                            bool is_root);

@@ -123,12 +123,12 @@ class AllReduce final : public Reducing {
 class ReduceScatter final : public Reducing {
  public:
   ReduceScatter(std::vector<Piece> pieces, Piece hull, Piece output, std::int8_t dtype, Reduction reduction,
-                double* squares)
+                std::shared_ptr<double> squares)
       : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, output), reduction),
         pieces_(std::move(pieces)),
         hull_(hull),
         output_(output.data),
-        squares_(squares) {
+        squares_(std::move(squares)) {
     if (squares_) *squares_ = 0;
   }
 
@@ -201,7 +201,7 @@ class ReduceScatter final : public Reducing {
   Piece hull_;
   std::byte* output_;
   std::uint64_t part_ = 0;  // bytes of a chunk that are for one rank
-  double* squares_;
+  std::shared_ptr<double> squares_;
   std::int64_t squared_ = 0;  // elements
 };
 
@@ -217,9 +217,10 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
 }
 
 OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
-                                Reduction reduction, double* squares) {
+                                Reduction reduction, std::shared_ptr<double> squares) {
   const Piece hull = hull_of(pieces);
-  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction, squares);
+  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction,
+                                         std::move(squares));
 }
 
 }  // namespace isograd::shm

@@ -120,7 +120,7 @@ void FlatBucket::pack(const at::Tensor& buffer, const std::vector<NamedParameter
 }
 
 void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& parameters) {
-  squared_ = false;
+  squares_ = nullptr;
   if (!policy_.sharded) {
     pending_ = policy_.groups.all.all_reduce_async(gradients_);
     return;
@@ -133,12 +133,12 @@ void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& par
   const at::Tensor part = whole.narrow(0, bucket_.held.begin, bucket_.held.size());
   if (!keeps_gradients()) scattered_ = part;
   then_replicas_ = keeps_gradients() && policy_.groups.replicate.size() > 1;
-  // Final as it is written: nothing is added to it afterwards, and this rank owns all of it.
-  if (keeps_gradients() && !then_replicas_ && bucket_.owned.size() == bucket_.held.size()) {
-    auto squaring = reduce_scatter_with_squares(policy_.groups.shard, part, whole, squares_);
-    squared_ = squaring.has_value();
-    if (squared_) {
-      pending_ = std::move(*squaring);
+  // Final as it is written: nothing is added to it afterwards, and without replicas this rank owns all of it.
+  if (keeps_gradients() && !then_replicas_) {
+    auto squares = std::make_shared<double>(0);
+    if (auto begun = reduce_scatter_with_squares(policy_.groups.shard, part, whole, squares)) {
+      pending_ = std::move(*begun);
+      squares_ = std::move(squares);
       return;
     }
   }

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -79,7 +80,7 @@ class FlatBucket {
   bool progress();
   void wait();
   // Σ x² over bucket().owned of the sum, where the reduction took it on its way; until the next launch.
-  std::optional<double> squares() const { return squared_ ? std::optional(squares_) : std::nullopt; }
+  std::optional<double> squares() const { return squares_ ? std::optional(*squares_) : std::nullopt; }
 
  private:
   void pack(const at::Tensor& buffer, const std::vector<NamedParameter>& parameters) const;
@@ -91,8 +92,7 @@ class FlatBucket {
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
   bool then_replicas_ = false;
-  bool squared_ = false;
-  double squares_ = 0;  // before pending_, which may still write it
+  std::shared_ptr<double> squares_;  // null: the reduction does not take them
   Pending pending_;
 };
 
