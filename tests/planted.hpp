@@ -2,12 +2,11 @@
 // those of the museum of biased gradients.
 #pragma once
 
-#include <functional>
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>

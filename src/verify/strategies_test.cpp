@@ -45,44 +45,71 @@ VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
   return made;
 }
 
+// Every strategy with and without replicas, in place of the problem's own layout.
+void take_every_layout(VerifyProblem& problem, World& world, const Small& small) {
+  problem.layouts.clear();
+  problem.make_model = [&small](at::ScalarType type) { return model_in_units(small, type); };
+  for (int replicas : {1, 2})
+    if (world.size % replicas == 0)
+      problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
+                                 [&world, replicas](const VerifyModel& model, const Group&) {
+                                   return fully_shard(model.units->root, model.named, model.units->blocks,
+                                                      hybrid_groups(world, replicas));
+                                 }});
+  for (const testing::Strategy& strategy : testing::strategies())
+    for (int replicas : {1, 2}) {
+      if (world.size % replicas != 0 || (replicas > 1 && strategy.stage == 0)) continue;
+      problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
+                                 [&world, strategy, replicas](auto parameters, const Group&) {
+                                   return strategy.make(
+                                       std::move(parameters), hybrid_groups(world, replicas),
+                                       {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10});
+                                 }});
+    }
+  if (world.size > 1)
+    problem.layouts.push_back({"overlapped", [](auto parameters, Group group) {
+                                 return bucketed(std::move(parameters), group,
+                                                 {.bucket_bytes = 1, .first_bucket_bytes = 0});
+                               }});
+}
+
 class StrategiesVerified : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(All, StrategiesVerified, ::testing::ValuesIn(cases()));
 
 TEST_P(StrategiesVerified, EqualOneProcess) {
   const auto& [ranks, dtype, packs] = GetParam();
   const Small small{.tied = ranks % 2 == 0, .packs_per_micro_batch = packs, .dtype = dtype};
-  const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
-    problem.layouts.clear();
-    problem.make_model = [&](at::ScalarType type) { return model_in_units(small, type); };
-    for (int replicas : {1, 2})
-      if (world.size % replicas == 0)
-        problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
-                                   [&world, replicas](const VerifyModel& model, const Group&) {
-                                     return fully_shard(model.units->root, model.named, model.units->blocks,
-                                                        hybrid_groups(world, replicas));
-                                   }});
-    for (const testing::Strategy& strategy : testing::strategies())
-      for (int replicas : {1, 2}) {
-        if (world.size % replicas != 0 || (replicas > 1 && strategy.stage == 0)) continue;
-        problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
-                                   [&world, strategy, replicas](auto parameters, const Group&) {
-                                     return strategy.make(
-                                         std::move(parameters), hybrid_groups(world, replicas),
-                                         {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10});
-                                   }});
-      }
-    if (world.size > 1)
-      problem.layouts.push_back({"overlapped", [](auto parameters, Group group) {
-                                   return bucketed(std::move(parameters), group,
-                                                   {.bucket_bytes = 1, .first_bucket_bytes = 0});
-                                 }});
-  });
+  const Verdict verdict = verify_on(
+      ranks, small, [&](VerifyProblem& problem, World& world) { take_every_layout(problem, world, small); });
   EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
   for (const LayoutVerdict& layout : verdict.layouts) {
     EXPECT_EQ(layout.e1.state, Grade::State::kPassed) << layout.name;
     EXPECT_LE(layout.e1.error, 1e-10) << layout.name;
     EXPECT_EQ(layout.e2.state, Grade::State::kPassed) << layout.name;
     EXPECT_EQ(layout.e3.state, Grade::State::kPassed) << layout.name;
+  }
+}
+
+// Five updates in fp64, by each optimizer with a state.
+class FiveUpdates : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FiveUpdates, ::testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(FiveUpdates, AreThoseOfOneProcess) {
+  const Small small{.packs_per_micro_batch = GetParam() % 2 == 0 ? 1 : 100};
+  for (const OptimizerOptions& optimizer :
+       {OptimizerOptions(SgdOptions{.learning_rate = 0.05, .momentum = 0.9}),
+        OptimizerOptions(AdamWOptions{.learning_rate = 1e-3})}) {
+    const Verdict verdict = verify_on(GetParam(), small, [&](VerifyProblem& problem, World& world) {
+      take_every_layout(problem, world, small);
+      problem.updates = 5;
+      problem.optimizer = optimizer;
+    });
+    EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
+    for (const LayoutVerdict& layout : verdict.layouts) {
+      ASSERT_EQ(layout.trajectories.size(), 2U) << layout.name;
+      EXPECT_EQ(layout.trajectories[1].updates, 5) << layout.name;
+      EXPECT_TRUE(layout.trajectories[1].passed) << layout.name << ": " << layout.trajectories[1].error;
+    }
   }
 }
 
