@@ -5,8 +5,10 @@ the built command line. The counts come from the runners' own JUnit files, so a 
 counted as passed. `N passed, N failed, N skipped` is the last line; a skip must name the missing capability.
 """
 import argparse
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -29,10 +31,40 @@ def read_junit(path):
     return rows
 
 
+def tests_named(build, match):
+    """What to run for a name in any case: tests of CTest, and cases of the GoogleTest executables among them."""
+    listed = subprocess.run(["ctest", "--test-dir", str(build), "--show-only=json-v1"], check=True, capture_output=True)
+    tests, cases = [], []
+    for test in json.loads(listed.stdout)["tests"]:
+        command = test.get("command", [""])  # without one where it is not built: ctest says so
+        if pathlib.Path(command[0]).name.startswith("test_"):
+            found = [case for case in cases_of(command[0]) if match in case.lower()]
+            cases += found
+            if found:
+                tests.append(test["name"])
+        elif match in test["name"].lower():
+            tests.append(test["name"])
+    return tests, cases
+
+
+def cases_of(executable):
+    """"Suite.Case" of everything in a GoogleTest executable."""
+    listed = subprocess.run([executable, "--gtest_list_tests"], check=True, capture_output=True, text=True)
+    cases, suite = [], ""
+    for line in listed.stdout.splitlines():
+        name = line.split("#")[0].strip()
+        if line.startswith(" "):
+            cases.append(suite + name)
+        elif name.endswith("."):
+            suite = name
+    return cases
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", required=True)
     parser.add_argument("--match", default="")
+    parser.add_argument("--verbose", action="store_true", help="show what passing tests of CTest print")
     parser.add_argument("--rooms-only", action="store_true", help="only the GoogleTest executables (sanitizers)")
     options = parser.parse_args()
     build = (ROOT / options.build).resolve()
@@ -44,10 +76,18 @@ def main():
 
     # A folder as output: each executable names its own file in it.
     environment = dict(os.environ, GTEST_OUTPUT=f"xml:{results}/", OMP_NUM_THREADS="1")
+    command = ["ctest", "--test-dir", str(build), "--output-on-failure",
+               "--output-junit", str(results / "ctest.xml")]
+    if options.verbose:
+        environment["GTEST_BRIEF"] = "1"  # what the tests print, without a line a test
+        command += ["--verbose"]
     if options.match:
-        environment["GTEST_FILTER"] = f"*{options.match}*"
-    ctest = subprocess.run(["ctest", "--test-dir", str(build), "--output-on-failure", "--no-tests=error",
-                            "--output-junit", str(results / "ctest.xml")], env=environment)
+        tests, cases = tests_named(build, options.match.lower())
+        environment["GTEST_FILTER"] = ":".join(cases) or "none"
+        command += ["-R", f"^({'|'.join(map(re.escape, tests)) or 'none'})$"]
+    else:
+        command += ["--no-tests=error"]
+    ctest = subprocess.run(command, env=environment)
     rows, broken = [], []
     for path in sorted(results.glob("test_*.xml")):
         rows += read_junit(path)
@@ -71,6 +111,8 @@ def main():
 
     failed = [row for row in rows if row[3] is not None]
     skipped = [row for row in rows if row[3] is None and row[4] is not None]
+    if options.match and not rows:
+        print(f"FAILED: no test's name contains {options.match!r}")
     print(f"\nslowest: " + ", ".join(f"{row[1]} {row[2]:.1f} s" for row in sorted(rows, key=lambda r: -r[2])[:5]))
     for suite, name, _, problem, _ in failed:
         print(f"FAILED {suite}.{name}: {problem.strip().splitlines()[0][:200]}")
