@@ -1,6 +1,7 @@
 // What tests of whole steps over context ranks share besides: folds, and the museum's mistakes.
 #pragma once
 
+#include <cmath>
 #include <cstdlib>
 
 #include "context_step.hpp"
@@ -20,6 +21,65 @@ inline std::vector<ContextFold> folds_of(const Axes& axes) {
   if (axes.context() == 1) return {ContextFold::kAll};
   if (axes.ring == 1 || axes.ulysses == 1) return {ContextFold::kAll, ContextFold::kNone};
   return kFolds;
+}
+
+struct Cell {
+  Strategy strategy;
+  ContextFold fold;
+};
+
+// Stages 0, 1 and 3 with every fold. Stage 0 has no shards and reduces over all ranks at once, whatever the
+// fold: one of them, which take turns.
+inline std::vector<Cell> cells_of_stages(const Axes& axes, int turn) {
+  const auto folds = folds_of(axes);
+  std::vector<Cell> cells = {
+      {{.flat = {.name = "bucketed"}}, folds[static_cast<std::size_t>(turn) % folds.size()]}};
+  for (const ContextFold fold : folds) {
+    cells.push_back({{.flat = {.name = "zero1", .stage = 1}}, fold});
+    cells.push_back({{.zero3 = true}, fold});
+  }
+  return cells;
+}
+
+// What one mesh, layout, mean and accumulation is run with: any strategy and fold, which take turns.
+// ISOGRAD_FULL_TESTS=1: stages 0, 1 and 3 with every fold, and in turn one of the other strategies.
+inline std::vector<Cell> cells_of(const Axes& axes, int turn) {
+  const auto folds = folds_of(axes);
+  const auto in_turn = [&](const std::vector<Strategy>& strategies) {
+    const std::size_t i = static_cast<std::size_t>(turn) % (strategies.size() * folds.size());
+    return Cell{strategies[i % strategies.size()], folds[i / strategies.size()]};
+  };
+  if (!full_tests()) return {in_turn(all_strategies())};
+  std::vector<Cell> cells = cells_of_stages(axes, turn);
+  std::vector<Strategy> others;
+  for (const Strategy& strategy : all_strategies())
+    if (strategy.checkpoint ||
+        (strategy.name() != "bucketed" && strategy.name() != "zero1" && !strategy.zero3))
+      others.push_back(strategy);
+  cells.push_back(in_turn(others));
+  return cells;
+}
+
+// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision. The
+// largest share of what is allowed, over ranks and parameters.
+inline double share_of_rounding(const Outcome& outcome, const Reference& wanted,
+                                const std::vector<const Outcome*>& alone, at::ScalarType dtype,
+                                int reductions) {
+  const double unit = std::ldexp(1.0, dtype == at::kFloat ? -24 : -8);
+  double worst = 0;
+  for (const auto& [name, g] : wanted.gradients) {
+    const auto error = [&](const std::map<std::string, at::Tensor>& of) {
+      return (of.at(name).to(at::kDouble) - g).norm().item<double>();
+    };
+    double of_one = 0;
+    for (const Outcome* each : alone) of_one = std::max(of_one, error(each->gradients[0]));
+    const double allowed = 4 * of_one + unit * std::sqrt(reductions) * scale_of(wanted, g);
+    for (const auto& gradients : outcome.gradients) {
+      const double share = error(gradients) / allowed;
+      worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;
+    }
+  }
+  return worst;
 }
 
 struct AveragesOverContext : planted::Wrapped {  // B19

@@ -55,8 +55,8 @@ inline const std::vector<Layout> kLayouts = {
     {.name = "packs of many", .lengths = {5, 1, 9, 3, 12, 7, 2, 6}, .shared_sample = true},
     {.name = "a row of many", .lengths = {5, 1, 9, 3, 12, 7}, .options = {.level = false}},
     {.name = "one over all ranks beside short ones", .lengths = {3, 37, 5, 2}, .shared_sample = true},
-    {.name = "a rank with only padding", .lengths = {2}, .options = {.pad_to_multiple = 2}},
-    {.name = "a rank without tokens", .lengths = {2, 0}},
+    {.name = "a rank with only padding", .lengths = {1}, .options = {.pad_to_multiple = 2}},
+    {.name = "a rank without tokens", .lengths = {1, 0}},
 };
 
 // By data rank, before the cut. Data ranks and micro-batches have documents of different lengths.
@@ -73,7 +73,7 @@ inline std::vector<MicroBatches> make_step(const Layout& layout, int data, int a
       const auto add = [&](std::int64_t id, std::int64_t length, bool goes_on) {
         const at::Tensor text = at::randint(0, 31, {length + 1}, generator, integers);
         at::Tensor next = text.narrow(0, 1, length).clone();
-        if (length > 0 && !goes_on) next[length - 1] = kIgnoreIndex;
+        if (length > 1 && !goes_on) next[length - 1] = kIgnoreIndex;
         if (length > 4) next[2] = kIgnoreIndex;
         tokens.push_back(text.narrow(0, 0, length)), targets.push_back(next);
         positions.push_back(at::arange(length));

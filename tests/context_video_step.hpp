@@ -22,7 +22,7 @@ inline const std::vector<VideoLayout> kVideoLayouts = {
      .grids = {{1, 2, 2}, {1, 1, 1}, {3, 3, 1}, {2, 3, 2}},
      .options = {.level = false}},
     {.name = "one over all ranks beside short ones", .grids = {{1, 1, 3}, {4, 3, 3}, {1, 2, 2}, {1, 1, 2}}},
-    {.name = "a rank with only padding", .grids = {{1, 1, 2}}, .options = {.pad_to_multiple = 2}},
+    {.name = "a rank with only padding", .grids = {{1, 1, 1}}, .options = {.pad_to_multiple = 2}},
     {.name = "a rank without tokens", .grids = {{1, 1, 1}}},
 };
 
