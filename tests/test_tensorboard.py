@@ -43,7 +43,7 @@ tokens = 0
 
 TAGS = {"train/loss": "loss", "train/norm": "norm", "train/clip_coefficient": "clip_coefficient",
         "train/learning_rate": "learning_rate", "speed/tokens_per_second": "tokens_per_second",
-        "speed/seconds": "seconds", "validation/loss": "validation_loss"}
+        "speed/seconds": "seconds", "speed/exposed_seconds": "exposed_seconds", "validation/loss": "validation_loss"}
 
 
 def train(config, *arguments):

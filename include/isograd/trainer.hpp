@@ -26,6 +26,7 @@ struct StepEvent {
   StepReport report;
   double learning_rate = 0;
   double seconds = 0;            // wall clock of this step on this rank, reading data included
+  double exposed_seconds = 0;    // of these: communication that no computation hid (DataParallel)
   double tokens_per_second = 0;  // of all ranks together
 };
 
@@ -89,6 +90,7 @@ struct Outcome {
   double loss = 0;                        // of the last step
   std::optional<double> validation_loss;  // absent without validation documents
   double baseline = 0;  // loss of what has learnt nothing, as the task has it: the entropy of its tokens, ...
+  double exposed = 0;   // share of the steps' time that communication took, not hidden; this rank
   double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
   std::string sample;                // generated text, prompt included; rank 0 only
   std::filesystem::path checkpoint;  // the last one complete; empty: none

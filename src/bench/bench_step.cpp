@@ -143,12 +143,13 @@ void add_records(const Run& run, nlohmann::ordered_json& records) {
       const double ratio = peer.median() / ours.median();
       const std::string name = run.ranks == 1 ? run.name : run.name + ", " + ours.side.title;
       // A process alone has fewer tokens in a step: the time of the step is what counts.
-      if (run.described[i].alone)
-        records.push_back(bench_record("step", name, ours.median() * 1e3, peer.median() * 1e3,
-                                       peer.side.title, "ms", ratio));
-      else
-        records.push_back(bench_record("step", name, tokens / ours.median(), tokens / peer.median(),
-                                       peer.side.title, "tokens/s", ratio));
+      auto record = run.described[i].alone
+                        ? bench_record("step", name, ours.median() * 1e3, peer.median() * 1e3,
+                                       peer.side.title, "ms", ratio)
+                        : bench_record("step", name, tokens / ours.median(), tokens / peer.median(),
+                                       peer.side.title, "tokens/s", ratio);
+      if (!ours.exposed.empty()) record["exposed_ms"] = quantile(ours.exposed, 0.5) * 1e3;
+      records.push_back(std::move(record));
     }
 }
 

@@ -22,6 +22,11 @@ const std::vector<Strategy>& strategies() {
        .title = "ZeRO-2, no overlap",
        .options = {.stage = 2, .overlap = false},
        .standard = false},
+      {.name = "zero-3-late",
+       .title = "ZeRO-3, no prefetch",
+       .options = {.stage = 3, .overlap = false},
+       .peer = "fsdp2",
+       .standard = false},
       {.name = "shared-late",
        .title = "shared, no overlap",
        .options = {.share_parameters = true, .overlap = false},
@@ -49,8 +54,9 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group)
   if (strategy.options.stage < 3)
     return {bucketed(trainable_parameters(model.named()), group, strategy.options), forward};
   const ModelUnits units = model_units(model, RunConfig{});
-  return {fully_shard(units.root, model.named(), units.blocks, group,
-                      {.share_parameters = strategy.options.share_parameters}),
+  return {fully_shard(
+              units.root, model.named(), units.blocks, group,
+              {.share_parameters = strategy.options.share_parameters, .prefetch = strategy.options.overlap}),
           inside(units.root, forward)};
 }
 

@@ -76,6 +76,7 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "targets", row.targets);
   put(json, "tokens_per_second", row.tokens_per_second);
   put(json, "seconds", row.seconds);
+  put(json, "exposed_seconds", row.exposed_seconds);
   put(json, "updated", row.updated);
   put(json, "validation_loss", row.validation_loss);
   put(json, "validation_targets", row.validation_targets);
@@ -103,6 +104,7 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "targets", row.targets);
       get(json, "tokens_per_second", row.tokens_per_second);
       get(json, "seconds", row.seconds);
+      get(json, "exposed_seconds", row.exposed_seconds);
       get(json, "updated", row.updated);
       get(json, "validation_loss", row.validation_loss);
       get(json, "validation_targets", row.validation_targets);
@@ -151,6 +153,7 @@ void Metrics::step(const StepEvent& event) {
   events_.scalar("train/learning_rate", event.step, event.learning_rate);
   events_.scalar("speed/tokens_per_second", event.step, event.tokens_per_second);
   events_.scalar("speed/seconds", event.step, event.seconds);
+  events_.scalar("speed/exposed_seconds", event.step, event.exposed_seconds);
   append({.step = event.step,
           .loss = report.loss,
           .norm = report.norm,
@@ -160,6 +163,7 @@ void Metrics::step(const StepEvent& event) {
           .targets = report.census.targets,
           .tokens_per_second = event.tokens_per_second,
           .seconds = event.seconds,
+          .exposed_seconds = event.exposed_seconds,
           .updated = report.updated});
 }
 

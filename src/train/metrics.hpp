@@ -24,7 +24,8 @@ struct MetricRow {
   std::optional<std::int64_t> tokens = {};   // of this step, over all ranks
   std::optional<std::int64_t> targets = {};  // those of them that carried loss
   std::optional<double> tokens_per_second = {};
-  std::optional<double> seconds = {};  // of this step on rank 0, reading data included
+  std::optional<double> seconds = {};          // of this step on rank 0, reading data included
+  std::optional<double> exposed_seconds = {};  // of these: communication that no computation hid
   std::optional<bool> updated = {};
   std::optional<double> validation_loss = {};
   std::optional<std::int64_t> validation_targets = {};

@@ -39,6 +39,10 @@ std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
   return "";
 }
 
+std::string exposed_share(const Outcome& outcome) {
+  return fmt::format("{:.1f} % of the time, not hidden behind computation", 100 * outcome.exposed);
+}
+
 void make_folder(const fs::path& directory) {
   std::error_code problem;
   fs::create_directories(directory, problem);
@@ -84,6 +88,7 @@ struct Presenter::Impl {
       row(facts.baseline.name.c_str(),
           fmt::format("{} {} {}", nats(facts.baseline.value), task.unit, facts.baseline.of));
     row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
+    if (facts.ranks > 1) row("communication", exposed_share(outcome));
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
     for (const auto& table : outcome.tables) text += table.summary + "\n";
@@ -108,6 +113,7 @@ struct Presenter::Impl {
     }
     if (facts.baseline.value > 0) report.fact(facts.baseline.name, nats(facts.baseline.value));
     report.fact(task.tokens + "/s", human_count(outcome.tokens_per_second));
+    if (facts.ranks > 1) report.fact("communication", exposed_share(outcome));
     report.fact("steps", std::to_string(outcome.steps));
     report.fact("ranks", std::to_string(facts.ranks));
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));

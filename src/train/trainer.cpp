@@ -65,7 +65,7 @@ struct Trainer::Impl {
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
-  double step_seconds = 0;
+  double step_seconds = 0, exposed_seconds = 0;
   std::string refutation{};  // what a check found
 
   void prepare() {
@@ -138,14 +138,15 @@ struct Trainer::Impl {
     Step step(forward, *layout, *mean, *optimizer, {.max_norm = config.train.max_norm});
     while (state.step < total) {
       const auto start = Clock::now();
+      const double exposed_before = layout->exposed_seconds();
       if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
       const StepReport report = step(own_parts(loader->next()), StopSignals::requested());
-      const double seconds = seconds_since(start);
+      const double seconds = seconds_since(start), exposed = layout->exposed_seconds() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!diverged) count(report);
-      show(report, seconds, total, diverged);
+      show(report, seconds, exposed, total, diverged);
       if (diverged) {
         outcome.end = Outcome::End::kDiverged;
         return;
@@ -172,10 +173,11 @@ struct Trainer::Impl {
     outcome.skipped = state.skipped;
   }
 
-  void show(const StepReport& report, double seconds, std::int64_t total, bool diverged) {
+  void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
     tokens_seen += report.census.tokens;
     rounds = report.census.rounds;
-    step_seconds += seconds;
+    step_seconds += seconds, exposed_seconds += exposed;
+    outcome.exposed = exposed_seconds / step_seconds;
     outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
     const StepEvent event{.step = state.step + (diverged ? 1 : 0),
@@ -183,6 +185,7 @@ struct Trainer::Impl {
                           .report = report,
                           .learning_rate = optimizer->learning_rate(),
                           .seconds = seconds,
+                          .exposed_seconds = exposed,
                           .tokens_per_second = static_cast<double>(report.census.tokens) / seconds};
     if (presenter) presenter->step(event);
     if (hooks.on_step) hooks.on_step(event);

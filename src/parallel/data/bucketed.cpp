@@ -257,8 +257,10 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     if (policy_.every_round || rebuilds) {  // replicas add up once a step, not in every round
       finish_round();
       if (policy_.every_round) {
-        for (auto& flat : flats_) flat->sum_over_replicas();
-        for (auto& flat : flats_) flat->wait();
+        policy_.waited.during([&] {
+          for (auto& flat : flats_) flat->sum_over_replicas();
+          for (auto& flat : flats_) flat->wait();
+        });
       }
       if (rebuilds) {
         const std::int64_t before = bytes_sent();
@@ -283,8 +285,10 @@ void Bucketed::publish_parameters() {
   for (auto& flat : flats_) flat->to_device();
   if (policy_.shards() == 1) return;
   if (policy_.one_copy) return policy_.meet();
-  for (auto& flat : flats_) flat->gather_parameters();
-  for (auto& flat : flats_) flat->wait();
+  policy_.waited.during([&] {
+    for (auto& flat : flats_) flat->gather_parameters();
+    for (auto& flat : flats_) flat->wait();
+  });
 }
 
 // A view can be lost silently where no hook looks: an unused parameter, one rank alone, a model that was

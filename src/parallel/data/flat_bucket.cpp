@@ -187,8 +187,10 @@ void FlatBucket::wait() {
   settle();
   if (!then_replicas_) return;
   then_replicas_ = false;
-  sum_over_replicas();
-  policy_.waited.during([&] { pending_.wait(); });
+  policy_.waited.during([&] {
+    sum_over_replicas();
+    pending_.wait();
+  });
 }
 
 }  // namespace isograd

@@ -5,6 +5,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/same_parameters.hpp"
 
@@ -42,9 +43,11 @@ class Naive final : public DataParallel {
   void finish_reduction() override {
     collect();
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
-      if (group_.size() > 1)
-        for (const Slot& slot : buckets_[b].plan.slots)
-          if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
+      waited_.during([&] {
+        if (group_.size() > 1)
+          for (const Slot& slot : buckets_[b].plan.slots)
+            if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
+      });
       held_[b].gradients_to_host();
     }
   }
@@ -55,6 +58,7 @@ class Naive final : public DataParallel {
 
   std::vector<Bucket>& buckets() override { return buckets_; }
   Group& group() override { return group_; }
+  double exposed_seconds() const override { return waited_.seconds(); }
 
  private:
   // Moves what the last backward left in .grad to the buckets, where micro-batches add up in their type.
@@ -73,6 +77,7 @@ class Naive final : public DataParallel {
   Group group_;
   std::vector<Bucket> buckets_;
   std::vector<HeldPart> held_;  // per bucket
+  WaitClock waited_;
 };
 
 }  // namespace

@@ -60,9 +60,12 @@ std::size_t UnitPasses::next_use(std::size_t unit) const {
          "List the blocks in the order in which forward calls them, a block used twice twice");
 }
 
+// Nothing is computed meanwhile: what was not gathered ahead is waited for from its launch on.
 void UnitPasses::hold(std::size_t use) {
-  for (auto& flat : units_[uses_[use]].flats) flat->begin_gather();
-  for (auto& flat : units_[uses_[use]].flats) flat->finish_gather();
+  context_->waited.during([&] {
+    for (auto& flat : units_[uses_[use]].flats) flat->begin_gather();
+    for (auto& flat : units_[uses_[use]].flats) flat->finish_gather();
+  });
 }
 
 // What decides is the same on all ranks: the options, and what is whole at this point of the list.
@@ -272,8 +275,10 @@ void UnitPasses::finish_reduction() {
   }
   last_ = false;
   wait_for_reductions();
-  for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) flat->sum_over_replicas();
+  context_->waited.during([&] {
+    for (ShardedUnit& unit : units_)
+      for (auto& flat : unit.flats) flat->sum_over_replicas();
+  });
   for (ShardedUnit& unit : units_)
     for (auto& flat : unit.flats) {
       flat->wait();
