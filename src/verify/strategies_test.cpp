@@ -2,7 +2,14 @@
 // E3.
 #include <gtest/gtest.h>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
+#include <thread>
+
+#include "comm/shm/backend.hpp"
 #include "parallel/data/strategies_testing.hpp"
+#include "planted.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"
 #include "verify/test_problem.hpp"
@@ -45,30 +52,34 @@ VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
   return made;
 }
 
+using MakeGroups = std::function<DataGroups(const World& world, int replicas)>;
+
 // Every strategy with and without replicas, in place of the problem's own layout.
-void take_every_layout(VerifyProblem& problem, World& world, const Small& small) {
+void take_every_layout(VerifyProblem& problem, World& world, const Small& small,
+                       const MakeGroups& groups = hybrid_groups) {
   problem.layouts.clear();
   problem.make_model = [&small](at::ScalarType type) { return model_in_units(small, type); };
   for (int replicas : {1, 2})
     if (world.size % replicas == 0)
       problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
-                                 [&world, replicas](const VerifyModel& model, const Group&) {
+                                 [&world, groups, replicas](const VerifyModel& model, const Group&) {
                                    return fully_shard(model.units->root, model.named, model.units->blocks,
-                                                      hybrid_groups(world, replicas));
+                                                      groups(world, replicas));
                                  }});
   for (const testing::Strategy& strategy : testing::strategies())
     for (int replicas : {1, 2}) {
-      if (world.size % replicas != 0 || (replicas > 1 && strategy.stage == 0)) continue;
+      const bool sharded = strategy.stage > 0 || strategy.share;
+      if (world.size % replicas != 0 || (replicas > 1 && !sharded)) continue;
       problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
-                                 [&world, strategy, replicas](auto parameters, const Group&) {
+                                 [&world, groups, strategy, replicas](auto parameters, const Group&) {
                                    return strategy.make(
-                                       std::move(parameters), hybrid_groups(world, replicas),
+                                       std::move(parameters), groups(world, replicas),
                                        {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10});
                                  }});
     }
   if (world.size > 1)
-    problem.layouts.push_back({"overlapped", [](auto parameters, Group group) {
-                                 return bucketed(std::move(parameters), group,
+    problem.layouts.push_back({"overlapped", [&world, groups](auto parameters, const Group&) {
+                                 return bucketed(std::move(parameters), groups(world, 1),
                                                  {.bucket_bytes = 1, .first_bucket_bytes = 0});
                                }});
 }
@@ -90,16 +101,18 @@ TEST_P(StrategiesVerified, EqualOneProcess) {
   }
 }
 
-// Five updates in fp64, by each optimizer with a state.
-class FiveUpdates : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FiveUpdates, ::testing::Values(1, 2, 3, 4, 5, 8));
+// Five updates in fp64, by each optimizer with a state; all packs at once, or accumulated.
+class FiveUpdates : public ::testing::TestWithParam<std::tuple<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FiveUpdates,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 5, 8), ::testing::Values(100, 1)));
 
 TEST_P(FiveUpdates, AreThoseOfOneProcess) {
-  const Small small{.packs_per_micro_batch = GetParam() % 2 == 0 ? 1 : 100};
+  const auto& [ranks, packs] = GetParam();
+  const Small small{.packs_per_micro_batch = packs};
   for (const OptimizerOptions& optimizer :
        {OptimizerOptions(SgdOptions{.learning_rate = 0.05, .momentum = 0.9}),
         OptimizerOptions(AdamWOptions{.learning_rate = 1e-3})}) {
-    const Verdict verdict = verify_on(GetParam(), small, [&](VerifyProblem& problem, World& world) {
+    const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
       take_every_layout(problem, world, small);
       problem.updates = 5;
       problem.optimizer = optimizer;
@@ -112,6 +125,87 @@ TEST_P(FiveUpdates, AreThoseOfOneProcess) {
     }
   }
 }
+
+// Groups in which every rank pauses at random at each phase of each operation: at its start, when the others
+// can see it, when its work is done, when everybody's is.
+class DelayedGroups {
+ public:
+  DelayedGroups(int ranks, std::uint64_t seed) : seed_(seed), made_(static_cast<std::size_t>(ranks)) {}
+
+  DataGroups operator()(const World& world, int replicas) {
+    const std::string layout = fmt::format("layout {}", made_[static_cast<std::size_t>(world.rank)]++);
+    const int shards = world.size / replicas, replica = world.rank / shards, shard = world.rank % shards;
+    Group all = group(layout, world, world.rank, world.size);
+    if (replicas == 1) return DataGroups(all);
+    return DataGroups(all, group(fmt::format("{}, replica {}", layout, replica), world, shard, shards),
+                      group(fmt::format("{}, shard {}", layout, shard), world, replica, replicas));
+  }
+  std::int64_t pauses() const { return pauses_; }
+
+ private:
+  Group group(const std::string& name, const World& world, int rank, int size) {
+    if (size == 1) return Group::solo();
+    const RandomKey key{
+        .seed = seed_, .step = hash_name(name), .sample = static_cast<std::uint64_t>(world.rank)};
+    shm::EngineOptions options;
+    options.observer = [this, key, places = std::make_shared<std::uint64_t>(0)](shm::Phase,
+                                                                                const shm::Task&) {
+      const std::uint64_t bits = random_bits(key, (*places)++);
+      if (bits % 16 != 0) return;
+      std::this_thread::sleep_for(std::chrono::microseconds((bits >> 8) % 600));
+      ++pauses_;
+    };
+    const auto timeout = std::chrono::seconds(60);
+    return Group(c10::make_intrusive<ShmBackend>(store_, rank, size, name, timeout, options), name, timeout,
+                 {.self_test = false});
+  }
+
+  std::uint64_t seed_;
+  std::vector<int> made_;  // layouts, by rank
+  c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<std::int64_t> pauses_ = 0;
+};
+
+// Races show when ranks are early or late: the same gradient, the same bits twice, the same updates.
+class StrategiesDelayed : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, StrategiesDelayed, ::testing::Values(2, 3, 4));
+
+TEST_P(StrategiesDelayed, EqualOneProcess) {
+  const Small small{.packs_per_micro_batch = 1};
+  for (const std::uint64_t seed : {1, 2}) {
+    DelayedGroups delayed(GetParam(), seed);
+    const MakeGroups groups = std::ref(delayed);
+    const Verdict verdict = verify_on(GetParam(), small, [&](VerifyProblem& problem, World& world) {
+      take_every_layout(problem, world, small, groups);
+      problem.updates = 2;
+      problem.optimizer = SgdOptions{.learning_rate = 0.05, .momentum = 0.9};
+    });
+    EXPECT_TRUE(verdict.passed) << "seed " << seed << "\n" << to_text(verdict, 100);
+    for (const LayoutVerdict& layout : verdict.layouts) {
+      EXPECT_EQ(layout.e1.state, Grade::State::kPassed) << layout.name;
+      EXPECT_EQ(layout.e2.state, Grade::State::kPassed) << layout.name;
+      EXPECT_EQ(layout.e3.state, Grade::State::kPassed) << layout.name;
+    }
+    std::printf("%d ranks, seed %d: %zu layouts, %lld pauses\n", GetParam(), static_cast<int>(seed),
+                verdict.layouts.size(), static_cast<long long>(delayed.pauses()));
+    EXPECT_GT(delayed.pauses(), 1000);
+  }
+}
+
+#ifndef __SANITIZE_THREAD__  // the planted mistake is a data race, which the sanitizer reports as such
+TEST_P(StrategiesDelayed, ABufferReusedInFlightIsSeen) {  // B17
+  const Small small{.packs_per_micro_batch = 1};
+  DelayedGroups delayed(GetParam(), 1);
+  const Verdict verdict = verify_on(GetParam(), small, [&](VerifyProblem& problem, World& world) {
+    problem.layouts = {{"reuses", [&](auto parameters, const Group&) {
+                          return std::make_unique<planted::ReusesBuffersInFlight>(bucketed(
+                              std::move(parameters), delayed(world, 1),
+                              {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10, .overlap = false}));
+                        }}};
+  });
+  EXPECT_FALSE(verdict.passed);
+}
+#endif
 
 }  // namespace
 }  // namespace isograd
