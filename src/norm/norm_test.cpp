@@ -52,6 +52,45 @@ TEST(ByLibTorch, EqualsThePassesOfTheCpu) {
   }
 }
 
+// Of parameters that lie before, across and behind what a rank owns: both ways to take it find each element
+// at one owner.
+TEST(OwnedPart, OfAParameterMayBeEmptyAnywhere) {
+  at::manual_seed(5);
+  const at::Tensor whole = at::randn({120}, at::kDouble);
+  const std::vector<Slot> slots = {{.name = "a", .offset = 0, .numel = 10, .shape = {10}},
+                                   {.name = "b", .offset = 10, .numel = 0, .shape = {0}},
+                                   {.name = "c", .offset = 32, .numel = 41, .shape = {41}},
+                                   {.name = "d", .offset = 96, .numel = 24, .shape = {24}}};
+  for (const bool holds_all : {false, true})
+    for (const int size : {1, 2, 3, 4, 5, 8})
+      for (const Slot& slot : slots) {
+        const at::Tensor mine = whole.narrow(0, slot.offset, slot.numel);
+        double squares[2] = {0, 0}, largest[2] = {0, 0};
+        std::int64_t owned = 0;
+        for (int rank = 0; rank <= size; ++rank) {  // the last one owns nothing, as a further replica
+          Bucket bucket;
+          bucket.owned = owned_slice(whole.numel(), std::min(rank, size - 1), size);
+          bucket.held = holds_all ? Range{0, whole.numel()} : bucket.owned;
+          if (rank == size) bucket.owned.end = bucket.owned.begin;
+          bucket.gradients = whole.narrow(0, bucket.held.begin, bucket.held.size());
+          const Range part = owned_part(bucket, slot);
+          EXPECT_LE(0, part.begin);
+          EXPECT_LE(part.begin, part.end);
+          EXPECT_LE(part.end, bucket.held.size());
+          owned += part.size();
+          squares[0] += squared_norm(bucket.gradients, part);
+          squares[1] += by_libtorch::squared_norm(bucket.gradients, part);
+          largest[0] = std::max(largest[0], max_abs(bucket.gradients, part));
+          largest[1] = std::max(largest[1], by_libtorch::max_abs(bucket.gradients, part));
+        }
+        EXPECT_EQ(owned, slot.numel) << slot.name << " " << size;
+        const double wanted = mine.square().sum().item<double>();
+        for (const double found : squares) EXPECT_NEAR(found, wanted, wanted * 60 * 0x1p-53) << slot.name;
+        for (const double found : largest)
+          EXPECT_EQ(found, slot.numel > 0 ? mine.abs().max().item<double>() : 0) << slot.name;
+      }
+}
+
 // The owners' parts add up to the whole: each element has one owner (B18a counts some twice, B18b misses
 // some).
 TEST(GlobalNorm, OwnedPartsAddUpToTheWhole) {

@@ -47,9 +47,10 @@ Range owned_part(const Bucket& bucket) {
 }
 
 Range owned_part(const Bucket& bucket, const Slot& slot) {
-  const std::int64_t begin = std::max(bucket.owned.begin, slot.offset);
-  const std::int64_t end = std::max(begin, std::min(bucket.owned.end, slot.offset + slot.numel));
-  return {begin - bucket.held.begin, end - bucket.held.begin};
+  const auto place = [&](std::int64_t at) {  // also of a slot that lies wholly before or behind
+    return std::clamp(at, bucket.owned.begin, bucket.owned.end) - bucket.held.begin;
+  };
+  return {place(slot.offset), place(slot.offset + slot.numel)};
 }
 
 namespace by_libtorch {
