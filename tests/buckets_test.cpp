@@ -62,8 +62,9 @@ int rounds(int rank, int micro) {
 }
 
 // SGD on one process, plain autograd; the gradients of each step.
-std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, double rate) {
+std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, double rate, double momentum = 0) {
   Model model;
+  std::vector<at::Tensor> velocity(kShapes.size());
   std::vector<std::vector<at::Tensor>> all;
   for (int step = 0; step < steps; ++step) {
     at::Tensor sum = at::zeros({}, at::kDouble);
@@ -73,7 +74,8 @@ std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, doubl
     at::NoGradGuard no_grad;
     for (std::size_t p = 0; p < gradients.size(); ++p) {
       if (!gradients[p].defined()) gradients[p] = at::zeros_like(model.tensors[p]);
-      model.tensors[p] -= rate * gradients[p];
+      velocity[p] = velocity[p].defined() ? momentum * velocity[p] + gradients[p] : gradients[p];
+      model.tensors[p] -= rate * velocity[p];
     }
     all.push_back(std::move(gradients));
   }
@@ -172,6 +174,70 @@ TEST(Buckets, WaitForAStepThatTellsTheOrder) {
     for (std::size_t p = 0; p < model.tensors.size(); ++p)
       EXPECT_TRUE(at::allclose(model.tensors[p], plain.tensors[p], 1e-10, 1e-12)) << p;
   });
+}
+
+// An update's state belongs to the buckets, so that they stay as they are from the first one on, also where
+// the last backward before it tells no order: none was announced as the last, or the last loss was a constant
+// on every rank. In one bucket the sizes would be right whatever the order.
+TEST(Buckets, StayAsTheyAreOnceAnUpdateHasAState) {
+  constexpr double kRate = 0.05, kMomentum = 0.9;
+  enum Scenario { kNotAnnounced, kConstant };
+  for (const Scenario scenario : {kNotAnnounced, kConstant})
+    for (const Strategy& strategy : strategies())
+      for (int size : {2, 3}) {
+        const auto wanted = alone(size, 3, 2, kRate, kMomentum);
+        run_ranks(size, [&](World& world) {
+          Model model;
+          auto layout = strategy.make(model.named(), world.group);
+          const auto before = layout->bucket_order();
+          const auto optimizer = sgd({.learning_rate = kRate, .momentum = kMomentum});
+          for (int step = 0; step < 3; ++step) {
+            layout->zero_gradients();
+            for (int m = 0; m < 2; ++m) {
+              layout->begin_backward(step > 0 && m == 1);
+              if (m < rounds(world.rank, 2)) model.loss(world.rank, step, m).backward();
+            }
+            if (step == 0 && scenario == kConstant) layout->begin_backward(true);
+            layout->finish_reduction();
+            std::vector<at::Tensor> found;
+            for (const auto& view : layout->views()) found.push_back(view.gradient);
+            EXPECT_LE(toy::worst_error(found, wanted[static_cast<std::size_t>(step)]), 1e-10)
+                << strategy.name << ", " << size << " ranks, scenario " << scenario << ", step " << step;
+            optimizer->update(layout->buckets(), 1);
+            layout->publish_parameters();
+            EXPECT_EQ(layout->bucket_order(), strategy.is_naive ? before : kObserved)
+                << strategy.name << ", scenario " << scenario << ", step " << step;
+          }
+        });
+      }
+}
+
+// bf16 masters are such a state: an update without any gradient decays them by less than bf16 can tell.
+TEST(Buckets, StayAsTheyAreAfterAnUpdateWithoutGradients) {
+  for (const Strategy& strategy : strategies())
+    run_ranks(2, [&](World& world) {
+      Model model(at::kBFloat16);
+      auto layout = strategy.make(model.named(), world.group);
+      const auto before = layout->bucket_order();
+      const auto masters = [&] {
+        std::vector<at::Tensor> all;
+        for (const auto& view : layout->views()) all.push_back(view.master.clone());
+        return all;
+      };
+      const auto started = masters();
+      layout->zero_gradients();
+      layout->finish_reduction();
+      sgd({.learning_rate = 0x1p-12, .weight_decay = 1})->update(layout->buckets(), 1);
+      layout->publish_parameters();
+      const auto updated = masters();
+      EXPECT_FALSE(at::equal(updated[0], started[0]));
+      accumulate(*layout, model, world.rank, 1, 1);
+      layout->finish_reduction();
+      EXPECT_EQ(layout->bucket_order(), before) << strategy.name;
+      const auto now = masters();
+      for (std::size_t p = 0; p < now.size(); ++p)
+        EXPECT_TRUE(at::equal(now[p], updated[p])) << strategy.name;
+    });
 }
 
 TEST(Buckets, RefuseAnOrderOfAnotherModel) {

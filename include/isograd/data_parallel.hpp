@@ -60,8 +60,9 @@ struct DataParallelOptions {
   std::int64_t bucket_bytes = 25 << 20;       // of gradients
   std::int64_t first_bucket_bytes = 1 << 20;  // the first one to be complete; 0: like the others
   bool overlap = true;  // reduce a bucket as soon as its gradients are complete, inside backward
-  // With overlap: when the first step's gradients are summed, buckets are made anew in the order in which
-  // they arrived, so that what is complete first is sent first. Once, and not after keep_buckets().
+  // With overlap: when gradients are summed for the first time, buckets are made anew in the order in which
+  // they arrived, so that what is complete first is sent first. Once, and neither after keep_buckets() nor
+  // after publish_parameters(): an optimizer's state belongs to the buckets.
   bool rebuild_buckets = true;
   // Names of all parameters in the order in which buckets are filled, as bucket_order() gives it; empty: the
   // reverse of `parameters`, until they are rebuilt. A run that goes on from a checkpoint takes that of the

@@ -61,9 +61,10 @@ class Bucketed final : public DataParallel {
   BucketPolicy policy_;
   bool overlap_;
   std::int64_t bucket_bytes_, first_bucket_bytes_;
-  bool watches_order_;  // in which gradients come, until buckets are made anew
+  bool watches_order_;  // in which gradients come, until buckets are made anew or an update has been made
   std::int64_t rebuilding_bytes_ = 0;
-  std::vector<std::size_t> came_{};  // parameters, in that order
+  std::vector<std::size_t> came_{};  // parameters, in that order, in the last backward that had any
+  bool new_backward_ = false;        // none of its gradients has come
   std::vector<Bucket> buckets_;
   std::vector<std::unique_ptr<FlatBucket>> flats_;  // per bucket
   std::vector<Arrivals> arrivals_;                  // per bucket
@@ -196,6 +197,7 @@ void Bucketed::begin_backward(bool last) {
                        .action = "Pass last = true only before the last micro-batch of a step"});
   if (!reduces()) return;
   if (in_round_) finish_round();
+  new_backward_ = true;
   in_last_ = last;
   // Without overlap nothing happens before finish_reduction(), unless each micro-batch is reduced.
   if (!policy_.every_round && !(last && overlap_)) return;
@@ -212,7 +214,10 @@ void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tenso
   if (flats_[bucket]->keeps_gradients() &&
       !is_slot_view(parameter.grad(), flats_[bucket]->gradients(), place))
     refuse_gradient(place.name);
-  if (watches_order_ && in_last_) came_.push_back(place.index);
+  if (watches_order_) {
+    if (std::exchange(new_backward_, false)) came_.clear();
+    came_.push_back(place.index);
+  }
   if (!in_round_) return;
   Arrivals& arrived = arrivals_[bucket];
   if (arrived.slots[slot])
@@ -282,6 +287,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
 }
 
 void Bucketed::publish_parameters() {
+  keep_buckets();  // the optimizer's state and the masters belong to them now
   for (auto& flat : flats_) flat->to_device();
   if (policy_.shards() == 1) return;
   if (policy_.one_copy) return policy_.meet();
