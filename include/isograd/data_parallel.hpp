@@ -79,6 +79,7 @@ struct DataParallelOptions {
 class DataParallel {
  public:
   virtual ~DataParallel() = default;
+  // Whatever has come since the last step, announced or not, is gone. Ends reductions that are under way.
   virtual void zero_gradients() = 0;
   virtual void begin_backward(bool last) = 0;
   virtual void finish_reduction() = 0;

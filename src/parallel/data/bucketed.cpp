@@ -187,6 +187,8 @@ void Bucketed::zero_gradients() {
   completed_ = launched_ = 0;
   came_.clear();
   for (auto& flat : flats_) flat->zero();
+  if (policy_.every_round)  // a backward whose gradients nobody has packed
+    for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
 }
 
 void Bucketed::begin_backward(bool last) {

@@ -1,0 +1,88 @@
+// What a step that is given up leaves behind, under every strategy.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "isograd/world.hpp"
+#include "parallel/data/strategies_testing.hpp"
+#include "zero3_model.hpp"
+
+namespace isograd {
+namespace {
+
+using zero3::Model;
+using zero3::Reference;
+
+const double kExact = 1e-10;  // E1
+
+struct Way {
+  std::string name;
+  std::function<std::unique_ptr<DataParallel>(const Sharded<Model>&, const DataGroups&)> make;
+  bool sharded_units = false;
+};
+
+std::vector<Way> ways() {
+  std::vector<Way> all;
+  for (const testing::Strategy& strategy : testing::strategies())
+    all.push_back({strategy.name, [strategy](const Sharded<Model>& model, const DataGroups& groups) {
+                     std::vector<std::pair<std::string, at::Tensor>> named;
+                     for (auto& item : model->named_parameters())
+                       named.emplace_back(item.key(), item.value());
+                     return strategy.make(trainable_parameters(named), groups, {.bucket_bytes = 300});
+                   }});
+  for (const auto& [name, options] : std::vector<std::pair<std::string, FullyShardOptions>>{
+           {"zero3", {}},
+           {"zero3 once", {.reduce_once = true}},
+           {"zero3 shared", {.share_parameters = true}},
+           {"zero3 shared once", {.reduce_once = true, .share_parameters = true}}})
+    all.push_back({name,
+                   [options = options](const Sharded<Model>& model, const DataGroups& groups) {
+                     return fully_shard(model, model->uses(), groups, options);
+                   },
+                   true});
+  return all;
+}
+
+Sharded<Model> make_model() {
+  return std::make_shared<Model>(at::kDouble, std::vector<std::size_t>{0, 1, 2});
+}
+
+struct NeverZeroes : DataParallel {
+  std::unique_ptr<DataParallel> inner;
+  explicit NeverZeroes(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
+  void zero_gradients() override {}
+  void begin_backward(bool last) override { inner->begin_backward(last); }
+  void finish_reduction() override { inner->finish_reduction(); }
+  std::vector<Bucket>& buckets() override { return inner->buckets(); }
+  Group& group() override { return inner->group(); }
+  Group& shard_group() override { return inner->shard_group(); }
+};
+
+// The largest error of two steps, each after a backward that belongs to none.
+double error_after_probes(const Way& way, int ranks, int replicas, bool planted) {
+  std::vector<double> worst(ranks);
+  run_ranks(ranks, [&](World& world) {
+    const auto model = make_model();
+    const Reference reference(*model);
+    auto layout = way.make(model, hybrid_groups(world, replicas));
+    if (planted) layout = std::make_unique<NeverZeroes>(std::move(layout));
+    for (int step : {0, 1}) {
+      const zero3::Batch probe = zero3::batch(world.rank, 7, 0);
+      zero3::loss(model(probe.tokens, /*odd=*/true), probe, 1).backward();
+      zero3::accumulate(*layout, model, world.rank, ranks, step, 2);
+      const double error = zero3::worst_error(*layout, reference.gradients(ranks, step, 2));
+      worst[world.rank] = std::max(worst[world.rank], error);
+    }
+  });
+  return *std::max_element(worst.begin(), worst.end());
+}
+
+TEST(GivenUp, ABackwardBeforeTheStepLeavesNoTrace) {
+  for (const Way& way : ways())
+    for (const auto& [ranks, replicas] : {std::pair{1, 1}, {3, 1}, {4, 2}}) {
+      EXPECT_LE(error_after_probes(way, ranks, replicas, false), kExact) << way.name << " " << ranks;
+      EXPECT_GT(error_after_probes(way, ranks, replicas, true), 1e-3) << way.name << " " << ranks;
+    }
+}
+
+}  // namespace
+}  // namespace isograd
