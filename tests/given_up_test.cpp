@@ -2,6 +2,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+
 #include "isograd/world.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "zero3_model.hpp"
@@ -82,6 +85,46 @@ TEST(GivenUp, ABackwardBeforeTheStepLeavesNoTrace) {
       EXPECT_LE(error_after_probes(way, ranks, replicas, false), kExact) << way.name << " " << ranks;
       EXPECT_GT(error_after_probes(way, ranks, replicas, true), 1e-3) << way.name << " " << ranks;
     }
+}
+
+// Every rank's backward breaks, each in another place and one of them late, so that some wait for reductions
+// which others have not begun. (Units must break in the same place: zero3_rules_test.cpp.)
+TEST(GivenUp, AfterAnExceptionInBackwardTheNextStepIsRight) {
+  for (const Way& way : ways())
+    for (const auto& [ranks, replicas] : {std::pair{2, 1}, {3, 1}, {5, 1}, {4, 2}})
+      for (const int breaks_at : {0, 1})
+        for (const bool finishes : {false, true}) {
+          if (way.sharded_units) continue;
+          run_ranks(ranks, [&, ranks = ranks, replicas = replicas](World& world) {
+            const auto model = make_model();
+            const Reference reference(*model);
+            const auto layout = way.make(model, hybrid_groups(world, replicas));
+            bool breaks = false;
+            model->blocks[static_cast<std::size_t>(world.rank % 3)]->weight.register_hook(
+                [&](const at::Tensor&) {
+                  if (breaks) throw std::runtime_error("broke");
+                });
+            zero3::accumulate(*layout, model, world.rank, ranks, 0, 2);
+            std::string error = "nothing thrown";
+            try {
+              zero3::at_place = [&, micro = 0](const char* place) mutable {
+                if (std::string(place) != "backward") return;
+                breaks = micro++ == breaks_at;
+                if (breaks && world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+              };
+              zero3::accumulate(*layout, model, world.rank, ranks, 1, 2);
+            } catch (const std::exception& caught) {
+              error = caught.what();
+            }
+            zero3::at_place = nullptr;
+            breaks = false;
+            EXPECT_EQ(error, "broke");
+            if (finishes) layout->finish_reduction();
+            zero3::accumulate(*layout, model, world.rank, ranks, 2, 2);
+            EXPECT_LE(zero3::worst_error(*layout, reference.gradients(ranks, 2, 2)), kExact)
+                << way.name << " " << ranks << " ranks, broken at " << breaks_at << ", finishes " << finishes;
+          });
+        }
 }
 
 }  // namespace

@@ -76,6 +76,8 @@ struct DataParallelOptions {
 //   publish_parameters()   after the optimizer's update: every rank has every rank's update
 // A rank without micro-batches calls only the last two and takes part with zeros, but see
 // takes_every_round().
+// A step may be given up before its update, by all ranks in the same micro-batch, with zero_gradients(), also
+// after a backward that threw. In different ones: finish_reduction() first, unless takes_every_round().
 class DataParallel {
  public:
   virtual ~DataParallel() = default;
