@@ -8,6 +8,7 @@
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
+#include "plan/meter.hpp"
 #include "zero3_model.hpp"
 
 namespace isograd {
@@ -124,6 +125,36 @@ TEST(Zero3Memory, NothingIsWholeBetweenForwardAndBackward) {
       EXPECT_EQ(layout->gathered_bytes(), 0);
     }
   });
+}
+
+// By the allocator: beside the shards, two buffers of the largest block's gradients and one of the root's;
+// after a step what was gathered at a time. Whole parameters are given back when they are let go.
+TEST(Zero3Memory, KeepsTheBuffersOfOneStepAndNoMore) {
+  MemoryMeter::install();
+  for (const int ranks : {2, 3, 4})
+    run_ranks(ranks, [&](World& world) {
+      MemoryMeter meter;
+      const auto kept = [&] { return meter.alive() + meter.shared(); };
+      const std::int64_t start = kept();
+      auto model = make();
+      const auto layout = fully_shard(model, model->uses(), world.group);
+      const std::int64_t block = 8 * flat_numel(kBlock, ranks), root = 8 * flat_numel(kRoot, ranks);
+      const std::int64_t frozen = 8 * 4 * flat_numel(kFrozen, ranks);
+      const std::int64_t shards = (2 * (3 * block + root) + frozen) / ranks;  // parameters and gradients
+      EXPECT_EQ(kept() - start, shards + 2 * block + root);
+      (void)layout->whole_parameters();  // before any step
+      EXPECT_EQ(kept() - start, shards + 2 * block + root);
+      zero3::accumulate(*layout, model, world.rank, ranks, 0, 2);
+      const std::int64_t after_a_step = kept();
+      EXPECT_LE(after_a_step - start, shards + 2 * block + root + (root + 2 * block + frozen * 3 / 4));
+      for (int step = 1; step < 3; ++step) {
+        const auto whole = layout->whole_parameters();
+        EXPECT_GE(kept() - start, shards + 2 * block + root + (root + 3 * block + frozen));
+      }
+      EXPECT_LE(kept(), after_a_step);
+      zero3::accumulate(*layout, model, world.rank, ranks, 1, 2);
+      EXPECT_LE(kept(), after_a_step);
+    });
 }
 
 // Bytes on padded sizes, with the factor (N - 1) / N: 3 G Psi; (2 G + 1) Psi with one reduction a step; the

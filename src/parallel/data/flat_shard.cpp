@@ -20,6 +20,7 @@ at::Tensor GatherPool::take(at::ScalarType dtype, std::int64_t numel, at::Device
   }
   bytes_ += numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   most_bytes_ = std::max(most_bytes_, bytes_);
+  kept_bytes_ = std::max(kept_bytes_, bytes_);
   trim();  // before more is asked for
   return memory.defined() ? memory : at::empty({numel}, at::TensorOptions(dtype).device(device));
 }
@@ -32,8 +33,13 @@ void GatherPool::give(at::Tensor memory) {
   trim();
 }
 
+void GatherPool::keep(std::int64_t bytes) {
+  kept_bytes_ = std::max(bytes, bytes_);
+  trim();
+}
+
 void GatherPool::trim() {
-  while (!spare_.empty() && bytes_ + spare_bytes_ > most_bytes_) {
+  while (!spare_.empty() && bytes_ + spare_bytes_ > kept_bytes_) {
     spare_bytes_ -= static_cast<std::int64_t>(spare_.front().nbytes());
     spare_.pop_front();
   }

@@ -16,18 +16,20 @@
 namespace isograd {
 
 // Memory for gathered parameters, used again and counted. In use and spare together are never more than what
-// was once in use.
+// was once in use, and less again after keep().
 class GatherPool {
  public:
   at::Tensor take(at::ScalarType dtype, std::int64_t numel, at::Device device);
   void give(at::Tensor memory);
   std::int64_t bytes() const { return bytes_; }  // in use
   std::int64_t most_bytes() const { return most_bytes_; }
+  std::int64_t kept_bytes() const { return kept_bytes_; }  // how much stays, in use or spare, at most
+  void keep(std::int64_t bytes);                           // gives back spare memory beyond that
 
  private:
   void trim();
   std::deque<at::Tensor> spare_;  // the longest unused first
-  std::int64_t bytes_ = 0, most_bytes_ = 0, spare_bytes_ = 0;
+  std::int64_t bytes_ = 0, most_bytes_ = 0, kept_bytes_ = 0, spare_bytes_ = 0;
 };
 
 // What all shards of a layout have in common.

@@ -309,6 +309,7 @@ void UnitPasses::hold_everything() {
                        .found = held_ ? "a second one at the same time" : "a call during forward or backward",
                        .expected = "one at a time, between passes",
                        .action = "Let go of the first before, and call it outside of the model"});
+  kept_by_steps_ = context_->pool.kept_bytes();
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (auto& flat : units_[unit].flats) flat->begin_gather();
     for (auto& flat : units_[unit].flats) flat->finish_gather();
@@ -319,6 +320,7 @@ void UnitPasses::hold_everything() {
 void UnitPasses::release_everything() {
   held_ = false;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
+  context_->pool.keep(kept_by_steps_);  // no step needs the whole model
 }
 
 void UnitPasses::close() {

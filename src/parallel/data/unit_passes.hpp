@@ -85,7 +85,8 @@ class UnitPasses final : public UnitHost {
   // Forward has dealt with uses [0, cursor_), backward with (back_, end).
   bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
   std::size_t cursor_ = 0, back_ = 0;
-  std::size_t inside_ = 0;  // the use whose block computes; 0: none
+  std::size_t inside_ = 0;          // the use whose block computes; 0: none
+  std::int64_t kept_by_steps_ = 0;  // bytes of the pool before everything was held
 
   // Gradients. Reductions under way, oldest first, each with the buffer it uses.
   struct Reduction {
