@@ -269,6 +269,7 @@ TEST(Zero3Rules, WhatBreaksThemIsNamed) {
   });
 }
 
+// On every rank, by the first parameter that differs.
 TEST(Zero3Rules, RanksWithDifferentModelsAreToldApart) {
   run_ranks(2, [](World& world) {
     auto model = make();
@@ -279,6 +280,36 @@ TEST(Zero3Rules, RanksWithDifferentModelsAreToldApart) {
     EXPECT_THAT(message([&] { fully_shard(model, model->uses(), world.group); }),
                 HasSubstr("'block2.frozen'"));
   });
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  const auto told = [](const std::function<void(Named&)>& differs, const std::string& what,
+                       const std::string& name_here, const std::string& name_there) {
+    run_ranks(3, [&](World& world) {
+      const auto leaf = [](at::IntArrayRef shape) { return at::ones(shape, at::kDouble).requires_grad_(); };
+      Named named = {{"a", leaf({3})}, {"b", leaf({2, 2})}, {"c", leaf({5})}, {"frozen", at::ones({4})}};
+      if (world.rank == 2) differs(named);
+      const UnitHandle root([&] {
+        std::vector<at::Tensor> tensors;
+        for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+        return tensors;
+      });
+      const std::string error = message([&] { fully_shard(root, named, {}, world.group); });
+      EXPECT_THAT(error, HasSubstr("rank 2 and rank 0 differ in the " + what));
+      EXPECT_THAT(error, HasSubstr("'" + (world.rank == 2 ? name_there : name_here) + "'"));
+    });
+  };
+  const std::string identity = "name, shape or dtype of parameter ";
+  const auto with = [](std::size_t i, const at::Tensor& tensor) {
+    return [=](Named& named) { named[i].second = tensor.requires_grad_(named[i].second.requires_grad()); };
+  };
+  told([](Named& named) { named[1].first = "z"; }, identity + "1", "b", "z");
+  told([](Named& named) { std::swap(named[1], named[2]); }, identity + "1", "b", "c");
+  told([](Named& named) { named[1].second.requires_grad_(false); }, identity + "1", "b", "c");
+  told(with(2, at::ones({6}, at::kDouble)), identity + "2", "c", "c");
+  told(with(1, at::ones({4}, at::kDouble)), identity + "1", "b", "b");
+  told(with(1, at::ones({2, 2})), identity + "1", "b", "b");
+  told(with(3, at::ones({4}, at::kDouble)), identity + "3", "frozen", "frozen");
+  told(with(2, at::full({5}, 1 + 1e-15, at::kDouble)), "values of parameter 2", "c", "c");
+  told(with(3, at::zeros({4})), "values of parameter 3", "frozen", "frozen");
 }
 
 TEST(Zero3Rules, AfterAnExceptionOnAllRanksTheNextStepIsRight) {

@@ -23,9 +23,9 @@ at::Tensor leaf(at::Tensor values) {
   return values.detach().clone().requires_grad_(true);
 }
 
-std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors) {
+std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors, const std::string& prefix = "p") {
   std::vector<std::pair<std::string, at::Tensor>> list;
-  for (const at::Tensor& tensor : tensors) list.emplace_back("p" + std::to_string(list.size()), tensor);
+  for (const at::Tensor& tensor : tensors) list.emplace_back(prefix + std::to_string(list.size()), tensor);
   return trainable_parameters(list);
 }
 
@@ -217,11 +217,12 @@ TEST(Bucketed, TakesItsHooksAndGradientsWithIt) {
 }
 
 TEST(CheckParameters, NamesTheFirstThatDiffersOnEveryRank) {
-  const auto message = [](const std::function<std::vector<at::Tensor>(int rank)>& make, bool check) {
+  const auto message = [](const std::function<std::vector<at::Tensor>(int rank)>& make, bool check,
+                          const std::string& prefix_on_rank_1 = "p") {
     std::vector<std::string> errors(3);
     run_ranks(3, [&](World& world) {
-      errors[world.rank] =
-          error_of([&] { bucketed(named(make(world.rank)), world.group, {.check_parameters = check}); });
+      const auto parameters = named(make(world.rank), world.rank == 1 ? prefix_on_rank_1 : "p");
+      errors[world.rank] = error_of([&] { bucketed(parameters, world.group, {.check_parameters = check}); });
     });
     for (auto& error : errors)
       if ((error == "no error") != (errors[0] == "no error")) return std::string("ranks disagree");
@@ -242,6 +243,11 @@ TEST(CheckParameters, NamesTheFirstThatDiffersOnEveryRank) {
   };
   EXPECT_NE(message(shapes, true).find("rank 1 and rank 0 differ in the name, shape or dtype of parameter 0"),
             std::string::npos);
+  const std::string other_name = message(same, true, "layer.p");
+  EXPECT_NE(other_name.find("rank 1 and rank 0 differ in the name, shape or dtype of parameter 0, which is "
+                            "'layer.p0'"),
+            std::string::npos)
+      << other_name;
   const auto types = [](int rank) {
     return std::vector{leaf(at::ones({3}, rank ? at::kFloat : at::kDouble))};
   };
