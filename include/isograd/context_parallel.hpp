@@ -59,7 +59,7 @@ struct CutOptions {
   // that carry no loss. 0: nothing is padded, parts may differ and be empty; nothing in isograd needs
   // padding.
   std::int64_t pad_to_multiple = 0;
-  std::int64_t most_tokens = 0;  // that a rank has memory for; 0: no limit
+  std::int64_t most_tokens = 0;  // that a rank has memory for, padding included; 0: no limit
 };
 
 // Where the documents of a batch go, for all ranks alike; no communication. Every document's tokens stay in
@@ -105,9 +105,11 @@ class ContextAttention {
       : ContextAttention(mesh.context, mesh.ring, mesh.ulysses, causal) {}
 
   // q [T_local, H, D], k and v [T_local, Hkv, D] at the places that batch.cut says; [T_local, H, D].
-  // Differentiable once. With each new cut, ranks compare what they were given (one all-gather):
-  // ConfigError, on all ranks, when shapes, types or cuts differ; when heads do not divide by the Ulysses
-  // ranks, or key heads neither divide by them nor they by key heads (with the nearest possible sizes).
+  // Differentiable once. ConfigError, at every call, when heads do not divide by the Ulysses ranks, or key
+  // heads neither divide by them nor they by key heads (with the nearest possible sizes). With each new cut
+  // ranks compare what they were given (one all-gather): ConfigError, on all ranks, when shapes, types or
+  // cuts differ, or a rank refuses what it was given by itself; that rank says why, the others which rank.
+  // Later calls with that cut are not compared: a rank that refuses one is alone with it.
   at::Tensor operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v) const;
 

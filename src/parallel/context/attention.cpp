@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "attention/attention.hpp"
 #include "attention/views.hpp"
@@ -134,18 +135,40 @@ struct ContextAttention::Impl {
   std::shared_ptr<const ContextCut> cut;  // whose plan is kept
   c10::intrusive_ptr<Call> call;
 
-  void check_agreement(const ContextCut& own, const at::Tensor& q, const at::Tensor& k) {
-    const std::vector<std::int64_t> mine{q.size(1), k.size(1), q.size(2),
-                                         static_cast<std::int64_t>(q.scalar_type()), hash_of(own)};
-    const at::Tensor all = context.all_gather(at::tensor(mine, at::kLong));  // [P, 5]
+  // What this rank sees by itself.
+  void check_own(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+    if (!batch.cut)
+      refuse(
+          fmt::format("a whole batch of {} tokens, for {} context ranks", batch.num_tokens(), context.size()),
+          "this rank's part of it", "Cut it first (cut_batch)");
+    const ContextCut& given = *batch.cut;
+    if (static_cast<int>(given.pieces.size()) != context.size() || given.rank != context.rank())
+      refuse(fmt::format("rank {}'s part of a batch cut for {} ranks", given.rank, given.pieces.size()),
+             fmt::format("rank {}'s part for {} ranks", context.rank(), context.size()),
+             "Cut the batch for this context group");
+    check_shapes(given, q, k, v);
+  }
+
+  // What a rank refuses is told as well, so that nobody waits for that rank.
+  void check_agreement(const ContextCut* own, const at::Tensor& q, const at::Tensor& k) {
+    std::vector<std::int64_t> mine(6);
+    if (own)
+      mine = {1, q.size(1), k.size(1), q.size(2), static_cast<std::int64_t>(q.scalar_type()), hash_of(*own)};
+    const at::Tensor all = context.all_gather(at::tensor(mine, at::kLong));  // [P, 6]
+    if (!own) return;
+    const auto of = [&](int rank) { return all[rank].const_data_ptr<std::int64_t>(); };
+    for (int rank = 0; rank < context.size(); ++rank)
+      if (of(rank)[0] == 0)
+        refuse(fmt::format("context rank {} refuses its batch or its tensors", rank),
+               "a part of the batch and tensors of its tokens on every context rank",
+               fmt::format("Look at context rank {}'s own error", rank));
     for (int rank = 1; rank < context.size(); ++rank) {
       if (at::equal(all[rank], all[0])) continue;
-      const auto tell = [&](int of) {
-        const auto* numbers = all[of].const_data_ptr<std::int64_t>();
-        return fmt::format("{} query heads, {} key heads of {} {}, cut {:x}", numbers[0], numbers[1],
-                           numbers[2], c10::toString(static_cast<at::ScalarType>(numbers[3])), numbers[4]);
+      const auto tell = [&](const std::int64_t* numbers) {
+        return fmt::format("{} query heads, {} key heads of {} {}, cut {:x}", numbers[1], numbers[2],
+                           numbers[3], c10::toString(static_cast<at::ScalarType>(numbers[4])), numbers[5]);
       };
-      refuse(fmt::format("context rank {}: {}; rank 0: {}", rank, tell(rank), tell(0)),
+      refuse(fmt::format("context rank {}: {}; rank 0: {}", rank, tell(of(rank)), tell(of(0))),
              "the same heads, dtype and cut on every context rank",
              "Give every rank the same model and cut the same batch");
     }
@@ -168,16 +191,19 @@ struct ContextAttention::Impl {
                         : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
   }
 
-  void prepare(const std::shared_ptr<const ContextCut>& given, const at::Tensor& q, const at::Tensor& k,
-               const at::Tensor& v) {
-    if (static_cast<int>(given->pieces.size()) != context.size() || given->rank != context.rank())
-      refuse(fmt::format("rank {}'s part of a batch cut for {} ranks", given->rank, given->pieces.size()),
-             fmt::format("rank {}'s part for {} ranks", context.rank(), context.size()),
-             "Cut the batch for this context group");
-    check_shapes(*given, q, k, v);
-    if (cut == given) return;
-    check_agreement(*given, q, k);
+  void prepare(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    std::optional<ConfigError> problem;
+    try {
+      check_own(batch, q, k, v);
+    } catch (const ConfigError& error) {
+      problem = error;
+    }
+    const auto& given = batch.cut;
+    const bool known = given && given == cut;
+    if (!known) check_agreement(problem ? nullptr : given.get(), q, k);
+    if (problem) throw *problem;
     check_heads(q, k);
+    if (known) return;
     auto made = c10::make_intrusive<Call>(ring, ulysses);
     made->plan = make_ring_plan(blocks_of(*given, ring.size(), ulysses.size()), ring.rank(), causal);
     for (int u = 0; u < ulysses.size(); ++u)
@@ -198,14 +224,9 @@ ContextAttention::ContextAttention(Group context, Group ring, Group ulysses, boo
 
 at::Tensor ContextAttention::operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                         const at::Tensor& v) const {
-  if (!batch.cut) {
-    if (impl_->context.size() > 1 && batch.num_tokens() > 0)
-      refuse(fmt::format("a whole batch of {} tokens, for {} context ranks", batch.num_tokens(),
-                         impl_->context.size()),
-             "this rank's part of it", "Cut it first (cut_batch)");
+  if (!batch.cut && (impl_->context.size() == 1 || batch.num_tokens() == 0))
     return variable_length_attention(q, k, v, batch.cu_seqlens, impl_->causal);
-  }
-  impl_->prepare(batch.cut, q, k, v);
+  impl_->prepare(batch, q, k, v);
   return Function::apply(q, k, v, impl_->call);
 }
 
