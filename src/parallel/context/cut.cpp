@@ -157,21 +157,31 @@ void split(const Pieces& pieces, int parts, std::vector<Pieces>& to) {
   for (Pieces& part : by_part) to.push_back(std::move(part));
 }
 
-void check_memory(const ContextCut& cut, std::int64_t most) {
-  std::int64_t total = 0, worst = 0;
-  for (std::size_t r = 0; r < cut.pieces.size(); ++r) {
-    total += cut.tokens_of(static_cast<int>(r));
-    worst = std::max(worst, cut.tokens_of(static_cast<int>(r)));
-  }
-  if (most == 0 || worst <= most) return;
-  std::int64_t longest = 0;
-  for (std::int64_t d = 0; d + 1 < static_cast<std::int64_t>(cut.cu_seqlens.size()); ++d)
+// Of what ranks really get, padding included.
+void check_memory(const ContextCut& cut, const CutOptions& options) {
+  const std::int64_t most = options.most_tokens, unit = options.pad_to_multiple;
+  std::size_t worst = 0;
+  const auto held = [&](std::size_t rank) { return cut.tokens_of(static_cast<int>(rank)); };
+  for (std::size_t r = 0; r < cut.pieces.size(); ++r)
+    if (held(r) > held(worst)) worst = r;
+  if (most == 0 || held(worst) <= most) return;
+  std::int64_t longest = 0, padding = 0;
+  const auto documents = static_cast<std::int64_t>(cut.cu_seqlens.size()) - 1;
+  for (std::int64_t d = 0; d < documents; ++d)
     if (cut.document_length(d) > cut.document_length(longest)) longest = d;
+  for (const Piece& piece : cut.pieces[worst])
+    if (piece.document >= documents) padding += piece.length;
+  const std::int64_t total = cut.cu_seqlens.back(), usable = unit > 0 ? most / unit * unit : most;
   refuse("cutting a batch over context ranks",
-         fmt::format("{} tokens on one of {} ranks; the longest document, {}, has {} of {}", worst,
-                     cut.pieces.size(), longest, cut.document_length(longest), total),
+         fmt::format("{} tokens on one of {} ranks{}{}", held(worst), cut.pieces.size(),
+                     padding > 0 ? fmt::format(", {} of them padding", padding) : "",
+                     total > 0 ? fmt::format("; the longest document, {}, has {} of {}", longest,
+                                             cut.document_length(longest), total)
+                               : ""),
          fmt::format("at most {} on a rank", most),
-         fmt::format("Use {} context ranks or more, or shorter packs", (total + most - 1) / most));
+         usable == 0
+             ? fmt::format("Lower pad_to_multiple to {} or less", most)
+             : fmt::format("Use {} context ranks or more, or shorter packs", (total + usable - 1) / usable));
 }
 
 }  // namespace
@@ -184,7 +194,6 @@ ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutO
   for (std::size_t d = 0; d + 1 < cu_seqlens.size(); ++d)
     if (cu_seqlens[d] == cu_seqlens[d + 1])
       cut.pieces.front().push_back({static_cast<std::int64_t>(d), 0, 0});
-  check_memory(cut, options.most_tokens);
   if (options.pad_to_multiple > 0) {
     std::int64_t most = 0;
     for (std::size_t r = 0; r < cut.pieces.size(); ++r)
@@ -195,6 +204,7 @@ ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutO
       if (const std::int64_t missing = most - cut.tokens_of(static_cast<int>(r)); missing > 0)
         cut.pieces[r].push_back({static_cast<std::int64_t>(cu_seqlens.size() - 1 + r), 0, missing});
   }
+  check_memory(cut, options);
   return cut;
 }
 

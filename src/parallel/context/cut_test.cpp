@@ -181,6 +181,18 @@ TEST(ContextCut, BadInputIsNamed) {
   EXPECT_THAT(much, HasSubstr("the longest document, 1, has 4000 of 4040"));
   EXPECT_THAT(much, HasSubstr("Use 8 context ranks or more"));
 
+  // What a rank gets counts, padding included: 9 tokens of 18, filled up to 16.
+  const auto padded = [](std::int64_t most_tokens, std::int64_t length = 18) {
+    return config_error_of([&] {
+      cut_documents({0, length}, {.ring = 2, .pad_to_multiple = 16, .most_tokens = most_tokens});
+    });
+  };
+  EXPECT_THAT(padded(10), HasSubstr("16 tokens on one of 2 ranks, 7 of them padding"));
+  EXPECT_THAT(padded(10), HasSubstr("Lower pad_to_multiple to 10 or less"));
+  EXPECT_EQ(padded(16), "no error");
+  EXPECT_THAT(padded(20, 40), HasSubstr("32 tokens on one of 2 ranks, 12 of them padding"));
+  EXPECT_THAT(padded(20, 40), HasSubstr("Use 3 context ranks or more"));
+
   EXPECT_EQ(possible_ulysses(12, 4), (std::vector<int>{1, 2, 4, 12}));
   EXPECT_EQ(possible_ulysses(8, 2), (std::vector<int>{1, 2, 4, 8}));
   EXPECT_EQ(context_fold("ring_only"), ContextFold::kRingOnly);
