@@ -375,6 +375,29 @@ def test_divergence_fails_and_keeps_the_checkpoint(place):
     assert all(whole(path) for path in place.checkpoints())
 
 
+def test_context_ranks_say_how_level_their_cuts_are(place):
+    """With the first step, in the summary and in the report; without context ranks there is nothing to say."""
+    done = place.run(parallel__cp_ring=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("first step: cut over 2 ring ranks: tokens ") == 1
+    (said,) = re.findall(r"^context ranks +highest cost (([\d.]+) of the mean, ([\d.]+) at worst)$", done.stdout, re.M)
+    assert 1 <= float(said[1]) <= float(said[2]) < 2
+    html = (place.folder / "run/report.html").read_text()
+    assert "highest cost of a context rank" in html and said[0] in html
+    done = place.run("alone")
+    assert done.returncode == 0 and "highest cost" not in done.stdout
+
+
+def test_a_document_longer_than_the_context_groups_memory_is_refused(place):
+    """On all ranks of all context groups, before the step, in one message."""
+    for ranks, axes in ((4, {"parallel__cp_ring": 2}), (2, {})):
+        done = place.run(ranks=ranks, batch__max_tokens_per_rank=20, **axes)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.stderr.count("ConfigError") == 1 and "batch.max_tokens_per_rank" in done.stderr, done.stderr
+        assert "context ranks or more" in done.stderr and "at most 20 on a rank" in done.stderr
+        assert not place.metrics()
+
+
 def test_bad_input_is_refused_before_training(place):
     cases = {
         "model.vocabulary": place.run(model__vocabulary=200),

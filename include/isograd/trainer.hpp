@@ -91,6 +91,11 @@ struct Outcome {
   std::optional<double> validation_loss;  // absent without validation documents
   double baseline = 0;  // loss of what has learnt nothing, as the task has it: the entropy of its tokens, ...
   double exposed = 0;   // share of the steps' time that communication took, not hidden; this rank
+  // Of the cuts over context ranks: a step's highest cost of a ring rank over the mean one.
+  struct Balance {
+    double mean = 1, worst = 1;  // over the micro-batches
+  };
+  std::optional<Balance> balance;    // absent without context ranks
   double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
   std::string sample;                // generated text, prompt included; rank 0 only
   std::filesystem::path checkpoint;  // the last one complete; empty: none

@@ -271,6 +271,8 @@ void check(const RunConfig& config, int ranks) {
                              "way; isograd verify checks it from outside"});
     };
     if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
+    if (config.batch.max_tokens_per_rank > 0)
+      refuse("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");
     if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
     if (ranks > config.batch.rows_per_step)
       throw ConfigError({.where = fmt::format("--ranks {}", ranks),

@@ -41,6 +41,7 @@ struct RunConfig {
     std::int64_t rows_per_step = 256;  // of a scorer's table
     std::int64_t videos_per_step = 8;
     std::int64_t tokens_per_micro_batch = 4096;  // of videos
+    std::int64_t max_tokens_per_rank = 0;        // of a micro-batch; 0: no limit
   } batch;
   struct {
     std::string load;  // Hugging Face directory to start from; its config.json then describes the model

@@ -152,6 +152,10 @@ std::vector<ConfigKey> make_keys() {
           "Of videos: how many patches one forward and backward sees on one rank, at most; a longer video is "
           "a "
           "micro-batch by itself. A speed and memory option: the gradient does not depend on it."),
+      KEY("batch.max_tokens_per_rank", batch.max_tokens_per_rank, "tokens", at_least(0, kManyTokens),
+          "Tokens of one micro-batch (of videos: patches) that a rank has memory for, after the cut over "
+          "context ranks. A step with more on any rank is an error on all of them before it is made. 0: no "
+          "limit."),
 
       KEY("model.load", model.load, "", any(),
           "Hugging Face directory to start from (`config.json`, `model.safetensors` or its sharded index); a "

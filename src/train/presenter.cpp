@@ -23,6 +23,10 @@ std::string below(double loss, double entropy) {
   return fmt::format("{:.1f} % {}", std::abs(percent), percent >= 0 ? "below" : "above");
 }
 
+std::string over_the_mean(const Outcome::Balance& balance) {
+  return fmt::format("{:.3f} of the mean, {:.3f} at worst", balance.mean, balance.worst);
+}
+
 std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
   switch (outcome.end) {
     case Outcome::End::kFinished:
@@ -89,6 +93,8 @@ struct Presenter::Impl {
           fmt::format("{} {} {}", nats(facts.baseline.value), task.unit, facts.baseline.of));
     row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
     if (facts.ranks > 1) row("communication", exposed_share(outcome));
+    if (outcome.balance)
+      row("context ranks", fmt::format("highest cost {}", over_the_mean(*outcome.balance)));
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
     for (const auto& table : outcome.tables) text += table.summary + "\n";
@@ -116,6 +122,7 @@ struct Presenter::Impl {
     if (facts.ranks > 1) report.fact("communication", exposed_share(outcome));
     report.fact("steps", std::to_string(outcome.steps));
     report.fact("ranks", std::to_string(facts.ranks));
+    if (outcome.balance) report.fact("highest cost of a context rank", over_the_mean(*outcome.balance));
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
     report.fact("training " + task.tokens, human_count(static_cast<double>(task.num_tokens)));
     for (auto& chart :

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "isograd/error.hpp"
@@ -19,7 +20,10 @@ class AgreedConfigError : public ConfigError {
 // AgreedConfigError, anything else becomes a PeerError on the other ranks.
 void on_rank_zero(Group& group, const std::function<void()>& work);
 
-// Collective: a text of rank 0 on every rank.
-std::string broadcast_text(Group& group, const std::string& text);
+// Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
+void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
+
+// Collective: a text of one rank on every rank.
+std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 
 }  // namespace isograd

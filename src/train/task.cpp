@@ -13,12 +13,4 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
                      .action = "Train a scorer with train_scorer(), as isograd train does"});
 }
 
-MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches) {
-  if (mesh.context.size() == 1) return micro_batches;
-  CutOptions options = task.cut_options();
-  options.ring = static_cast<int>(task.config().parallel.cp_ring);
-  options.ulysses = static_cast<int>(task.config().parallel.cp_ulysses);
-  return cut_micro_batches(micro_batches, options, mesh.context.rank());
-}
-
 }  // namespace isograd

@@ -8,6 +8,7 @@
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
 #include "train/memory.hpp"
+#include "train/parts.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
@@ -54,6 +55,7 @@ struct Trainer::Impl {
   std::shared_ptr<TaskModel> model{};
   std::optional<ModelUnits> units{};
   std::optional<ContextMesh> mesh{};
+  std::optional<RunParts> parts{};
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
@@ -76,6 +78,7 @@ struct Trainer::Impl {
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
     mesh = make_mesh(config, world);
+    parts.emplace(*task, *mesh, group);
     loader = task->make_loader(mesh->dp_rank, mesh->dp_size);
     validation = task->make_validation_loader(mesh->dp_rank, mesh->dp_size);
     if (config.run.memory) memory.emplace(device);
@@ -105,10 +108,6 @@ struct Trainer::Impl {
     if (presenter && !validation)
       presenter->notice("no " + one_of(task->facts().documents) +
                         " is held out, so there is no validation loss (data.validation_fraction)");
-  }
-
-  MicroBatches own_parts(MicroBatches micro_batches) const {
-    return isograd::own_parts(*task, *mesh, std::move(micro_batches));
   }
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
@@ -141,7 +140,9 @@ struct Trainer::Impl {
       const double exposed_before = layout->exposed_seconds();
       if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
-      const StepReport report = step(own_parts(loader->next()), StopSignals::requested());
+      const MicroBatches own = parts->of_step(loader->next());
+      if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
+      const StepReport report = step(own, StopSignals::requested());
       const double seconds = seconds_since(start), exposed = layout->exposed_seconds() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
@@ -205,8 +206,8 @@ struct Trainer::Impl {
   void measure() {
     evaluated_step = state.step;
     const auto evaluation = evaluate(
-        validation.get(), [this](MicroBatches batches) { return own_parts(std::move(batches)); }, forward,
-        *mean, *layout, state.step);
+        validation.get(), [this](const MicroBatches& whole) { return parts->of(whole); }, forward, *mean,
+        *layout, state.step);
     if (!evaluation) return;
     outcome.validation_loss = evaluation->loss;
     if (presenter) presenter->evaluation(*evaluation);
@@ -235,6 +236,7 @@ struct Trainer::Impl {
 
   void finish() {
     const bool finished = outcome.end == Outcome::End::kFinished;
+    outcome.balance = parts->balance();
     const auto whole = layout->whole_parameters();  // to compare and to sample with
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {

@@ -1,0 +1,101 @@
+#include "train/parts.hpp"
+
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "isograd/error.hpp"
+#include "train/rank_zero.hpp"
+
+namespace isograd {
+namespace {
+
+CutOptions cut_options(const Task& task, const ContextMesh& mesh) {
+  CutOptions options;
+  if (mesh.context.size() > 1) options = task.cut_options();
+  options.ring = static_cast<int>(task.config().parallel.cp_ring);
+  options.ulysses = static_cast<int>(task.config().parallel.cp_ulysses);
+  return options;
+}
+
+// Of a micro-batch that is not cut.
+void check_memory(const Batch& batch, const RunConfig& config) {
+  const std::int64_t most = config.batch.max_tokens_per_rank, tokens = batch.num_tokens();
+  if (tokens <= most) return;
+  const bool videos = config.model.kind == "video";
+  throw ConfigError({.where = "batch.max_tokens_per_rank",
+                     .found = fmt::format("a micro-batch of {} {}", tokens, videos ? "patches" : "tokens"),
+                     .expected = fmt::format("at most {} on a rank", most),
+                     .action = fmt::format(
+                         "Cut it over {} context ranks or more (parallel.cp_ring, parallel.cp_ulysses), or "
+                         "lower {}",
+                         (tokens + most - 1) / most,
+                         videos ? "batch.tokens_per_micro_batch, video.height or video.max_frames"
+                                : "batch.packs_per_micro_batch or data.pack_length")});
+}
+
+}  // namespace
+
+MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches) {
+  if (mesh.context.size() == 1) return micro_batches;
+  return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.context.rank());
+}
+
+RunParts::RunParts(const Task& task, const ContextMesh& mesh, Group world)
+    : task_(task),
+      mesh_(mesh),
+      world_(std::move(world)),
+      options_(cut_options(task, mesh)),
+      most_tokens_(task.config().batch.max_tokens_per_rank) {
+  options_.most_tokens = most_tokens_;
+}
+
+MicroBatches RunParts::of(const MicroBatches& whole) {
+  const bool shared = mesh_.context.size() > 1;
+  const auto take = [&] {
+    if (shared) return cut_micro_batches(whole, options_, mesh_.context.rank());
+    for (const Batch& batch : whole) check_memory(batch, task_.config());
+    return whole;
+  };
+  if (most_tokens_ == 0) return shared ? take() : whole;
+  MicroBatches parts;
+  std::optional<ErrorText> problem;
+  try {
+    parts = take();
+  } catch (const ConfigError& error) {
+    problem = error.text();
+    problem->where = "batch.max_tokens_per_rank";
+  }
+  throw_agreed(world_, problem);
+  return parts;
+}
+
+MicroBatches RunParts::of_step(const MicroBatches& whole) {
+  MicroBatches parts = of(whole);
+  first_step_.clear();
+  double least_level = 0;
+  for (const Batch& part : parts) {
+    if (!part.cut || part.cut->cu_seqlens.back() == 0) continue;
+    const CutCost cost = cost_of(*part.cut, options_);
+    sum_ += cost.imbalance;
+    ++cuts_;
+    worst_ = std::max(worst_, cost.imbalance);
+    if (!first_ || cost.imbalance <= least_level) continue;
+    least_level = cost.imbalance;
+    first_step_ = describe(cost);
+  }
+  first_ = false;
+  return parts;
+}
+
+std::optional<Outcome::Balance> RunParts::balance() {
+  at::Tensor sums = at::tensor({sum_, cuts_}, at::kDouble), worst = at::tensor({worst_}, at::kDouble);
+  world_.all_reduce(sums);
+  world_.all_reduce(worst, ReduceOp::kMax);
+  const double cuts = sums[1].item<double>();
+  if (cuts == 0) return std::nullopt;
+  return Outcome::Balance{.mean = sums[0].item<double>() / cuts, .worst = worst.item<double>()};
+}
+
+}  // namespace isograd
