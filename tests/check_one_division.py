@@ -34,6 +34,7 @@ ALLOWED = [
     ("src/comm/mpi/numbers.cpp", "combined.div_(size", "the mean that PyTorch asked for"),
     ("src/comm/group_impl.hpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/parallel/data/groups.cpp", "shards = world.size / replicas", "the grid of ranks"),
+    ("src/bench/bench_context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
     ("src/train/build.cpp", "packs_dealt_to(config, group.size()) / config.parallel.replicas", "the grid of ranks, for display"),
     ("src/verify/run.cpp", "shards = dealt / static_cast<int>(replicas.size())", "the grid of ranks"),
     ("src/data/loader.cpp", "count * rank / size", "deals packs out to ranks"),

@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -229,3 +230,21 @@ def test_context_ranks_are_compared_with_one(tmp_path):
     for record in records:
         assert set(record) == RECORD and record["bench"] == "context"
         check_ratio(record)
+
+
+def test_packs_stand_beside_their_sum_of_squares_and_the_best_cut(tmp_path):
+    """One number of tokens, different sums of squared lengths: the share, the time of each unit of it, and all of
+    one rank's time divided evenly."""
+    result = bench("--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.1, "--json",
+                   tmp_path / "context.json", of="context")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    shares = re.findall(r"sum len\^2 ([\d.]+) of one document's", result.stdout)
+    assert shares == ["0.5000", "0.3750"]
+    records = json.loads((tmp_path / "context.json").read_text())
+    best = [record for record in records if record["case"].endswith(", best cut")]
+    assert [record["case"] for record in best] == ["tiny pack 2, best cut", "tiny pack 3, best cut"]
+    for record, share in zip(best, shares):
+        check_ratio(record)
+        alone = next(r["peer"] for r in records if r["case"] == record["case"][:11] and r["unit"] == "ms")
+        assert record["peer"] == pytest.approx(alone / 2)

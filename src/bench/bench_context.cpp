@@ -7,11 +7,12 @@
 #include <cmath>
 #include <ctime>
 #include <nlohmann/json.hpp>
-#include <random>
 
+#include "attention/attention.hpp"
 #include "base/files.hpp"
 #include "bench/bench.hpp"
 #include "bench/contestant.hpp"
+#include "bench/context_cases.hpp"
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
 #include "isograd/context_parallel.hpp"
@@ -23,48 +24,6 @@
 
 namespace isograd {
 namespace {
-
-struct ContextCase {
-  std::string name;
-  std::vector<std::int64_t> lengths;  // of the documents
-  DecoderConfig model{};
-  bool attention_alone = false;  // one layer's attention, nothing else
-  bool standard = true;
-  bool turns = true;  // false: memory alone
-};
-
-DecoderConfig small_model() {
-  DecoderConfig config;  // 256 wide, four layers
-  config.max_positions = 1 << 17;
-  return config;
-}
-
-std::vector<std::int64_t> pack_of(std::int64_t tokens) {
-  std::mt19937 random(1);
-  std::lognormal_distribution<double> draw(6, 1.2);
-  std::vector<std::int64_t> lengths;
-  for (std::int64_t left = tokens; left > 0; left -= lengths.back())
-    lengths.push_back(std::min(left, 1 + static_cast<std::int64_t>(draw(random))));
-  return lengths;
-}
-
-std::vector<ContextCase> make_cases() {
-  DecoderConfig tiny = small_model(), narrow = small_model();
-  tiny.hidden = 32, tiny.layers = 1, tiny.head_dim = 8, tiny.feed_forward = 48;
-  narrow.hidden = 64, narrow.layers = 2, narrow.heads = narrow.key_value_heads = 2, narrow.head_dim = 32;
-  narrow.feed_forward = 176;
-  std::vector<ContextCase> cases = {
-      {.name = "tiny", .lengths = {100, 20}, .model = tiny, .standard = false},
-      {.name = "tiny one", .lengths = {128}, .model = tiny, .standard = false},
-      {.name = "attention 8k", .lengths = {8192}, .model = small_model(), .attention_alone = true},
-      {.name = "model 8k", .lengths = {8192}, .model = small_model()},
-      {.name = "packed 16k", .lengths = pack_of(16384), .model = small_model()}};
-  for (const std::int64_t k : {4, 8, 16, 32, 64})
-    cases.push_back(
-        {.name = fmt::format("memory {}k", k), .lengths = {k << 10}, .model = narrow, .turns = false});
-  return cases;
-}
-const std::vector<ContextCase> kCases = make_cases();
 
 Batch make_batch(const ContextCase& of) {
   Batch batch;
@@ -136,6 +95,7 @@ class Runner {
 
  private:
   at::Tensor alone() const {
+    if (of_.lengths.size() > 1) return variable_length_attention(q_, k_, v_, batch_.cu_seqlens);
     const auto heads_first = [](const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
     return at::scaled_dot_product_attention(heads_first(q_), heads_first(k_), heads_first(v_), {}, 0, true)
         .squeeze(0)
@@ -283,7 +243,8 @@ void compare(const ContextCase& of, const std::vector<double>& ours, const std::
   const double mine = 1e3 * quantile(ours, 0.5), other = 1e3 * quantile(theirs, 0.5);
   const double mine_least = 1e3 * least(ours), other_least = 1e3 * least(theirs);
   fmt::print(
-      "  beside {}: median {:.1f} and {:.1f} ms, {:.3f}x; least {:.1f} and {:.1f}, {:.3f}x; median of {} pairs "
+      "  beside {}: median {:.1f} and {:.1f} ms, {:.3f}x; least {:.1f} and {:.1f}, {:.3f}x; median of {} "
+      "pairs "
       "{:.3f}x\n",
       name, mine, other, mine / other, mine_least, other_least, mine_least / other_least, ours.size(),
       of_pairs(ours, theirs));
@@ -292,11 +253,28 @@ void compare(const ContextCase& of, const std::vector<double>& ours, const std::
                                  other_least / mine_least));
 }
 
+// Attention's time follows the sum of squares, and the best cut divides all of it evenly.
+void compare_pack(const ContextCase& of, double ours, double alone, int ranks,
+                  nlohmann::ordered_json& records) {
+  double row = 0, squares = 0;
+  for (const std::int64_t length : of.lengths) {
+    row += static_cast<double>(length);
+    squares += static_cast<double>(length) * static_cast<double>(length);
+  }
+  const double best = alone / ranks;
+  fmt::print(
+      "  sum len^2 {:.4f} of one document's; {:.3f} ns for each of it, {:.3f} on one rank; {:.3f}x the best "
+      "cut, one rank's time / {}\n",
+      squares / (row * row), 1e9 * ours / squares, 1e9 * alone / squares, ours / best, ranks);
+  records.push_back(bench_record("context", of.name + ", best cut", 1e3 * ours, 1e3 * best,
+                                 "one rank's time over the ranks", "ms", best / ours));
+}
+
 }  // namespace
 
 std::vector<std::string> bench_context_cases() {
   std::vector<std::string> names;
-  for (const ContextCase& of : kCases) names.push_back(of.name);
+  for (const ContextCase& of : context_cases()) names.push_back(of.name);
   return names;
 }
 
@@ -310,7 +288,7 @@ int bench_context(const BenchContextOptions& options) {
       "spread", "of it", "CPU of it", "MiB a rank", "MiB alone", "of it");
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
-  for (const ContextCase& of : kCases) {
+  for (const ContextCase& of : context_cases()) {
     if (options.cases.empty()
             ? !of.standard
             : std::find(options.cases.begin(), options.cases.end(), of.name) == options.cases.end())
@@ -367,6 +345,7 @@ int bench_context(const BenchContextOptions& options) {
                                    peer_cpu / our_cpu));
     if (peer > 0) compare(of, result.together, result.alone, "one rank on the whole batch", records);
     if (peer_side) compare(of, result.together, result.peer, kPeer, records);
+    if (of.attention_alone && of.lengths.size() > 1) compare_pack(of, ours, peer, options.ranks, records);
     records.push_back(bench_record("context", of.name, result.together_bytes / kMiB,
                                    result.alone_bytes / kMiB, "one rank on the whole batch", "MiB",
                                    result.alone_bytes / result.together_bytes));
