@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include <fmt/ranges.h>
+
 #include "context_step.hpp"
 
 namespace isograd::context {
@@ -60,23 +62,29 @@ inline std::vector<Cell> cells_of(const Axes& axes, int turn) {
   return cells;
 }
 
-// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision. The
-// largest share of what is allowed, over ranks and parameters.
-inline double share_of_rounding(const Outcome& outcome, const Reference& wanted,
-                                const std::vector<const Outcome*>& alone, at::ScalarType dtype,
-                                int reductions) {
+// E2: ‖g − g64‖ ≤ 4‖g32 − g64‖ + u·√(W·G)·s for each parameter, g32 one rank in the same precision.
+struct Rounding {
+  double share = 0;   // the largest of what is allowed, over ranks and parameters
+  std::string where;  // it was, with its figures
+};
+inline Rounding rounding_of(const Outcome& outcome, const Reference& wanted,
+                            const std::vector<const Outcome*>& alone, at::ScalarType dtype, int reductions) {
   const double unit = std::ldexp(1.0, dtype == at::kFloat ? -24 : -8);
-  double worst = 0;
+  Rounding worst;
   for (const auto& [name, g] : wanted.gradients) {
     const auto error = [&](const std::map<std::string, at::Tensor>& of) {
       return (of.at(name).to(at::kDouble) - g).norm().item<double>();
     };
-    double of_one = 0;
-    for (const Outcome* each : alone) of_one = std::max(of_one, error(each->gradients[0]));
-    const double allowed = 4 * of_one + unit * std::sqrt(reductions) * scale_of(wanted, g);
+    std::vector<double> of_one;
+    for (const Outcome* each : alone) of_one.push_back(error(each->gradients[0]));
+    const double allowed = 4 * *std::max_element(of_one.begin(), of_one.end()) +
+                           unit * std::sqrt(reductions) * scale_of(wanted, g);
     for (const auto& gradients : outcome.gradients) {
       const double share = error(gradients) / allowed;
-      worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;
+      if (share <= worst.share) continue;
+      worst = {std::isfinite(share) ? share : HUGE_VAL,
+               fmt::format("{} of {} elements: error {:.3g}, of one process {::.3g}, scale {:.3g}", name,
+                           g.numel(), error(gradients), of_one, scale_of(wanted, g))};
     }
   }
   return worst;

@@ -75,12 +75,13 @@ std::pair<int, double> check_rounding(const Axes& axes, const std::vector<Layout
             const Outcome outcome =
                 run_step(axes, config, whole, layout.options,
                          {.strategy = cell.strategy, .fold = cell.fold, .dtype = dtype, .samples = samples});
-            const double share =
-                share_of_rounding(outcome, wanted, {&alone}, dtype, axes.ranks() * accumulation);
-            EXPECT_LE(share, 1) << axes.name() << ", " << layout.name << ", " << cell.strategy.name()
-                                << ", fold " << static_cast<int>(cell.fold) << ", " << c10::toString(dtype)
-                                << ", samples " << samples << ", accumulation " << accumulation;
-            worst = std::max(worst, share);
+            const Rounding rounding =
+                rounding_of(outcome, wanted, {&alone}, dtype, axes.ranks() * accumulation);
+            EXPECT_LE(rounding.share, 1)
+                << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
+                << cell.strategy.name() << ", fold " << static_cast<int>(cell.fold) << ", "
+                << c10::toString(dtype) << ", samples " << samples << ", accumulation " << accumulation;
+            worst = std::max(worst, rounding.share);
             ++cases;
           }
         }

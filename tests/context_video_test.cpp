@@ -169,12 +169,13 @@ std::pair<int, double> check_rounding(const Axes& axes, const VideoLayout& layou
           full_tests() ? cells_of_stages(axes, cases) : std::vector<Cell>{{setting.strategy, setting.fold}};
       for (const Cell& cell : cells) {
         setting.strategy = cell.strategy, setting.fold = cell.fold;
-        const double share = share_of_rounding(run_video_step(axes, step, layout.options, setting), wanted,
-                                               {&alone, &alone_turned}, dtype, axes.ranks() * accumulation);
-        EXPECT_LE(share, 1) << axes.name() << ", " << layout.name << ", " << cell.strategy.name() << ", fold "
-                            << static_cast<int>(cell.fold) << ", " << c10::toString(dtype) << ", samples "
-                            << samples << ", accumulation " << accumulation;
-        worst = std::max(worst, share);
+        const Rounding rounding = rounding_of(run_video_step(axes, step, layout.options, setting), wanted,
+                                         {&alone, &alone_turned}, dtype, axes.ranks() * accumulation);
+        EXPECT_LE(rounding.share, 1) << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
+                                     << cell.strategy.name() << ", fold " << static_cast<int>(cell.fold)
+                                     << ", " << c10::toString(dtype) << ", samples " << samples
+                                     << ", accumulation " << accumulation;
+        worst = std::max(worst, rounding.share);
         ++cases;
       }
     }

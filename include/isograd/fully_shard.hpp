@@ -215,6 +215,11 @@ class FullySharded : public DataParallel {
  public:
   virtual std::int64_t gathered_bytes() const = 0;       // of parameters that are whole now
   virtual std::int64_t most_gathered_bytes() const = 0;  // at any time so far
+  // The most that forward and backward gather: what stays whole in between, and the two largest of the other
+  // units (one without prefetch), or gather_limit_bytes.
+  virtual std::int64_t gather_bound_bytes() const = 0;
+  // Elements of trained parameters that stay whole from forward to the end of backward, padding included.
+  virtual std::int64_t whole_numel() const = 0;
 };
 
 // ZeRO-3 (Rajbhandari et al. 2020): each rank of the shard group keeps a shard of parameters, gradients and

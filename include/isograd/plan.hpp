@@ -28,6 +28,8 @@ struct DataParallelPlan {
   bool share_parameters = false;   // one copy between the ranks of a shard group; states sharded at least
   bool reduce_once = false;        // stages 2 and 3 keep whole gradients until the last micro-batch
   std::int64_t micro_batches = 1;  // G, of a step
+  // Stage 3: elements (of numel) that stay whole from forward to the end of backward, gathered once for both.
+  std::int64_t whole = 0;
 };
 
 // Bytes that a rank keeps from step to step. Of memory that ranks share each counts its part.
@@ -65,12 +67,13 @@ struct TrafficBytes {
 //   stage 0   2Ψ         gradients, once a step
 //   stage 1   Ψ + Ψ      gradients there, parameters back
 //   stage 2   GΨ + Ψ     each micro-batch's gradients are reduced; reduce_once: Ψ + Ψ
-//   stage 3   GΨ + 2GΨ   parameters are gathered for forward and for backward; reduce_once: Ψ + 2GΨ
+//   stage 3   GΨ + 2GΨ   parameters are gathered for forward and for backward; reduce_once: Ψ + 2GΨ; of what
+//                        stays whole in between (`whole`) one gather less in each micro-batch
 //   shared    Ψ          parameters need not go anywhere; GΨ with stages 2 and 3
 // over R replicas in addition 2Ψ/N · (R − 1)/R, stage 0 over all N·R ranks at once.
 TrafficBytes traffic_bytes(const DataParallelPlan& plan);
 
-// "2Ψ + 14Ψ/N" for the plan's bytes, and for its traffic "(2Ψ + 2Ψ)(N - 1)/N".
+// "2Ψ + 14Ψ/N" for the plan's bytes, and for its traffic "(2Ψ + 2Ψ)(N - 1)/N"; Ψw: plan.whole.
 std::string persistent_formula(const DataParallelPlan& plan);
 std::string traffic_formula(const DataParallelPlan& plan);
 

@@ -20,6 +20,7 @@ void check(const DataParallelPlan& plan) {
   if (plan.shards < 1) refuse("shards", plan.shards, "1 or more");
   if (plan.replicas < 1) refuse("replicas", plan.replicas, "1 or more");
   if (plan.micro_batches < 1) refuse("micro_batches", plan.micro_batches, "1 or more");
+  if (plan.whole < 0 || plan.whole > plan.numel) refuse("whole", plan.whole, "0 to numel");
 }
 
 bool shards_state(const DataParallelPlan& plan) {
@@ -42,9 +43,9 @@ double one_way(double bytes, int parts) {
   return bytes * (parts - 1) / parts;
 }
 
-// What of Ψ goes one way, in units of it: gradients and parameters.
+// What of Ψ goes one way, in units of it: gradients and parameters. Of parameters that stay whole less.
 struct Volumes {
-  std::int64_t gradients = 0, parameters = 0;
+  std::int64_t gradients = 0, parameters = 0, whole = 0;
 };
 
 Volumes volumes(const DataParallelPlan& plan) {
@@ -59,7 +60,7 @@ Volumes volumes(const DataParallelPlan& plan) {
     case 2:
       return {reductions, 1};
     default:
-      return {reductions, 2 * rounds};
+      return {reductions, 2 * rounds, plan.whole > 0 ? rounds : 0};
   }
 }
 
@@ -85,7 +86,9 @@ TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
   const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter;
   if (!shards_state(plan)) return {.reduce = 2 * one_way(gradients, plan.shards * plan.replicas)};
   return {.reduce = static_cast<double>(volume.gradients) * one_way(gradients, plan.shards),
-          .gather = static_cast<double>(volume.parameters) * one_way(parameters, plan.shards),
+          .gather = one_way(static_cast<double>(volume.parameters) * parameters -
+                                static_cast<double>(volume.whole * plan.whole * plan.bytes.parameter),
+                            plan.shards),
           .replicate = 2 * one_way(gradients, plan.replicas) / plan.shards};
 }
 
@@ -104,7 +107,8 @@ std::string traffic_formula(const DataParallelPlan& plan) {
   check(plan);
   const Volumes volume = volumes(plan);
   const std::string gradients = times(volume.gradients * plan.bytes.gradient, "Ψ");
-  const std::string parameters = times(volume.parameters * plan.bytes.parameter, "Ψ");
+  std::string parameters = times(volume.parameters * plan.bytes.parameter, "Ψ");
+  if (volume.whole > 0) parameters += " - " + times(volume.whole * plan.bytes.parameter, "Ψw");
   if (!shards_state(plan)) return gradients + (plan.replicas > 1 ? "(NR - 1)/NR" : "(N - 1)/N");
   std::string text = volume.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")";
   text += "(N - 1)/N";

@@ -68,6 +68,21 @@ TEST(TrafficBytes, AreThePapers) {
   }
 }
 
+// What stays whole from forward to the end of backward is gathered once for both.
+TEST(TrafficBytes, OfWhatStaysWholeAreAGatherLess) {
+  for (int n : {2, 3, 8}) {
+    const double psi = 2.0 * kNumel * (n - 1) / n;
+    auto plan = plan_of(3, n, 3);
+    plan.whole = kNumel / 4;
+    EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), 3 * 3 * psi - 3 * psi / 4);
+    EXPECT_EQ(traffic_formula(plan), "(6Ψ + 12Ψ - 6Ψw)(N - 1)/N");
+    plan.whole = kNumel;  // reshard_after_forward = false
+    EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(), 3 * 2 * psi);
+    plan.whole = kNumel + 1;
+    EXPECT_THROW(traffic_bytes(plan), ConfigError);
+  }
+}
+
 TEST(TrafficBytes, OfReplicasAreThoseOfAShard) {
   auto plan = plan_of(2, 4, 3);
   plan.replicas = 2;

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <set>
 
+#include "isograd/fully_shard.hpp"
+
 namespace isograd {
 namespace {
 
@@ -88,6 +90,10 @@ void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sha
   use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - here;
   use_.passing = peak() - alive_;
   use_.sent = layout.bytes_sent() - sent_;
+  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
+    use_.gathered = sharded->most_gathered_bytes();
+    use_.gather_bound = sharded->gather_bound_bytes();
+  }
 }
 
 ElementBytes element_bytes(at::ScalarType parameters, int states) {
@@ -122,8 +128,13 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
                       plan.share_parameters ? std::string("one copy of the parameters")
                                             : fmt::format("ZeRO stage {}", plan.stage),
                       persistent_formula(plan), traffic_formula(plan), plan.numel);
+  if (plan.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", plan.whole);
   if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
   if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  if (use.gather_bound > 0)
+    text += fmt::format("\ngathered: at most {} MB of parameters at a time, of {} that the units allow",
+                        megabytes(static_cast<double>(use.gathered)),
+                        megabytes(static_cast<double>(use.gather_bound)));
   if (use.in_host_memory > 0)
     text += fmt::format(
         "\noffload: {} MB of rank 0's total lie in host memory; what its GPU holds is under other",

@@ -20,6 +20,7 @@ struct MemoryUse {
   std::int64_t passing =
       0;                  // the most that a step holds beyond all that: activations, gradients on their way
   std::int64_t sent = 0;  // by collectives, in a step
+  std::int64_t gathered = 0, gather_bound = 0;  // of parameters, whole at a time: so far, and at most
 };
 
 // The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'

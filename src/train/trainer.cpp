@@ -4,6 +4,7 @@
 
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
@@ -231,6 +232,8 @@ struct Trainer::Impl {
       for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
     DataParallelPlan plan = make_plan(config, numel, world.group);
     if (rounds > 0) plan.micro_batches = rounds;
+    if (const auto* sharded = dynamic_cast<const FullySharded*>(layout.get()))
+      plan.whole = std::min(sharded->whole_numel(), plan.numel);  // the one with, the other without padding
     return plan;
   }
 

@@ -81,11 +81,8 @@ double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t nume
   DataParallelPlan plan = make_plan(chosen, units ? gathered->all : numel, group);
   plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
   plan.micro_batches = rounds;
-  const double all = traffic_bytes(plan).total();
-  if (!units) return all;
-  // Units that stay whole from forward to the end of backward are gathered once for both.
-  plan.numel = chosen.parallel.reshard_after_forward ? gathered->root : gathered->all;
-  return all - traffic_bytes(plan).gather / 2;
+  if (units) plan.whole = chosen.parallel.reshard_after_forward ? gathered->root : gathered->all;
+  return traffic_bytes(plan).total();
 }
 
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,

@@ -236,6 +236,8 @@ class Layout final : public FullySharded {
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
   std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }
+  std::int64_t gather_bound_bytes() const override { return passes_->gather_bound(); }
+  std::int64_t whole_numel() const override { return passes_->whole_numel(); }
 
   std::shared_ptr<const void> whole_parameters() override {
     passes_->hold_everything();

@@ -79,6 +79,32 @@ void UnitPasses::ahead(std::size_t use) {
   for (auto& flat : units_[unit].flats) flat->begin_gather();
 }
 
+std::int64_t UnitPasses::gather_bound() const {
+  std::int64_t whole = 0;
+  std::vector<std::int64_t> others;
+  for (const ShardedUnit& unit : units_) {
+    std::int64_t bytes = 0;
+    for (const auto& flat : unit.flats) bytes += flat->gathered_bytes();
+    const bool is_root = &unit == &units_[kRootUnit];  // whole all the time where it is freed in between, too
+    if (unit.reshard && !is_root)
+      others.push_back(bytes);
+    else
+      whole += bytes;
+  }
+  std::sort(others.rbegin(), others.rend());
+  for (std::size_t i = 0; i < std::min<std::size_t>(others.size(), options_.prefetch ? 2 : 1); ++i)
+    whole += others[i];
+  return options_.gather_limit > 0 ? std::min(whole, options_.gather_limit) : whole;
+}
+
+std::int64_t UnitPasses::whole_numel() const {
+  std::int64_t numel = 0;
+  for (const ShardedUnit& unit : units_)
+    for (const auto& flat : unit.flats)
+      if (!unit.reshard && flat->trained()) numel += flat->bucket().plan.numel;
+  return numel;
+}
+
 void UnitPasses::free_unit(std::size_t unit) {
   if (held_) return;
   for (auto& flat : units_[unit].flats) flat->free();

@@ -40,6 +40,8 @@ class UnitPasses final : public UnitHost {
   void release_everything();
   void close();  // the layout is gone
   bool takes_every_round() const;
+  std::int64_t gather_bound() const;
+  std::int64_t whole_numel() const;
   ShardContext& context() { return *context_; }
   std::vector<ShardedUnit>& units() { return units_; }
 
