@@ -7,8 +7,10 @@
 
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 
 #include "context_step.hpp"
+#include "isograd/fully_shard.hpp"
 
 namespace isograd::context {
 namespace {
@@ -132,6 +134,50 @@ int check_offload(World& world, at::Device device, const DecoderConfig& config, 
   return failed;
 }
 
+// A block that draws on the device.
+struct Masked : torch::nn::Module {
+  at::Tensor weight;
+  explicit Masked(at::Device device) {
+    weight = register_parameter("weight", at::linspace(-1, 1, 35, at::kDouble).view({5, 7}).to(device));
+  }
+  at::Tensor forward(at::Tensor x) { return x * weight * at::empty_like(x).bernoulli_(0.5); }
+};
+struct MaskedModel : torch::nn::Module {
+  Sharded<Masked> block;
+  explicit MaskedModel(at::Device device)
+      : block(register_module("block", std::make_shared<Masked>(device))) {}
+  at::Tensor forward(at::Tensor x) { return block(x).sum(); }
+};
+
+at::Tensor masked_gradient(World& world, at::Device device, bool checkpoint, std::uint64_t seed) {
+  const Sharded<MaskedModel> model(std::make_shared<MaskedModel>(device));
+  const auto layout = fully_shard(model, {model->block}, world.group, {.checkpoint = checkpoint});
+  {
+    at::Generator random = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(random.mutex());
+    random.set_current_seed(seed + static_cast<std::uint64_t>(world.rank));
+  }
+  const at::TensorOptions options = at::TensorOptions(at::kDouble).device(device);
+  layout->zero_gradients();
+  const at::Tensor loss = model(at::ones({5, 7}, options));
+  (void)at::empty({11}, options).bernoulli_(0.5);  // others draw, too
+  layout->begin_backward(true);
+  loss.backward();
+  layout->finish_reduction();
+  return layout->views().at(0).gradient.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+}
+
+// A checkpointed block's recomputation draws on the device what its forward drew.
+int check_random_numbers(World& world, at::Device device) {
+  const at::Tensor wanted = masked_gradient(world, device, false, 5);
+  const bool same = at::equal(masked_gradient(world, device, true, 5), wanted);
+  const bool seen = !at::equal(masked_gradient(world, device, true, 105), wanted);  // planted: other numbers
+  if (world.rank == 0)
+    std::printf("random numbers drawn on the device in a checkpointed block%s\n",
+                same && seen ? "" : "  FAILED");
+  return same && seen ? 0 : 1;
+}
+
 int run(World& world, at::Device device) {
   const DecoderConfig config = small_decoder(1);
   const auto whole = make_step(kLayouts[1], world.size, 2);
@@ -166,6 +212,7 @@ int run(World& world, at::Device device) {
   }
   if (!device.is_cpu())
     failed += check_offload(world, device, config, whole[static_cast<std::size_t>(world.rank)]);
+  failed += check_random_numbers(world, device);
   if (world.rank == 0)
     std::printf("%s, %d rank(s): %d cases, %d failed\n", device.str().c_str(), world.size, checked, failed);
   return failed == 0 ? 0 : 1;

@@ -6,6 +6,7 @@
 //
 // At the end of a process it says what was done, where ISOGRAD_STANDIN_GPU names a file.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -26,6 +27,7 @@
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <vector>
 
 namespace {
 
@@ -162,6 +164,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+// Each GPU draws from a generator of its own, not from the host's.
+const at::Generator& generator_of(c10::DeviceIndex device) {
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (std::uint64_t gpu = 0; gpu < kGpus; ++gpu)
+      made->push_back(at::make_generator<at::CPUGeneratorImpl>(100 + gpu));
+    return made;
+  }();
+  return all->at(static_cast<std::size_t>(device));
+}
+
 }  // namespace
 
 namespace at {
@@ -185,6 +198,9 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isPinnedPtr(const void* at) const override {
     const std::lock_guard lock(pinned_mutex);
     return pinned_pointers().contains(at);
+  }
+  const Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return generator_of(device < 0 ? current : device);
   }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
@@ -273,9 +289,19 @@ void refuse_mixed_devices(const c10::OperatorHandle& op, const torch::jit::Stack
               " and ", *other, ":", arguments_seen);
 }
 
+// What is drawn without a generator named comes from that of the first tensor's GPU.
+void name_generator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const std::size_t first = stack.size() - arguments.size();
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i].name() == "generator" && stack[first + i].isNone() && stack[first].isTensor())
+      stack[first + i] = generator_of(stack[first].toTensor().device().index());
+}
+
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   ++counts.operations;
   refuse_mixed_devices(op, *stack);
+  name_generator(op, *stack);
   at::native::cpu_fallback(op, stack);
 }
 

@@ -190,7 +190,12 @@ struct FullyShardOptions {
   // The root stays whole from forward to the end of backward.
   bool reshard_after_forward = true;
   bool reshard_root = false;
-  bool checkpoint = false;  // blocks keep their inputs only and compute their forward again in backward
+  // Blocks keep their inputs only and compute their forward again in backward, with the same random numbers:
+  // the default generators of the CPU and of the devices their arguments are on are turned back for it. Ranks
+  // that are threads of one process share those, and disturb one another: there a checkpointed block that
+  // draws from them (dropout) gets a wrong gradient. Let it draw from a generator made from a seed in its
+  // forward, or start one process a rank.
+  bool checkpoint = false;
   // Whole gradients are kept until the last micro-batch: one reduction a step.
   bool reduce_once = false;
   // Gradients of bf16 parameters are kept and reduced in fp32, or in bf16 (DataParallelOptions).

@@ -1,7 +1,6 @@
 #include "parallel/data/unit_node.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/ThreadLocalState.h>
 #include <fmt/format.h>
@@ -11,6 +10,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_set>
 
@@ -46,40 +46,63 @@ class AbandonUnlessDone {
   bool done_ = false;
 };
 
-// What a recomputation must find as the forward found it: autocast and the like, and the random numbers.
+// What a recomputation must find as the forward found it: autocast and the like, and the random numbers of
+// the default generators, the CPU's and those of the devices that the inputs are on.
 class Ambience {
  public:
-  Ambience() : random_(random_state()) {}
+  explicit Ambience(const variable_list& inputs) {
+    std::vector<at::Device> devices = {at::kCPU};
+    for (const Tensor& input : inputs)
+      if (input.defined() && !input.is_meta() &&
+          std::find(devices.begin(), devices.end(), input.device()) == devices.end())
+        devices.push_back(input.device());
+    for (const at::Device device : devices) {
+      const at::Generator& generator = at::globalContext().defaultGenerator(device);
+      random_.push_back({generator, state_of(generator)});
+    }
+  }
+
+  // A generator that the forward has left alone is left alone by its recomputation: others may be drawing.
+  void forward_is_done() {
+    std::erase_if(random_, [](const Random& one) { return at::equal(state_of(one.generator), one.state); });
+  }
 
   template <typename Action>
   void during(Action&& action) const {
     const at::ThreadLocalStateGuard locals(locals_);
     const at::AutoGradMode with_graph(true);
-    const Tensor now = random_state();
-    set_random_state(random_);
-    try {
-      action();
-    } catch (...) {
-      set_random_state(now);
-      throw;
-    }
-    set_random_state(now);
+    const PutBack put_back(random_);
+    for (const Random& one : random_) set_state(one);
+    action();
   }
 
  private:
-  static Tensor random_state() {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
+  struct Random {
+    at::Generator generator;
+    Tensor state;
+  };
+  static Tensor state_of(at::Generator generator) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     return generator.get_state();
   }
-  static void set_random_state(const Tensor& state) {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(state);
+  static void set_state(Random one) {
+    const std::lock_guard<std::mutex> lock(one.generator.mutex());
+    one.generator.set_state(one.state);
   }
+  struct PutBack {
+    explicit PutBack(std::vector<Random> random) : now(std::move(random)) {
+      for (Random& one : now) one.state = state_of(one.generator);
+    }
+    ~PutBack() {
+      for (const Random& one : now) set_state(one);
+    }
+    PutBack(const PutBack&) = delete;
+    PutBack& operator=(const PutBack&) = delete;
+    std::vector<Random> now;
+  };
 
   at::ThreadLocalState locals_;
-  Tensor random_;
+  std::vector<Random> random_;
 };
 
 // What the body recorded between detached inputs and its outputs.
@@ -161,10 +184,13 @@ class UnitNode final : public autograd::Node {
                                                                : autograd::Edge());
     edges.push_back(autograd::impl::gradient_edge(call_.host->anchor()));
     set_next_edges(std::move(edges));
-    if (call_.checkpoint) ambience_ = std::make_unique<Ambience>();
+    if (call_.checkpoint) ambience_ = std::make_unique<Ambience>(inputs);
   }
 
-  void keep(InnerGraph graph) { graph_ = std::move(graph); }
+  void keep(InnerGraph graph) {
+    graph_ = std::move(graph);
+    if (ambience_) ambience_->forward_is_done();
+  }
   void keep_place(std::size_t output) { outputs_.push_back(output); }
   std::string name() const override {
     return fmt::format("isograd::Unit({})", call_.host->unit_name(call_.unit));

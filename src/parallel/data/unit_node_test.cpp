@@ -296,6 +296,26 @@ TEST(UnitNode, RecomputationDrawsTheSameRandomNumbers) {
   EXPECT_EQ(at::rand({1}, at::kDouble).item<double>(), next);  // recomputation leaves the generator alone
 }
 
+// Ranks that are threads share the generator: a block that draws nothing must not turn it back under others.
+TEST(UnitNode, RecomputationWithoutRandomNumbersLeavesTheGeneratorAlone) {
+  static std::vector<at::Tensor> states;
+  struct Watched : Block {
+    using Block::Block;
+    at::Tensor forward(at::Tensor x) override {
+      states.push_back(at::detail::getDefaultCPUGenerator().get_state());
+      return Block::forward(x);
+    }
+  };
+  auto model = make<Model<Watched>>(1);
+  auto host = shard(model, /*checkpoint=*/true);
+  const at::Tensor loss = loss_of(model(tokens()));
+  (void)at::rand({1});
+  loss.backward();
+  ASSERT_EQ(states.size(), 2u);
+  EXPECT_FALSE(at::equal(states[0], states[1]));
+  EXPECT_TRUE(at::equal(states[1], at::detail::getDefaultCPUGenerator().get_state()));
+}
+
 TEST(UnitNode, ARootWhoseOutputIsAConstantStillComesByInBackward) {
   struct Constant : torch::nn::Module {
     at::Tensor weight = register_parameter("weight", at::ones({2}, at::kDouble));
