@@ -103,7 +103,7 @@ std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks) {
     most_tokens = most_tokens > 1 ? 1 : kAllTokens;
     return all;
   }
-  const std::int64_t most = split_rows(config.batch.packs_per_step, ranks)[0];
+  const std::int64_t most = split_rows(config.batch.packs_per_step, packs_dealt_to(config, ranks))[0];
   if (most < 2) return all;
   RunConfig other = config;
   other.batch.packs_per_micro_batch = config.batch.packs_per_micro_batch < most ? most : 1;
