@@ -20,6 +20,7 @@ struct Axes {
 Axes axes_for(int ranks) {
   if (ranks == 3) return {.ulysses = 3};
   if (ranks == 4) return {.data = 2, .ring = 2};
+  if (ranks == 6) return {.ring = 3, .ulysses = 2};
   if (ranks == 8) return {.data = 2, .ring = 2, .ulysses = 2};
   return {.ring = ranks};
 }

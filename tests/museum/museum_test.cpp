@@ -42,6 +42,26 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
   EXPECT_GE(shown, 3);
 }
 
+// Mistakes on the context axes, on ring x Ulysses: 3 x 2, and two of 2 x 2.
+class OnHybrids : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids, testing::Values("B5", "B19", "B20b", "B23"));
+
+TEST_P(OnHybrids, ContextExhibitsAreCaughtByName) {
+  const Exhibit& exhibit = *find(GetParam());
+  for (const int ranks : {6, 8}) {
+    ASSERT_TRUE(exhibit.exists(ranks));
+    const Verdict verdict = show(&exhibit, ranks);
+    EXPECT_FALSE(verdict.passed) << exhibit.id << " passed on " << ranks << " ranks";
+    EXPECT_EQ(first_finding(verdict), exhibit.diagnosis) << ranks << " ranks\n" << to_text(verdict, 9);
+  }
+}
+
+TEST(Hybrids, TheRightTwinPasses) {  // on 8 ranks: below
+  const Exhibit twin{.id = "context", .plant = cut_over_context};
+  const Verdict verdict = show(&twin, 6);
+  EXPECT_TRUE(verdict.passed) << to_text(verdict, 9);
+}
+
 class Right : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Right, testing::Values(1, 2, 3, 4, 5, 8));
 
