@@ -89,7 +89,9 @@ TEST(Zero3Memory, WhatIsWholeStaysWithinTheLimit) {
       zero3::accumulate(*layout, model, world.rank, ranks, 0, 3);
       EXPECT_EQ(layout->most_gathered_bytes(), each.most) << each.limit;
       EXPECT_GE(layout->gather_bound_bytes(), each.most) << each.limit;
-      if (each.limit == 0) EXPECT_EQ(layout->gather_bound_bytes(), each.most);
+      if (each.limit == 0) {
+        EXPECT_EQ(layout->gather_bound_bytes(), each.most);
+      }
       EXPECT_EQ(layout->gathered_bytes(), 0);
     });
   for (const auto& [limit, options] : std::vector<std::pair<std::int64_t, FullyShardOptions>>{
