@@ -1,11 +1,10 @@
 // A user's own torch::nn module under ZeRO-3: each of three ranks keeps a third of the parameters, gradients
 // and optimizer state, and gathers one block at a time while it is used. The loss is that of one process.
-#include <isograd/isograd.hpp>
-
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tanh.h>
+#include <isograd/isograd.hpp>
 
 #include <cstdio>
 
@@ -44,12 +43,13 @@ at::Tensor tokens_of(int rank) {
 
 // Trains for 40 steps on the batches of `ranks` ranks; returns the last loss.
 double train(isograd::World& world, int ranks) {
-  isograd::Sharded<Model> model(std::make_shared<Model>());
+  const auto module = std::make_shared<Model>();
+  isograd::prepare_module(*module, world.group);  // one model on all ranks, nothing in it that breaks the law
+  isograd::Sharded<Model> model(module);
   auto layout = isograd::fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
   auto adamw = isograd::adamw({.learning_rate = 0.05});
   double global = 0;  // targets of all ranks: what divides
   for (int rank = 0; rank < ranks; ++rank) global += static_cast<double>(tokens_of(rank).numel());
-
   at::Tensor loss = at::zeros({1});
   for (int step = 0; step < 40; ++step) {
     layout->zero_gradients();
@@ -72,8 +72,8 @@ double train(isograd::World& world, int ranks) {
 int main() {
   std::vector<double> losses(3);
   isograd::run_ranks(3, [&](isograd::World& world) { losses[world.rank] = train(world, 3); });
-  isograd::World world;  // of one rank
-  const double sharded = losses[0], alone = train(world, 3);
+  isograd::World one;
+  const double sharded = losses[0], alone = train(one, 3);
   std::printf("loss after 40 steps: three ranks %.6f, one process %.6f\n", sharded, alone);
-  return alone < 0.1 && sharded < 0.1 ? 0 : 1;
+  return alone < 0.1 && std::abs(sharded - alone) < 1e-3 * alone ? 0 : 1;
 }
