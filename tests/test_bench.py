@@ -34,7 +34,8 @@ def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--json", tmp_path / "step.json")
     assert result.returncode == 0, result.stdout + result.stderr
     (record,) = json.loads((tmp_path / "step.json").read_text())
-    assert set(record) == RECORD and record["bench"] == "step" and record["unit"] == "tokens/s"
+    assert set(record) == RECORD | {"exposed_ms"} and record["bench"] == "step" and record["unit"] == "tokens/s"
+    assert record["exposed_ms"] == 0  # nobody to wait for
     assert record["peer_name"] == "PyTorch eager"
     check_ratio(record)
     assert "NOT COMPARABLE" not in result.stdout
@@ -52,7 +53,8 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
     assert len(records) == len(strategies) * len(peers)
     for record in records:
-        assert set(record) == RECORD and record["unit"] == peers[record["peer_name"]]
+        assert set(record) == RECORD | {"exposed_ms"} and record["unit"] == peers[record["peer_name"]]
+        assert record["exposed_ms"] > 0
         check_ratio(record)
 
 
