@@ -1,4 +1,5 @@
 """`isograd compare` on dumps of real trainers: PyTorch's DDP and FSDP2, as examples/other_trainers writes them."""
+import atexit
 import functools
 import json
 import os
@@ -17,12 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 WRITERS = ROOT / "examples/other_trainers"
 DUMPS = pathlib.Path(tempfile.mkdtemp(prefix="isograd-dumps-"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dumps_go_at_the_end():
-    yield
-    shutil.rmtree(DUMPS, ignore_errors=True)
+atexit.register(shutil.rmtree, DUMPS, ignore_errors=True)  # also where no test of this file is run
 
 
 def python(*command):
