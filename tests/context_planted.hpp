@@ -100,6 +100,11 @@ struct AveragesOverContext : planted::Wrapped {  // B19
   }
 };
 
+inline std::unique_ptr<DataParallel> averages_over_context(std::unique_ptr<DataParallel> right,
+                                                           const ContextMesh& mesh) {
+  return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+}
+
 template <typename Mean>
 struct CountsContextPeers : Mean {  // B5: every context rank counts the whole sample
   double peers;

@@ -84,6 +84,11 @@ std::pair<int, double> check_rounding(const Axes& axes, const std::vector<Layout
             worst = std::max(worst, rounding.share);
             ++cases;
           }
+          const Outcome averaged =
+              run_step(axes, config, whole, layout.options,
+                       {.dtype = dtype, .samples = samples, .wrap = averages_over_context});
+          EXPECT_GT(rounding_of(averaged, wanted, {&alone}, dtype, axes.ranks() * accumulation).share, 1)
+              << "B19: " << axes.name() << ", " << layout.name << ", " << c10::toString(dtype);
         }
     }
   return {cases, worst};
@@ -178,11 +183,7 @@ TEST(Context, PlantedMistakesAreSeen) {
         };
         const std::string where = fmt::format("{}, {}, samples {}", axes.name(), layout->name, samples);
 
-        const Outcome averaged =
-            outcome({.wrap = [](std::unique_ptr<DataParallel> right,
-                                const ContextMesh& mesh) -> std::unique_ptr<DataParallel> {
-              return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
-            }});
+        const Outcome averaged = outcome({.wrap = averages_over_context});
         EXPECT_GT(averaged.worst_error(wanted), 0.1) << "B19: " << where;
         EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
 

@@ -106,12 +106,8 @@ TEST(ContextVideo, PlantedMistakesAreSeen) {
           return run_video_step(axes, step, layout->options, setting);
         };
         const std::string where = fmt::format("{}, {}, samples {}", axes.name(), layout->name, samples);
-        const VideoOutcome averaged = outcome([](VideoSetting& setting) {
-          setting.wrap = [](std::unique_ptr<DataParallel> right,
-                            const ContextMesh& mesh) -> std::unique_ptr<DataParallel> {
-            return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
-          };
-        });
+        const VideoOutcome averaged =
+            outcome([](VideoSetting& setting) { setting.wrap = averages_over_context; });
         EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
         EXPECT_NEAR(averaged.reports[0].loss, wanted.loss, 1e-12 * wanted.loss) << "B19: " << where;
         const VideoOutcome counted = outcome([](VideoSetting& setting) {
@@ -197,6 +193,10 @@ std::pair<int, double> check_rounding(const Axes& axes, const VideoLayout& layou
         worst = std::max(worst, rounding.share);
         ++cases;
       }
+      setting.wrap = averages_over_context;
+      const VideoOutcome averaged = run_video_step(axes, step, layout.options, setting);
+      EXPECT_GT(rounding_of(averaged, wanted, alone, dtype, axes.ranks() * accumulation).share, 1)
+          << "B19: " << axes.name() << ", " << layout.name << ", " << c10::toString(dtype);
     }
   return {cases, worst};
 }
