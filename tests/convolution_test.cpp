@@ -17,8 +17,7 @@ std::vector<LayoutUnderTest> every_layout(const World& world) {
   std::vector<LayoutUnderTest> layouts = verify_layouts({"overlapped", "zero3"});
   for (const testing::Strategy& strategy : testing::strategies())
     for (const int replicas : {1, 2}) {
-      const bool sharded = strategy.stage > 0 || strategy.share;
-      if (world.size % replicas != 0 || (replicas > 1 && !sharded)) continue;
+      if (world.size % replicas != 0 || (replicas > 1 && !strategy.sharded())) continue;
       layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
                          [&world, strategy, replicas](std::vector<NamedParameter> parameters, const Group&) {
                            return strategy.make(std::move(parameters), hybrid_groups(world, replicas),

@@ -127,7 +127,7 @@ std::vector<std::pair<std::string, MakeLayout>> every_layout(int ranks) {
       return fully_shard(model.units->root, model.named, model.units->blocks, hybrid_groups(world, replicas));
     });
     for (const testing::Strategy& strategy : testing::strategies()) {
-      if (replicas > 1 && strategy.stage == 0 && !strategy.share) continue;
+      if (replicas > 1 && !strategy.sharded()) continue;
       all.emplace_back(strategy.name + suffix, [=](const VerifyModel& model, const World& world) {
         return strategy.make(trainable_parameters(model.named), hybrid_groups(world, replicas),
                              {.bucket_bytes = 4 << 10, .first_bucket_bytes = 500});

@@ -68,8 +68,7 @@ void take_every_layout(VerifyProblem& problem, World& world, const Small& small,
                                  }});
   for (const testing::Strategy& strategy : testing::strategies())
     for (int replicas : {1, 2}) {
-      const bool sharded = strategy.stage > 0 || strategy.share;
-      if (world.size % replicas != 0 || (replicas > 1 && !sharded)) continue;
+      if (world.size % replicas != 0 || (replicas > 1 && !strategy.sharded())) continue;
       problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
                                  [&world, groups, strategy, replicas](auto parameters, const Group&) {
                                    return strategy.make(

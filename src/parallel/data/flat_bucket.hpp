@@ -1,7 +1,6 @@
 // One bucket of a data-parallel layout: its flat memory, and the collectives that its stage asks for.
 #pragma once
 
-#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -9,31 +8,9 @@
 
 #include "isograd/data_parallel.hpp"
 #include "parallel/data/held_part.hpp"
+#include "parallel/data/wait_clock.hpp"
 
 namespace isograd {
-
-// Adds up the time spent waiting. What is measured inside of what is measured counts once.
-class WaitClock {
- public:
-  template <typename Action>
-  void during(Action&& action) {
-    if (running_) return action();
-    const Running running(running_);
-    const auto start = std::chrono::steady_clock::now();
-    action();
-    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  }
-  double seconds() const { return seconds_; }
-
- private:
-  struct Running {  // until an exception, too
-    explicit Running(bool& flag_) : flag(flag_) { flag = true; }
-    ~Running() { flag = false; }
-    bool& flag;
-  };
-  bool running_ = false;
-  double seconds_ = 0;
-};
 
 // What follows from the options for all buckets of a layout.
 struct BucketPolicy {

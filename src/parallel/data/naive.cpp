@@ -5,9 +5,9 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
-#include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/same_parameters.hpp"
+#include "parallel/data/wait_clock.hpp"
 
 namespace isograd {
 namespace {

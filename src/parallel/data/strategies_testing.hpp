@@ -16,6 +16,9 @@ struct Strategy {
   bool share = false, once = false;
   bool is_naive = false;
 
+  // Over the shard group, so that there may be replicas beside it.
+  bool sharded() const { return stage > 0 || share; }
+
   std::unique_ptr<DataParallel> make(std::vector<NamedParameter> parameters, DataGroups groups,
                                      DataParallelOptions options = {}) const {
     options.stage = stage;
