@@ -59,3 +59,22 @@ function(isograd_test name)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} ENVIRONMENT "OMP_NUM_THREADS=1"
     WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
 endfunction()
+
+# isograd_test_at_levels(NAME [FILTER pattern]): the tests of an executable once more at each level of instruction
+# sets (tests/processors.py), as NAME_as_LEVEL. A level that the processor lacks is skipped by name.
+function(isograd_test_at_levels name)
+  cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
+  if(NOT TARGET test_${name})
+    return()
+  endif()
+  if(NOT TEST_FILTER)
+    set(TEST_FILTER "*")
+  endif()
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  foreach(_level scalar avx2 avx512)
+    add_test(NAME ${name}_as_${_level} COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/processors.py ${_level}
+      $<TARGET_FILE:test_${name}> --gtest_color=no --gtest_filter=${TEST_FILTER})
+    set_tests_properties(${name}_as_${_level} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77 ENVIRONMENT "OMP_NUM_THREADS=1"
+      WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
+  endforeach()
+endfunction()

@@ -1,4 +1,5 @@
-// Buckets made anew in the order in which gradients come, and handed over as soon as they are reduced.
+// Buckets sent in the order in which gradients come, where they are, and handed over as soon as they are
+// reduced.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -91,7 +92,15 @@ void accumulate(DataParallel& layout, const Model& model, int rank, int step, in
   }
 }
 
-TEST(Buckets, AreMadeAnewInTheOrderOfTheGradients) {
+// The first parameter of each bucket, as they are sent. With a bucket for each parameter: its order.
+std::vector<std::string> sent(DataParallel& layout) {
+  std::vector<std::string> names;
+  for (std::size_t bucket : layout.launch_order())
+    names.push_back(layout.buckets()[bucket].plan.slots[0].name);
+  return names;
+}
+
+TEST(Buckets, AreSentInTheOrderOfTheGradientsAndStayWhereTheyAre) {
   constexpr double kRate = 0.05;
   for (const Strategy& strategy : strategies())
     for (int size : {2, 3, 4, 5, 8})
@@ -101,9 +110,12 @@ TEST(Buckets, AreMadeAnewInTheOrderOfTheGradients) {
           const auto wanted = alone(size, 3, micro, kRate);
           run_ranks(size, [&](World& world) {
             Model model;
-            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas),
-                                        {.bucket_bytes = 400, .first_bucket_bytes = 100});
-            const auto before = layout->bucket_order();
+            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas), {.bucket_bytes = 1});
+            const auto before = layout->bucket_order(), sent_before = sent(*layout);
+            std::vector<const void*> places;
+            for (const at::Tensor& tensor : model.tensors) places.push_back(tensor.const_data_ptr());
+            for (const Bucket& bucket : layout->buckets())
+              places.push_back(bucket.gradients.const_data_ptr());
             const auto optimizer = sgd({.learning_rate = kRate, .momentum = 0});
             for (int step = 0; step < 3; ++step) {
               accumulate(*layout, model, world.rank, step, micro);
@@ -114,39 +126,53 @@ TEST(Buckets, AreMadeAnewInTheOrderOfTheGradients) {
                   << strategy.name << ", " << size << " ranks, step " << step;
               optimizer->update(layout->buckets(), 1);
               layout->publish_parameters();
-              EXPECT_EQ(layout->bucket_order(), strategy.is_naive ? before : kObserved) << strategy.name;
+              EXPECT_EQ(sent(*layout), strategy.is_naive ? sent_before : kObserved) << strategy.name;
+              EXPECT_EQ(layout->bucket_order(), before) << strategy.name;
+              std::vector<const void*> now;
+              for (const at::Tensor& tensor : model.tensors) now.push_back(tensor.const_data_ptr());
+              for (const Bucket& bucket : layout->buckets()) now.push_back(bucket.gradients.const_data_ptr());
+              EXPECT_EQ(now, places) << strategy.name;
             }
           });
         }
 }
 
-// A run that continues one with the order that it observed has its bits, norm included.
-TEST(Buckets, GivenTheirOrderHaveTheSameBits) {
+// What is sent first changes no bit, norm included: a run that goes on from a checkpoint need not know it.
+TEST(Buckets, HaveTheSameBitsWhateverIsSentFirst) {
   for (const Strategy& strategy : strategies()) {
     if (strategy.is_naive) continue;
     run_ranks(3, [&](World& world) {
-      Model watching, told, kept;
+      Model learning, keeping, told;
       DataParallelOptions options{.bucket_bytes = 400, .first_bucket_bytes = 100};
-      const auto observed = strategy.make(watching.named(), world.group, options);
-      const auto before = observed->bucket_order();
-      const auto stays = strategy.make(kept.named(), world.group, options);
-      stays->keep_buckets();
+      const auto learns = strategy.make(learning.named(), world.group, options);
+      const auto before = learns->launch_order();
+      options.learn_order = false;
+      const auto keeps = strategy.make(keeping.named(), world.group, options);
       options.order = kObserved;
       const auto given = strategy.make(told.named(), world.group, options);
-      for (int step = 0; step < 2; ++step) {
-        std::vector<double> norms;
-        for (auto* layout : {&observed, &given, &stays}) {
-          const Model& model = layout == &observed ? watching : layout == &given ? told : kept;
+      EXPECT_EQ(given->bucket_order(), kObserved);
+      for (int step = 0; step < 3; ++step) {
+        std::vector<double> norms, handed;
+        for (auto* layout : {&learns, &keeps, &given}) {
+          const Model& model = layout == &learns ? learning : layout == &keeps ? keeping : told;
           accumulate(**layout, model, world.rank, step, 1);
-          (*layout)->finish_reduction();
+          double squares = 0;
+          (*layout)->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
+            squares += taken ? *taken : owned_squares(bucket);
+          });
+          handed.push_back(squares);
           norms.push_back(global_norm((*layout)->buckets(), 0, (*layout)->group()).norm);
         }
         EXPECT_EQ(norms[0], norms[1]) << strategy.name;
-        EXPECT_EQ(observed->bucket_order(), given->bucket_order());
-        EXPECT_EQ(stays->bucket_order(), before);
-        const auto a = observed->views(), b = given->views();
-        for (std::size_t p = 0; p < a.size(); ++p) EXPECT_TRUE(at::equal(a[p].gradient, b[p].gradient));
+        EXPECT_EQ(handed[0], handed[1]) << strategy.name;
+        const auto a = learns->views(), b = keeps->views(), c = given->views();
+        for (std::size_t p = 0; p < a.size(); ++p) {
+          EXPECT_TRUE(at::equal(a[p].gradient, b[p].gradient));
+          EXPECT_TRUE(at::equal(a[p].gradient, c[p].gradient));
+        }
       }
+      EXPECT_NE(learns->launch_order(), before) << strategy.name;
+      EXPECT_EQ(keeps->launch_order(), before) << strategy.name;
     });
   }
 }
@@ -155,13 +181,13 @@ TEST(Buckets, GivenTheirOrderHaveTheSameBits) {
 TEST(Buckets, WaitForAStepThatTellsTheOrder) {
   run_ranks(2, [](World& world) {
     Model model, plain;
-    const auto layout = bucketed(model.named(), world.group, {.bucket_bytes = 400});
+    const auto layout = bucketed(model.named(), world.group, {.bucket_bytes = 1});
     const auto reference = naive(plain.named(), world.group);
-    const auto before = layout->bucket_order();
+    const auto before = sent(*layout);
     const auto ours = adamw({.learning_rate = 0.01}), theirs = adamw({.learning_rate = 0.01});
     layout->zero_gradients();
     layout->finish_reduction();
-    EXPECT_EQ(layout->bucket_order(), before);
+    EXPECT_EQ(sent(*layout), before);
     for (int step = 1; step < 4; ++step) {
       for (auto* each : {&layout, &reference}) {
         accumulate(**each, each == &layout ? model : plain, world.rank, step, 2);
@@ -169,7 +195,7 @@ TEST(Buckets, WaitForAStepThatTellsTheOrder) {
         (each == &layout ? ours : theirs)->update((*each)->buckets(), 1);
         (*each)->publish_parameters();
       }
-      EXPECT_EQ(layout->bucket_order(), kObserved);
+      EXPECT_EQ(sent(*layout), kObserved);
     }
     for (std::size_t p = 0; p < model.tensors.size(); ++p)
       EXPECT_TRUE(at::allclose(model.tensors[p], plain.tensors[p], 1e-10, 1e-12)) << p;
@@ -205,7 +231,7 @@ TEST(Buckets, StayAsTheyAreOnceAnUpdateHasAState) {
                 << strategy.name << ", " << size << " ranks, scenario " << scenario << ", step " << step;
             optimizer->update(layout->buckets(), 1);
             layout->publish_parameters();
-            EXPECT_EQ(layout->bucket_order(), strategy.is_naive ? before : kObserved)
+            EXPECT_EQ(layout->bucket_order(), before)
                 << strategy.name << ", scenario " << scenario << ", step " << step;
           }
         });
@@ -313,8 +339,6 @@ TEST(Sharded, TakesSquaresOnTheWayWhereTheReductionIsTheLastToWrite) {
                 EXPECT_EQ(*squares, owned_squares(bucket)) << strategy.name << " " << size;
                 ++taken;
               });
-              // In the first step buckets are made anew after it.
-              if (step == 0) continue;
               EXPECT_EQ(taken, expects ? layout->buckets().size() : 0) << strategy.name << " " << size;
             }
           });

@@ -1,4 +1,4 @@
-// What tests of whole steps over context ranks share besides: folds, and the museum's mistakes.
+// What tests of whole steps over context ranks share besides: axes of shards, and the museum's mistakes.
 #pragma once
 
 #include <cmath>
@@ -10,46 +10,47 @@
 
 namespace isograd::context {
 
-inline const std::vector<ContextFold> kFolds = {ContextFold::kAll, ContextFold::kUlyssesOnly,
-                                                ContextFold::kRingOnly, ContextFold::kNone};
-
 inline bool full_tests() {
   const char* value = std::getenv("ISOGRAD_FULL_TESTS");
   return value && *value && *value != '0';
 }
 
-// Folds that make the same groups (an axis of size 1) are one.
-inline std::vector<ContextFold> folds_of(const Axes& axes) {
-  if (axes.context() == 1) return {ContextFold::kAll};
-  if (axes.ring == 1 || axes.ulysses == 1) return {ContextFold::kAll, ContextFold::kNone};
-  return kFolds;
+// Axes along which parameters may be sharded. Those that make the same groups (an axis of size 1) are one.
+inline std::vector<AxisSet> shardings_of(const Axes& axes) {
+  std::vector<AxisSet> all{{"dp_shard", "cp_ring", "cp_ulysses"}};
+  if (axes.ring > 1 && axes.ulysses > 1) {
+    all.push_back({"dp_shard", "cp_ulysses"});
+    all.push_back({"dp_shard", "cp_ring"});
+  }
+  if (axes.context() > 1) all.push_back({"dp_shard"});
+  return all;
 }
 
 struct Cell {
   Strategy strategy;
-  ContextFold fold;
+  AxisSet sharded = {"dp_shard", "cp_ring", "cp_ulysses"};
 };
 
-// Stages 0, 1 and 3 with every fold. Stage 0 has no shards and reduces over all ranks at once, whatever the
-// fold: one of them, which take turns.
+// Stages 0, 1 and 3 with shards along all axes and along some. Stage 0 has no shards and reduces over all
+// ranks at once, whatever they are: one of them, which take turns.
 inline std::vector<Cell> cells_of_stages(const Axes& axes, int turn) {
-  const auto folds = folds_of(axes);
+  const auto shardings = shardings_of(axes);
   std::vector<Cell> cells = {
-      {{.flat = {.name = "bucketed"}}, folds[static_cast<std::size_t>(turn) % folds.size()]}};
-  for (const ContextFold fold : folds) {
-    cells.push_back({{.flat = {.name = "zero1", .stage = 1}}, fold});
-    cells.push_back({{.zero3 = true}, fold});
+      {{.flat = {.name = "bucketed"}}, shardings[static_cast<std::size_t>(turn) % shardings.size()]}};
+  for (const AxisSet& sharded : shardings) {
+    cells.push_back({{.flat = {.name = "zero1", .stage = 1}}, sharded});
+    cells.push_back({{.zero3 = true}, sharded});
   }
   return cells;
 }
 
-// What one mesh, layout, mean and accumulation is run with: any strategy and fold, which take turns.
-// ISOGRAD_FULL_TESTS=1: stages 0, 1 and 3 with every fold, and in turn one of the other strategies.
+// What one mesh, layout, mean and accumulation is run with: any strategy and axes of shards, which take turns.
+// ISOGRAD_FULL_TESTS=1: stages 0, 1 and 3 with all of these axes, and in turn one of the other strategies.
 inline std::vector<Cell> cells_of(const Axes& axes, int turn) {
-  const auto folds = folds_of(axes);
+  const auto shardings = shardings_of(axes);
   const auto in_turn = [&](const std::vector<Strategy>& strategies) {
-    const std::size_t i = static_cast<std::size_t>(turn) % (strategies.size() * folds.size());
-    return Cell{strategies[i % strategies.size()], folds[i / strategies.size()]};
+    const std::size_t i = static_cast<std::size_t>(turn) % (strategies.size() * shardings.size());
+    return Cell{strategies[i % strategies.size()], shardings[i / strategies.size()]};
   };
   if (!full_tests()) return {in_turn(all_strategies())};
   std::vector<Cell> cells = cells_of_stages(axes, turn);
@@ -101,8 +102,8 @@ struct AveragesOverContext : planted::Wrapped {  // B19
 };
 
 inline std::unique_ptr<DataParallel> averages_over_context(std::unique_ptr<DataParallel> right,
-                                                           const ContextMesh& mesh) {
-  return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+                                                           const Mesh& mesh) {
+  return std::make_unique<AveragesOverContext>(std::move(right), mesh.size(kContextAxes));
 }
 
 template <typename Mean>

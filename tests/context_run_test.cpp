@@ -73,7 +73,7 @@ TEST_F(ContextRun, WhatDoesNotFitIsRefused) {
     }
     return "no error";
   };
-  EXPECT_THAT(refused(with("three", 3, 1), 4), HasSubstr("a product that divides the ranks: 1, 2, 4"));
+  EXPECT_THAT(refused(with("three", 3, 1), 4), HasSubstr("product divides the ranks: 1, 2, 4"));
   // Two heads, three ranks that exchange them.
   EXPECT_THAT(refused(with("heads", 1, 3), 3), HasSubstr("Use cp_ulysses 2, and cp_ring for the rest"));
 }

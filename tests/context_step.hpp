@@ -187,22 +187,22 @@ inline std::vector<Strategy> all_strategies() {
 
 struct Setting {
   Strategy strategy{.flat = {.name = "bucketed"}};
-  ContextFold fold = ContextFold::kAll;
+  AxisSet sharded = {"dp_shard", "cp_ring", "cp_ulysses"};
   at::ScalarType dtype = at::kDouble;
   bool samples = false;  // the sample mean, else the token mean
   bool reduce = true;    // false: the gradients before the reduction
   // Seams for what is planted.
-  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const ContextMesh&)> wrap =
-      [](std::unique_ptr<DataParallel> layout, const ContextMesh&) { return layout; };
-  std::function<std::unique_ptr<Normalizer>(bool, const ContextMesh&)> mean =
-      [](bool of_samples, const ContextMesh&) -> std::unique_ptr<Normalizer> {
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Mesh&)> wrap =
+      [](std::unique_ptr<DataParallel> layout, const Mesh&) { return layout; };
+  std::function<std::unique_ptr<Normalizer>(bool, const Mesh&)> mean =
+      [](bool of_samples, const Mesh&) -> std::unique_ptr<Normalizer> {
     if (of_samples) return std::make_unique<SampleMean>();
     return std::make_unique<TokenMean>();
   };
   std::function<DecoderLM::Attention(ContextAttention)> attention = [](ContextAttention right) {
     return DecoderLM::Attention(right);
   };
-  std::function<void(ContextMesh&)> mesh = [](ContextMesh&) {};
+  std::function<void(DataGroups&)> groups = [](DataGroups&) {};
 };
 
 struct Outcome {
@@ -224,14 +224,13 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
   outcome.reports.resize(outcome.gradients.size());
   options.ring = axes.ring, options.ulysses = axes.ulysses;
   run_ranks(axes.ranks(), [&](World& world) {
-    ContextMesh mesh = context_mesh(world, {.dp_replicate = axes.dp_replicate,
-                                            .ring = axes.ring,
-                                            .ulysses = axes.ulysses,
-                                            .fold = setting.fold});
-    setting.mesh(mesh);
+    const Mesh mesh(world, data_grid(world.size, {.dp_replicate = axes.dp_replicate,
+                                                  .cp_ring = axes.ring,
+                                                  .cp_ulysses = axes.ulysses}));
     DecoderLM model(config, setting.dtype, 3);
     model.set_attention(setting.attention(ContextAttention(mesh)));
-    const DataGroups groups(world.group, mesh.shard, mesh.replicate);
+    DataGroups groups = data_groups(mesh, setting.sharded);
+    setting.groups(groups);
     ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       return {{"cross_entropy",
                cross_entropy_sum(model.logits(batch), batch.targets, {.weights = batch.weights})}};
@@ -252,7 +251,7 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
     Step step(forward, *layout, *mean, *optimizer, {});
     const auto rank = static_cast<std::size_t>(world.rank);
     step.accumulate(
-        cut_micro_batches(whole[static_cast<std::size_t>(mesh.dp_rank)], options, mesh.context.rank()));
+        cut_micro_batches(whole[static_cast<std::size_t>(mesh.place(kSampleAxes))], options, mesh.place(kContextAxes)));
     const auto keep = [&] {
       for (auto& view : layout->views()) outcome.gradients[rank][view.name] = view.gradient.clone();
     };

@@ -11,7 +11,7 @@ using ::testing::HasSubstr;
 
 constexpr double kExact = 1e-10;  // E1
 
-// Every mesh × layout × mean × accumulation, each with the strategies and folds of cells_of().
+// Every mesh × layout × mean × accumulation, each with the strategies and axes of shards of cells_of().
 void check_axes(const Axes& axes, int turn) {
   const DecoderConfig config = small_decoder(axes.ulysses);
   int cases = 0;
@@ -22,17 +22,17 @@ void check_axes(const Axes& axes, int turn) {
         const auto whole = make_step(layout, axes.data(), accumulation);
         const Reference wanted = reference(config, whole, samples);
         for (const Cell& cell : cells_of(axes, turn)) {
-          const Setting setting{.strategy = cell.strategy, .fold = cell.fold, .samples = samples};
+          const Setting setting{.strategy = cell.strategy, .sharded = cell.sharded, .samples = samples};
           const Outcome outcome = run_step(axes, config, whole, layout.options, setting);
           const double error = outcome.worst_error(wanted);
           EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
                                    << ", accumulation " << accumulation << ", " << setting.strategy.name()
-                                   << ", fold " << static_cast<int>(setting.fold);
+                                   << ", sharded over " << fmt::format("{}", fmt::join(setting.sharded, " x "));
           for (const StepReport& report : outcome.reports) EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
           worst = std::max(worst, error);
           ++cases;
         }
-        turn += 7;  // no divisor of the numbers of strategies and folds
+        turn += 7;  // no divisor of the numbers of strategies and axes of shards
       }
   std::printf("%s: %d cases, largest error of any parameter %.1e of its scale (allowed %.0e)\n",
               axes.name().c_str(), cases, worst, kExact);
@@ -70,16 +70,16 @@ std::pair<int, double> check_rounding(const Axes& axes, const std::vector<Layout
           const Outcome alone = run_step({}, config, {all}, {}, {.dtype = dtype, .samples = samples});
           const std::vector<Cell> cells = full_tests()
                                               ? cells_of_stages(axes, cases)
-                                              : std::vector<Cell>{{{.flat = {.name = "bucketed"}}, {}}};
+                                              : std::vector<Cell>{{.strategy = {.flat = {.name = "bucketed"}}}};
           for (const Cell& cell : cells) {
             const Outcome outcome =
                 run_step(axes, config, whole, layout.options,
-                         {.strategy = cell.strategy, .fold = cell.fold, .dtype = dtype, .samples = samples});
+                         {.strategy = cell.strategy, .sharded = cell.sharded, .dtype = dtype, .samples = samples});
             const Rounding rounding =
                 rounding_of(outcome, wanted, {&alone}, dtype, axes.ranks() * accumulation);
             EXPECT_LE(rounding.share, 1)
                 << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
-                << cell.strategy.name() << ", fold " << static_cast<int>(cell.fold) << ", "
+                << cell.strategy.name() << ", sharded over " << fmt::format("{}", fmt::join(cell.sharded, " x ")) << ", "
                 << c10::toString(dtype) << ", samples " << samples << ", accumulation " << accumulation;
             worst = std::max(worst, rounding.share);
             ++cases;
@@ -188,9 +188,9 @@ TEST(Context, PlantedMistakesAreSeen) {
         EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
 
         const Outcome counted =
-            outcome({.mean = [](bool of_samples, const ContextMesh& mesh) -> std::unique_ptr<Normalizer> {
-              if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.context.size());
-              return std::make_unique<CountsContextPeers<TokenMean>>(mesh.context.size());
+            outcome({.mean = [](bool of_samples, const Mesh& mesh) -> std::unique_ptr<Normalizer> {
+              if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.size(kContextAxes));
+              return std::make_unique<CountsContextPeers<TokenMean>>(mesh.size(kContextAxes));
             }});
         EXPECT_NEAR(common_ratio(counted, wanted), 1 / cp, 1e-9) << "B5: " << where;
         EXPECT_NEAR(counted.reports[0].loss, wanted.loss / cp, 1e-9) << "B5: " << where;
@@ -212,17 +212,18 @@ TEST(Context, PlantedMistakesAreSeen) {
         }
         if (samples) {
           const Outcome fragments =
-              outcome({.mean = [](bool, const ContextMesh&) -> std::unique_ptr<Normalizer> {
+              outcome({.mean = [](bool, const Mesh&) -> std::unique_ptr<Normalizer> {
                 return std::make_unique<FragmentsAreSamples>();
               }});
           EXPECT_GT(fragments.worst_error(wanted), 1e-3) << "fragments as samples: " << where;
         }
-        // B23: right with the axis folded into the shards, forgotten where it is not.
+        // B23: right with shards along the axis, forgotten where it is not.
         if (axes.ring > 1 && axes.dp_shard * axes.ulysses > 1) {
           const Outcome forgotten = outcome({.strategy = {.flat = {.name = "zero1", .stage = 1}},
-                                             .fold = ContextFold::kUlyssesOnly,
-                                             .mesh = [](ContextMesh& mesh) {
-                                               mesh.replicate = planted::skips_reductions(mesh.replicate);
+                                             .sharded = {"dp_shard", "cp_ulysses"},
+                                             .groups = [](DataGroups& groups) {
+                                               groups.replicate =
+                                                   planted::skips_reductions(groups.replicate);
                                              }});
           EXPECT_GT(forgotten.worst_error(wanted), 1e-3) << "B23: " << where;
         }
@@ -253,7 +254,7 @@ TEST(Context, NothingLeaksBetweenDocuments) {
       options.ring = axes.ring, options.ulysses = axes.ulysses;
       const ContextCut cut = cut_documents(whole.cu_seqlens, options);
       run_ranks(axes.ranks(), [&](World& world) {
-        const ContextMesh mesh = context_mesh(world, {.ring = axes.ring, .ulysses = axes.ulysses});
+        const Mesh mesh(world, data_grid(world.size, {.cp_ring = axes.ring, .cp_ulysses = axes.ulysses}));
         DecoderLM model(config, at::kFloat, 3);
         model.set_attention(ContextAttention(mesh));
         const auto hidden = [&](const Batch& batch) {

@@ -128,14 +128,13 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
   outcome.weights.resize(outcome.gradients.size()), outcome.reports.resize(outcome.gradients.size());
   options.ring = axes.ring, options.ulysses = axes.ulysses, options.causal = false;
   run_ranks(axes.ranks(), [&](World& world) {
-    ContextMesh mesh = context_mesh(world, {.dp_replicate = axes.dp_replicate,
-                                            .ring = axes.ring,
-                                            .ulysses = axes.ulysses,
-                                            .fold = setting.fold});
-    setting.mesh(mesh);
+    const Mesh mesh(world, data_grid(world.size, {.dp_replicate = axes.dp_replicate,
+                                                  .cp_ring = axes.ring,
+                                                  .cp_ulysses = axes.ulysses}));
     VideoDiT model(setting.config, setting.dtype, 3);
     model.set_attention(setting.attention(ContextAttention(mesh, /*causal=*/false)));
-    const DataGroups groups(world.group, mesh.shard, mesh.replicate);
+    DataGroups groups = data_groups(mesh, setting.sharded);
+    setting.groups(groups);
     ForwardLossTerms forward = [&, right = flow_matching_loss(model, steps[0].store, kNoiseSeed)](
                                    const Batch& batch) { return right(setting.seen(batch)); };
     std::unique_ptr<DataParallel> layout;
@@ -171,8 +170,8 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
       const auto keep = [&] {
         for (auto& view : layout->views()) outcome.gradients[rank][view.name] = view.gradient.clone();
       };
-      step.accumulate(cut_micro_batches(steps[i].whole[static_cast<std::size_t>(mesh.dp_rank)], options,
-                                        mesh.context.rank()));
+      step.accumulate(cut_micro_batches(steps[i].whole[static_cast<std::size_t>(mesh.place(kSampleAxes))], options,
+                                        mesh.place(kContextAxes)));
       if (last && !setting.reduce) keep();
       outcome.reports[rank] = step.finish();
       if (last && setting.reduce) keep();

@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kExact = 1e-10;  // E1
 
-// Every mesh × layout × mean with the strategies and folds of cells_of(); accumulations take turns.
+// Every mesh × layout × mean with the strategies and axes of shards of cells_of(); accumulations take turns.
 // ISOGRAD_FULL_TESTS=1: both.
 void check_axes(const Axes& axes, int turn) {
   int cases = 0;
@@ -23,18 +23,18 @@ void check_axes(const Axes& axes, int turn) {
         const Reference wanted = reference(*exact_model(testing::small_video_dit()), step, samples);
         for (const Cell& cell : cells_of(axes, turn)) {
           VideoSetting setting;
-          setting.strategy = cell.strategy, setting.fold = cell.fold, setting.samples = samples;
+          setting.strategy = cell.strategy, setting.sharded = cell.sharded, setting.samples = samples;
           const VideoOutcome outcome = run_video_step(axes, step, layout.options, setting);
           const double error = outcome.worst_error(wanted);
           EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
                                    << ", accumulation " << accumulation << ", " << setting.strategy.name()
-                                   << ", fold " << static_cast<int>(setting.fold);
+                                   << ", sharded over " << fmt::format("{}", fmt::join(setting.sharded, " x "));
           for (const StepReport& report : outcome.reports)
             EXPECT_NEAR(report.loss, wanted.loss, 1e-12 * wanted.loss);
           worst = std::max(worst, error);
           ++cases;
         }
-        turn += 7;  // no divisor of the numbers of strategies and folds
+        turn += 7;  // no divisor of the numbers of strategies and axes of shards
       }
     }
   }
@@ -111,9 +111,9 @@ TEST(ContextVideo, PlantedMistakesAreSeen) {
         EXPECT_NEAR(common_ratio(averaged, wanted), 1 / cp, 1e-9) << "B19: " << where;
         EXPECT_NEAR(averaged.reports[0].loss, wanted.loss, 1e-12 * wanted.loss) << "B19: " << where;
         const VideoOutcome counted = outcome([](VideoSetting& setting) {
-          setting.mean = [](bool of_samples, const ContextMesh& mesh) -> std::unique_ptr<Normalizer> {
-            if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.context.size());
-            return std::make_unique<CountsContextPeers<TokenMean>>(mesh.context.size());
+          setting.mean = [](bool of_samples, const Mesh& mesh) -> std::unique_ptr<Normalizer> {
+            if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.size(kContextAxes));
+            return std::make_unique<CountsContextPeers<TokenMean>>(mesh.size(kContextAxes));
           };
         });
         EXPECT_NEAR(common_ratio(counted, wanted), 1 / cp, 1e-9) << "B5: " << where;
@@ -181,13 +181,13 @@ std::pair<int, double> check_rounding(const Axes& axes, const VideoLayout& layou
         outcomes.push_back(run_video_step({}, one, {}, setting));
       for (const VideoOutcome& outcome : outcomes) alone.push_back(&outcome);
       const std::vector<Cell> cells =
-          full_tests() ? cells_of_stages(axes, cases) : std::vector<Cell>{{setting.strategy, setting.fold}};
+          full_tests() ? cells_of_stages(axes, cases) : std::vector<Cell>{{setting.strategy, setting.sharded}};
       for (const Cell& cell : cells) {
-        setting.strategy = cell.strategy, setting.fold = cell.fold;
+        setting.strategy = cell.strategy, setting.sharded = cell.sharded;
         const Rounding rounding = rounding_of(run_video_step(axes, step, layout.options, setting), wanted,
                                               alone, dtype, axes.ranks() * accumulation);
         EXPECT_LE(rounding.share, 1) << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
-                                     << cell.strategy.name() << ", fold " << static_cast<int>(cell.fold)
+                                     << cell.strategy.name() << ", sharded over " << fmt::format("{}", fmt::join(cell.sharded, " x "))
                                      << ", " << c10::toString(dtype) << ", samples " << samples
                                      << ", accumulation " << accumulation;
         worst = std::max(worst, rounding.share);

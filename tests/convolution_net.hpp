@@ -16,7 +16,7 @@ inline at::Tensor drawn(at::IntArrayRef shape, std::uint64_t seed) {
   return at::randn(shape, generator, at::TensorOptions(at::kDouble));
 }
 
-// Classes of images. A batch's token is the number of an image.
+// Classes of images.
 struct Net : torch::nn::Module {
   at::Tensor first, second, head, unused, frozen;
   Net() {
@@ -26,12 +26,10 @@ struct Net : torch::nn::Module {
     unused = register_parameter("unused", drawn({3}, 4));
     frozen = register_parameter("frozen", drawn({1, kClasses}, 5), false);
   }
-  at::Tensor logits(const at::Tensor& numbers) {  // [T] -> [T, classes]
-    std::vector<at::Tensor> images = {at::zeros({0, 2, kSide, kSide}, at::kDouble)};
-    for (std::int64_t i = 0; i < numbers.numel(); ++i)
-      images.push_back(
-          drawn({1, 2, kSide, kSide}, 100 + static_cast<std::uint64_t>(numbers[i].item<std::int64_t>())));
-    const at::Tensor x = at::tanh(at::conv2d(at::cat(images).to(first.scalar_type()), first));
+  at::Tensor logits(const Batch& batch) {  // [F, classes]
+    const at::Tensor images =
+        batch.inputs.empty() ? at::zeros({0, 2, kSide, kSide}, at::kDouble) : batch.inputs[0];
+    const at::Tensor x = at::tanh(at::conv2d(images.to(first.scalar_type()), first));
     return at::conv2d(x, second, {}, {2, 2}).mean({2, 3}) * head + frozen;
   }
 };
@@ -39,7 +37,7 @@ struct Net : torch::nn::Module {
 inline VerifyModel make_model(at::ScalarType dtype) {
   auto net = std::make_shared<Net>();
   net->to(dtype);
-  return verify_model(net, [](Net& self, const Batch& batch) { return self.logits(batch.tokens); });
+  return verify_model(net, [](Net& self, const Batch& batch) { return self.logits(batch); });
 }
 
 // Micro-batches of 1 to 5 images, the last of them missing: at one per rank, the last rank has nothing.
@@ -47,14 +45,14 @@ inline MicroBatches make_batches(int ranks, int accumulation, std::int64_t step 
   MicroBatches batches;
   const int count = ranks * accumulation - (ranks > 1 ? 1 : 0);
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t length = 1 + (3 * i) % 5;
-    Batch batch = empty_batch();
-    batch.tokens = at::arange(length) + 10 * i + 1000 * step;
-    batch.targets = (batch.tokens * 7 + i) % kClasses;
-    batch.cu_seqlens = {0, length};
-    batch.sample_ids = {i};
-    batch.sample_targets = {length};
-    batches.push_back(batch);
+    std::vector<at::Tensor> images;
+    std::vector<std::int64_t> numbers, classes;
+    for (std::int64_t j = 0; j < 1 + (3 * i) % 5; ++j) {
+      numbers.push_back(j + 10 * i + 1000 * step);
+      classes.push_back((numbers.back() * 7 + i) % kClasses);
+      images.push_back(drawn({2, kSide, kSide}, 100 + static_cast<std::uint64_t>(numbers.back())));
+    }
+    batches.push_back(batch_of_samples({at::stack(images)}, at::tensor(classes, at::kLong), numbers));
   }
   return batches;
 }

@@ -47,10 +47,7 @@ struct Measured {
 };
 
 std::int64_t sent(const DataGroups& groups) {
-  std::int64_t bytes = groups.all.traffic().bytes();
-  if (groups.shard.name() != groups.all.name())
-    bytes += groups.shard.traffic().bytes() + groups.replicate.traffic().bytes();
-  return bytes;
+  return bytes_sent(groups.all, groups.shard, groups.replicate);
 }
 
 Measured measure(World& world, const Case& setup) {

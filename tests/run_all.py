@@ -14,6 +14,8 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 
+import processors
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -66,7 +68,14 @@ def main():
     parser.add_argument("--match", default="")
     parser.add_argument("--verbose", action="store_true", help="show what passing tests of CTest print")
     parser.add_argument("--rooms-only", action="store_true", help="only the GoogleTest executables (sanitizers)")
+    parser.add_argument("--as", dest="level", choices=processors.LEVELS,
+                        help="as on a processor with these instruction sets and no newer ones (tests/processors.py)")
     options = parser.parse_args()
+    if options.level:
+        if processors.missing(options.level):
+            parser.error(f"--as {options.level}: this processor has no {', '.join(processors.missing(options.level))}")
+        os.environ.update(processors.LEVELS[options.level])
+        print("as", options.level, *(f"{name}={value}" for name, value in processors.LEVELS[options.level].items()))
     build = (ROOT / options.build).resolve()
     results = build / "test-results"
     results.mkdir(exist_ok=True)

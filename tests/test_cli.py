@@ -54,9 +54,9 @@ def isograd(*arguments, cwd=None, **environment):
                           env=dict(clean, **environment))
 
 
-def refused(*arguments, status=2, **environment):
+def refused(*arguments, status=2, **options):
     """What a refused call says; it must say it once, on standard error, in few lines."""
-    done = isograd(*arguments, **environment)
+    done = isograd(*arguments, **options)
     assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     assert len(done.stderr.splitlines()) <= 4, done.stderr
     return done.stderr
@@ -284,6 +284,123 @@ def test_train_verify_and_sample(config, backend):
     assert "<!doctype html>" in page.read_text()
 
 
+def test_what_is_printed_must_arrive(config):
+    """A full disk, here the device that is always full, is no success."""
+    for arguments in (["--help"], ["--version"], ["config", config], ["museum"], ["train", "--help"],
+                      ["launch", "-n", 2, "--prefix", "--", "echo", "said"],
+                      ["train", config, "--ranks", 2, "--set", "train.steps=1"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([str(BINARY), *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
+                                  timeout=LIMIT)
+        assert done.returncode == 2, (arguments, done.returncode, done.stderr)
+        assert done.stderr.count("ConfigError") == 1 and "output" in done.stderr, done.stderr
+
+
+def test_a_single_host_needs_no_network(config):
+    """Without a single interface, loopback included, ranks still find one another: no name server is asked."""
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs a kernel that lets this user make a network namespace (unshare --net)")
+    done = subprocess.run([*alone, str(BINARY), "train", str(config), "--ranks", "2"], capture_output=True, text=True,
+                          timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+
+
+# Messages
+
+
+def without_model(config):
+    """The same, for model.load: a model that is loaded describes itself."""
+    path = config.parent / "loads.toml"
+    path.write_text(re.sub(r"\[model\].*?(?=\[train\])", "", config.read_text(), flags=re.S))
+    return path
+
+
+def test_paths_that_are_not_there_are_answered_by_the_nearest_that_is(config):
+    folder = config.parent
+    assert f"Did you mean {config}?" in refused("train", folder / "rum.toml")
+    assert f"Did you mean {folder}/text?" in refused("train", config, "--set", f"data.text={folder}/txt")
+    (folder / "weights").mkdir()
+    said = refused("train", without_model(config), "--ranks", 2, "--set", f"model.load={folder}/wieghts")
+    assert "model.load" in said and f"Did you mean {folder}/weights?" in said
+    assert f"Did you mean {folder}/weights?" in refused("sample", folder / "weigths")
+    said = refused("train", config, "--set", "data.tokenizer=no-such-file")
+    assert "no such file" in said and "relative ones start at" in said
+    assert "expected success" not in said and "No such file or directory" not in said
+
+
+def test_a_name_on_the_hub_is_recognised(config):
+    for name in ("meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B"):
+        for said in (refused("train", without_model(config), "--ranks", 2, "--set", f"model.load={name}"),
+                     refused("sample", name)):
+            assert "hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B" in said, said
+
+
+def test_what_ranks_find_alike_is_said_once_and_without_a_log_of_collectives(config):
+    folder, config = config.parent, without_model(config)
+    (folder / "empty").mkdir()
+    (folder / "broken").mkdir()
+    (folder / "broken/config.json").write_text("{}")
+    for ranks in (2, 3):
+        for load in ("empty", "broken"):
+            said = refused("train", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+            assert len(said.splitlines()) == 1 and said.count("ConfigError") == 1, said
+            assert not re.search(r"rank \d|operations", said), said
+            said = refused("verify", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+            assert len(said.splitlines()) == 1, said
+
+
+def test_advice_can_be_followed(config):
+    """In keys, and in those that are allowed beside what is set."""
+    run = config.parent / "run"
+    assert isograd("train", config).returncode == 0
+    said = refused("train", config, "--set", "data.pack_length=65", "--overwrite")
+    assert "model.max_positions = 65" in said, said
+    said = refused("train", config, "--set", "parallel.strategy=naive", "--set", "parallel.share_parameters=on")
+    assert 'parallel.strategy = "bucketed"' in said and "bucketed()" not in said, said
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    said = refused("train", without_model(config), "--set", f"model.load={checkpoint}", "--set", "data.pack_length=65", "--set",
+                   f"run.directory={run}2")
+    assert "Set data.pack_length = 64" in said and "model.max_positions =" not in said, said
+
+
+def test_a_prompt_is_never_dropped_in_silence(config):
+    run = config.parent / "run"
+    assert isograd("train", config).returncode == 0
+    long = "x" * 64
+    assert "--prompt" in refused("sample", run, "--prompt", long)
+    assert isograd("sample", run, "--prompt", "x" * 62).stdout.startswith("x" * 62)
+    said = refused("train", config, "--overwrite", "--set", f"sample.prompt={long}")
+    assert "sample.prompt" in said and "Shorten the prompt" in said, said
+    said = refused("train", config, "--set", "model.kind=scorer", "--set", "sample.prompt=a")
+    assert "sample" in said and "no effect" in said, said
+    shard = config.parent / "tokens.bin"  # of nanoGPT: nothing says whose tokens they are
+    shard.write_bytes(bytes(range(1, 200)) * 20)
+    said = refused("train", config, "--overwrite", "--set", "data.text=[]", "--set", f"data.shards={shard}", "--set",
+                   "model.vocabulary=65536", "--set", "sample.prompt=ab")
+    assert "sample.prompt" in said and "tokenizer" in said, said
+
+
+# A run's folder
+
+
+def test_a_run_does_not_write_over_another(config):
+    run = config.parent / "run"
+    assert isograd("train", config, "--set", "checkpoint.every=1").returncode == 0
+    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for ranks in (1, 2):
+        said = refused("train", config, "--ranks", ranks, "--set", "train.steps=1")
+        for part in ("run.directory", "2 checkpoints up to step-00000003", "checkpoint.resume=latest", "--overwrite"):
+            assert part in said, said
+    after = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert after == before
+    done = isograd("train", config, "--set", "checkpoint.resume=latest", "--set", "train.steps=5")
+    assert done.returncode == 0 and "the learning rate" in done.stderr and "train.steps = 5 (was 3)" in done.stderr
+    done = isograd("train", config, "--overwrite", "--set", "train.steps=1")
+    assert done.returncode == 0 and "--overwrite: 2 checkpoints" in done.stderr, done.stderr
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_sample_of_something_else_is_refused(tmp_path):
     assert str(tmp_path) in refused("sample", tmp_path)
     assert "nowhere" in refused("sample", tmp_path / "nowhere")
@@ -376,6 +493,33 @@ def test_data_pack_and_show(config):
     broken.write_bytes(content)
     assert str(broken) in refused("data", "show", *shards)
     assert "nothing" in refused("data", "pack", folder / "nothing", "--out", folder / "shards")
+
+
+def test_data_show_prints_what_a_step_trains_on(config):
+    """Its documents, and as many tokens and targets as the run's own log counted in that step."""
+    assert isograd("train", config, "--ranks", 2, "--set", "verify.at_end=false").returncode == 0
+    rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if "loss" in row):
+        shown = isograd("data", "show", config, "--step", row["step"], "--ranks", 2)
+        assert shown.returncode == 0, shown.stderr
+        packs = re.findall(r"^pack \d+: rank (\d), micro-batch \d, (\d+) tokens, (\d+) targets$", shown.stdout, re.M)
+        assert sum(int(pack[1]) for pack in packs) == row["tokens"], shown.stdout
+        assert sum(int(pack[2]) for pack in packs) == row["targets"]
+        assert {pack[0] for pack in packs} == {"0", "1"}
+        assert re.search(r"^  document \d+, tokens \d+ to \d+ of \d+: .*abc", shown.stdout, re.M)
+    # Another seed, another order; a number of steps beyond the epoch goes on in the next one.
+    one, other = (isograd("data", "show", config, "--step", 1, "--set", f"run.seed={seed}").stdout for seed in (1, 2))
+    assert one != other
+    assert "of epoch 2" in isograd("data", "show", config, "--step", 1 + int(re.search(r"of (\d+) of epoch 1", one)[1])).stdout
+    assert "CONFIG.toml --step N" in refused("data", "show", config.parent / "text", "--step", 1)
+
+
+@pytest.mark.parametrize("name, script", [("video", "video_clips.py"), ("ranking", "keel_table.py")])
+def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
+    text = (ROOT / f"examples/{name}.toml").read_text()
+    assert f"python examples/{script}" in text.split("[run]")[0]
+    said = refused("train", ROOT / f"examples/{name}.toml", "--set", f"run.directory={tmp_path}", cwd=tmp_path)
+    assert f"python examples/{script}" in said, said
 
 
 # The museum

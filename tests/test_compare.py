@@ -60,6 +60,15 @@ def test_the_mean_of_rank_means_is_guilty_and_named(tmp_path, trainer, ranks, dt
     assert not any(parameter["passed"] for parameter in document["parameters"])
 
 
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+def test_bf16_parameters_are_no_false_alarm(tmp_path, trainer):
+    verdict(tmp_path, dump(trainer, 3, "sum", "bfloat16"), dump("one_device", 3), status=0)
+    alone = dump("one_device", 3, dtype="bfloat16")
+    verdict(tmp_path, dump(trainer, 3, "sum", "bfloat16"), dump("one_device", 3), "--alone", alone, status=0)
+    document, _ = verdict(tmp_path, dump(trainer, 3, "mean", "bfloat16"), dump("one_device", 3), status=1)
+    assert document["findings"][0]["id"] == "mean_of_rank_means", document["findings"]
+
+
 @pytest.mark.parametrize("ranks, dtype", [(2, "float64"), (3, "float32")])
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
 def test_the_sum_over_the_global_count_is_innocent(tmp_path, trainer, ranks, dtype):
@@ -162,15 +171,44 @@ def test_the_page_stands_alone(tmp_path):
     assert not re.search(r"https?:|<script|src=|url\(", html)
 
 
-def test_the_writer_is_ten_lines_in_the_document():
-    """docs/verify.md shows a writer; it is run here as it stands."""
+def writer():
     text = (ROOT / "docs/verify.md").read_text()
-    code = re.search(r"<!-- writer -->\n```python\n(.*?)```", text, re.S).group(1)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    return re.search(r"<!-- writer -->\n```python\n(.*?)```", text, re.S).group(1)
+
+
+def test_the_writer_is_short_and_runs_as_the_document_has_it():
+    code = writer()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
     with tempfile.TemporaryDirectory() as folder:
-        model = torch.nn.Linear(3, 2)
-        model(torch.ones(4, 3)).sum().backward()
-        exec(code, {"model": model, "folder": folder, "loss": 1.5, "targets": 4, "sample_ids": [0, 1]})
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[1].requires_grad_(False)
+        model[0](torch.ones(4, 3)).sum().backward()  # the last layer gets no gradient
+        exec(code, {"model": model, "folder": folder, "loss": 1.5, "targets": 4, "sample_ids": [0, 1], "rank": 0})
+        assert sorted(load_file(f"{folder}/gradients.safetensors")) == ["0.bias", "0.weight", "2.bias", "2.weight"]
         done = compare(folder, folder)
         assert done.returncode == 0, done.stdout + done.stderr
 
+
+def test_the_writer_works_under_fsdp2(tmp_path):
+    program = tmp_path / "fsdp2_writer.py"
+    program.write_text(f"""
+import sys
+sys.path.insert(0, {str(WRITERS)!r})
+import torch, torch.distributed as dist
+from ddp import leave, local_loss
+from model_and_data import make_model, num_targets, pack_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), {str(tmp_path / "written")!r}
+model = make_model(torch.float64)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+packs = [pack_of(r) for r in range(2)]
+local_loss(model, "sum", *packs[rank][:2]).backward()
+loss, targets, sample_ids = 1.5, sum(num_targets(p[1]) for p in packs), [i for p in packs for i in p[2]]
+""" + writer() + "\nleave()\n")
+    python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program)
+    step = json.loads((tmp_path / "written/step.json").read_text())
+    step["loss"] = json.loads((dump("one_device", 2) / "step.json").read_text())["loss"]
+    (tmp_path / "written/step.json").write_text(json.dumps(step))
+    verdict(tmp_path, tmp_path / "written", dump("one_device", 2), status=0)

@@ -114,7 +114,7 @@ def isograd(*arguments, gpu=True):
 
 def train(path, name, *arguments, gpu=True):
     run = path.parent / name
-    done = isograd("train", path, "--set", f"run.directory={run}", *arguments, gpu=gpu)
+    done = isograd("train", path, "--overwrite", "--set", f"run.directory={run}", *arguments, gpu=gpu)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [row["loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
               if "loss" in row]

@@ -1,6 +1,9 @@
-"""What the documents quote is what the code says."""
+"""What the documents quote is what the code says, and the program prints."""
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -17,6 +20,37 @@ def test_quotes_stand_in_their_source():
             seen += 1
             assert text in (ROOT / path).read_text(), f"{document.name}: the block quoted from {path} does not stand there any more"
     assert seen >= 1
+
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?")
+
+
+def said(line):
+    """A line without its numbers, and those: columns may be as wide as they like."""
+    return " ".join(NUMBER.sub("#", line).split()), [float(number) for number in NUMBER.findall(line)]
+
+
+def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
+    """Words are equal; numbers within 1 % of those shown: another processor rounds otherwise, by far less."""
+    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+    trainers = ROOT / "examples/other_trainers"
+    for command in (["one_device.py", "--ranks", "3", "--dump", tmp_path / "dumps/one"],
+                    ["-m", "torch.distributed.run", "--nproc-per-node", "3", "ddp.py", "--loss", "mean", "--dump",
+                     tmp_path / "dumps/mean"]):
+        done = subprocess.run([sys.executable, *map(str, command)], cwd=trainers, capture_output=True, text=True,
+                              timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
+        assert done.returncode == 0, done.stderr
+    shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    done = subprocess.run([build / "bin/isograd", *shown.group(1).split()], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 1, done.stderr
+    printed = [said(line) for line in done.stdout.splitlines()]
+    for line in shown.group(2).splitlines():
+        words, numbers = said(line)
+        found = [theirs for theirs_words, theirs in printed if theirs_words == words]
+        assert found, f"not printed: {line}\n{done.stdout}"
+        assert any(all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(numbers, theirs)) for theirs in found), \
+            f"other numbers: {line}\n{found}"
 
 
 def test_relative_links_lead_somewhere():

@@ -7,7 +7,12 @@ import subprocess
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
+from transformers import modeling_rope_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -29,6 +34,11 @@ ROPE = {
     "yarn": dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16),
     "yarn2": dict(rope_type="yarn", rope_theta=50000.0, factor=8.0, original_max_position_embeddings=32,
                   beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.7, truncate=False),
+    # Its ramp lies between dims 1.1 and 3.5: whole ones, 1 and 4, are another model.
+    "yarn-truncate-null": dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=353,
+                               beta_fast=16.0, truncate=None),
+    "yarn-factor-null": dict(rope_type="yarn", rope_theta=10000.0, factor=None, original_max_position_embeddings=16,
+                             beta_fast=None, beta_slow=0, mscale=None, mscale_all_dim=0.5),
 }
 CASES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -43,6 +53,17 @@ CASES = {
     "qwen3-biases-tied": (Qwen3ForCausalLM, Qwen3Config, dict(attention_bias=True, tie_word_embeddings=True)),
     "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=64)),
+    # Windows that LENGTH tokens just reach.
+    "mistral-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=40)),
+    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config, dict(use_sliding_window=True, sliding_window=40, max_window_layers=1)),
+    "qwen3-window": (Qwen3ForCausalLM, Qwen3Config, dict(use_sliding_window=True, sliding_window=40, max_window_layers=0)),
+    # Its row of the embedding has no gradient as an input; tied, it has the output layer's.
+    "llama-pad": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=5)),
+    "llama-pad-tied": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=5, tie_word_embeddings=True)),
+    "llama-pad-from-the-end": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=-1)),
+    "qwen2-pad-tied": (Qwen2ForCausalLM, Qwen2Config, dict(pad_token_id=0, tie_word_embeddings=True)),
+    "qwen3-pad": (Qwen3ForCausalLM, Qwen3Config, dict(pad_token_id=96)),
+    "mistral-pad": (MistralForCausalLM, MistralConfig, dict(pad_token_id=5, sliding_window=None)),
     # Longer sequences than max_position_embeddings: the scaling depends on the length.
     "dynamic-beyond": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=ROPE["dynamic"], max_position_embeddings=24)),
     **{f"rope-{name}": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=rope)) for name, rope in ROPE.items()},
@@ -66,9 +87,11 @@ def make(case):
     return model.eval()
 
 
-def tokens_for(folder):
+def tokens_for(folder, pad=None):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (FRAGMENTS, LENGTH), generator=generator)
+    if pad is not None:
+        tokens[0, 3] = tokens[1, 7:9] = tokens[2, 0] = pad
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     return tokens
 
@@ -78,8 +101,8 @@ def distance(ours, theirs):
     return ((ours.double() - theirs.double()).abs().max() / theirs.double().square().mean().sqrt()).item()
 
 
-def ours(folder, directory, verb="logits"):
-    done = probe(verb, directory, folder / "tokens.safetensors", folder / "out.safetensors")
+def ours(folder, directory, verb="logits", *dtype):
+    done = probe(verb, directory, folder / "tokens.safetensors", folder / "out.safetensors", *dtype)
     assert done.returncode == 0, done.stderr
     return load_file(folder / "out.safetensors")
 
@@ -114,6 +137,147 @@ def test_transformers_loads_what_we_wrote(case, tmp_path):
     with torch.no_grad():
         theirs = model.eval()(tokens).logits
     assert distance(ours(tmp_path, tmp_path / "model")["logits"], theirs) < TOLERANCE
+
+
+# As many roundings as in fp32, whose gradients lie within 2e-5 above, each smaller by the ratio of the units.
+TOLERANCE64 = 2e-5 * 2 ** -29
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """transformers in fp64 throughout: by itself it computes norms, angles and the loss in fp32."""
+    class Wide:
+        float = float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+    for module in (modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_rope_utils):
+        monkeypatch.setattr(module, "torch", Wide())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)  # quotients of whole numbers
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def gradients_in_fp64(model, tokens):
+    """By name: what `hf_probe loss` writes."""
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    return {"logits": out.logits.detach(), "loss": out.loss.detach(),
+            **{f"gradient {name}": parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_fp64_every_gradient_is_that_of_transformers(case, wide, tmp_path):
+    model = make(case).double()
+    model.save_pretrained(tmp_path / "model")
+    pad = model.model.embed_tokens.padding_idx
+    tokens = tokens_for(tmp_path, pad)
+    theirs, found = gradients_in_fp64(model, tokens), ours(tmp_path, tmp_path / "model", "loss", "float64")
+    assert found.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert found[name].dtype == torch.float64
+        assert (found[name] - value).norm() <= TOLERANCE64 * value.norm(), name
+    if pad is not None:  # without the row left out the comparison would fail
+        row = theirs["gradient model.embed_tokens.weight"][pad]
+        model.model.embed_tokens.padding_idx = None
+        model.zero_grad()
+        other = gradients_in_fp64(model, tokens)["gradient model.embed_tokens.weight"][pad]
+        assert (other - row).norm() > 1e-3 * other.norm()
+        assert model.config.tie_word_embeddings or not row.any()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "pad" in case or "window" in case])
+def test_a_checkpoint_keeps_the_padding_token_and_the_window(case, tmp_path):
+    model = make(case)
+    model.config.save_pretrained(tmp_path / "config")
+    assert probe("create", tmp_path / "config/config.json", tmp_path / "model", 5).returncode == 0
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert kept.model.embed_tokens.padding_idx == model.model.embed_tokens.padding_idx
+    for key in ("sliding_window", "layer_types"):
+        assert getattr(kept.config, key, None) == getattr(model.config, key, None)
+
+
+LINEAR = dict(rope_type="linear", factor=2.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+ABSENT = object()
+CHANGES = {
+    **{f"{key} null": {key: None} for key in (
+        "hidden_act", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias",
+        "initializer_range", "num_key_value_heads", "head_dim", "attention_dropout", "pretraining_tp",
+        "rope_scaling", "rope_parameters", "intermediate_size", "pad_token_id", "bos_token_id", "eos_token_id",
+        "sliding_window", "quantization_config")},
+    **{f"pad {pad}": dict(pad_token_id=pad) for pad in (0, 96, 97, -1, -97, -98)},
+    "harmless": dict(is_llama_config=True, rope_interleaved=False, use_mrope=False, max_length=20, temperature=0.5),
+    "act swish": dict(hidden_act="swish"),
+    "yarn": dict(rope_parameters=YARN),
+    "yarn truncate null": dict(rope_parameters=ROPE["yarn-truncate-null"]),
+    "yarn without factor": dict(rope_parameters={k: v for k, v in YARN.items() if k != "factor"}),
+    "yarn factor null": dict(rope_parameters=YARN | dict(factor=None)),
+    "yarn original null": dict(rope_parameters=YARN | dict(original_max_position_embeddings=None)),
+    "yarn without original": dict(rope_parameters={k: v for k, v in YARN.items() if k[0] != "o"}),
+    "yarn betas null": dict(rope_parameters=YARN | dict(beta_fast=None, beta_slow=None)),
+    "yarn betas 0": dict(rope_parameters=YARN | dict(beta_fast=0, beta_slow=0)),
+    "yarn attention 0": dict(rope_parameters=YARN | dict(attention_factor=0.0)),
+    "yarn type null": dict(rope_parameters=YARN | dict(rope_type=None, type="yarn")),
+    "yarn theta null": dict(rope_parameters=YARN | dict(rope_theta=None)),
+    "linear without factor": dict(rope_parameters=dict(rope_type="linear")),
+    "linear factor null": dict(rope_parameters=dict(rope_type="linear", factor=None)),
+    "partial null": dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=None)),
+    "no type": dict(rope_parameters=dict(rope_theta=5e4)),
+    "both, theta in parameters": dict(rope_scaling=LINEAR, rope_parameters=LINEAR | dict(rope_theta=5e5)),
+    "both, theta in scaling": dict(rope_scaling=LINEAR | dict(rope_theta=5e5), rope_parameters=LINEAR),
+    "both, one theta": dict(rope_scaling=LINEAR | dict(rope_theta=5e5), rope_parameters=LINEAR | dict(rope_theta=5e5)),
+    "both, another kind": dict(rope_scaling=LINEAR, rope_parameters=dict(rope_type="default")),
+    "both, scaling empty": dict(rope_scaling={}, rope_parameters=LINEAR | dict(rope_theta=5e5)),
+    "theta beside": dict(rope_theta=7e4, rope_parameters=LINEAR),
+    "theta beside another": dict(rope_theta=7e4, rope_parameters=LINEAR | dict(rope_theta=8e4)),
+    "three thetas": dict(rope_theta=7e4, rope_scaling=LINEAR, rope_parameters=LINEAR | dict(rope_theta=8e4)),
+    "old form": dict(rope_theta=7e4, rope_scaling=dict(type="linear", factor=2.0), rope_parameters=ABSENT),
+    "old form with null": dict(rope_scaling=LINEAR | dict(rope_theta=None), rope_parameters=ABSENT),
+}
+# What the files of well-known models have must not be refused.
+ACCEPTED = {"harmless", "act swish", "yarn", "yarn truncate null", "yarn factor null", "yarn betas null", "no type",
+            "num_key_value_heads null", "head_dim null", "rope_scaling null", "rope_parameters null", "pad 0", "pad -1",
+            "pad_token_id null", "eos_token_id null", "sliding_window null", "quantization_config null", "old form",
+            "both, scaling empty", "both, one theta", "theta beside", "yarn without original"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_config_means_what_it_means_to_transformers_or_is_refused(name, wide, tmp_path):
+    model = make("llama-all-heads").double()
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    config = {**json.loads(file.read_text()), **CHANGES[name]}
+    if "rope_scaling" in CHANGES[name] or "rope_theta" in CHANGES[name]:
+        config["rope_parameters"] = CHANGES[name].get("rope_parameters", ABSENT)
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ABSENT}))
+    tokens = tokens_for(tmp_path)
+    try:
+        theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "model")).double().eval()
+        theirs.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            expected = theirs(tokens).logits
+    except Exception:  # of any type: assertions, type errors, their own
+        expected = None
+    done = probe("logits", tmp_path / "model", tmp_path / "tokens.safetensors", tmp_path / "out.safetensors", "float64")
+    if done.returncode == 0:
+        assert expected is not None, "transformers refuses it"
+        assert distance(load_file(tmp_path / "out.safetensors")["logits"], expected) < TOLERANCE64
+    else:
+        assert done.returncode == 2 and "config.json" in done.stderr, done.stderr
+        assert name not in ACCEPTED, done.stderr
+
+
+def test_a_byte_order_mark_is_refused_as_by_transformers(tmp_path):
+    make("llama").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    tokens_for(tmp_path)
+    with pytest.raises(OSError):
+        AutoConfig.from_pretrained(tmp_path / "model")
+    done = probe("logits", tmp_path / "model", tmp_path / "tokens.safetensors", tmp_path / "out.safetensors")
+    assert done.returncode == 2 and "byte order mark" in done.stderr
 
 
 def test_shards_are_read(tmp_path):

@@ -9,8 +9,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 
 
-def run(*command, cwd=None):
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=600)
+def run(*command, cwd=None, env=None):
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -26,3 +26,19 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
     assert losses[-1] < 0.25 * losses[0], losses
+
+
+def test_the_installed_program_starts_and_trains(tmp_path):
+    """Without the build folder's run path and without LD_LIBRARY_PATH; on two ranks, which it starts itself."""
+    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
+    program = tmp_path / "prefix/bin/isograd"
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    assert "LibTorch 2.13" in run(program, "--version", env=environment)
+    (tmp_path / "text.txt").write_text("to be counted before it is divided. " * 60)
+    sets = ["data.text=text.txt", "data.pack_length=32", "data.validation_fraction=0", "batch.packs_per_step=3",
+            "batch.packs_per_micro_batch=1", "model.hidden=16", "model.layers=1", "model.heads=2", "model.key_value_heads=2",
+            "model.head_dim=8", "model.feed_forward=32", "train.steps=2", "sample.tokens=0"]
+    (tmp_path / "run.toml").write_text("")
+    said = run(program, "train", "run.toml", "--ranks", "2", *[word for one in sets for word in ("--set", one)],
+               cwd=tmp_path, env=environment)
+    assert "parity PASS" in said and (tmp_path / "runs/default/report.html").exists(), said

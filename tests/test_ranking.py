@@ -180,8 +180,8 @@ def test_focal_losses(tmp_path):
         cases.append({"loss": "SigmoidFocalLoss", "dtype": "float32", "steps": steps,
                       "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}})
     for alpha, gamma, smoothing, reduction, weights in itertools.product(
-            (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 1.0, 2.0), (0.0, 0.1), ("mean", "sum", "none", "mean_positive"),
-            (False, True)):
+            (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 1.0, 2.0, 10.0), (0.0, 0.1),
+            ("mean", "sum", "none", "mean_positive"), (False, True)):
         steps = []
         for shape in ((9, 4), (3, 4, 5)):
             targets = rng.integers(0, 4, (shape[0], *shape[2:]))
@@ -292,7 +292,8 @@ def test_a_scorer_trains_on_several_ranks_and_proves_its_gradient(tmp_path, loss
     assert "average precision" in (tmp_path / "run/report.html").read_text()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 80 and rows[39]["average_precision"] > 0.5
-    same = isograd("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=", ranks=1)
+    same = isograd("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=",
+                   f"run.directory={tmp_path}/same", ranks=1)
     assert same.returncode == 0, same.stderr
     assert isograd("verify", *sets, ranks=2).returncode == 0
 
@@ -304,3 +305,24 @@ def test_what_a_scorer_cannot_do_is_refused(tmp_path):
                        ([f"data.table={table}", "checkpoint.resume=latest"], "save no checkpoints")]:
         run = isograd("train", f"run.directory={tmp_path}/run", *sets)
         assert run.returncode == 2 and text in run.stderr, run.stderr
+
+
+# Weights of 1e36 give scores that fp32 cannot hold: one rule for all tasks.
+@pytest.mark.parametrize("rule,status", [("stop", 1), ("skip", 0)])
+@pytest.mark.parametrize("loss", ["smooth_ap", "sigmoid_focal", "cross_entropy"])
+def test_scores_that_are_not_finite_are_what_on_non_finite_says(tmp_path, loss, rule, status):
+    table = scorer_table(tmp_path)
+    run = isograd("train", f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70",
+                  "train.steps=6", f"ranking.loss={loss}", "ranking.compare=false", "optimizer.kind=sgd",
+                  "schedule.kind=constant", "schedule.peak=1e37", "schedule.warmup=0", "train.max_norm=0",
+                  "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3)
+    assert run.returncode == status, run.stdout + run.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["updated"] and rows[0]["loss"] is not None
+    assert not rows[-1]["updated"] and rows[-1]["loss"] is None
+    skipped = sum(not row["updated"] for row in rows)
+    if rule == "stop":
+        assert skipped == 1 and f"step {len(rows)}: the loss or the gradient is not finite" in run.stderr
+    else:
+        assert len(rows) == 6 and f"{loss}: {skipped} of 6 steps skipped" in run.stdout
+    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/config.toml").exists()

@@ -43,6 +43,7 @@ tokens = 0
 
 TAGS = {"train/loss": "loss", "train/norm": "norm", "train/clip_coefficient": "clip_coefficient",
         "train/learning_rate": "learning_rate", "speed/tokens_per_second": "tokens_per_second",
+        "train/perplexity": "perplexity", "validation/perplexity": "validation_perplexity", "speed/mfu": "mfu",
         "speed/seconds": "seconds", "speed/exposed_seconds": "exposed_seconds", "validation/loss": "validation_loss"}
 
 
@@ -81,5 +82,5 @@ def test_tensorboard_reads_a_run_and_its_continuation(tmp_path):
     assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5]
 
     # A fresh run in the same folder: nothing of the earlier ones.
-    train(config, "--set", "train.steps=2", "--set", "train.evaluate_every=1")
+    train(config, "--overwrite", "--set", "train.steps=2", "--set", "train.evaluate_every=1")
     assert check_against_log(tmp_path / "run") == [1, 2]

@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -210,7 +211,7 @@ def test_memory_under_zero3_and_with_bf16_gradients(place):
                  dict(parallel__strategy="zero1", train__dtype="bfloat16", train__fp32_gradients="false")):
         options = dict(parallel__share_parameters="off") | more
         result = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
-                           run__directory=place.folder / ("memory-" + "-".join(more)), **options)
+                           run__directory=place.folder / ("memory-" + "-".join(f"{k}-{v}" for k, v in more.items())), **options)
         assert result.returncode == 0, result.stdout + result.stderr
         rows = [re.split(r"\s{2,}", line.strip()) for line in result.stderr.splitlines()]
         (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
@@ -274,6 +275,65 @@ def test_sigterm_saves_and_the_printed_command_continues_bit_for_bit(place):
     assert len(losses[0]) == at + 20 and losses[0] == losses[1]
 
 
+def test_a_hang_up_saves_as_sigterm_does(place):
+    process = place.start()
+    os.kill(process.pid, signal.SIGHUP)
+    status, out = finish(process)
+    assert status == 0, out
+    at = int(re.search(r"stopped after step (\d+)", out).group(1))
+    assert [path.name for path in place.checkpoints()] == [f"step-{at:08}"] and whole(place.checkpoints()[0])
+
+
+def test_a_rank_killed_during_start_ends_the_run_at_once(place):
+    """Long before the launcher's grace (10 s), whatever it was doing then."""
+    for delay in (0, 0.05, 0.3, 1.0):
+        process = subprocess.Popen(place.command(f"start-{delay}", ranks=3, train__steps=1000000), text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        place.wait(process, lambda: len(ranks_of(process)) == 3)
+        time.sleep(delay)
+        started = time.time()
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        status, out = finish(process)
+        assert status == 3, out
+        if place.backend == "shm":
+            assert time.time() - started < 5, out
+            assert "rank 1" in out and "signal 9" in out, out
+            assert len(re.findall("PeerError", out)) <= 1, out
+
+
+def test_two_runs_in_one_folder(place):
+    process = place.start()
+    done = place.run(train__steps=1)
+    assert done.returncode == 2 and "another run that is writing there" in done.stderr, done.stderr
+    assert f"process {ranks_of(process)[0]}" in done.stderr, done.stderr
+    steps = len(place.metrics())
+    place.wait(process, lambda: len(place.metrics()) > steps)
+    os.kill(process.pid, signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 0, out
+    rows = [row["step"] for row in place.metrics() if row.get("loss") is not None]
+    assert rows == list(range(1, len(rows) + 1)), "metrics were lost"
+
+
+def test_a_folder_removed_in_mid_run_is_an_error(place):
+    process = place.start()
+    shutil.rmtree(place.folder / "run")
+    status, out = finish(process)
+    assert status == 2, out
+    assert "removed or moved while the run wrote to it" in out and out.count("ConfigError") == 1, out
+    assert not (place.folder / "run").exists()
+
+
+def test_a_full_disk_has_one_status_whatever_was_being_written(place):
+    process = place.start(train__steps=100000)
+    for rank in ranks_of(process):
+        room = (place.folder / "run/metrics.jsonl").stat().st_size + 2000
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (room, room))
+    status, out = finish(process)
+    assert status == 2, out
+    assert out.count("ConfigError") == 1 and "metrics.jsonl" in out or "tfevents" in out, out
+
+
 def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(place):
     """The launcher and every rank get it from the terminal, and the ranks a second time from the launcher."""
     process = place.start(ranks=3)
@@ -332,8 +392,8 @@ def test_a_hung_rank_ends_the_run_within_the_timeout(place):
         except ProcessLookupError:
             pass
     assert status == 3, out
-    # The timeout, the launcher's grace for the rest (10 s), and its time between SIGTERM and SIGKILL.
-    assert time.time() - started < 30
+    # The timeout and the end of the others; mpirun takes its time. No grace for one that cannot use it.
+    assert time.time() - started < (9 if place.backend == "shm" else 30)
     if names_lost_ranks(place.backend):
         assert re.search(r"rank 1\b", out), out
     else:
@@ -387,7 +447,7 @@ def test_context_ranks_say_how_level_their_cuts_are(place):
     (said,) = re.findall(r"^context ranks +highest cost (([\d.]+) of the mean, ([\d.]+) at worst)$", done.stdout, re.M)
     assert 1 <= float(said[1]) <= float(said[2]) < 2
     html = (place.folder / "run/report.html").read_text()
-    assert "highest cost of a context rank" in html and said[0] in html
+    assert "highest cost" in html and said[0] in html
     done = place.run("alone")
     assert done.returncode == 0 and "highest cost" not in done.stdout
 

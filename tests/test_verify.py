@@ -131,3 +131,13 @@ def test_verify_refuses_an_unknown_layout(config):
     result = verify(config, "--ranks", 2, "--layout", "magic")
     assert result.returncode == 2
     assert "magic" in result.stderr and "bucketed" in result.stderr
+
+
+@pytest.mark.parametrize("layout", [(), ("--set", "parallel.cp_ring=3", "--set", "data.pack_length=96")])
+def test_dynamic_scaling_acts_in_packs_beyond_the_positions(config, layout):
+    beyond = ("--set", "model.max_positions=16", "--set", "data.pack_length=64")
+    refused = verify(config, "--ranks", 3, *beyond, *layout)
+    assert refused.returncode == 2 and "the model's positions" in refused.stderr
+    result = verify(config, "--ranks", 3, *beyond, *layout, "--set", "model.rope_scaling.kind=dynamic",
+                    "--set", "model.rope_scaling.factor=2")
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -69,7 +69,7 @@ def test_minimise_says_when_there_is_nothing_to_shrink(config, tmp_path):  # noq
 
 def test_a_run_is_checked_while_it_trains(config, tmp_path):  # noqa: F811
     for strategy in ["bucketed", "zero3"]:
-        text = isograd("train", config, "--ranks", 2, "--verify-every", 2, "--set", "train.steps=5", "--set",
+        text = isograd("train", config, "--overwrite", "--ranks", 2, "--verify-every", 2, "--set", "train.steps=5", "--set",
                        f"parallel.strategy={strategy}", "--set", "sample.tokens=0", "--set", "parallel.share_parameters=off")
         assert "all 5 steps made" in text and "parity PASS" in text
     written = (tmp_path / "run/config.toml").read_text()

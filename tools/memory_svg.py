@@ -29,7 +29,7 @@ RANKS = 4
 
 def measure(program, settings, folder):
     """Rank 0's bytes by column name, and the formula's total, in MB; None where the strategy is not known."""
-    command = [program, "train", "examples/first_light.toml", "--ranks", str(RANKS), "--memory"]
+    command = [program, "train", "examples/first_light.toml", "--ranks", str(RANKS), "--memory", "--overwrite"]
     for setting in [*MODEL, f"run.directory={folder}/run", *settings]:
         command += ["--set", setting]
     result = subprocess.run(command, text=True, capture_output=True, timeout=600)

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 from isograd_dump import write_dump
-from model_and_data import cross_entropy, make_model, num_targets, pack_of
+from model_and_data import PRECISION, cross_entropy, make_model, num_targets, pack_of
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -37,7 +37,7 @@ def dump(folder, gradients, loss, axis, dtype, tokens, targets, samples):
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
         write_dump(folder, gradients, loss=sum(losses) / len(losses), targets=sum(counts), tokens=sum(lengths),
                    norm=norm.item(), samples=[i for some in ids for i in some], counts=[[n] for n in counts],
-                   axes={axis: len(counts)}, precision={"float64": "fp64", "float32": "fp32"}[dtype])
+                   axes={axis: len(counts)}, precision=PRECISION[dtype])
 
 
 def arguments(description):

@@ -1,5 +1,6 @@
 """What one step of any trainer says of itself, for `isograd compare` (docs/verify.md has the format)."""
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -22,7 +23,9 @@ def write_dump(folder, gradients, shares={}, **step):
     for name, tensors in {"gradients": gradients, **parts}.items():
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()},
                   str(partial / f"{name}.safetensors"))
-    step = {key: value if value == value else "nan" for key, value in step.items()}  # JSON has no NaN
+    # JSON has no NaN and no infinity: "nan", "inf" and "-inf"
+    step = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in step.items()}
     (partial / "step.json").write_text(json.dumps({"format": "isograd-dump", "version": 1, **step}, allow_nan=False))
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)

@@ -4,6 +4,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 VOCABULARY, WIDTH, IGNORED = 61, 24, -100
+PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}  # as a dump calls it
 
 
 class Block(nn.Module):

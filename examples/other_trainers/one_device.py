@@ -3,7 +3,7 @@ import argparse
 
 import torch
 from isograd_dump import write_dump
-from model_and_data import cross_entropy, make_model, num_targets, pack_of
+from model_and_data import PRECISION, cross_entropy, make_model, num_targets, pack_of
 
 
 def main():
@@ -28,7 +28,7 @@ def main():
                tokens=sum(len(tokens) for tokens, _, _ in packs),
                norm=float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()),
                samples=[i for *_, ids in packs for i in ids], counts=[[num_targets(t)] for _, t, _ in packs],
-               precision={"float64": "fp64", "float32": "fp32"}[options.dtype])
+               precision=PRECISION[options.dtype])
 
 
 if __name__ == "__main__":

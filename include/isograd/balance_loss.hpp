@@ -13,25 +13,27 @@ namespace isograd {
 
 // The batch that the averages are taken over.
 enum class Scope {
-  kMicroBatch,  // the i-th micro-batches of all ranks together; the loss is the mean over these
   kStep,        // the whole step, all micro-batches of all ranks
+  kMicroBatch,  // the i-th micro-batches of all ranks together; the loss is the mean over these. Another loss
+                // for each number of ranks and each cut into micro-batches
 };
 
 struct BalanceLossOptions {
   std::string name = "balance";
   std::int64_t experts = 0;
-  double weight = 1;  // in the step's loss; the logged value is without it
-  Scope scope = Scope::kMicroBatch;
+  double weight = 1;           // in the step's loss; the logged value is without it
+  Scope scope = Scope::kStep;  // the one that does not depend on how the step is cut
 };
 
 // E · Σ_e f_e P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4): f_e the fraction of routed places that expert
 // e got, not differentiated; P_e the mean router probability of e. Both over the tokens of the scope, on all
 // ranks. f_e is all-reduced, then P_e is a summed term.
 //
+// Scope kStep: before each step a pass without gradient calls collect() for each micro-batch, then
+// finish_collecting(), collective, once; then term() in each forward. ConfigError when term() sees more
+// tokens than were collected: it was another step's routing.
 // Scope kMicroBatch: term() in the forward. One collective a call, so every rank calls it equally often
 // (StepOptions::even_micro_batches gives ranks with fewer micro-batches empty ones).
-// Scope kStep: a first pass without gradient calls collect() for each micro-batch, then finish_collecting(),
-// collective, once; then term() in each forward.
 class BalanceLoss {
  public:
   BalanceLoss(BalanceLossOptions options, Group data);  // ConfigError: no experts
@@ -49,6 +51,7 @@ class BalanceLoss {
   Group data_;
   at::Tensor counts_;  // of the step: this rank's while collecting, then all ranks'
   bool collected_ = false;
+  std::int64_t tokens_left_ = 0;  // of this rank's collected ones, those that no term() has seen
 };
 
 }  // namespace isograd

@@ -45,6 +45,10 @@ struct Batch {
   // [T_local] floating or bool, finite, >= 0; undefined: all 1. What each token's loss is multiplied by in a
   // sum. Normalizer::prepare() replaces it where the mean needs that (w_i / T_b under the sample mean).
   at::Tensor weights;
+  // What the forward reads of samples that are no sequences of tokens: images, rows of a table, masks, of any
+  // types (docs/own_data.md). Each is [F, ...], row f belonging to fragment f. A batch that only fills up a
+  // round (empty_batch()) has none.
+  std::vector<at::Tensor> inputs;
   // Not null: this is a context rank's part. Fragment f is then piece f of cut->own(), positions go on where
   // the piece begins, and attention reaches the rest of the document on other ranks.
   std::shared_ptr<const ContextCut> cut;
@@ -58,12 +62,22 @@ struct Batch {
   std::int64_t num_targets() const;
 };
 
-// The batch with its tokens, targets, positions and weights on `device`; on a GPU by way of pinned memory, so
-// that the copy runs beside what the device computes. Counting wants them on the CPU: move what
+// The batch with its tokens, targets, positions, weights and inputs on `device`; on a GPU by way of pinned
+// memory, so that the copy runs beside what the device computes. Counting wants them on the CPU: move what
 // Normalizer::prepare() gave.
 Batch to_device(const Batch& batch, at::Device device);
 
 Batch empty_batch();  // no token, with tensors of the right types
+
+// A micro-batch of F samples that are no sequences of tokens. inputs: for the forward, [F, ...] each. targets
+// [F] or [F, ...] int64: what each sample is trained for, one number or several (the classes of an image's
+// pixels), kIgnoreIndex where there is no loss. A loss that reads what it is trained for from `inputs` passes
+// zeros: they say how many losses a sample has. sample_ids [F]: which samples of the data set these are. The
+// batch then counts like one of tokens: T_local is the number of targets, a sample's follow one another in
+// Batch::targets, and sample_targets are taken from them, so that samples must be whole. ConfigError: sizes
+// or types that do not fit.
+Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets,
+                       std::vector<std::int64_t> sample_ids);
 
 using MicroBatches = std::vector<Batch>;  // this rank's part of one step, in order
 

@@ -36,6 +36,8 @@ struct TrainingState {
   // DataParallel::bucket_order(): whoever goes on has the same bits only with the same buckets. Empty in
   // checkpoints of versions that did not save it.
   std::vector<std::string> bucket_order{};
+  // Optimizer::missed_updates(), which save_checkpoint() fills in. Empty unless parameters were frozen.
+  std::map<std::string, std::int64_t> missed_updates{};
   // Further keys, with their values, that the order of data depends on, by kind of data. Empty for text.
   std::map<std::string, std::string> order{};
 };
@@ -65,7 +67,7 @@ using WriteModel = std::function<void(const std::filesystem::path& directory)>;
 //   config.json, model.safetensors   of `write_model`: a language model as Hugging Face writes it
 //   optimizer.safetensors            per parameter: NAME.exp_avg, NAME.exp_avg_sq, ...; NAME.master for bf16
 //   state.json                       TrainingState
-//   tokenizer.model                  of `write_model` too, where there is a tokenizer file
+//   tokenizer.model or .json         of `write_model` too, where there is a tokenizer file
 //   checksums.json                   XXH3-64 and size of every other file
 std::filesystem::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
                                       const WriteModel& write_model, DataParallel& layout,
@@ -79,7 +81,6 @@ TrainingState open_checkpoint(const std::filesystem::path& directory);
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer);
 
-inline constexpr const char* kTokenizerFile = "tokenizer.model";
 // The tokenizer kept with a checkpoint. ConfigError for a model trained on foreign shards.
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const std::filesystem::path& directory,
                                                 const TrainingState& state);

@@ -10,36 +10,9 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/group.hpp"
-#include "isograd/world.hpp"
+#include "isograd/mesh.hpp"
 
 namespace isograd {
-
-// ---- the ranks ----
-
-// Which context axes the shard group of the parameters spans; gradients are summed over the others by a
-// separate all-reduce, like over replicas (`cp_fsdp_mode`). The gradient is the same.
-enum class ContextFold { kAll, kUlyssesOnly, kRingOnly, kNone };
-ContextFold context_fold(const std::string& name);  // all | ulysses_only | ring_only | none
-
-struct ContextMeshOptions {
-  int dp_replicate = 1;
-  int ring = 1;     // cp_ring
-  int ulysses = 1;  // cp_ulysses
-  ContextFold fold = ContextFold::kAll;
-};
-
-// dp_replicate x dp_shard x cp_ring x cp_ulysses over the ranks of a world, replicas outermost.
-struct ContextMesh {
-  int dp_rank = 0, dp_size = 1;     // whose batch this is: the ranks of one context group share it
-  Group context = Group::solo();    // cp_ring x cp_ulysses
-  Group ring = Group::solo();       // the same place in each Ulysses group
-  Group ulysses = Group::solo();    // the same place in the ring
-  Group shard = Group::solo();      // dp_shard and the folded context axes: DataGroups(world.group, shard,
-  Group replicate = Group::solo();  //   replicate)
-};
-
-// Collective. ConfigError, with the nearest possible sizes, unless the axes divide the ranks.
-ContextMesh context_mesh(const World& world, const ContextMeshOptions& options);
 
 // ---- cutting the batch ----
 
@@ -87,6 +60,16 @@ std::string describe(const CutCost& cost);  // one line
 
 // ---- attention ----
 
+// The ranks that share samples. Groups apart from those that sum gradients, though they may hold the same
+// ranks: an exchange of attention in backward is not ordered among the reductions that backward launches.
+struct ContextGroups {
+  Group context = Group::solo();  // ring x ulysses, Ulysses inside
+  Group ring = Group::solo();     // the same place in each Ulysses group
+  Group ulysses = Group::solo();  // the same place in the ring
+};
+// Along cp_ring and cp_ulysses. The first call for a mesh is collective over the context ranks.
+ContextGroups context_groups(const Mesh& mesh);
+
 // Attention over the context ranks, to be given to a model (DecoderLM::set_attention). Copyable.
 //
 // Ulysses first: an all-to-all turns [T_local, H] into the tokens of the Ulysses group with H / ulysses heads
@@ -99,10 +82,9 @@ std::string describe(const CutCost& cost);  // one line
 // backward, a rank without tokens too (its loss must hang on the model's output).
 class ContextAttention {
  public:
-  // `context` is ring x ulysses with Ulysses inside, as context_mesh() makes them.
-  ContextAttention(Group context, Group ring, Group ulysses, bool causal = true);
-  explicit ContextAttention(const ContextMesh& mesh, bool causal = true)
-      : ContextAttention(mesh.context, mesh.ring, mesh.ulysses, causal) {}
+  explicit ContextAttention(const ContextGroups& groups, bool causal = true);
+  explicit ContextAttention(const Mesh& mesh, bool causal = true)
+      : ContextAttention(context_groups(mesh), causal) {}
 
   // q [T_local, H, D], k and v [T_local, Hkv, D] at the places that batch.cut says; [T_local, H, D].
   // Differentiable once. ConfigError, at every call, when heads do not divide by the Ulysses ranks, or key

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "isograd/group.hpp"
+#include "isograd/mesh.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/world.hpp"
 
@@ -27,6 +28,9 @@ struct DataGroups {
 
 // Sent by this rank in three groups, of which some may be the same.
 std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& replicate);
+
+// Shards along the data axes `sharded`, and a copy of each along the others. Collective.
+DataGroups data_groups(const Mesh& mesh, const AxisSet& sharded = kDataAxes);
 
 // `replicas` copies of the model, each over world.size / replicas ranks. Collective. ConfigError unless the
 // replicas divide the ranks.
@@ -60,13 +64,11 @@ struct DataParallelOptions {
   std::int64_t bucket_bytes = 25 << 20;       // of gradients
   std::int64_t first_bucket_bytes = 1 << 20;  // the first one to be complete; 0: like the others
   bool overlap = true;  // reduce a bucket as soon as its gradients are complete, inside backward
-  // With overlap: when gradients are summed for the first time, buckets are made anew in the order in which
-  // they arrived, so that what is complete first is sent first. Once, and neither after keep_buckets() nor
-  // after publish_parameters(): an optimizer's state belongs to the buckets.
-  bool rebuild_buckets = true;
+  // With overlap: once gradients have been summed for the first time, buckets are sent in the order in which
+  // they became complete then. Memory does not move, and no bit depends on it.
+  bool learn_order = true;
   // Names of all parameters in the order in which buckets are filled, as bucket_order() gives it; empty: the
-  // reverse of `parameters`, until they are rebuilt. A run that goes on from a checkpoint takes that of the
-  // run that saved it: the norm adds up by bucket, so that its last bit depends on the order.
+  // reverse of `parameters`. The norm adds up by bucket, so that its last bit depends on this order.
   std::vector<std::string> order{};
 };
 
@@ -76,6 +78,12 @@ struct DataParallelOptions {
 //   publish_parameters()   after the optimizer's update: every rank has every rank's update
 // A rank without micro-batches calls only the last two and takes part with zeros, but see
 // takes_every_round().
+//
+// The model's own tensors stay where the layout has put them, and so does what shares their memory (detach(),
+// views), whether made before the layout or after it. Values are written with write(). In-place operations
+// between steps work too, the same on every rank: they are noticed and masters follow, or ConfigError where
+// ranks share one copy, to which each would apply it. Setting requires_grad off between steps freezes a
+// parameter, on all ranks alike: no gradient, no update, no decay, until it is set on again.
 // A step may be given up before its update, by all ranks in the same micro-batch, with zero_gradients(), also
 // after a backward that threw. In different ones: finish_reduction() first, unless takes_every_round().
 class DataParallel {
@@ -92,15 +100,16 @@ class DataParallel {
   virtual void publish_parameters() {}
   // Every rank must make equally many micro-batches (empty ones, if need be): something is exchanged in each.
   virtual bool takes_every_round() const { return false; }
+  // The same as long as the layout lives, and where they were; unfrozen parameters come in further ones at
+  // the end.
   virtual std::vector<Bucket>& buckets() = 0;
-  // From here on buckets() stay as they are: something else has come to depend on them, as an optimizer's
-  // state.
-  virtual void keep_buckets() {}
+  // Places in buckets(), in the order in which they are reduced.
+  virtual std::vector<std::size_t> launch_order();
   virtual Group& group() = 0;  // all ranks
   // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
   virtual Group& shard_group() { return group(); }
   // Bytes that this rank has sent in the layout's groups since they were made (Group::traffic), but for those
-  // that making buckets anew cost.
+  // that learning the order of buckets costs once.
   virtual std::int64_t bytes_sent();
   // Seconds that this rank has waited for others or for data since the layout was made: communication that
   // was not hidden behind computation.
@@ -114,6 +123,11 @@ class DataParallel {
   // Collective where parameters are sharded; nothing, and null, elsewhere. Let go of it before the next
   // update.
   virtual std::shared_ptr<const void> whole_parameters() { return nullptr; }
+
+  // Writes whole values, of any type and rounded where need be, into trained parameters by name, with their
+  // fp32 masters and into whatever each rank keeps of them. Collective, between steps, with the same values
+  // on all ranks. ConfigError on an unknown name or another shape, before anything is written.
+  void write(const std::vector<std::pair<std::string, at::Tensor>>& values);
 
   // By parameter, in the model's order, whole. Collective where something is sharded: then copies, otherwise
   // views of what the buckets hold.
@@ -130,12 +144,12 @@ class DataParallel {
 
 // Bucketed and overlapped: gradients are views of buckets in shared memory, a bucket is reduced when its last
 // gradient arrives in the last micro-batch's backward, progress is made inside later hooks.
-std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
+std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, DataGroups groups,
                                        DataParallelOptions options = {});
 
 // The naive twin: one all-reduce per parameter after backward. Obviously right; the others are tested against
 // it. Stage 0 only.
-std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, DataGroups groups,
+std::unique_ptr<DataParallel> naive(TrainableParameters parameters, DataGroups groups,
                                     DataParallelOptions options = {});
 
 }  // namespace isograd

@@ -50,6 +50,10 @@ struct DecoderConfig {
   double initializer_range = 0.02;
   std::int64_t bos = -1, eos = -1;
   std::vector<std::int64_t> more_eos;  // further tokens that end a text
+  std::int64_t pad = -1;  // its row of the embedding gets no gradient as an input; -1: no such token
+  // A window is computed only as far as it never slides: no document may be longer. 0: none.
+  std::int64_t sliding_window = 0;
+  std::int64_t full_layers = 0;  // qwen2, qwen3: so many first layers have no window
 };
 // Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim,
 // biases that the family does not have, ...).
@@ -67,7 +71,8 @@ class DecoderLM : public torch::nn::Module {
   void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
   ~DecoderLM() override;
   const DecoderConfig& config() const;
-  // Differentiable once. ConfigError when a token is outside the vocabulary or the batch contradicts itself.
+  // Differentiable once. ConfigError when a token is outside the vocabulary, a document longer than the
+  // sliding window, or the batch contradicts itself.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
   // [vocabulary, hidden], for a loss that makes the logits itself (linear_cross_entropy); tied output: the
@@ -106,7 +111,7 @@ class DecoderLM : public torch::nn::Module {
 
 // Hugging Face directory: config.json and model.safetensors (or sharded index). A key of config.json that
 // changes the mathematics and is not supported is a ConfigError; so are truncated files, wrong shapes,
-// missing and unexpected tensors.
+// missing and unexpected tensors, and weights that are not finite.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
 std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);

@@ -43,6 +43,11 @@ struct StepDump {
   std::string precision;                          // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // of the loss, each by itself, without its weight
+  // Figures and terms that were recorded and are no number, by their keys in step.json ("loss", "norm",
+  // "clip_coefficient", "terms.NAME"): NaN anywhere else means not recorded.
+  std::vector<std::string> not_numbers{};
+  // Factors of the trainer's own that a gradient may have been multiplied by: {"learning_rate", 0.1}, ...
+  std::vector<std::pair<std::string, double>> scales{};
   // By how much one update of plain SGD with learning rate 1 lowers each parameter: the gradient as it was
   // applied, after clipping.
   Named applied;

@@ -16,8 +16,24 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/module.hpp"
 
 namespace isograd {
+
+class UnitHandle;
+
+namespace sharded_call {
+
+template <typename T>
+inline constexpr bool never = false;
+// What a block or a model is before it is wrapped: a torch::nn module, a pointer to one, or its holder.
+template <typename T>
+concept BareModule = !std::is_base_of_v<UnitHandle, T> &&
+                     (std::is_base_of_v<torch::nn::Module, T> || requires(const T& pointer) {
+                       requires std::is_base_of_v<torch::nn::Module, std::decay_t<decltype(*pointer)>>;
+                     });
+
+}  // namespace sharded_call
 
 // A part of a model whose parameters are gathered, reduced and freed together; usually a block. Copies are
 // the same unit. Until fully_shard() has taken it, run() is a plain call.
@@ -27,6 +43,12 @@ class UnitHandle {
 
   // `parameters` says what belongs to it when fully_shard() asks.
   explicit UnitHandle(std::function<std::vector<at::Tensor>()> parameters);
+  template <sharded_call::BareModule T>
+  UnitHandle(const T&) {  // NOLINT: takes the place of a conversion that there is not
+    static_assert(sharded_call::never<T>,
+                  "fully_shard() takes blocks as isograd::Sharded<Block>: keep the shared_ptr in one, "
+                  "isograd::Sharded<Block> block(register_module(...)), and call block(x)");
+  }
 
   // body(inputs) with the unit's parameters whole. Whatever needs a gradient comes in through `inputs` or is
   // a parameter of the model (ConfigError otherwise). With checkpointing `body` runs again in backward.
@@ -211,10 +233,16 @@ struct FullyShardOptions {
   // Gives parameters on the meta device their values, one at a time: no rank ever holds the whole model.
   // `values` is zero-filled, on the CPU; what is written must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
+  // TrainableParameters::check; empty: module_check(*root), where the root is a torch::nn::Module.
+  std::function<void()> check{};
   at::Device device = at::kCPU;  // where parameters that were on the meta device come to be
   // Speed
   bool prefetch = true;  // the next block is gathered while this one computes, if the limit allows it
 };
+
+// Whether this thread is computing a checkpointed block's forward again, in backward: what a forward counts
+// or averages beside its result (running statistics) has been counted already.
+bool recomputing();
 
 class FullySharded : public DataParallel {
  public:
@@ -249,7 +277,17 @@ std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root, const std
                                           DataGroups groups, FullyShardOptions options = {}) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (auto& item : root->named_parameters()) named.emplace_back(item.key(), item.value());
+  if (!options.check) options.check = module_check(*root);
   return fully_shard(root, named, blocks, std::move(groups), std::move(options));
+}
+
+template <sharded_call::BareModule Root>
+std::unique_ptr<FullySharded> fully_shard(const Root&, const std::vector<UnitHandle>&, DataGroups,
+                                          FullyShardOptions = {}) {
+  static_assert(sharded_call::never<Root>,
+                "fully_shard() takes the model as isograd::Sharded<Model>: isograd::Sharded<Model> "
+                "model(std::make_shared<Model>(...)), and call model(x)");
+  return nullptr;
 }
 
 }  // namespace isograd

@@ -18,7 +18,7 @@ struct GlobalNorm {
 // Local fp64 sum of squares over owned elements, then one all-reduce, which carries the logged loss along.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group);
 // The same with more numbers to be summed over the ranks on the way, the loss first. `local_sums` (equally
-// many on every rank) becomes their sums; one that is not finite counts like a loss that is not.
+// many on every rank) becomes their sums. The others may be anything: what is only logged stops no step.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group);
 
 // The same in two halves: squares of the elements that this rank owns, bucket by bucket in their order, and

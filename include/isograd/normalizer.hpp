@@ -60,12 +60,13 @@ struct Census {
   bool stop_requested = false;                  // by any rank
   std::vector<std::int64_t> targets_by_rank{};  // [W]
 
-  int rank = 0;              // whose Census this is
-  std::int64_t rounds = 0;   // most micro-batches of any rank: the step's global micro-batches
-  double weights = 0;        // Σ w_i over valid targets; = targets where no batch has weights
-  std::int64_t samples = 0;  // samples with T_b > 0, each once. Counted for the sample mean only, like
-  std::int64_t silent = 0;   // samples without a valid token, dropped (a cut one once on each of its ranks)
-  std::int64_t cut = 0;      // samples that lie on several ranks
+  int rank = 0;                  // whose Census this is
+  std::int64_t rounds = 0;       // most micro-batches of any rank: the step's global micro-batches
+  std::int64_t call_rounds = 0;  // the same of the last call of a deferred step; else the same number
+  double weights = 0;            // Σ w_i over valid targets; = targets where no batch has weights
+  std::int64_t samples = 0;      // samples with T_b > 0, each once. Counted for the sample mean only, like
+  std::int64_t silent = 0;  // samples without a valid token, dropped (a cut one once on each of its ranks)
+  std::int64_t cut = 0;     // samples that lie on several ranks
   std::vector<double> weights_by_rank{};              // [W]
   std::vector<std::int64_t> samples_by_rank{};        // [W]; a cut sample is the lowest rank's that holds it
   std::vector<std::int64_t> micro_batches_by_rank{};  // [W]
@@ -118,12 +119,16 @@ class Normalizer {
   // The batch with the weights that the forward's sums need. Cheap: shares all tensors but weights.
   virtual Batch prepare(const Batch& batch, const Denominator& denominator) const;
   // Σ weight · sum / denominator over the terms, in fp64; exactly 0 with zero gradient where a denominator is
-  // 0. ConfigError on a term that is no scalar, or that was divided already.
+  // 0. A term of weight 0 is logged and does nothing else, whatever its value. ConfigError on a term that is
+  // no scalar, that was divided already, or whose gradient begins in 16 bits: the division would be rounded
+  // to them, in bf16 by up to 0.2 %, which is a wrong scale of the whole gradient.
   virtual at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const;
 
   // Deferred means are counted over several calls, between begin_step() and the optimizer's update.
   virtual bool deferred() const { return false; }
   virtual void begin_step() {}
+  // The same mean of batches that are known beforehand, as those of an evaluation: itself, unless deferred.
+  virtual Normalizer& undeferred() { return *this; }
 
   Mean mean() const { return mean_; }
   const NormalizerOptions& options() const { return options_; }
@@ -185,6 +190,7 @@ class Deferred : public Normalizer {
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override;
   bool deferred() const override { return true; }
   void begin_step() override;
+  Normalizer& undeferred() override { return *of_; }
 
  private:
   std::unique_ptr<Normalizer> of_;

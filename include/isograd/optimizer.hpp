@@ -19,7 +19,8 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   // One fused pass per bucket over what it holds: parameters ← update(parameters, gradient_scale ·
-  // gradients).
+  // gradients), but for slots that are not trained. Always with the buckets of one layout: its state is
+  // theirs. ConfigError on others.
   virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
   virtual void set_learning_rate(double learning_rate) = 0;
   virtual double learning_rate() const = 0;
@@ -28,6 +29,11 @@ class Optimizer {
   // Empty where there is none (SGD without momentum).
   virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
   virtual void set_updates(std::int64_t updates) = 0;
+  // By parameter, how many of the updates it missed because it was frozen (Slot::trained) or had not joined
+  // its layout: the time of its moments runs without them, as a PyTorch optimizer's.
+  using Missed = std::map<std::string, std::int64_t>;
+  virtual Missed missed_updates() const { return {}; }
+  virtual void set_missed_updates(Missed /*missed*/) {}
 };
 
 struct AdamWOptions {

@@ -18,10 +18,12 @@ std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data);
 // For a loss that comes as a mean over this micro-batch's `local_valid` tokens. Forward value: Σ over ranks
 // of mean_loss · local_valid, divided by `global_valid`; backward: upstream · local_valid / global_valid. Sum
 // the gradients over micro-batches and ranks and they are those of the token mean. With local_valid = 0 this
-// micro-batch adds exactly 0 and gets zero gradient, though its mean is NaN; with global_valid = 0 the value
-// is 0. Collective: one all-reduce a call, so every rank calls it equally often, with a constant for
-// micro-batches it lacks; PeerError that says so otherwise, ConfigError when the ranks disagree on
-// `global_valid`.
+// micro-batch adds exactly 0 and gives nothing to differentiate, though its mean is NaN: backward comes by
+// all nodes, so that what they exchange with other ranks is exchanged, and leaves no gradient (a rank without
+// any token then has none to sum: layouts and sync_context_gradients() take part with zeros); with
+// global_valid = 0 the value is 0. A mean in 16 bits is refused, as by Normalizer::scale. Collective: one
+// all-reduce a call, so every rank calls it equally often, with a constant for micro-batches it lacks;
+// PeerError that says so otherwise, ConfigError when the ranks disagree on `global_valid`.
 at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
                                     std::int64_t global_valid, Group& data);
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,10 +19,23 @@ struct NamedParameter {
   bool decays = true;  // weight decay applies (matrices; not norms and biases)
 };
 
-// Parameters of a module in registration order: frozen ones left out, tied ones once (first name).
+// The parameters that a layout is made for: a list of those that are trained, and what it looks after beside
+// them.
+struct TrainableParameters : std::vector<NamedParameter> {
+  using std::vector<NamedParameter>::vector;
+  TrainableParameters() = default;
+  TrainableParameters(std::vector<NamedParameter> list)  // NOLINT: a list is the usual case
+      : std::vector<NamedParameter>(std::move(list)) {}
+
+  // Frozen now. One that is unfrozen later joins the layout.
+  std::vector<NamedParameter> frozen{};
+  // Called when a layout is made and before each of its steps: ConfigError on what would break the law.
+  std::function<void()> check{};
+};
+
+// Parameters of a module in registration order: frozen ones apart, tied ones once (first name).
 // decays = dim() >= 2.
-std::vector<NamedParameter> trainable_parameters(
-    const std::vector<std::pair<std::string, at::Tensor>>& named);
+TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named);
 
 // Place of one parameter in a bucket, in elements.
 struct Slot {
@@ -30,7 +44,9 @@ struct Slot {
   std::int64_t numel = 0;
   std::vector<std::int64_t> shape;
   bool decays = true;
-  std::size_t index = 0;  // into the list given at construction
+  std::size_t index = 0;  // into the list given at construction, and what has joined it since
+  // Off while the parameter is frozen: optimizers leave it and its state as they are.
+  bool trained = true;
 };
 
 // A half-open range of elements.

@@ -47,7 +47,9 @@ enum class Thresholds {
 struct RankingOptions {
   std::int64_t num_classes = 1;    // 1: binary, targets 0 and 1; more: one-vs-rest
   std::int64_t queue_size = 1024;  // rows of earlier batches that take part in the ranking; 0: none
-  double temperature = 0.01;       // of SmoothAP and recall in units of the scores, of PAUC in its own scale
+  // Of SmoothAP and recall in units of the scores, of PAUC in its own scale. At least 1.2e-38, the smallest
+  // number that fp32 can divide by, and so the product with PAUC's scale: ConfigError.
+  double temperature = 0.01;
   LossReduction reduction = LossReduction::kMean;
   std::int64_t ignore_index = -100;
   bool update_queue_in_eval = false;
@@ -102,6 +104,11 @@ struct RateRule;
 // Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature. They are the same
 // on all ranks. CPU tensors and groups; scores of other devices are copied. No second derivatives:
 // ConfigError.
+//
+// Scores that are not finite on some rank (ignored rows may hold anything) make the loss and its gradient NaN
+// on every rank, as in any other loss: the step refuses them. The queue does not take them. A class without a
+// value (RankingResult::valid) takes no part; one that has had none in its first 20 training forwards is
+// warned of once, on the group's rank 0 (TORCH_WARN).
 class RankingLoss : public torch::nn::Module {
  public:
   // scores [N, C] floating, targets [N] or [N, 1]. N may be 0, and differ over ranks.
@@ -112,7 +119,7 @@ class RankingLoss : public torch::nn::Module {
   void reset_queue();
   std::int64_t queue_rows() const;  // filled ones
   double temperature() const;
-  void set_temperature(double temperature);  // ConfigError unless > 0
+  void set_temperature(double temperature);  // ConfigError: out of range
 
   using State = std::vector<std::pair<std::string, at::Tensor>>;
   State state() const;                  // copies of the buffers
@@ -137,16 +144,18 @@ class RankingLoss : public torch::nn::Module {
   void push(const RankingPool& rows);
   void append_queue(RankingPool& pool) const;
   std::vector<std::int64_t> subsample(const RankingPool& pool) const;
+  void warn_of_classes_without_value(const std::vector<ClassResult>& classes);
 
   std::string name_;
   RankingOptions options_;
   Group group_;
-  at::Tensor queue_scores_;   // [Q, C] fp64
-  at::Tensor queue_labels_;   // [Q] int64; -1: not filled
-  at::Tensor queue_iid_;      // [Q] bool
-  at::Tensor queue_weights_;  // [Q] fp64
-  at::Tensor position_;       // [2] int64: where the next row goes, forwards made
-  at::Tensor temperature_;    // [1] fp64
+  at::Tensor queue_scores_;         // [Q, C] fp64
+  at::Tensor queue_labels_;         // [Q] int64; -1: not filled
+  at::Tensor queue_iid_;            // [Q] bool
+  at::Tensor queue_weights_;        // [Q] fp64
+  at::Tensor position_;             // [2] int64: where the next row goes, forwards made
+  at::Tensor temperature_;          // [1] fp64
+  std::vector<int> without_value_;  // [C] forwards so far, as long as there was none with a value
 };
 
 // 1 − AP, with sigmoids for ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): for a positive k

@@ -18,7 +18,8 @@ namespace isograd {
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
-  virtual std::string name() const = 0;  // "bytes", "sentencepiece:<xxh of the model>", recorded in shards
+  // "bytes", "sentencepiece:<xxh of the model>", "tokenizer.json:<xxh of the file>"; recorded in shards.
+  virtual std::string name() const = 0;
   virtual std::int64_t vocabulary() const = 0;
   virtual std::int64_t bos() const = 0;  // -1: none
   virtual std::int64_t eos() const = 0;  // -1: none
@@ -27,12 +28,22 @@ class Tokenizer {
   // Ids of special tokens and ids outside the vocabulary give nothing; invalid byte sequences are replaced by
   // U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
+  // The files that it is made from, into a checkpoint's folder under the names that transformers knows
+  // (tokenizer.model, tokenizer.json and tokenizer_config.json); nothing where it needs none.
+  virtual void write(const std::filesystem::path& /*directory*/) const {}
 };
 
 // 256 bytes, then bos = 256, eos = 257: vocabulary 258.
 std::unique_ptr<Tokenizer> byte_tokenizer();
 // A SentencePiece model file. ConfigError when it cannot be read.
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
+// A Hugging Face tokenizer.json, with the tokenizer_config.json beside it if there is one. A document gets
+// what the tokenizer adds by itself, bos_token in front where add_bos_token is true, and eos_token behind. It
+// runs in a process of the Python ($PYTHON, .venv/bin/python, python3) that has the package `tokenizers`;
+// ConfigError where none has, or when the files cannot be read.
+std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
+// By name: "bytes", a file *.json, or a SentencePiece model.
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 
 // Files to documents. Each pattern is a file, a directory (all regular files below it, but for names that
 // begin with a dot) or a glob; *.jsonl files give one document per line (field "text"), any other file is one
@@ -108,6 +119,23 @@ struct LoaderOptions {
   bool read_ahead = true;  // prepare the next step on a thread
 };
 
+// A pack of a step: which rank takes it, in which of its micro-batches (both from 0), and the parts of
+// documents in it, in order: tokens [begin, end) of a document of `length`.
+struct PackContents {
+  struct Part {
+    std::int64_t document, begin, end, length;
+    // All its tokens' but the document's last one's.
+    std::int64_t num_targets() const { return end - begin - (end == length ? 1 : 0); }
+  };
+  int rank = 0;
+  std::int64_t micro_batch = 0;
+  std::vector<Part> parts;
+};
+
+// The packs of a step for people, one line a part, decoded where a tokenizer is given.
+std::string describe_packs(const std::vector<PackContents>& packs, const TokenStore& store,
+                           const Tokenizer* tokenizer = nullptr);
+
 // Documents are shuffled by (seed, epoch), laid end to end and cut every pack_length tokens: a pack is a list
 // of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in
 // the order they lie or in one shuffled by (seed, epoch); rank r takes a contiguous part of them (sizes
@@ -122,6 +150,9 @@ class TextLoader : public BatchLoader {
   std::int64_t steps_per_epoch() const override;
   MicroBatches next() override;
   MicroBatches whole_step(LoaderPosition position) const override;  // one micro-batch per pack
+  // What the step at `position` consists of, over all ranks, in the order of the packs. ConfigError: no such
+  // step.
+  std::vector<PackContents> packs(LoaderPosition position) const;
   LoaderPosition position() const override;
   void seek(LoaderPosition position) override;
 

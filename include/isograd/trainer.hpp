@@ -28,6 +28,8 @@ struct StepEvent {
   double seconds = 0;            // wall clock of this step on this rank, reading data included
   double exposed_seconds = 0;    // of these: communication that no computation hid (DataParallel)
   double tokens_per_second = 0;  // of all ranks together
+  std::optional<double> mfu =
+      {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs
 };
 
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.
@@ -59,7 +61,8 @@ struct FinishedRun {
 struct RunningRun {
   FinishedRun run;
   DataParallel& layout;
-  std::int64_t step;  // steps made
+  std::int64_t step;                // steps made
+  const ForwardLossTerms& forward;  // what the run's steps differentiate
 };
 
 // All optional. Called on every rank, in this order; a throw ends the run on all ranks.
@@ -80,7 +83,7 @@ struct TrainerHooks {
 struct Outcome {
   enum class End {
     kFinished,  // all steps made
-    kStopped,   // SIGINT or SIGTERM: saved after the same step on all ranks; an orderly end
+    kStopped,   // SIGINT, SIGTERM or SIGHUP: saved after the same step on all ranks; an orderly end
     kDiverged,  // a loss or gradient that is not finite, with train.on_non_finite = "stop": not saved
     kRefuted,   // TrainerHooks::check found the run to be wrong: not saved
   } end = End::kFinished;
@@ -96,6 +99,7 @@ struct Outcome {
     double mean = 1, worst = 1;  // over the micro-batches
   };
   std::optional<Balance> balance;    // absent without context ranks
+  std::optional<double> mfu;         // over the steps of this run
   double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
   std::string sample;                // generated text, prompt included; rank 0 only
   std::filesystem::path checkpoint;  // the last one complete; empty: none
@@ -107,8 +111,8 @@ struct Outcome {
 };
 
 // Every rank constructs one with its World and calls run() once. Errors are thrown on every rank (where the
-// group still works). SIGINT and SIGTERM are caught during run(): the first asks for an orderly stop, a
-// second one a second or more later ends the process at once.
+// group still works), of a run.directory with another run in it too. SIGINT, SIGTERM and SIGHUP are caught:
+// the first asks for an orderly stop, a second one a second or more later ends the process at once.
 class Trainer {
  public:
   Trainer(const RunConfig& config, World& world, TrainerHooks hooks = {});

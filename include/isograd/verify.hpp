@@ -42,6 +42,8 @@ struct VerifyModel {
   std::optional<ModelUnits> units{};
   std::vector<OracleTerm> more_terms{};   // beside the cross entropy of `logits`
   std::function<void()> without_noise{};  // switches dropout off, where there is any
+  // What forward may change beside the parameters; ranks must do so alike.
+  std::vector<std::pair<std::string, at::Tensor>> buffers{};
 };
 
 using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
@@ -125,8 +127,9 @@ struct VerifyProblem {
   MakeNormalizer make_normalizer;
 
   std::optional<OwnClipping> clipping{};
-  // Parameters are compared after so many updates in fp64, of plain SGD and of `optimizer`. 0: not compared.
-  int updates = 0;
+  // Parameters are compared after so many updates in fp64, of plain SGD and of `optimizer`: what goes wrong
+  // with the first update shows in the second. 0: not compared.
+  int updates = 2;
   OptimizerOptions optimizer = AdamWOptions{};
   // Around the optimizers of the run under test.
   std::function<std::unique_ptr<Optimizer>(std::unique_ptr<Optimizer>)> wrap_optimizer{};
@@ -136,6 +139,13 @@ struct VerifyProblem {
   bool experiments = true;        // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
+  // A run under way: its own layout and forward make the step in the run's precision, in place of fresh ones;
+  // nothing is updated.
+  struct Living {
+    DataParallel* layout;
+    ForwardLossTerms forward;
+  };
+  std::optional<Living> living{};
   // The group of these ranks, for experiments on fewer; collective over them.
   std::function<Group(const std::vector<int>&)> subgroup{};
 };
@@ -143,19 +153,31 @@ struct VerifyProblem {
 // g against the reference g64 for one parameter. Scale s = max(‖g64‖, 1e-3 · RMS · √numel), RMS the root mean
 // square over all elements of the whole gradient.
 struct Comparison {
-  double ratio = 0;      // ρ = ⟨g, g64⟩ / ⟨g64, g64⟩; NaN where g64 is exactly zero
-  double cosine = 0;     // NaN where either is exactly zero
-  double error = 0;      // ‖g − g64‖ / s
-  double allowed = 0;    // the same unit
-  double residual = 0;   // ‖g − ρ g64‖ / s: what no scale explains
-  bool resolved = true;  // rounding alone is small enough for the ratio to be held to its limit
+  double ratio = 0;     // ρ = ⟨g, g64⟩ / ⟨g64, g64⟩; NaN where g64 is exactly zero
+  double cosine = 0;    // NaN where either is exactly zero
+  double error = 0;     // ‖g − g64‖ / s
+  double allowed = 0;   // the same unit
+  double residual = 0;  // ‖g − ρ g64‖ / s: what no scale explains
+  // The smallest error of this parameter's scale that would not pass; from 1 on it could be lost altogether
+  // (or, from 2, have its sign flipped) and pass.
+  double scale_found = 0;
   bool passed = false;
+};
+
+// The scale of a whole gradient, as a fit over all parameters in which rounding averages out.
+struct WholeScale {
+  bool tested = false;
+  double error = 0;       // 0: that of the reference
+  double allowed = 0;     // 4 (u + the fit's standard error), u the unit round-off of the run's precision
+  double found_from = 0;  // the smallest error of scale, of all parameters alike, that would not pass
+  bool passed = true;
 };
 
 struct ParameterVerdict {
   std::string name;
   std::int64_t elements = 0;
   double norm = 0;             // ‖g64‖
+  bool by_floor = false;       // s is not this norm but the floor of 1e-3 · RMS · √numel
   double alone_error = 0;      // ‖g32 − g64‖ / s: what one process has in the run's precision
   Comparison exact;            // E1: the layout in fp64
   Comparison rounded;          // E2: the layout in the run's precision
@@ -182,7 +204,14 @@ struct Grade {
   std::string worst;              // parameter with the largest share of its allowed error used
   double error = 0, allowed = 0;  // of that parameter
   std::int64_t failed = 0;        // parameters outside their bound
-  std::int64_t unresolved = 0;    // E2: parameters whose ratio rounding hides
+  WholeScale scale{};             // E2; E1 finds there what it finds in single parameters
+  // What it finds, of parameters whose own norm they were held to: an error of scale of all of them, of any
+  // single one (that which shows least by name).
+  double uniform_found = 0, single_found = 0;
+  std::string single_least{};
+  // Parameters held to the floor of s because their gradient is smaller; of these, such as could be lost
+  // altogether unseen.
+  std::vector<std::string> by_floor{}, unseen{};
 };
 
 struct LayoutVerdict {

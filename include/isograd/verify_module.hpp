@@ -19,23 +19,44 @@ struct VerifyOptions {
   StepOptions step{};
   DeclaredLoss loss{};
   MakeNormalizer make_normalizer{};  // of the loop under test; not given: the one of `loss`
-  // Parameters are compared after so many updates of plain SGD and of `optimizer`. 0: not compared.
-  int updates = 0;
+  // Parameters are compared after so many updates of plain SGD and of `optimizer`. 0: only the first step's
+  // gradient is seen.
+  int updates = 2;
   OptimizerOptions optimizer = AdamWOptions{};
 };
 
 // A model under token cross entropy: named parameters, and a function of the batch that gives logits [T, V].
+// `units`: what ZeRO-3 shards apart, the root being the whole model; not given: all parameters are one unit.
 VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
-                         std::function<at::Tensor(const Batch&)> logits);
+                         std::function<at::Tensor(const Batch&)> logits,
+                         std::optional<ModelUnits> units = {});
 
-// A module whose `logits(*module, batch)` gives them. Values must not depend on the rank: take them from
-// isograd's keyed random numbers or from a file, not from the global generator.
+// A module whose `logits(*module, batch)` gives them. Parameters may be drawn from any generator: all ranks
+// take rank 0's.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (auto& item : module->named_parameters()) named.emplace_back(item.key(), item.value());
-  return verify_model(std::move(named),
-                      [module, logits](const Batch& batch) { return logits(*module, batch); });
+  VerifyModel model = verify_model(
+      std::move(named), [module, logits](const Batch& batch) { return logits(*module, batch); });
+  for (auto& item : module->named_buffers()) model.buffers.emplace_back(item.key(), item.value());
+  return model;
+}
+
+// The same of a module whose blocks are Sharded: under zero3 they are gathered and freed one at a time, as in
+// training. `blocks` in the order in which its forward calls them.
+//
+//   verify_model(isograd::Sharded<Model>(module), {module->blocks.begin(), module->blocks.end()}, logits)
+template <typename Module, typename Logits>
+VerifyModel verify_model(const Sharded<Module>& module, std::vector<UnitHandle> blocks, Logits logits) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (auto& item : module->named_parameters()) named.emplace_back(item.key(), item.value());
+  const auto whole = module.ptr();
+  VerifyModel model = verify_model(
+      std::move(named), [whole, logits](const Batch& batch) { return logits(*whole, batch); },
+      ModelUnits{.root = module, .blocks = std::move(blocks)});
+  for (auto& item : module->named_buffers()) model.buffers.emplace_back(item.key(), item.value());
+  return model;
 }
 
 // isograd's own strategies: naive, overlapped, bucketed, zero1, zero2, zero3. ConfigError on another name.
@@ -43,7 +64,8 @@ LayoutUnderTest verify_layout(const std::string& strategy);
 std::vector<LayoutUnderTest> verify_layouts(const std::vector<std::string>& strategies);
 
 // One step over `batches`, the whole of it: rank r of W has batches r, r + W, ...; a rank may have none. Fill
-// in sample_ids and sample_targets where the loss needs them. `make_model` is called on every rank.
+// in sample_ids and sample_targets where the loss needs them. `make_model` is called on every rank, one at a
+// time, and gets rank 0's parameters.
 Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options = {});
 

@@ -59,8 +59,8 @@ struct LaunchOptions {
 };
 
 // Ranks as processes of this host: starts `command` (argv, searched in PATH) `ranks` times with the variables
-// that join() reads, a store on loopback owned by this process, and OMP_NUM_THREADS=1 unless set. Passes
-// SIGINT/SIGTERM on. When a rank fails the others get `grace` to end, then SIGTERM, then SIGKILL.
+// that join() reads, a store of this user's, and OMP_NUM_THREADS=1 unless set. Passes SIGINT, SIGTERM and
+// SIGHUP on. When a rank fails the others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL.
 // Returns 0, or the status that says most: 3 if any rank was killed by a signal (named on stderr) or lost a
 // peer, else the first non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The
 // ranks read nothing from the terminal, and are killed should this process be.

@@ -1,11 +1,20 @@
 #include "isograd/error.hpp"
 
+#include <filesystem>
+
+#include "base/file_error.hpp"
+#include "base/print.hpp"
+
 namespace isograd {
 namespace {
 
+// Names in files, paths and messages of libraries and peers stand in every part: none may pass for a line of
+// ours, or fill the screen.
 std::string join(const char* family, const ErrorText& text) {
-  return std::string(family) + ": " + text.where + ": found " + text.found + "; expected " + text.expected +
-         ". " + text.action + ".";
+  constexpr std::size_t kLongestPart = 4000;
+  const auto shown = [](const std::string& part) { return printable(part, kLongestPart); };
+  return std::string(family) + ": " + shown(text.where) + ": found " + shown(text.found) + "; expected " +
+         shown(text.expected) + ". " + shown(text.action) + ".";
 }
 
 }  // namespace
@@ -22,8 +31,16 @@ void throw_broken_invariant(const char* condition, const std::string& found, con
                          .action = "This is a defect of isograd: please report it with this message"});
 }
 
+ErrorText text_of(const std::filesystem::filesystem_error& error) {
+  return {.where = error.path1().empty() ? "a file" : error.path1().string(),
+          .found = error.code().message(),
+          .expected = "a path that can be used",
+          .action = "Check that it exists, that you may use it, and that it is not too long"};
+}
+
 int exit_status(const std::exception& error) {
   if (dynamic_cast<const ConfigError*>(&error)) return 2;
+  if (dynamic_cast<const std::filesystem::filesystem_error*>(&error)) return 2;
   if (dynamic_cast<const PeerError*>(&error)) return 3;
   return 4;
 }

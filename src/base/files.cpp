@@ -13,6 +13,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/paths.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -20,16 +21,25 @@ namespace {
 
 [[noreturn]] void fail(const std::string& operation, const std::filesystem::path& path, int code,
                        std::uint64_t wanted = 0) {
-  std::string found = std::strerror(code), action = "Check that the path exists and that you may use it";
+  const bool reads = operation == "open" || operation == "map";
+  ErrorText text{.where = operation + " " + path.string(),
+                 .found = std::strerror(code),
+                 .expected = reads ? "a file that can be read" : "a file that can be written",
+                 .action = "Look at the path and at its permissions"};
   if (code == ENOSPC || code == EFBIG || code == EDQUOT) {
     struct statvfs disk {};
     if (statvfs(path.parent_path().empty() ? "." : path.parent_path().c_str(), &disk) == 0)
-      found += " (" + std::to_string(disk.f_bavail * disk.f_frsize) + " bytes free, " +
-               std::to_string(wanted) + " more to write)";
-    action = "Free space, raise the limit or choose another directory";
+      text.found += " (" + std::to_string(disk.f_bavail * disk.f_frsize) + " bytes free, " +
+                    std::to_string(wanted) + " more to write)";
+    text.action = "Free space, raise the limit or choose another directory";
+  } else if (code == ENOENT || code == ENOTDIR || code == ENAMETOOLONG) {
+    std::error_code error;
+    const auto folder = path.parent_path();
+    const bool in_folder = folder.empty() || std::filesystem::is_directory(folder, error);
+    text.found = in_folder ? "no such file" : "no folder " + folder.string();
+    text.action = missing_path_action(path);
   }
-  throw ConfigError(
-      {.where = operation + " " + path.string(), .found = found, .expected = "success", .action = action});
+  throw ConfigError(text);
 }
 
 void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offset,

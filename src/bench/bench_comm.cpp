@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "bench/bench.hpp"
 #include "bench/comm_case.hpp"
 #include "bench/exchange.hpp"
@@ -42,7 +43,7 @@ std::vector<CommResult> measure(int ranks, const BenchCommOptions& options) {
   std::vector<CommResult> results;
   std::istringstream lines(read_file(exchange.path() / "results.jsonl"));
   for (std::string line; std::getline(lines, line);) {
-    const auto json = nlohmann::json::parse(line);
+    const auto json = parse_json(line).value;
     CommResult result;
     result.what = {.operation = json["operation"], .bytes = json["bytes"], .dtype = json["dtype"]};
     result.ranks = ranks;

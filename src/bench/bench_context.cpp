@@ -51,7 +51,7 @@ struct Ran {
 // A step of a model, or one layer's attention, of `ranks` ranks or of one.
 class Runner {
  public:
-  Runner(const ContextCase& of, DataGroups groups, const ContextMesh* mesh, const Batch& batch)
+  Runner(const ContextCase& of, DataGroups groups, const Mesh* mesh, const Batch& batch)
       : of_(of), batch_(batch), group_(groups.all) {
     if (of.attention_alone) {
       if (mesh) attention_ = ContextAttention(*mesh);
@@ -137,8 +137,8 @@ struct Measured {
 // One rank works while the others wait, then all work, then the peer, if any; and the other way round.
 void measure(const ContextCase& of, const BenchContextOptions& options, Contestant* peer, World& world,
              Measured& result) {
-  const ContextMesh mesh =
-      context_mesh(world, {.ring = options.ranks / options.ulysses, .ulysses = options.ulysses});
+  const Mesh mesh(world, data_grid(world.size, {.cp_ring = options.ranks / options.ulysses,
+                                                .cp_ulysses = options.ulysses}));
   const Batch whole = make_batch(of);
   const CutOptions cut_options{.ring = options.ranks / options.ulysses,
                                .ulysses = options.ulysses,

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "bench/comm_case.hpp"
+#include "train/report.hpp"
 
 namespace isograd {
 namespace {
@@ -88,14 +89,15 @@ std::string draw(const Panel& panel, double left, double top) {
           x, y_of(result->at(name, 0.1)), y_of(result->at(name, 0.9)), y, kColours.at(name));
     }
     if (line.empty()) continue;
-    svg += fmt::format("<path d=\"{}\" class=\"line\" stroke=\"{}\"{}/>{}\n", line, kColours.at(name),
+    svg += fmt::format("<path d=\"{}\" class=\"curve\" stroke=\"{}\"{}/>{}\n", line, kColours.at(name),
                        name == "memcpy" ? " stroke-dasharray=\"5 4\"" : "", marks);
   }
   return svg;
 }
 
-std::string cell(const CommResult& result, const std::string& name, double q) {
-  return fmt::format("<td>{}</td>", result.has(name) ? microseconds(result.at(name, q)) : "");
+double picture_width(std::size_t panels) {
+  const int columns = std::min<int>(kColumns, std::max<int>(1, static_cast<int>(panels)));
+  return std::max(columns * kWidth, 860.0);
 }
 
 }  // namespace
@@ -105,14 +107,14 @@ std::string comm_svg(const std::vector<CommResult>& results) {
   const int columns = std::min<int>(kColumns, std::max<int>(1, static_cast<int>(panels.size())));
   const auto rows =
       (panels.size() + static_cast<std::size_t>(columns) - 1) / static_cast<std::size_t>(columns);
-  const double width = std::max(columns * kWidth, 860.0),
-               height = kLegend + static_cast<double>(rows) * kHeight;
+  const double width = picture_width(panels.size()), height = kLegend + static_cast<double>(rows) * kHeight;
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0:g} {1:g}\" width=\"{0:g}\" "
       "height=\"{1:g}\" "
       "font-family=\"system-ui, sans-serif\">\n<title>Time of collectives over size</title>\n"
       "<style>.title{{font-size:14px;font-weight:600;fill:#1c2024}}.tick{{font-size:11px;fill:#60646c}}"
-      ".key{{font-size:13px;fill:#1c2024}}.grid{{stroke:#e3e4e8;fill:none}}.line{{fill:none;stroke-width:1.8}"
+      ".key{{font-size:13px;fill:#1c2024}}.grid{{stroke:#e3e4e8;fill:none}}.curve{{fill:none;stroke-width:1."
+      "8}"
       "}"
       ".bar{{stroke-width:1.2;opacity:.55}}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
       width, height);
@@ -121,7 +123,7 @@ std::string comm_svg(const std::vector<CommResult>& results) {
     if (std::none_of(results.begin(), results.end(), [&](const auto& result) { return result.has(name); }))
       continue;
     svg += fmt::format(
-        "<path d=\"M{:g} 22h18\" class=\"line\" stroke=\"{}\"/><text x=\"{:g}\" y=\"26\" "
+        "<path d=\"M{:g} 22h18\" class=\"curve\" stroke=\"{}\"/><text x=\"{:g}\" y=\"26\" "
         "class=\"key\">{}</text>\n",
         x, kColours.at(name), x + 24, comm_title(name));
     x += 44 + 7.4 * static_cast<double>(comm_title(name).size());
@@ -135,29 +137,35 @@ std::string comm_svg(const std::vector<CommResult>& results) {
 }
 
 std::string comm_html(const std::vector<CommResult>& results) {
-  std::string html =
-      "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>isograd bench comm</title>\n"
-      "<meta name=\"viewport\" content=\"width=device-width\">\n<style>body{margin:0 auto;padding:32px 20px;"
-      "max-width:1240px;font:15px/1.5 system-ui,sans-serif;color:#1c2024;background:#fff}svg{width:100%;"
-      "height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;"
-      "font-variant-numeric:tabular-nums}th,td{padding:4px 9px;text-align:right;border-bottom:1px solid "
-      "#e3e4e8;white-space:nowrap}th:first-child,td:first-child{text-align:left}</style>\n"
-      "<h1>Collectives: isograd beside Gloo, MPI and memcpy</h1>\n<p>Time of the slowest rank; dots are "
-      "medians, bars reach from the 10th to the 90th percentile. All contestants took turns in the same "
-      "processes, each call on buffers that had just been rewritten. The same by Group: through "
-      "isograd::Group "
-      "instead of the c10d backend. memcpy: every rank copies as many bytes at once.</p>\n" +
-      comm_svg(results) + "<h2>Microseconds: p10, p50, p90</h2>\n<div class=\"wide\"><table><tr><th>case";
-  for (const auto& name : kCommContestants) html += fmt::format("<th colspan=\"3\">{}", comm_title(name));
-  html += "<th>cores<th>rounds</tr>\n";
+  Report report("Collectives: isograd beside Gloo, MPI and memcpy");
+  report.prose(
+      "",
+      {"Time of the slowest rank. All contestants took turns in the same processes, each call on buffers "
+       "that had "
+       "just been rewritten. The same by Group: through isograd::Group instead of the c10d backend. memcpy: "
+       "every rank copies as many bytes at once."});
+  const std::string picture = comm_svg(results);
+  report.figure("Time over size", "Dots are medians, bars reach from the 10th to the 90th percentile.",
+                picture, picture_width(panels_of(results).size()));
+  ReportTable table{.title = "Microseconds",
+                    .summary = "The median, and from the 10th to the 90th percentile.",
+                    .columns = {"case"},
+                    .rows = {}};
+  for (const auto& name : kCommContestants) table.columns.push_back(comm_title(name));
+  table.columns.insert(table.columns.end(), {"cores", "rounds"});
   for (const CommResult& result : results) {
-    html += fmt::format("<tr><td>{}, {} ranks</td>", result.title(), result.ranks);
+    std::vector<std::string> row = {fmt::format("{}, {} ranks", result.title(), result.ranks)};
     for (const auto& name : kCommContestants)
-      for (const double q : {0.1, 0.5, 0.9}) html += cell(result, name, q);
-    html += fmt::format("<td>{:.0f} ns</td><td>{}</td></tr>\n", result.round_trip * 1e9,
-                        result.seconds.at("gloo").size());
+      row.push_back(result.has(name)
+                        ? fmt::format("{} ({} to {})", microseconds(result.at(name, 0.5)),
+                                      microseconds(result.at(name, 0.1)), microseconds(result.at(name, 0.9)))
+                        : "");
+    row.push_back(fmt::format("{:.0f} ns", result.round_trip * 1e9));
+    row.push_back(std::to_string(result.seconds.at("gloo").size()));
+    table.rows.push_back(std::move(row));
   }
-  return html + "</table></div>\n</html>\n";
+  report.table(std::move(table));
+  return report.html();
 }
 
 }  // namespace isograd

@@ -15,6 +15,8 @@
 #include <thread>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/print.hpp"
 #include "isograd/error.hpp"
 
 extern char** environ;
@@ -108,9 +110,10 @@ void Contestant::fail(const std::string& found) {
   std::string log = read_file(exchange_ / (name_ + ".log"));
   constexpr std::size_t kShown = 2000;
   if (log.size() > kShown) log = "..." + log.substr(log.size() - kShown);
+  if (!log.empty()) print(stderr, log + "\n");  // its lines stay lines, which a message has none of
   throw ConfigError(
       {.where = "isograd bench, side '" + name_ + "' (" + command_[0] + ")",
-       .found = found + (log.empty() ? "" : ":\n" + log),
+       .found = found,
        .expected = "a line for each turn",
        .action = "Read its output above; the peer needs a Python with torch (variable PYTHON)"});
 }
@@ -132,11 +135,11 @@ Turn Contestant::turn(double patience) {
     }
   }
   const auto end = unread_.find('\n');
-  const auto line = nlohmann::json::parse(unread_.substr(0, end), nullptr, false);
+  const auto [line, problem] = parse_json(std::string_view(unread_).substr(0, end));
   unread_.erase(0, end + 1);
-  if (line.is_discarded() || !line.contains("seconds") || !line.contains("losses"))
-    fail("a line that is not JSON");
-  const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
+  if (!problem.empty() || !line.contains("seconds") || !line.contains("losses"))
+    fail(problem.empty() ? "a line without seconds or losses" : problem);
+  const auto numbers = [&line = line](const char* key) { return line.value(key, std::vector<double>{}); };
   return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed"), numbers("parts")};
 }
 

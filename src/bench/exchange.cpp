@@ -26,13 +26,6 @@ ExchangeFolder::~ExchangeFolder() {
   fs::remove_all(path_, ignored);
 }
 
-std::string find_python(const std::string& wish) {
-  if (!wish.empty()) return wish;
-  if (const char* variable = std::getenv("PYTHON"); variable && *variable) return variable;
-  if (fs::exists(".venv/bin/python")) return ".venv/bin/python";
-  return "python3";
-}
-
 fs::path find_peer(const std::string& script) {
   const fs::path path = fs::path(ISOGRAD_PEERS) / script;
   if (!fs::exists(path))

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "base/python.hpp"
+
 namespace isograd {
 
 // A folder of our own below the temporary folder, removed with everything in it.
@@ -19,9 +21,6 @@ class ExchangeFolder {
  private:
   std::filesystem::path path_;
 };
-
-// `wish`, else $PYTHON, .venv/bin/python here, python3.
-std::string find_python(const std::string& wish);
 
 // A script of bench/peers. ConfigError when the source tree is gone.
 std::filesystem::path find_peer(const std::string& script);

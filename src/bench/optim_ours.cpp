@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/optim_case.hpp"
@@ -38,9 +39,7 @@ class Problem {
       bases_.push_back(pattern(offset, numel, 1 + world.rank).mul_(kGradientUnit).view(shape));
       offset += numel;
     }
-    DataParallelOptions options = find_strategy(strategy).options;
-    options.rebuild_buckets = false;  // that happens once, in a first backward: here is none
-    layout_ = bucketed(parameters_, world.group, options);
+    layout_ = bucketed(parameters_, world.group, find_strategy(strategy).options);
   }
 
   void draw_gradients(std::int64_t update) {
@@ -99,7 +98,7 @@ double timed(Group& group, Action&& action) {
 void run_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   World world = join();
-  const auto description = nlohmann::json::parse(read_file(exchange / "case.json"));
+  const auto description = parse_json(read_file(exchange / "case.json")).value;
   const OptimCase& of = find_optim_case(description.at("name").get<std::string>());
   std::unique_ptr<Problem> problem;
   std::vector<at::Tensor> abc;  // of the triad, which is as long in all as the parameters

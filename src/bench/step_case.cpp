@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
@@ -138,11 +139,11 @@ std::vector<Batch> read_batches(const std::filesystem::path& directory, const St
 }
 
 std::string read_case_name(const std::filesystem::path& directory) {
-  return nlohmann::json::parse(read_file(directory / "case.json")).at("name").get<std::string>();
+  return parse_json(read_file(directory / "case.json")).value.at("name").get<std::string>();
 }
 
 std::string read_device(const std::filesystem::path& directory) {
-  return nlohmann::json::parse(read_file(directory / "case.json")).at("device").get<std::string>();
+  return parse_json(read_file(directory / "case.json")).value.at("device").get<std::string>();
 }
 
 }  // namespace isograd

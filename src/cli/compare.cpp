@@ -1,5 +1,6 @@
 // isograd compare: two gradient dumps of one step, of any trainer.
 #include "base/files.hpp"
+#include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/dump.hpp"
 #include "verify/compare_dumps.hpp"
@@ -39,7 +40,7 @@ Verb compare_verb(CLI::App& program) {
                     .notices = comparison.notices,
                     .command = "isograd compare " + shell_words({names.found, names.expected})};
     if (!flags->alone.empty()) wording.command += " --alone " + shell_words({flags->alone});
-    std::fputs(to_text(comparison.verdict, wording).c_str(), stdout);
+    print(stdout, to_text(comparison.verdict, wording));
     if (!flags->json.empty()) write_file(flags->json, to_json(comparison.verdict, wording) + "\n");
     if (!flags->report.empty()) write_verify_page(comparison.verdict, wording, flags->report);
     return comparison.verdict.passed ? 0 : 1;

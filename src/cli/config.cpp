@@ -1,6 +1,7 @@
 // isograd config: a configuration checked and written out, and the page that documents every key.
 #include <cstdio>
 
+#include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "train/config.hpp"
 
@@ -23,7 +24,7 @@ Verb config_verb(CLI::App& program) {
   verb->footer("Status: 0 valid; 2 not: the message names file, line and the nearest key.");
   const auto action = [flags] {
     const RunConfig config = load_config(flags->file, flags->sets);
-    std::fputs((flags->markdown ? configuration_markdown() : to_toml(config)).c_str(), stdout);
+    print(stdout, flags->markdown ? configuration_markdown() : to_toml(config));
     return 0;
   };
   return {verb, action};

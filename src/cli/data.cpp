@@ -2,9 +2,14 @@
 #include <cstdio>
 #include <optional>
 
+#include <fmt/ranges.h>
+
+#include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
+#include "isograd/world.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -16,8 +21,7 @@ struct PackFlags {
 };
 
 int pack(const PackFlags& flags) {
-  const auto tokenizer =
-      flags.tokenizer == "bytes" ? byte_tokenizer() : sentencepiece_tokenizer(flags.tokenizer);
+  const auto tokenizer = open_tokenizer(flags.tokenizer);
   PackSummary summary;
   const auto shards = pack_corpus(flags.corpus, *tokenizer, flags.out, &summary);
   std::string text =
@@ -25,31 +29,54 @@ int pack(const PackFlags& flags) {
                   summary.files, summary.reused ? " (unchanged: the shards were there already)" : "");
   if (summary.empty_documents > 0)
     text += fmt::format("{} documents without text were left out\n", summary.empty_documents);
-  for (const auto& shard : shards) text += shard.string() + "\n";
-  std::fputs(text.c_str(), stdout);
+  for (const auto& shard : shards) text += printable(shard.string()) + "\n";
+  print(stdout, text);
   return 0;
 }
 
 struct ShowFlags {
-  std::vector<std::string> shards;
+  std::vector<std::string> shards, sets;
   std::string tokenizer;
+  std::optional<std::int64_t> step;
+  int ranks = 1;
   std::optional<std::uint32_t> end_of_text;
   std::int64_t documents = 3;
 };
 
+// What a step holds depends on more than shards: on seed, packs, batch and what is held out.
+int show_step(const ShowFlags& flags) {
+  if (flags.shards.size() != 1 || fs::path(flags.shards[0]).extension() != ".toml")
+    throw ConfigError({.where = "--step",
+                       .found = fmt::format("{} after `data show`", fmt::join(flags.shards, " ")),
+                       .expected = "the run's configuration, a .toml file, which says what a step holds",
+                       .action = "Write: isograd data show CONFIG.toml --step N"});
+  const RunConfig config = load_config(flags.shards[0], flags.sets);
+  check(config, flags.ranks);
+  if (config.model.kind == "scorer")
+    throw ConfigError({.where = "--step",
+                       .found = "model.kind = \"scorer\", whose steps are rows of a table",
+                       .expected = "a run on text or videos",
+                       .action = "Look at the table itself (data.table)"});
+  World alone;
+  const auto task = make_task(config, alone.group);
+  print(stdout, task->describe_step(*flags.step, grid_of(config, flags.ranks).size(kSampleAxes)));
+  return 0;
+}
+
 int show(const ShowFlags& flags) {
+  if (flags.step) return show_step(flags);
   const auto store = TokenStore::open({flags.shards.begin(), flags.shards.end()}, flags.end_of_text);
   std::unique_ptr<Tokenizer> tokenizer;
   if (flags.tokenizer == "bytes" || (flags.tokenizer.empty() && store->tokenizer_name() == "bytes"))
     tokenizer = byte_tokenizer();
   else if (!flags.tokenizer.empty())
-    tokenizer = sentencepiece_tokenizer(flags.tokenizer);
+    tokenizer = open_tokenizer(flags.tokenizer);
   if (tokenizer && !store->tokenizer_name().empty() && tokenizer->name() != store->tokenizer_name())
     throw ConfigError({.where = "--tokenizer " + flags.tokenizer,
                        .found = tokenizer->name(),
                        .expected = store->tokenizer_name() + ", which packed these shards",
                        .action = "Give that one, or leave --tokenizer out to see the numbers of tokens"});
-  std::fputs(describe(*store, tokenizer.get(), flags.documents).c_str(), stdout);
+  print(stdout, describe(*store, tokenizer.get(), flags.documents));
   return 0;
 }
 
@@ -68,7 +95,9 @@ std::vector<Verb> data_verbs(CLI::App& program) {
   packing->add_option("--out", pack_flags->out, "folder for the shards; other shards in it are removed")
       ->type_name("DIR")
       ->required();
-  packing->add_option("--tokenizer", pack_flags->tokenizer, "\"bytes\" or a SentencePiece model file")
+  packing
+      ->add_option("--tokenizer", pack_flags->tokenizer,
+                   "\"bytes\", a SentencePiece model file or a tokenizer.json")
       ->type_name("FILE")
       ->capture_default_str();
   packing->add_option("--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard")
@@ -80,22 +109,42 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       "  isograd train run.toml --set data.shards=shards/*\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
 
-  CLI::App* showing = data->add_subcommand("show", "Say what shards hold");
+  CLI::App* showing = data->add_subcommand("show", "Say what shards hold, or what a step trains on");
   auto show_flags = std::make_shared<ShowFlags>();
-  showing->add_option("SHARD", show_flags->shards, "shards of isograd, llm.c or nanoGPT")->required();
+  showing
+      ->add_option("SHARD", show_flags->shards,
+                   "shards of isograd, llm.c or nanoGPT; with --step a run's configuration")
+      ->required();
+  showing
+      ->add_option("--step", show_flags->step,
+                   "the packs or videos of this step of a run, from 1, with their documents")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
+  showing->add_option("--ranks", show_flags->ranks, "of the run: which of them takes what")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1 << 20))
+      ->needs("--step")
+      ->capture_default_str();
+  showing
+      ->add_option("--set", show_flags->sets, "goes before the configuration, as in train; may be repeated")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false)
+      ->needs("--step");
   showing->add_option("--documents", show_flags->documents, "how many of the first documents are shown")
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30))
       ->capture_default_str();
   showing
       ->add_option("--tokenizer", show_flags->tokenizer,
-                   "decodes them: \"bytes\" or a SentencePiece model file")
+                   "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json")
       ->type_name("FILE");
   showing
       ->add_option("--end-of-text", show_flags->end_of_text,
                    "delimits documents in shards of llm.c and nanoGPT")
       ->type_name("TOKEN");
   showing->footer(
+      "  isograd data show shards/*\n"
+      "  isograd data show run.toml --step 12 --ranks 2\n\n"
       "Every byte is read and checksums are checked. Status: 0 whole; 2 bad input; 4 a defect of isograd.");
   return {{packing, [pack_flags] { return pack(*pack_flags); }},
           {showing, [show_flags] { return show(*show_flags); }}};

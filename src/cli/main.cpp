@@ -5,11 +5,17 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iostream>
 #include <new>
 
+#include "base/file_error.hpp"
+#include "base/print.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
+#include "comm/local_store.hpp"
+#include "comm/relayed.hpp"
 #include "isograd/error.hpp"
+#include "kernels/versions.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 
@@ -51,27 +57,33 @@ int bad_command_line(const CLI::App& program, const CLI::ParseError& error, cons
   const CLI::App* app = chosen(program);
   const bool unknown =
       dynamic_cast<const CLI::ExtrasError*>(&error) || dynamic_cast<const CLI::RequiredError*>(&error);
-  fmt::print(stderr, "isograd: {}{}\nSee {} --help.\n", error.what(),
-             unknown ? suggestion(*app, invocation.arguments) : "", full_name(app));
+  print(stderr, fmt::format("isograd: {}{}\nSee {} --help.\n", printable(error.what()),
+                            unknown ? suggestion(*app, invocation.arguments) : "", full_name(app)));
   return kBadInput;
 }
 
-// Ranks that fail alike say so once; a rank that fails alone says which one it is.
+// Once: what all ranks have agreed on by rank 0, what another rank has said by that one, what several found
+// alike (a rank that is lost above all) by the first of them. Who is not sure to speak for all says which
+// rank it is.
 void report(const std::exception& error) {
   const auto rank = rank_of_several();
   if (rank && *rank != 0 && dynamic_cast<const AgreedConfigError*>(&error)) return;
+  if (rank && dynamic_cast<const RelayedError*>(&error)) return;
+  const bool lost = dynamic_cast<const PeerError*>(&error) != nullptr;
+  if (rank && !first_of_launch(lost ? "a rank is lost" : error.what())) return;
   const bool alone = rank && !dynamic_cast<const AgreedConfigError*>(&error);
   std::string text = error.what();
   if (dynamic_cast<const std::bad_alloc*>(&error)) {
     text = "out of memory (" + text + ")";
+  } else if (const auto* file = dynamic_cast<const std::filesystem::filesystem_error*>(&error)) {
+    text = ConfigError(text_of(*file)).what();
   } else if (!dynamic_cast<const Error*>(&error)) {
     if (const auto* torch = dynamic_cast<const c10::Error*>(&error)) text = torch->what_without_backtrace();
     text = "an error that isograd did not foresee: " + text + "\nPlease report it with this message.";
   }
   // One write, so that the lines of several ranks do not mix.
-  std::fputs((alone ? fmt::format("isograd: rank {}: {}\n", *rank, text) : fmt::format("isograd: {}\n", text))
-                 .c_str(),
-             stderr);
+  print(stderr,
+        alone ? fmt::format("isograd: rank {}: {}\n", *rank, text) : fmt::format("isograd: {}\n", text));
 }
 
 Invocation read_arguments(int argc, char** argv) {
@@ -85,6 +97,18 @@ Invocation read_arguments(int argc, char** argv) {
   return invocation;
 }
 
+// What was printed has arrived: a full disk must not look like success. Verbs flush as they go, after which
+// only the stream knows of a failure.
+void require_output() {
+  std::cout.flush();
+  errno = 0;
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout) return;
+  throw ConfigError({.where = "standard output",
+                     .found = errno != 0 ? std::strerror(errno) : "output that could not be written",
+                     .expected = "a place to write to",
+                     .action = "Send the output elsewhere, or free space there"});
+}
+
 int run(int argc, char** argv) {
   const Invocation invocation = read_arguments(argc, argv);
   CLI::App program("Distributed training whose gradient is one device's, and the proof of it.", "isograd");
@@ -92,7 +116,7 @@ int run(int argc, char** argv) {
   program.require_subcommand(1);
   program.footer(
       "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
-      "was lost; 4 a defect of isograd (docs/errors.md).");
+      "was lost; 4 a defect of isograd; 128 + n: ended by signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),
                              compare_verb(program),
@@ -106,17 +130,18 @@ int run(int argc, char** argv) {
     std::vector<std::string> backwards(invocation.arguments.rbegin(), invocation.arguments.rend());
     program.parse(backwards);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
+    if (error.get_exit_code() == 0) {  // --help, --version
+      program.exit(error);
+      require_output();
+      return 0;
+    }
     return bad_command_line(program, error, invocation);
   }
   for (const auto& verb : verbs)
     if (verb.app->parsed()) {
+      kernels::processor_level();  // a wrong ISOGRAD_PROCESSOR is named here, before there are ranks
       const int status = verb.run();
-      if (std::fflush(stdout) != 0)
-        throw ConfigError({.where = "standard output",
-                           .found = std::strerror(errno),
-                           .expected = "a place to write to",
-                           .action = "Send the output elsewhere"});
+      require_output();
       return status;
     }
   throw_broken_invariant("a verb", "none", __FILE__, __LINE__);

@@ -38,7 +38,9 @@ RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_set
   if (!flags.device.empty()) sets.push_back("parallel.device=" + flags.device);
   if (!flags.backend.empty()) sets.push_back("parallel.backend=" + flags.backend);
   sets.insert(sets.end(), flags.sets.begin(), flags.sets.end());
-  return load_config(flags.config, sets);
+  RunConfig config = load_config(flags.config, sets);
+  config.overwrite = flags.overwrite;
+  return config;
 }
 
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,

@@ -19,6 +19,7 @@ struct RunFlags {
   std::optional<int> ranks;
   std::vector<std::string> sets;
   std::string device, backend;
+  bool overwrite = false;  // of verbs that write a run's folder
 };
 
 void add_run_flags(CLI::App& verb, RunFlags& flags);

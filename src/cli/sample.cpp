@@ -1,11 +1,16 @@
 // isograd sample: text or videos from a checkpoint.
+#include <unistd.h>
+
 #include <cstdio>
 
+#include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
+#include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
+#include "train/model_path.hpp"
 #include "train/video_model.hpp"
 
 namespace isograd {
@@ -34,11 +39,8 @@ fs::path find_model(const fs::path& given) {
   if (fs::exists(given / "state.json")) return given;
   if (fs::is_directory(given / "checkpoints")) return resolve_checkpoint(given / "checkpoints", "latest");
   if (fs::exists(given / "config.json")) return given;
-  return resolve_checkpoint(given, fs::is_directory(given) ? "latest" : given.string());
-}
-
-std::unique_ptr<Tokenizer> tokenizer_named(const std::string& name) {
-  return name == "bytes" ? byte_tokenizer() : sentencepiece_tokenizer(name);
+  require_model_folder(given.string(), "isograd sample");
+  return resolve_checkpoint(given, "latest");
 }
 
 int run(const Flags& flags) {
@@ -47,7 +49,8 @@ int run(const Flags& flags) {
     refuse(flags.of_text, "text", "videos");
     VideoSampleOptions options = flags.videos;
     options.seed = flags.options.seed;
-    for (const fs::path& file : sample_videos(directory, options)) std::puts(file.c_str());
+    for (const fs::path& file : sample_videos(directory, options))
+      print(stdout, printable(file.string()) + "\n");
     return 0;
   }
   refuse(flags.of_videos, "video", "text");
@@ -57,15 +60,18 @@ int run(const Flags& flags) {
     const TrainingState state = open_checkpoint(directory);
     dtype = scalar_type(state.dtype);
     tokenizer =
-        flags.tokenizer.empty() ? checkpoint_tokenizer(directory, state) : tokenizer_named(flags.tokenizer);
+        flags.tokenizer.empty() ? checkpoint_tokenizer(directory, state) : open_tokenizer(flags.tokenizer);
   } else if (flags.tokenizer.empty()) {
-    throw ConfigError({.where = directory.string(),
-                       .found = "a model without a checkpoint's state.json, which names the tokenizer",
-                       .expected = "--tokenizer",
-                       .action = "Add --tokenizer bytes, or --tokenizer with a SentencePiece model file"});
+    throw ConfigError(
+        {.where = directory.string(),
+         .found = "a model without a checkpoint's state.json, which names the tokenizer",
+         .expected = "--tokenizer",
+         .action = "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes"});
   } else {
-    tokenizer = tokenizer_named(flags.tokenizer);
+    tokenizer = open_tokenizer(flags.tokenizer);
   }
+  if (!fs::exists(directory / "state.json"))
+    verify_model_files(directory);  // open_checkpoint() did otherwise
   const auto model = read_hf(directory, dtype);
   if (tokenizer->vocabulary() > model->config().vocabulary)
     throw ConfigError(
@@ -73,7 +79,12 @@ int run(const Flags& flags) {
          .found = fmt::format("a vocabulary of {}", tokenizer->vocabulary()),
          .expected = fmt::format("at most {}, that of {}", model->config().vocabulary, directory.string()),
          .action = "Give the tokenizer that the model was trained with"});
-  std::fputs((sample_text(*model, *tokenizer, flags.prompt, flags.options) + "\n").c_str(), stdout);
+  check_prompt(*tokenizer, flags.prompt, model->config(), "--prompt");
+  const std::string text = sample_text(*model, *tokenizer, flags.prompt, flags.options) + "\n";
+  if (isatty(STDOUT_FILENO))
+    print(stdout, text);  // a model may have learnt escape sequences
+  else
+    std::fwrite(text.data(), 1, text.size(), stdout);
   return 0;
 }
 
@@ -114,7 +125,7 @@ Verb sample_verb(CLI::App& program) {
       ->check(CLI::Range(1e-9, 1.0))
       ->capture_default_str();
   text(verb->add_option("--tokenizer", flags->tokenizer,
-                        "\"bytes\" or a SentencePiece model, where none is kept with it"))
+                        "\"bytes\", a SentencePiece model or a tokenizer.json, where none is kept with it"))
       ->type_name("FILE");
   VideoSampleOptions& videos = flags->videos;
   const auto number = [&](const char* name, std::int64_t& of, std::int64_t least, const char* meaning) {

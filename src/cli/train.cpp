@@ -1,7 +1,9 @@
 // isograd train: a whole run, with verify's proof at its end.
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
+#include "comm/environment.hpp"
 #include "isograd/trainer.hpp"
+#include "train/run_folder.hpp"
 #include "train/scorer_run.hpp"
 #include "verify/run.hpp"
 
@@ -18,6 +20,8 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   add_run_flags(*verb, *flags);
   verb->add_option("--json-log", flags->json_log, "metrics as JSON lines go here (run.json_log)")
       ->type_name("FILE");
+  verb->add_flag("--overwrite", flags->overwrite,
+                 "replace the checkpoints, metrics and report that an earlier run has left in run.directory");
   verb->add_flag("--memory", flags->memory,
                  "print what each rank keeps and sends, beside the formulas (run.memory)");
   verb->add_option("--verify-every", flags->verify_every,
@@ -26,11 +30,12 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       ->type_name("N");
   verb->footer(
       "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
-      "Ctrl-C ends the step on all ranks alike, saves, and says how to continue.\n\n"
+      "A folder with an earlier run in it is left alone: name another, resume, or --overwrite.\n"
+      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to continue.\n\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
       "  isograd train run.toml --set checkpoint.resume=latest\n\n"
       "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
-      "3 a rank was lost; 4 a defect of isograd.");
+      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
   const auto action = [flags, &invocation] {
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
@@ -39,6 +44,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       for (const char* key : {"verify.every", "verify.checksums_every"})
         sets.push_back(fmt::format("{}={}", key, *flags->verify_every));
     const RunConfig config = configuration(*flags, sets);
+    if (!read_rank_environment()) RunFolder::check_free(config);  // before ranks are started
     return on_ranks(invocation, *flags, config, [&](World& world) {
       if (config.model.kind == "scorer") {
         VerifyTrainedScorer proof;

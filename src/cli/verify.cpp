@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "base/files.hpp"
+#include "base/print.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
@@ -53,16 +54,16 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
   check(config, ranks);
   const auto found = minimise_run(config, ranks, flags.layouts);
   if (!found) {
-    std::puts(
-        "nothing to minimise: every layout asked for has the gradient of one device, on ranks that are "
-        "threads");
+    print(stdout,
+          "nothing to minimise: every layout asked for has the gradient of one device, on ranks that are "
+          "threads\n");
     return 0;
   }
   write_file(flags.minimise, minimised_toml(*found, flags.minimise));
-  std::string text = fmt::format("{}; smallest configuration after {} trials: {}\n", found->failure,
-                                 found->tried, flags.minimise);
-  for (const auto& change : found->changes) text += "  " + change + "\n";
-  std::fputs((text + verify_command(flags.minimise, found->trial.ranks) + "\n").c_str(), stdout);
+  std::string text = fmt::format("{}; smallest configuration after {} trials: {}\n",
+                                 printable(found->failure), found->tried, printable(flags.minimise));
+  for (const auto& change : found->changes) text += "  " + printable(change) + "\n";
+  print(stdout, text + printable(verify_command(flags.minimise, found->trial.ranks)) + "\n");
   return 1;
 }
 
@@ -108,7 +109,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
         Wording wording = verify_wording(verdict);
         wording.command = "isograd " + shell_words(invocation.arguments);
         wording.configuration = to_toml(config);
-        std::fputs(to_text(verdict, wording).c_str(), stdout);
+        print(stdout, to_text(verdict, wording));
         std::fflush(stdout);
         if (!flags->json.empty()) write_file(flags->json, to_json(verdict, wording) + "\n");
         if (!flags->report.empty()) write_verify_page(verdict, wording, flags->report);

@@ -6,6 +6,8 @@
 #include <functional>
 #include <numeric>
 
+#include "comm/anchor.hpp"
+
 namespace isograd::differentiable {
 namespace {
 
@@ -19,7 +21,7 @@ struct Duals final : torch::CustomClassHolder {
 
 struct Collective final : torch::autograd::Function<Collective> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
-                            const c10::intrusive_ptr<Duals>& duals) {
+                            const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Duals>& duals) {
     context->saved_data["duals"] = c10::IValue::make_capsule(duals);
     return duals->forward(input);
   }
@@ -27,7 +29,7 @@ struct Collective final : torch::autograd::Function<Collective> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
     const auto capsule = context->saved_data["duals"].toCapsule();
-    return {static_cast<Duals*>(capsule.get())->backward(gradients[0]), {}};
+    return {static_cast<Duals*>(capsule.get())->backward(gradients[0]), {}, {}};
   }
 };
 
@@ -37,8 +39,8 @@ at::Tensor apply(const at::Tensor& input, Map forward, Map backward) {
                                                            at::isComplexType(input.scalar_type()));
   if (!has_gradient) return forward(input.detach());
   // Other ranks need this rank in the backward even if nobody here asks for a gradient.
-  const at::Tensor anchored = input.requires_grad() ? input : input.detach().requires_grad_();
-  return Collective::apply(anchored, c10::make_intrusive<Duals>(std::move(forward), std::move(backward)));
+  return Collective::apply(input, anchor(),
+                           c10::make_intrusive<Duals>(std::move(forward), std::move(backward)));
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) {
@@ -52,6 +54,11 @@ std::vector<std::int64_t> with_rows(std::int64_t rows, at::IntArrayRef rest) {
 }
 
 }  // namespace
+
+const at::Tensor& anchor() {
+  static const at::Tensor* leaf = new at::Tensor(at::zeros({0}).requires_grad_());  // outlives all threads
+  return *leaf;
+}
 
 at::Tensor all_reduce(Group group, const at::Tensor& input) {
   const auto sum = [group](const at::Tensor& x) mutable {

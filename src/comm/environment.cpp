@@ -1,6 +1,7 @@
 #include "comm/environment.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -8,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/files.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -149,7 +151,7 @@ bool says_rank(const std::string& variable) {
 
 std::optional<RankEnvironment> read_rank_environment() {
   const auto agent = variable("TORCHELASTIC_USE_AGENT_STORE");
-  const bool launched = variable(kLaunchedVariable).has_value();
+  const auto launched = variable(kLaunchedVariable);
   auto environment = read(kVariables);
   if (!environment || !(launched || variable("TORCHELASTIC_RUN_ID"))) {
     auto other = read_mpirun();
@@ -169,7 +171,8 @@ std::optional<RankEnvironment> read_rank_environment() {
   const auto port = number("MASTER_PORT", 1, 65535);
   if (address) environment->address = *address;
   if (port) environment->port = *port;
-  environment->store_is_hosted = launched || (agent && (*agent == "True" || *agent == "1"));
+  environment->store = launched.value_or("");
+  environment->store_is_hosted = agent && (*agent == "True" || *agent == "1");
   environment->attempt = variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;
 }
@@ -196,10 +199,23 @@ void check_one_host(const RankEnvironment& environment) {
            "all ranks on one host, which the shm backend needs (--backend mpi does not)");
   }
   const bool address = !environment.address.empty(), port = environment.port != 0;
-  const bool handed_over = environment.launcher == Launcher::kMpirun && !environment.session_folder.empty();
-  if (address && port) return;
-  if (handed_over && !address && !port) return;
+  if ((address && port) || !local_store_name(environment, 0).empty()) return;
   refuse(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");
+}
+
+std::string local_store_name(const RankEnvironment& environment, int join) {
+  if (!environment.store.empty()) return environment.store;
+  const std::string& address = environment.address;
+  const bool loopback = address == "127.0.0.1" || address == "localhost" || address == "::1";
+  const bool job = address.empty() && environment.port == 0 && !environment.session_folder.empty();
+  const bool one_host =
+      loopback || job || environment.local_size == environment.size || environment.hosts == 1;
+  if (!one_host || (environment.port == 0 && !job)) return {};
+  // Whatever tells this run from others of the host: mpirun's folder for the job, or a port.
+  const std::string run = job ? environment.session_folder : fmt::format("port {}", environment.port);
+  const std::string key =
+      fmt::format("{}, user {}, attempt {}, join {}", run, ::geteuid(), environment.attempt, join);
+  return "isograd-" + checksum(key.data(), key.size());
 }
 
 }  // namespace isograd

@@ -19,13 +19,14 @@ struct RankEnvironment {
   int hosts = 0;        // likewise
   std::string address;  // of the store; empty where nobody says
   int port = 0;
-  bool store_is_hosted = false;  // by the launcher; otherwise rank 0 hosts it
+  std::string store;             // of our launcher, by name; empty where another has started the ranks
+  bool store_is_hosted = false;  // at `address`, by torchrun's agent; otherwise rank 0 hosts it
   std::string session_folder;    // of mpirun's job, on each host
   std::string attempt = "0";     // differs between restarts of the same ranks, which may share a store
 };
 
-// Set by launch_ranks(): the launcher hosts the store.
-inline constexpr const char* kLaunchedVariable = "ISOGRAD_LAUNCHED";
+// Set by launch_ranks(): the name of the store that the launcher hosts.
+inline constexpr const char* kLaunchedVariable = "ISOGRAD_STORE";
 
 // Whether a variable says which rank a process is: a launcher does not pass on what it was itself started
 // with.
@@ -44,7 +45,11 @@ std::optional<RankEnvironment> read_rank_environment();
 // ConfigError unless mpirun or srun has started the ranks, which MPI needs.
 void check_mpi(const RankEnvironment& environment);
 
-// ConfigError unless all ranks are on this host and their store can be found.
+// ConfigError unless all ranks are on this host, or may be, and their store can be found.
 void check_one_host(const RankEnvironment& environment);
+
+// The name of the ranks' store on this host (LocalStore); empty where they may be on several hosts, so that
+// it must be at `address`. `join`: how many times this process has joined before.
+std::string local_store_name(const RankEnvironment& environment, int join);
 
 }  // namespace isograd

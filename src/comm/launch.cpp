@@ -9,14 +9,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/print.hpp"
 #include "comm/environment.hpp"
 #include "comm/launch_mpi.hpp"
 #include "comm/launch_output.hpp"
 #include "comm/launch_process.hpp"
 #include "comm/launch_signals.hpp"
 #include "comm/listen.hpp"
+#include "comm/local_store.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -27,35 +28,44 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kStatusPeerLost = 3;
 
-std::vector<std::string> rank_environment(int rank, int ranks, int port) {
+// For programs whose rank 0 serves a store of its own, such as torch.distributed's. Nobody listens there yet.
+int free_port() {
+  const Listener listener = listen_on("127.0.0.1", 0);
+  ::close(listener.descriptor);
+  return listener.port;
+}
+
+std::vector<std::string> rank_environment(int rank, int ranks, int port, const std::string& store) {
   std::vector<std::string> variables = {fmt::format("RANK={}", rank),
                                         fmt::format("LOCAL_RANK={}", rank),
                                         fmt::format("WORLD_SIZE={}", ranks),
                                         fmt::format("LOCAL_WORLD_SIZE={}", ranks),
                                         "MASTER_ADDR=127.0.0.1",
                                         fmt::format("MASTER_PORT={}", port),
-                                        fmt::format("{}=1", kLaunchedVariable)};
+                                        fmt::format("{}={}", kLaunchedVariable, store)};
   if (!std::getenv("OMP_NUM_THREADS")) variables.push_back("OMP_NUM_THREADS=1");
   return environment_with(std::move(variables));
+}
+
+std::string how_it_ended(int status) {
+  if (WIFSIGNALED(status))
+    return fmt::format("was killed by signal {} ({})", WTERMSIG(status), ::strsignal(WTERMSIG(status)));
+  return fmt::format("ended with status {}", WEXITSTATUS(status));
 }
 
 class Launch {
  public:
   Launch(const std::vector<std::string>& command, const LaunchOptions& options) : options_(options) {
     const std::string program = find_program(command[0]);
-    const Listener listener = listen_on("127.0.0.1", 0);
-    c10d::TCPStoreOptions store;
-    store.isServer = true;
-    store.waitWorkers = false;
-    store.port = static_cast<std::uint16_t>(listener.port);
-    store.masterListenFd = listener.descriptor;
-    store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store);
+    const std::string store = new_store_name();
+    store_ = std::make_unique<LocalStoreServer>(store);
+    const int port = free_port();
     if (options.prefix_output) output_ = std::make_unique<OutputForwarder>();
     try {
       for (int rank = 0; rank < options.ranks; ++rank) {
         const auto [out, err] = output_ ? output_->open(rank) : std::pair{-1, -1};
         children_.push_back(start_process(program, command,
-                                          rank_environment(rank, options.ranks, listener.port), out, err,
+                                          rank_environment(rank, options.ranks, port, store), out, err,
                                           fmt::format("rank {} of {}", rank, options.ranks)));
       }
     } catch (...) {
@@ -79,6 +89,11 @@ class Launch {
       end_the_others();
     }
     if (output_) output_->finish();
+    if (output_ && output_->trouble() != 0 && status() == 0)
+      throw ConfigError({.where = "the output of the ranks",
+                         .found = std::strerror(output_->trouble()),
+                         .expected = "a place to write to",
+                         .action = "Send the output elsewhere"});
     return status();
   }
 
@@ -90,6 +105,17 @@ class Launch {
   void signal_all(int signal) {
     for (const Child& child : children_) {
       if (child.running) ::kill(-child.pid, signal);
+    }
+  }
+
+  static void end(Child& child, int signal) {
+    child.told_to_end = true;
+    ::kill(-child.pid, signal);
+  }
+
+  void end_all(int signal) {
+    for (Child& child : children_) {
+      if (child.running) end(child, signal);
     }
   }
 
@@ -113,37 +139,49 @@ class Launch {
     for (std::size_t rank = 0; rank < children_.size(); ++rank) {
       Child& child = children_[rank];
       int status = 0;
-      if (!child.running || ::waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
+      if (!child.running || ::waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid)
+        continue;
+      child.stopped = WIFSTOPPED(status);
+      if (WIFSTOPPED(status) || WIFCONTINUED(status)) continue;
       child.running = false;
       child.status = status;
-      child.ended_by_us = ending_ != Ending::kNotYet && WIFSIGNALED(status) &&
+      child.ended_by_us = child.told_to_end && WIFSIGNALED(status) &&
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
       const bool failed = WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
       const bool by_user = WIFSIGNALED(status) && WTERMSIG(status) == user_signal_;
       if (WIFSIGNALED(status) && !child.ended_by_us && !by_user) {
-        std::fprintf(stderr, "rank %zu (pid %d) was killed by signal %d (%s)\n", rank, child.pid,
-                     WTERMSIG(status), ::strsignal(WTERMSIG(status)));
+        print(stderr, fmt::format("rank {} (pid {}) {}\n", rank, child.pid, how_it_ended(status)));
       }
       if (failed && !failed_) {
         failed_ = true;
         first_failure_ = static_cast<int>(rank);
         failed_at_ = Clock::now();
+        // Ranks that still wait for it to join would wait for as long as their timeout.
+        store_->set(kLaunchFailed, fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status)));
       }
     }
   }
 
-  // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL.
+  // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL. One that is stopped cannot end
+  // by itself.
   void end_the_others() {
     if (!failed_ || !running()) return;
+    for (std::size_t rank = 0; rank < children_.size(); ++rank) {
+      Child& child = children_[rank];
+      if (!child.running || !child.stopped || child.told_to_end) continue;
+      print(stderr, fmt::format("rank {} failed and rank {} (pid {}) is stopped: ending it\n", first_failure_,
+                                rank, child.pid));
+      end(child, SIGKILL);
+    }
     const auto elapsed = Clock::now() - failed_at_;
     if (ending_ == Ending::kNotYet && elapsed >= options_.grace) {
-      std::fprintf(stderr, "rank %d failed %lld ms ago: ending the ranks that still run\n", first_failure_,
-                   static_cast<long long>(options_.grace.count()));
+      print(stderr, fmt::format("rank {} failed {} ms ago: ending the ranks that still run\n", first_failure_,
+                                options_.grace.count()));
       ending_ = Ending::kAsked;
-      signal_all(SIGTERM);
+      end_all(SIGTERM);
     } else if (ending_ == Ending::kAsked && elapsed >= 2 * options_.grace) {
       ending_ = Ending::kKilled;
-      signal_all(SIGKILL);
+      end_all(SIGKILL);
     }
   }
 
@@ -166,7 +204,7 @@ class Launch {
 
   const LaunchOptions options_;
   SignalScope signals_;
-  c10::intrusive_ptr<c10d::TCPStore> store_;
+  std::unique_ptr<LocalStoreServer> store_;
   std::unique_ptr<OutputForwarder> output_;
   std::vector<Child> children_;
   int user_signal_ = 0;  // the last one passed on

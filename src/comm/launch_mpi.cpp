@@ -15,6 +15,7 @@
 #include <fstream>
 #include <optional>
 
+#include "base/print.hpp"
 #include "comm/launch_output.hpp"
 #include "comm/launch_process.hpp"
 #include "comm/launch_signals.hpp"
@@ -122,8 +123,8 @@ int launch_through_mpirun(const std::vector<std::string>& command, const LaunchO
 
   const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   if (code <= 128 || code == 128 + user_signal) return code;
-  std::fprintf(stderr, "a rank under mpirun was killed by signal %d (%s)\n", code - 128,
-               ::strsignal(code - 128));
+  print(stderr, fmt::format("a rank under mpirun was killed by signal {} ({})\n", code - 128,
+                            ::strsignal(code - 128)));
   return kStatusPeerLost;
 }
 

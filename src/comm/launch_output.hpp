@@ -19,6 +19,8 @@ class OutputForwarder {
   void forward();
   // The rest, a last line without an end too.
   void finish();
+  // errno of a line that could not be written (a full disk); 0 when all were, or nobody reads any more.
+  int trouble() const { return trouble_; }
 
  private:
   struct Stream {
@@ -28,8 +30,9 @@ class OutputForwarder {
     std::string rest;
   };
   void read(Stream& stream);
-  static void write(const Stream& stream, const std::string& line);
+  void write(const Stream& stream, const std::string& line);
   std::vector<Stream> streams_;
+  int trouble_ = 0;
 };
 
 }  // namespace isograd

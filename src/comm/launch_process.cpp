@@ -71,6 +71,9 @@ Child start_process(const std::string& program, const std::vector<std::string>& 
   const auto variables = pointers(environment);
   const auto arguments = pointers(command);
   const pid_t launcher = ::getpid();
+  struct sigaction hang_up {};
+  ::sigaction(SIGHUP, nullptr, &hang_up);
+  const bool outlives_hang_up = hang_up.sa_handler == SIG_IGN;  // nohup
   const pid_t pid = ::fork();
   if (pid == 0) {  // async-signal-safe calls only: other threads of the launcher may hold any lock
     ::setpgid(0, 0);
@@ -79,7 +82,8 @@ Child start_process(const std::string& program, const std::vector<std::string>& 
     sigset_t none;
     sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);
-    for (int signal : kForwardedSignals) ::signal(signal, SIG_DFL);
+    for (int signal : kForwardedSignals)
+      if (signal != SIGHUP || !outlives_hang_up) ::signal(signal, SIG_DFL);
     ::signal(SIGPIPE, SIG_DFL);
     const int null = ::open("/dev/null", O_RDONLY);  // a background process group may not read the terminal
     if (null >= 0) ::dup2(null, STDIN_FILENO);

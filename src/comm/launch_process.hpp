@@ -12,8 +12,10 @@ struct Child {
   pid_t pid = -1;
   int pidfd = -1;  // -1 on old kernels: polled by time
   bool running = false;
+  bool stopped = false;      // by a signal, so that it cannot end by itself
   int status = 0;            // of waitpid
-  bool ended_by_us = false;  // after another rank had failed
+  bool told_to_end = false;  // after another rank had failed
+  bool ended_by_us = false;  // and it did
 };
 
 // The file that execve() needs. ConfigError when nothing in PATH can be executed.

@@ -41,7 +41,12 @@ SignalScope::SignalScope() {
   struct sigaction action {};
   action.sa_handler = on_signal;
   sigemptyset(&action.sa_mask);
-  for (int i = 0; i < 3; ++i) ::sigaction(kForwardedSignals[i], &action, &before_[i]);
+  for (int i = 0; i < 3; ++i) {
+    ::sigaction(kForwardedSignals[i], &action, &before_[i]);
+    // nohup: the hang-up is to be outlived, by the ranks too.
+    if (kForwardedSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
+      ::sigaction(SIGHUP, &before_[i], nullptr);
+  }
   action.sa_handler = SIG_DFL;  // were it ignored, nobody could ask how a rank ended
   ::sigaction(SIGCHLD, &action, &child_before_);
 }

@@ -9,10 +9,12 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <map>
 #include <numeric>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -310,7 +312,16 @@ int come_late(const Arguments& arguments) {
   return 3;
 }
 
+// Addresses at which the launcher or this rank listens for connections from a network, once all have joined.
 int list_listeners(const Arguments& arguments) {
+  World world = join({.backend = backend_name});
+  world.group.barrier();
+  std::set<std::string> own;
+  for (const pid_t process : {::getpid(), ::getppid()})
+    for (const auto& entry : std::filesystem::directory_iterator(fmt::format("/proc/{}/fd", process))) {
+      std::error_code error;
+      own.insert(std::filesystem::read_symlink(entry.path(), error).string());
+    }
   std::string found;
   for (const char* file : {"/proc/net/tcp", "/proc/net/tcp6"}) {
     std::ifstream lines(file);
@@ -319,14 +330,14 @@ int list_listeners(const Arguments& arguments) {
     while (std::getline(lines, line)) {
       std::istringstream fields(line);
       std::string number, local, remote, state;
-      fields >> number >> local >> remote >> state;
-      const auto colon = local.find(':');
-      const int port = static_cast<int>(std::stol(local.substr(colon + 1), nullptr, 16));
-      if (state == "0A" && port == std::atoi(std::getenv("MASTER_PORT")))
-        found += local.substr(0, colon) + "\n";
+      std::string queues, timer, retransmissions, user, timeout, inode;
+      fields >> number >> local >> remote >> state >> queues >> timer >> retransmissions >> user >> timeout >>
+          inode;
+      if (state == "0A" && own.contains(fmt::format("socket:[{}]", inode))) found += local + "\n";
     }
   }
   leave(arguments.at(0), fmt::format("{}.listeners", own_rank()), found);
+  world.group.barrier();
   return 0;
 }
 

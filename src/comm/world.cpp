@@ -19,8 +19,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/environment.hpp"
-#include "comm/hand_over.hpp"
 #include "comm/listen.hpp"
+#include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "comm/shm/backend.hpp"
@@ -52,23 +52,21 @@ std::string host_name() {
   return name;
 }
 
-c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, HandedOverPort* handed_over,
+c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int join,
                                         std::chrono::milliseconds timeout) {
-  std::string address = environment.address;
-  int port = environment.port;
+  if (const std::string name = local_store_name(environment, join); !name.empty()) {
+    const bool serves = environment.store.empty() && environment.rank == 0;
+    return c10::make_intrusive<LocalStore>(name, timeout,
+                                           serves ? std::make_shared<LocalStoreServer>(name) : nullptr);
+  }
+  // Ranks of whom nobody says that they are on one host: they find out in a store that all can reach.
+  const std::string& address = environment.address;
+  const int port = environment.port;
   c10d::TCPStoreOptions options;
   options.waitWorkers = false;
   options.timeout = timeout;
   options.isServer = !environment.store_is_hosted && environment.rank == 0;
-  if (options.isServer) {
-    const Listener listener = listen_on(handed_over ? "127.0.0.1" : address, port);
-    options.masterListenFd = listener.descriptor;
-    if (handed_over) handed_over->give(listener.port);
-  }
-  if (handed_over) {
-    address = "127.0.0.1";
-    port = handed_over->take();
-  }
+  if (options.isServer) options.masterListenFd = listen_on(address, port).descriptor;
   options.port = static_cast<std::uint16_t>(port);
   try {
     return c10::make_intrusive<c10d::TCPStore>(address, options);
@@ -76,7 +74,7 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, Hand
     throw PeerError({.where = fmt::format("joining as rank {} of {}", environment.rank, environment.size),
                      .found = fmt::format("no store at {}:{} within {} ms: {}", address, port,
                                           timeout.count(), error.what()),
-                     .expected = "the launcher's store, or rank 0's",
+                     .expected = "torchrun's store, or rank 0's",
                      .action = "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and "
                                "MASTER_PORT are theirs"});
   }
@@ -201,9 +199,7 @@ World join(const JoinOptions& options) {
   // A process may join more than once, all ranks alike; a restarted one may meet its predecessors' keys.
   static std::atomic<int> joins{0};
   const int count = joins++;
-  std::optional<HandedOverPort> port;
-  if (environment->address.empty()) port.emplace(*environment, count, options.timeout);
-  auto store = connect(*environment, port ? &*port : nullptr, options.timeout);
+  auto store = connect(*environment, count, options.timeout);
   const std::string prefix = fmt::format("isograd/{}/{}", environment->attempt, count);
   return WorldMaker::make(c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store)), environment->rank,
                           environment->size, options);

@@ -2,7 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <fmt/format.h>
+
 #include "data/move.hpp"
+#include "isograd/error.hpp"
 
 namespace isograd {
 
@@ -41,6 +44,7 @@ Batch to_device(const Batch& batch, at::Device device) {
                              &moved.given_weights, &moved.sample_weights}) {
     if (tensor->defined()) *tensor = isograd::moved(*tensor, device);
   }
+  for (at::Tensor& input : moved.inputs) input = isograd::moved(input, device);
   return moved;
 }
 
@@ -49,6 +53,40 @@ Batch empty_batch() {
   batch.tokens = at::empty({0}, at::kLong);
   batch.targets = at::empty({0}, at::kLong);
   batch.positions = at::empty({0}, at::kLong);
+  return batch;
+}
+
+Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets,
+                       std::vector<std::int64_t> sample_ids) {
+  const auto samples = static_cast<std::int64_t>(sample_ids.size());
+  const auto check = [&](bool holds, const std::string& what, std::string found, std::string expected) {
+    if (!holds)
+      throw ConfigError({.where = "batch_of_samples: " + what,
+                         .found = std::move(found),
+                         .expected = std::move(expected),
+                         .action = "Give one row for each of the sample_ids"});
+  };
+  check(targets.defined() && targets.scalar_type() == at::kLong && targets.dim() >= 1 &&
+            targets.size(0) == samples,
+        "targets",
+        targets.defined()
+            ? fmt::format("{} of {}", c10::str(targets.sizes()), c10::toString(targets.scalar_type()))
+            : "undefined",
+        fmt::format("[{}] or [{}, ...] of int64", samples, samples));
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    check(inputs[i].defined() && inputs[i].dim() >= 1 && inputs[i].size(0) == samples,
+          fmt::format("inputs[{}]", i), inputs[i].defined() ? c10::str(inputs[i].sizes()) : "undefined",
+          fmt::format("[{}, ...]", samples));
+  Batch batch;
+  const at::Tensor by_sample = targets.dim() == 1 ? targets.unsqueeze(1) : targets.flatten(1);
+  for (std::int64_t i = 0; i < samples; ++i) {
+    batch.cu_seqlens.push_back(batch.cu_seqlens.back() + by_sample.size(1));
+    batch.sample_targets.push_back(by_sample[i].ne(kIgnoreIndex).sum().item<std::int64_t>());
+  }
+  batch.targets = by_sample.flatten();
+  batch.tokens = batch.positions = at::zeros_like(batch.targets);  // of samples that are none
+  batch.inputs = std::move(inputs);
+  batch.sample_ids = std::move(sample_ids);
   return batch;
 }
 

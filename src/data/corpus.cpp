@@ -6,10 +6,11 @@
 #include <utf8.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/paths.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -17,11 +18,12 @@ namespace fs = std::filesystem;
 namespace {
 
 [[noreturn]] void no_text(const std::string& pattern, const std::string& found) {
-  throw ConfigError(
-      {.where = "data pattern " + pattern,
-       .found = found,
-       .expected = "at least one file",
-       .action = "Check the path; a pattern is a file, a directory or a glob such as dir/*.txt"});
+  throw ConfigError({.where = "data pattern " + pattern,
+                     .found = found,
+                     .expected = "at least one file",
+                     .action = pattern.find_first_of("*?[") == std::string::npos && !fs::exists(pattern)
+                                   ? missing_path_action(pattern)
+                                   : "Correct the pattern: a file, a directory or a glob such as dir/*.txt"});
 }
 
 // All regular files below, also through symbolic links; each folder is entered once, so that links may form a
@@ -94,13 +96,8 @@ std::int64_t for_each_line(std::string_view text, const fs::path& file,
                          .expected = "a JSON object with a string field \"text\"",
                          .action = "Correct or remove the line"});
     };
-    nlohmann::json value;
-    try {
-      value = nlohmann::json::parse(record);
-    } catch (const nlohmann::json::exception& error) {
-      fail(error.what());
-    }
-    if (!value.is_object()) fail(std::string("JSON of type ") + value.type_name());
+    const auto [value, problem] = parse_json(record, {.keys_once = false});  // other fields are not ours
+    if (!problem.empty()) fail(problem);
     const auto field = value.find("text");
     if (field == value.end()) fail("no field \"text\"");
     if (!field->is_string()) fail(std::string("a field \"text\" of type ") + field->type_name());

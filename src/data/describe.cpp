@@ -1,10 +1,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <utf8.h>
 
 #include <algorithm>
 #include <bit>
 
+#include "base/print.hpp"
 #include "isograd/text_data.hpp"
 
 namespace isograd {
@@ -12,27 +12,39 @@ namespace {
 
 constexpr std::size_t kPreviewTokens = 200, kPreviewCharacters = 100;
 
-// One line that is safe on a terminal: control characters escaped, cut after kPreviewCharacters.
-std::string preview(const std::string& text) {
-  std::string line;
-  std::size_t shown = 0;
-  for (auto at = text.begin(); at != text.end(); ++shown) {
-    if (shown == kPreviewCharacters) return line + "…";
-    const std::uint32_t character = utf8::next(at, text.end());
-    if (character == '\n')
-      line += "\\n";
-    else if (character == '\t')
-      line += "\\t";
-    else if (character < 32 || (character >= 127 && character < 160) || character == '\\' ||
-             (character >= 0x202A && character <= 0x202E) || (character >= 0x2066 && character <= 0x2069))
-      line += fmt::format("\\u{{{:x}}}", character);  // also what turns the direction of text around
-    else
-      utf8::append(static_cast<char32_t>(character), line);
-  }
-  return line;
+// The beginning of tokens [begin, end) of a document: text where there is a tokenizer, else numbers.
+std::string beginning(const TokenStore& store, const Tokenizer* tokenizer, std::int64_t document,
+                      std::int64_t begin, std::int64_t end) {
+  std::vector<std::int64_t> wide(
+      std::min<std::size_t>(kPreviewTokens, static_cast<std::size_t>(end - begin)));
+  store.read(document, begin, wide);
+  const std::vector<std::uint32_t> tokens(wide.begin(), wide.end());
+  if (tokenizer) return printable(tokenizer->decode(tokens), kPreviewCharacters);
+  return fmt::format(
+      "{}{}", fmt::join(tokens.begin(), tokens.begin() + std::min<std::ptrdiff_t>(16, tokens.size()), " "),
+      tokens.size() > 16 ? " …" : "");
 }
 
 }  // namespace
+
+std::string describe_packs(const std::vector<PackContents>& packs, const TokenStore& store,
+                           const Tokenizer* tokenizer) {
+  std::string text;
+  for (std::size_t i = 0; i < packs.size(); ++i) {
+    std::int64_t tokens = 0, targets = 0;
+    for (const auto& part : packs[i].parts) {
+      tokens += part.end - part.begin;
+      targets += part.num_targets();
+    }
+    text += fmt::format("pack {}: rank {}, micro-batch {}, {} tokens, {} targets\n", i + 1, packs[i].rank,
+                        packs[i].micro_batch + 1, tokens, targets);
+    for (const auto& part : packs[i].parts)
+      text +=
+          fmt::format("  document {}, tokens {} to {} of {}: {}\n", part.document, part.begin, part.end - 1,
+                      part.length, beginning(store, tokenizer, part.document, part.begin, part.end));
+  }
+  return text;
+}
 
 std::string describe(const TokenStore& store, const Tokenizer* tokenizer, std::int64_t documents) {
   const std::int64_t count = store.num_documents();
@@ -54,20 +66,9 @@ std::string describe(const TokenStore& store, const Tokenizer* tokenizer, std::i
     if (by_power[i] > 0)
       text += fmt::format("  {:>12} tokens or more {:>10} {}\n", std::int64_t{1} << i, by_power[i],
                           std::string(static_cast<std::size_t>((by_power[i] * 40 + most - 1) / most), '#'));
-  for (std::int64_t d = 0; d < std::min(documents, count); ++d) {
-    std::vector<std::int64_t> wide(
-        std::min<std::size_t>(kPreviewTokens, static_cast<std::size_t>(store.document_length(d))));
-    store.read(d, 0, wide);
-    const std::vector<std::uint32_t> tokens(wide.begin(), wide.end());
-    text += fmt::format("document {} ({} tokens): ", d, store.document_length(d));
-    if (tokenizer)
-      text += preview(tokenizer->decode(tokens)) + "\n";
-    else
-      text += fmt::format(
-          "{}{}\n",
-          fmt::join(tokens.begin(), tokens.begin() + std::min<std::ptrdiff_t>(16, tokens.size()), " "),
-          tokens.size() > 16 ? " …" : "");
-  }
+  for (std::int64_t d = 0; d < std::min(documents, count); ++d)
+    text += fmt::format("document {} ({} tokens): {}\n", d, store.document_length(d),
+                        beginning(store, tokenizer, d, 0, store.document_length(d)));
   return text;
 }
 

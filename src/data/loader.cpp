@@ -118,11 +118,14 @@ struct TextLoader::Impl {
     return current;
   }
 
+  Range step_packs(LoaderPosition at) const {
+    return {at.step * options.packs_per_step, std::min((at.step + 1) * options.packs_per_step, packs)};
+  }
+
   // The part of a step that rank `rank` of `size` gets, in micro-batches of `group` packs.
   MicroBatches make(LoaderPosition at, int rank, int size, std::int64_t group) const {
     const auto order = pass(at.epoch);
-    const Range all{at.step * options.packs_per_step,
-                    std::min((at.step + 1) * options.packs_per_step, packs)};
+    const Range all = step_packs(at);
     const Counts sample_targets = count_targets(*order, all);
     const Range own = part(all, rank, size);
     MicroBatches batches;
@@ -138,6 +141,22 @@ struct TextLoader::Impl {
   LoaderPosition after(LoaderPosition at) const {
     if (++at.step == steps) at = {at.epoch + 1, 0};
     return at;
+  }
+
+  std::vector<PackContents> contents(LoaderPosition at) const {
+    const auto order = pass(at.epoch);
+    const Range all = step_packs(at);
+    std::vector<PackContents> result;
+    for (int rank = 0; rank < options.size; ++rank) {
+      const Range own = part(all, rank, options.size);
+      for (std::int64_t i = own.begin; i < own.end; ++i) {
+        PackContents pack{rank, (i - own.begin) / options.packs_per_micro_batch, {}};
+        for (const auto& piece : order->pack(i))
+          pack.parts.push_back({piece.document, piece.begin, piece.end, piece.length});
+        result.push_back(std::move(pack));
+      }
+    }
+    return result;
   }
 
   void check(LoaderPosition at) const {
@@ -200,6 +219,11 @@ MicroBatches TextLoader::next() {
 MicroBatches TextLoader::whole_step(LoaderPosition position) const {
   impl_->check(position);
   return impl_->make(position, 0, 1, 1);
+}
+
+std::vector<PackContents> TextLoader::packs(LoaderPosition position) const {
+  impl_->check(position);
+  return impl_->contents(position);
 }
 
 LoaderPosition TextLoader::position() const {

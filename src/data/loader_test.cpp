@@ -171,6 +171,40 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
   if (!options.shuffle) RC_ASSERT(order == corpus.documents);
 }
 
+// What packs() says of a step is what each rank's micro-batches hold, token by token.
+RC_GTEST_PROP(Loader, PacksSayWhatEachMicroBatchHolds, ()) {
+  const Corpus corpus = any_corpus();
+  LoaderOptions options = any_options();
+  options.size = *rc::gen::inRange(1, 6);
+  const TextLoader first(corpus.store, corpus.documents, options);
+  const LoaderPosition at{*rc::gen::inRange<std::int64_t>(0, 3),
+                          *rc::gen::inRange<std::int64_t>(0, first.steps_per_epoch())};
+  const std::vector<PackContents> packs = first.packs(at);
+  std::size_t told = 0;
+  for (options.rank = 0; options.rank < options.size; ++options.rank) {
+    TextLoader loader(corpus.store, corpus.documents, options);
+    loader.seek(at);
+    const MicroBatches batches = loader.next();
+    for (std::size_t m = 0; m < batches.size(); ++m) {
+      std::vector<std::int64_t> tokens, ids;
+      std::int64_t targets = 0;
+      for (; told < packs.size() && packs[told].rank == options.rank &&
+             packs[told].micro_batch == static_cast<std::int64_t>(m);
+           ++told)
+        for (const auto& part : packs[told].parts) {
+          RC_ASSERT(part.length == corpus.store->document_length(part.document));
+          ids.push_back(part.document);
+          targets += part.num_targets();
+          for (std::int64_t i = part.begin; i < part.end; ++i) tokens.push_back(token_of(part.document, i));
+        }
+      RC_ASSERT(tokens == values(batches[m].tokens));
+      RC_ASSERT(ids == batches[m].sample_ids);
+      RC_ASSERT(targets == batches[m].num_targets());
+    }
+  }
+  RC_ASSERT(told == packs.size());
+}
+
 // Shuffled packs are the same packs in another order: same tokens, targets and positions, none lost or
 // repeated; a sample's targets in the step are counted over the packs that the step really took.
 RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "data/corpus.hpp"
 #include "data/shard.hpp"
 #include "isograd/error.hpp"
@@ -52,8 +53,10 @@ class DirectoryLock {
 
 std::string fingerprint(const std::vector<InputFile>& files, const CorpusOptions& corpus,
                         const Tokenizer& tokenizer) {
-  std::string text = fmt::format("{}\n{}\n{}\n{}\n", kManifestVersion, tokenizer.name(),
-                                 tokenizer.vocabulary(), corpus.shard_tokens);
+  // An empty document shows the marks around each, which do not follow from the name alone.
+  std::string text =
+      fmt::format("{}\n{}\n{}\n{}\n{}\n", kManifestVersion, tokenizer.name(), tokenizer.vocabulary(),
+                  fmt::join(tokenizer.encode(""), " "), corpus.shard_tokens);
   for (const auto& file : files)
     text += fmt::format("{}{}{} {}\n", file.path.string(), '\0', file.bytes, file.modified);
   return checksum(text.data(), text.size());
@@ -65,8 +68,8 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const std:
                                            PackSummary& summary) {
   if (!fs::exists(directory / kManifest)) return std::nullopt;
   try {
-    const auto manifest = nlohmann::json::parse(read_file(directory / kManifest));
-    if (manifest.at("inputs") != inputs) return std::nullopt;
+    const auto [manifest, problem] = parse_json(read_file(directory / kManifest));
+    if (!problem.empty() || manifest.at("inputs") != inputs) return std::nullopt;
     std::vector<fs::path> shards;
     for (const auto& shard : manifest.at("shards")) {
       const fs::path path = directory / fs::path(shard.at("name").get<std::string>()).filename();
@@ -80,6 +83,8 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const std:
     summary.reused = true;
     return shards;
   } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  } catch (const fs::filesystem_error&) {  // a name that no file can have
     return std::nullopt;
   }
 }

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/files.hpp"
+#include "data/sentencepiece_check.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
 
@@ -13,16 +14,12 @@ namespace {
 
 class SentencePieceTokenizer final : public Tokenizer {
  public:
-  explicit SentencePieceTokenizer(const std::filesystem::path& path) {
+  explicit SentencePieceTokenizer(const std::filesystem::path& path) : path_(path) {
     const MappedFile file(path);
     const std::string_view model(reinterpret_cast<const char*>(file.data()), file.size());
-    // Load() takes an empty file for a model without pieces and calls it well.
-    const auto status = model.empty() ? sentencepiece::util::Status(
-                                            sentencepiece::util::StatusCode::kDataLoss, "the file is empty")
-                                      : processor_.LoadFromSerializedProto(model);
-    if (!status.ok() || processor_.GetPieceSize() == 0)
+    if (const std::string problem = load(model); !problem.empty())
       throw ConfigError({.where = "SentencePiece model " + path.string(),
-                         .found = status.ok() ? "a model without pieces" : status.ToString(),
+                         .found = problem,
                          .expected = "a model written by spm_train",
                          .action = "Check data.tokenizer"});
     name_ = "sentencepiece:" + checksum(file.data(), file.size());
@@ -57,7 +54,25 @@ class SentencePieceTokenizer final : public Tokenizer {
     return text;
   }
 
+  void write(const std::filesystem::path& directory) const override {
+    write_file(directory / "tokenizer.model", read_file(path_));
+  }
+
  private:
+  // What is wrong with the model; empty where it was loaded.
+  std::string load(std::string_view model) {
+    if (model.empty()) return "an empty file";  // LoadFromSerializedProto() calls it a model without pieces
+    const CheckedModel checked = check_sentencepiece(model);
+    if (!checked.problem.empty()) return checked.problem;
+    try {
+      const auto status = processor_.LoadFromSerializedProto(checked.bytes);
+      if (!status.ok()) return status.ToString();
+    } catch (const std::exception& error) {  // Darts-clone's
+      return error.what();
+    }
+    return processor_.GetPieceSize() == 0 ? "a model without pieces" : std::string();
+  }
+
   void check(const sentencepiece::util::Status& status, const char* operation) const {
     if (!status.ok())
       throw ConfigError({.where = std::string(operation) + " with " + name_,
@@ -67,6 +82,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   }
 
   sentencepiece::SentencePieceProcessor processor_;
+  std::filesystem::path path_;
   std::string name_;
 };
 

@@ -91,14 +91,27 @@ Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end
   if (file_.size() == 0) fail("an empty file", "tokens");
   std::uint32_t first = 0;
   std::memcpy(&first, file_.data(), std::min<std::size_t>(4, file_.size()));
-  // A damaged shard of ours must not pass for nanoGPT's, which has no header: only *.bin may be foreign.
+  // A damaged shard of ours must not pass for nanoGPT's, which has no header: only *.bin may be foreign, and
+  // not one that is still much like ours.
   const bool may_be_foreign = path.extension() == ".bin";
-  if (!may_be_foreign || std::memcmp(file_.data(), kShardMagic, std::min<std::size_t>(8, file_.size())) == 0)
+  if (!may_be_foreign || resembles_own())
     open_own();
   else if (file_.size() >= kLlmCHeader && (first == kLlmC16 || first == kLlmC32))
     open_llm_c(first, end_of_text);
   else
     open_nano_gpt(end_of_text);
+}
+
+// Most of the magic number, or what no tokens of another format say by chance: the size of this very file at
+// its place, behind our version.
+bool Shard::resembles_own() const {
+  Header header{};
+  const std::size_t size = std::min<std::size_t>(sizeof header, file_.size());
+  std::memcpy(&header, file_.data(), size);
+  int equal = 0;
+  for (std::size_t i = 0; i < std::min(size, sizeof kShardMagic); ++i)
+    equal += header.magic[i] == kShardMagic[i];
+  return equal >= 5 || (size == sizeof header && header.file_bytes == file_.size());
 }
 
 void Shard::fail(const std::string& found, const std::string& expected) const {

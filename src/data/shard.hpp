@@ -61,6 +61,7 @@ class Shard {
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
 
  private:
+  bool resembles_own() const;
   void open_own();
   void open_llm_c(std::uint32_t magic, std::optional<std::uint32_t> end_of_text);
   void open_nano_gpt(std::optional<std::uint32_t> end_of_text);

@@ -91,6 +91,24 @@ TEST(Store, EveryFlippedBitIsFound) {
 }
 
 // A liar who computes the checksum too: header words and offsets set to extreme values.
+// nanoGPT's shards are numbers and nothing else: a name that ends in .bin must not make a damaged one of ours
+// theirs.
+TEST(Store, AFlippedBitOfTheMagicNumberIsFoundUnderAnyName) {
+  const Folder folder;
+  const std::string whole = read_file(write_shard(folder / "whole.isograd", kDocuments));
+  for (const char* name : {"flipped.isograd", "flipped.bin"})
+    for (std::size_t bit = 0; bit < 64; ++bit) {
+      std::string flipped = whole;
+      flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << bit % 8));
+      const auto path = folder.write(name, flipped);
+      EXPECT_NE(config_error([&] { TokenStore::open({path}); }).find("magic number"), std::string::npos)
+          << name << " " << bit;
+    }
+  // And with the whole magic number gone.
+  const auto path = folder.write("gone.bin", "01234567" + whole.substr(8));
+  EXPECT_NE(config_error([&] { TokenStore::open({path}); }).find("magic number"), std::string::npos);
+}
+
 TEST(Store, LyingHeadersWithTheRightChecksumDoNotCrash) {
   const Folder folder;
   const std::string whole = read_file(write_shard(folder / "a.isograd", kDocuments));

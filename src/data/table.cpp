@@ -104,9 +104,11 @@ class Bytes {
 
 // One member of a zip archive that is stored as it is.
 std::string_view member(const Bytes& zip, const std::string& wanted) {
+  // At the end, before a comment that a u16 counts.
   std::uint64_t end = zip.size() < 22 ? 0 : zip.size() - 21;
-  while (end > 0 && zip.number(end - 1, 4) != 0x06054b50) --end;
-  if (end == 0) refuse(zip.name(), "no zip directory", "an NPZ file", "Write it with numpy.savez");
+  const std::uint64_t stop = end > 0xFFFF ? end - 0xFFFF - 1 : 0;
+  while (end > stop && zip.number(end - 1, 4) != 0x06054b50) --end;
+  if (end == stop) refuse(zip.name(), "no zip directory", "an NPZ file", "Write it with numpy.savez");
   const std::uint64_t count = zip.number(end - 1 + 10, 2);
   std::uint64_t at = zip.number(end - 1 + 16, 4);
   for (std::uint64_t i = 0; i < count; ++i) {
@@ -136,7 +138,7 @@ at::Tensor array_of(const Bytes& zip, const std::string& key) {
   const std::string header(npy.at(data - length, length));
   static const std::vector<std::pair<std::string, at::ScalarType>> types = {
       {"'<f8'", at::kDouble}, {"'<f4'", at::kFloat}, {"'<i8'", at::kLong},
-      {"'<i4'", at::kInt},    {"'|u1'", at::kByte},  {"'|b1'", at::kBool}};
+      {"'<i4'", at::kInt},    {"'|u1'", at::kByte},  {"'|b1'", at::kByte}};
   const auto type = std::find_if(types.begin(), types.end(),
                                  [&](const auto& t) { return header.find(t.first) != header.npos; });
   const auto shape = header.find("'shape': (");
@@ -149,11 +151,13 @@ at::Tensor array_of(const Bytes& zip, const std::string& key) {
   while (*next && *next != ')') {
     std::int64_t size = 0;
     const auto [rest, error] = std::from_chars(next, header.c_str() + header.size(), size);
-    if (error != std::errc() || size < 0 || size > (std::int64_t{1} << 40))
-      refuse(where, header.substr(0, 120), "a shape", "Write it again");
+    if (error != std::errc() || size < 1)
+      refuse(where, header.substr(0, 120), "extents of 1 or more", "Write it again");
     sizes.push_back(size);
-    elements *= static_cast<std::uint64_t>(size);
-    if (elements > zip.size()) refuse(where, "more elements than bytes", "a whole array", "Write it again");
+    if (sizes.size() > 2) refuse(where, header.substr(0, 120), "one or two extents", "Write it again");
+    if (__builtin_mul_overflow(elements, static_cast<std::uint64_t>(size), &elements) ||
+        elements > zip.size())
+      refuse(where, "more elements than bytes", "a whole array", "Write it again");
     next = rest;
     while (*next == ',' || *next == ' ') ++next;
   }

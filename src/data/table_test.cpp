@@ -94,6 +94,14 @@ TEST_F(TableFile, OfArraysIsRead) {
   EXPECT_THAT(refusal("b.npz", zip({{"x.npy", npy("<c8", "2, 3", "")}, {"y.npy", y}})), HasSubstr("float32"));
   EXPECT_THAT(refusal("b.npz", zip({{"x.npy", npy("<f4", "200000, 300000", "")}, {"y.npy", y}})),
               HasSubstr("more elements than bytes"));
+  for (const char* shape :
+       {"0, 1099511627776, 1099511627776", "0, 3", "4294967296, 4294967296", "1, 1, 2, 3", "-2, 3"})
+    EXPECT_NE(
+        refusal("b.npz", zip({{"x.npy", npy("<f4", shape, bytes_of({1, 2, 3, 4, 5, 6}))}, {"y.npy", y}})),
+        "no error")
+        << shape;
+  const std::string strange = npy("|b1", "2,", std::string("\x00\x07", 2));  // a bool that is neither
+  EXPECT_THAT(refusal("b.npz", zip({{"x.npy", x}, {"y.npy", strange}})), HasSubstr("other than 0 and 1"));
   // Cut anywhere: an error that says so, never a read beyond the end.
   const std::string whole = zip({{"x.npy", x}, {"y.npy", y}});
   for (std::size_t size = 0; size < whole.size(); size += 7) {

@@ -51,13 +51,14 @@ class SentencePiece : public ::testing::Test {
  protected:
   static constexpr const char* kLine = "the gradient of many ranks is the gradient of one rank ";
 
-  std::filesystem::path train(const std::string& name, const std::string& extra = "") {
+  std::filesystem::path train(const std::string& name, const std::string& extra = "", int vocabulary = 300) {
     std::string text;
     for (int i = 0; i < 200; ++i) text += std::string(kLine) + std::to_string(i * 7919 % 1000) + "\n";
     folder_.write("text.txt", text);
     const auto status = sentencepiece::SentencePieceTrainer::Train(
         "--input=" + (folder_ / "text.txt").string() + " --model_prefix=" + (folder_ / name).string() +
-        " --vocab_size=300 --model_type=bpe --byte_fallback=true --minloglevel=2 --num_threads=1" + extra);
+        " --vocab_size=" + std::to_string(vocabulary) +
+        " --model_type=bpe --byte_fallback=true --minloglevel=2 --num_threads=1" + extra);
     EXPECT_TRUE(status.ok()) << status.ToString();
     return folder_ / (name + ".model");
   }
@@ -89,6 +90,48 @@ TEST_F(SentencePiece, ModelsWithoutBosAndEos) {
   EXPECT_EQ(tokenizer->eos(), -1);
   const auto tokens = tokenizer->encode("the rank");
   EXPECT_EQ(tokenizer->decode(tokens), "the rank");
+}
+
+// The library's own normaliser is in every model: a table of offsets that it follows without looking.
+TEST_F(SentencePiece, ADamagedNormaliserIsRefusedOrHarmless) {
+  const std::string whole = read_file(train("m")),
+                    text = "the \u00a0\ufdfa\u3300 gr\u0061\u0308dient \xff\xc3 of";
+  const std::size_t begin = whole.find("nmt_nfkc") + 8, length = whole.size() - begin;
+  ASSERT_GT(length, 100'000u);
+  int refused = 0, tried = 0;
+  const auto try_out = [&](const std::string& model) {
+    const auto path = folder_.write("bad.model", model);
+    refused += config_error([&] {
+                 const auto tokenizer = sentencepiece_tokenizer(path);
+                 tokenizer->decode(tokenizer->encode(text));
+               }).empty()
+                   ? 0
+                   : 1;
+    ++tried;
+  };
+  for (std::size_t at = begin; at < whole.size(); at += length / 40)
+    for (const char byte : {'\0', '\x41', '\xff'}) {
+      std::string longer = whole;
+      longer.insert(at, 10, byte);
+      try_out(longer);
+      std::string changed = whole;
+      for (std::size_t i = at; i < std::min(at + 10, whole.size()); ++i) changed[i] = byte;
+      try_out(changed);
+    }
+  EXPECT_GT(refused, tried / 2) << tried;
+}
+
+TEST_F(SentencePiece, SymbolsAndPiecesThatTheLibraryCannotHoldAreRefused) {
+  std::string symbols, text;
+  for (int i = 0; i < 70; ++i) symbols += (i ? "," : "") + (text += 'a');
+  const auto nested = train("m", " --user_defined_symbols=" + symbols, 500);
+  EXPECT_NE(config_error([&] { sentencepiece_tokenizer(nested); }).find("64 symbols"), std::string::npos);
+  std::string model = read_file(train("n"));
+  const std::size_t piece = model.find("\xe2\x96\x81t");
+  ASSERT_NE(piece, std::string::npos);
+  model[piece + 3] = 0;
+  const auto path = folder_.write("zero.model", model);
+  EXPECT_NE(config_error([&] { sentencepiece_tokenizer(path); }).find("zero"), std::string::npos);
 }
 
 TEST_F(SentencePiece, WhatIsNoModelIsRefused) {

@@ -28,6 +28,9 @@ using namespace libav;
          "Fetch it again, mend it with `ffmpeg -i FILE -c:v libx264 mended.mp4`, or leave it out");
 }
 
+constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
+                                            << 26;  // 8192 x 8192; a few bytes can ask for more
+
 // One file being read. FFmpeg takes the file name for a URL, and some formats name further files: both are
 // held to local files.
 class Reader {
@@ -91,6 +94,7 @@ class Reader {
     codec_.reset(avcodec_alloc_context3(decoder));
     avcodec_parameters_to_context(codec_.get(), stream_->codecpar);
     codec_->thread_count = 1;
+    codec_->max_pixels = kMostPixelsOfFrame;
     codec_->flags |= AV_CODEC_FLAG_BITEXACT;  // the same pixels on every processor
     if (const int status = avcodec_open2(codec_.get(), decoder, nullptr); status < 0)
       damaged(file_, because("a header that its decoder refuses", status));

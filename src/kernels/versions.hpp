@@ -2,29 +2,21 @@
 // All versions give the same bits: no reassociation, no contraction (see CMakeLists.txt).
 #pragma once
 
+namespace isograd::kernels {
+
+// 2: AVX-512, 1: AVX2 with FMA, 0: what every processor of the architecture has. The best that this processor
+// has, or what the variable ISOGRAD_PROCESSOR holds it to (scalar, avx2, avx512); ConfigError where that is
+// no level, or one above the processor's. A test lowers it to reach the other versions; nothing else writes
+// it.
+int& processor_level();
+
+}  // namespace isograd::kernels
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ISOGRAD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define ISOGRAD_AVX512 \
   __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")))
 #define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
-
-namespace isograd::kernels {
-
-// 2: AVX-512, 1: AVX2 with FMA, 0: what every x86-64 has. A test lowers it to reach the other versions;
-// nothing else writes it.
-inline int& processor_level() {
-  static int level = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
-      return 2;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
-  }();
-  return level;
-}
-
-}  // namespace isograd::kernels
 
 // Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for
 // the processor at hand; `arguments` repeats the names of the parameters. No ifunc: its resolvers run before

@@ -3,11 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "isograd/error.hpp"
 #include "kernels/flat.hpp"
 #include "kernels/reduce.hpp"
 #include "kernels/softmax.hpp"
@@ -171,3 +173,38 @@ TEST(VersionsBfloat16, OfSoftmaxGiveTheSameBits) {
 }  // namespace
 }  // namespace isograd::kernels
 #endif
+
+namespace isograd::kernels {
+namespace {
+
+// The variable is read once, at the first kernel of a process: each answer in a process of its own.
+void say_level(const char* variable) {
+  setenv("ISOGRAD_PROCESSOR", variable, 1);
+  try {
+    std::fprintf(stderr, "level %d\n", processor_level());
+  } catch (const ConfigError& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    std::exit(exit_status(error));
+  }
+  std::exit(0);
+}
+
+TEST(LevelsDeathTest, TheVariableLowersTheLevelAndNeverRaisesIt) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(say_level("scalar"), testing::ExitedWithCode(0), "level 0");
+  EXPECT_EXIT(say_level("sse9"), testing::ExitedWithCode(2), "sse9.*scalar, avx2 or avx512");
+#if !defined(__x86_64__)
+  EXPECT_EXIT(say_level("avx2"), testing::ExitedWithCode(2), "avx2 on a processor of level scalar");
+#endif
+}
+
+// Under `tests/processors.py LEVEL` the kernels follow it.
+TEST(Levels, AreThoseOfTheVariable) {
+  const char* variable = std::getenv("ISOGRAD_PROCESSOR");
+  if (!variable) return;
+  const int wanted = std::string(variable) == "avx512" ? 2 : std::string(variable) == "avx2" ? 1 : 0;
+  EXPECT_EQ(processor_level(), wanted);
+}
+
+}  // namespace
+}  // namespace isograd::kernels

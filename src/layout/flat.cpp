@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "isograd/error.hpp"
+#include "layout/storage.hpp"
 
 namespace isograd {
 
@@ -37,7 +38,11 @@ void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& 
   at::NoGradGuard no_grad;
   for (const Slot& slot : plan.slots) {
     at::Tensor parameter = parameters.at(slot.index).tensor;
-    parameter.set_data(slot_view(flat, slot));
+    const at::Tensor view = slot_view(flat, slot);
+    if (slot.numel > 0 && fills_its_storage(parameter))
+      give_memory(*parameter.storage().unsafeGetStorageImpl(), view);
+    else
+      parameter.set_data(view);
   }
 }
 

@@ -27,8 +27,9 @@ void pad_for(BucketPlan& plan, int parts);
 // [plan.numel] in the plan's dtype.
 void write_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
                       const at::Tensor& flat);
-// Makes the parameters views of `flat`: same tensors, new memory, whose values they take on. Their .grad are
-// not touched.
+// Brings the parameters into the memory of `flat`, whose values they take on: same tensors and, where they
+// fill them, same storages, so that what shares a parameter's memory goes with it. After a Claim on them.
+// Their .grad are not touched.
 void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
                      const at::Tensor& flat);
 

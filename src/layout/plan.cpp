@@ -78,14 +78,17 @@ std::int64_t padded(std::int64_t numel, std::int64_t alignment) {
 
 }  // namespace
 
-std::vector<NamedParameter> trainable_parameters(
-    const std::vector<std::pair<std::string, at::Tensor>>& named) {
-  std::vector<NamedParameter> parameters;
+TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  TrainableParameters parameters;
   std::unordered_map<const c10::TensorImpl*, std::string> seen;
   std::map<std::string, const c10::TensorImpl*> names;
   for (const auto& [name, tensor] : named) {
-    if (!tensor.defined() || !tensor.requires_grad()) continue;              // absent or frozen
+    if (!tensor.defined()) continue;
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), name).second) continue;  // tied: the first name stays
+    if (!tensor.requires_grad()) {
+      parameters.frozen.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+      continue;
+    }
     check_one(name, tensor);
     if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
       refuse(name, "two different tensors of this name", "a name for each parameter", "Rename one of them");

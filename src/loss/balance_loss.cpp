@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "isograd/error.hpp"
 
@@ -50,6 +51,7 @@ void BalanceLoss::collect(const at::Tensor& chosen) {
 void BalanceLoss::finish_collecting() {
   // A rank without micro-batches has collected nothing; a step's counts are not the next step's.
   if (collected_ || !counts_.defined()) counts_ = at::zeros({options_.experts + 1}, at::kLong);
+  tokens_left_ = counts_[options_.experts].item<std::int64_t>();
   if (data_.size() > 1) data_.all_reduce(counts_);
   collected_ = true;
 }
@@ -64,7 +66,15 @@ LossTerm BalanceLoss::term(const at::Tensor& probabilities, const at::Tensor& ch
   if (step && !collected_)
     refuse(options_.name, "term() of scope step before the routing of the step is known",
            "a pass without gradient with collect(), then finish_collecting()",
-           "Collect first, or use scope micro-batch");
+           "Collect first; or say Scope::kMicroBatch, a loss that depends on ranks and micro-batches");
+  // A checkpointed forward is made again in backward: the same tokens.
+  if (step && torch::autograd::get_current_graph_task_id() < 0) {
+    tokens_left_ -= probabilities.size(0);
+    if (tokens_left_ < 0)
+      refuse(options_.name, "terms over more tokens than were collected",
+             "the routing of this step, collected before it",
+             "Call collect() for each micro-batch and finish_collecting() before every step");
+  }
   at::Tensor counts = step ? counts_ : counts_of(chosen);
   if (!step && data_.size() > 1) data_.all_reduce(counts);
   const auto tokens = static_cast<double>(counts[options_.experts].item<std::int64_t>());

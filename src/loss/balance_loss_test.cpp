@@ -97,12 +97,49 @@ TEST_P(BalanceAt, IsTheLossOfTheWholeBatchInBothScopes) {
   }
 }
 
+// The same twelve micro-batches on any number of ranks: one loss. The other scope is another loss on each.
+TEST(Balance, ByDefaultDoesNotDependOnTheLayout) {
+  constexpr int kAll = 12;
+  const auto tokens_of = [](int i) { return features(i, 0).slice(0, 0, 3 + i % 4); };
+  std::vector<at::Tensor> all;
+  for (int i = 0; i < kAll; ++i) all.push_back(tokens_of(i));
+  const at::Tensor weight = router();
+  const at::Tensor wanted = torch::autograd::grad({plain(all, weight)}, {weight})[0];
+  const auto error_on = [&](int ranks, const BalanceLossOptions& options) {
+    double error = 0;
+    run_ranks(ranks, [&](World& world) {
+      const at::Tensor own = router();
+      BalanceLoss balance(options, world.group);
+      NoDenominator mean;
+      const MicroBatches batches(static_cast<std::size_t>(kAll / ranks),
+                                 batch_of_samples({}, at::zeros({1}, at::kLong), {1}));
+      const Denominator denominator = mean.denominator(mean.count(batches, world.group, false));
+      if (options.scope == Scope::kStep) {
+        for (int i = world.rank; i < kAll; i += ranks) balance.collect(route(tokens_of(i), own).chosen);
+        balance.finish_collecting();
+      }
+      for (int i = world.rank; i < kAll; i += ranks) {
+        const Routed routed = route(tokens_of(i), own);
+        mean.scale({balance.term(routed.probabilities, routed.chosen)}, denominator).backward();
+      }
+      at::Tensor sum = own.grad().clone();
+      world.group.all_reduce(sum);
+      if (world.rank == 0) error = (sum - wanted).norm().item<double>() / wanted.norm().item<double>();
+    });
+    return error;
+  };
+  for (const int ranks : {1, 2, 3, 4, 6}) {
+    EXPECT_LT(error_on(ranks, {.experts = kExperts}), 1e-13) << ranks;
+    EXPECT_GT(error_on(ranks, {.experts = kExperts, .scope = Scope::kMicroBatch}), 0.01) << ranks;
+  }
+}
+
 // f_e of the rank's own tokens only, a mistake of real trainers, is another loss.
 TEST(Balance, WithItsOwnRanksFractionsIsSeen) {
   run_ranks(3, [](World& world) {
     const at::Tensor weight = router();
     Group alone = Group::solo();
-    BalanceLoss local({.experts = kExperts}, alone);
+    BalanceLoss local({.experts = kExperts, .scope = Scope::kMicroBatch}, alone);
     const Routed routed = route(features(world.rank, 0), weight);
     at::Tensor value = local.term(routed.probabilities, routed.chosen).sum.detach() / 3;
     world.group.all_reduce(value);
@@ -122,12 +159,20 @@ TEST(Balance, RefusesWhatDoesNotFit) {
     return "no error";
   };
   EXPECT_THAT(error_of([&] { BalanceLoss({}, alone); }), HasSubstr("0 experts"));
-  BalanceLoss step({.experts = 3, .scope = Scope::kStep}, alone), batch({.experts = 3}, alone);
+  BalanceLoss step({.experts = 3}, alone), batch({.experts = 3, .scope = Scope::kMicroBatch}, alone);
   const at::Tensor p = at::full({2, 3}, 1.0 / 3), chosen = at::zeros({2, 1}, at::kLong);
   EXPECT_THAT(error_of([&] { step.term(p, chosen); }), HasSubstr("before the routing of the step is known"));
   EXPECT_THAT(error_of([&] { batch.collect(chosen); }), HasSubstr("scope micro-batch"));
   EXPECT_THAT(error_of([&] { batch.term(at::ones({2, 4}), chosen); }), HasSubstr("[2, 4]"));
   EXPECT_THAT(error_of([&] { batch.term(p, chosen + 3); }), HasSubstr("from 0 to 2"));
+  // A step's routing is not the next step's.
+  step.collect(chosen);
+  step.finish_collecting();
+  EXPECT_EQ(error_of([&] { step.term(p, chosen); }), "no error");
+  EXPECT_THAT(error_of([&] { step.term(p, chosen); }), HasSubstr("more tokens than were collected"));
+  step.collect(chosen);
+  step.finish_collecting();
+  EXPECT_EQ(error_of([&] { step.term(p, chosen); }), "no error");
   EXPECT_EQ(batch.term(at::ones({0, 3}), at::zeros({0, 1}, at::kLong)).sum.item<double>(), 0);
 }
 

@@ -23,6 +23,7 @@ void add(Census& total, const Census& call) {
   add(total.targets_by_rank, call.targets_by_rank);
   total.rank = call.rank;
   total.rounds += call.rounds;
+  total.call_rounds = call.call_rounds;
   total.weights += call.weights;
   total.samples += call.samples;
   total.silent += call.silent;

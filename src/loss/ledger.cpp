@@ -60,10 +60,10 @@ void TermLedger::add(const LossTerms& terms, double share, const Denominator& de
     const double divisor = denominator.of_term(term);
     if (divisor == 0) continue;
     const double value = term.sum.item<double>() / divisor;
-    if (term.replicated && census.rank != census.first_with_micro_batches())
-      loss_ -= term.weight * value;  // another rank logs it
-    else
+    if (!term.replicated || census.rank == census.first_with_micro_batches())
       terms_[i].value += value;
+    else if (term.weight != 0)  // it is in the share, and another rank logs it
+      loss_ -= term.weight * value;
   }
 }
 

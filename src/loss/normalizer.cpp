@@ -63,6 +63,12 @@ void check_terms(const LossTerms& terms) {
       refuse(where, "a value that the normaliser has divided already", "a sum that nothing has divided",
              "Divide once: return sums from the forward function, or use NoDenominator for a loss that is "
              "normalised already");
+    if (term.weight != 0 && begins_in_16_bits(term.sum))
+      refuse(
+          where, "a sum whose gradient begins in 16 bits, to which the division would be rounded",
+          "losses in float32 or float64, and their sum",
+          "Convert what the loss is computed from (logits.to(at::kFloat)), or take isograd's losses, which "
+          "do that themselves");
   }
 }
 
@@ -81,6 +87,25 @@ bool is_share(const at::Tensor& value) {
           edge.function->input_metadata(0).shape_as_dim_vector().empty() && !next)
         next = edge.function;
     node = next;
+  }
+  return false;
+}
+
+bool begins_in_16_bits(const at::Tensor& sum) {
+  const auto narrow = [](at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; };
+  if (narrow(sum.scalar_type())) return true;
+  constexpr std::size_t kMany = 64;
+  std::vector<torch::autograd::Node*> nodes = {sum.grad_fn().get()};
+  for (std::size_t i = 0; i < nodes.size() && nodes[i] && nodes.size() < kMany; ++i) {
+    const std::string name = nodes[i]->name();
+    const bool passes_on = name.starts_with("Sum") || name.starts_with("Mean") || name.starts_with("ToCopy");
+    for (const auto& edge : nodes[i]->next_edges()) {
+      if (!edge.function || edge.function->next_edges().empty()) continue;  // a leaf keeps its own type
+      const auto& made = edge.function->input_metadata(edge.input_nr);
+      if (!passes_on && !made.shape_as_dim_vector().empty()) continue;
+      if (narrow(c10::typeMetaToScalarType(made.dtype()))) return true;
+      nodes.push_back(edge.function.get());
+    }
   }
   return false;
 }

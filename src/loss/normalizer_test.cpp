@@ -177,6 +177,63 @@ TEST(Scale, RefusesToDivideTwice) {
               HasSubstr("denominator 0"));
 }
 
+// 1/N in bf16 is off by up to 2^-9 (0.14 % for 1015 targets), and so is then the whole gradient.
+TEST(Scale, RefusesToRoundTheDivisionTo16Bits) {
+  TokenMean mean;
+  const Denominator denominator{.value = 1015, .targets = 1015};
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    at::Tensor x = at::ones({4, 3}, type).requires_grad_(true);
+    const at::Tensor each = (x * 2).sum(1);  // a loss of each token
+    const std::vector<at::Tensor> narrow = {each.sum(),
+                                            each.sum() * 3,
+                                            each.sum().to(at::kFloat),
+                                            each.sum().to(at::kDouble) + at::ones({}, at::kDouble),
+                                            each.sum(at::kFloat),
+                                            each.to(at::kFloat).sum(),
+                                            each.to(at::kFloat).sum().to(at::kDouble) * 2};
+    for (std::size_t i = 0; i < narrow.size(); ++i)
+      EXPECT_THAT(error_of([&] {
+                    mean.scale({{"low", narrow[i]}}, denominator);
+                  }),
+                  AllOf(HasSubstr("'low'"), HasSubstr("begins in 16 bits")))
+          << i;
+    EXPECT_EQ(error_of([&] {
+                mean.scale({{"low", each.sum(), Mean::kStep, 0.0}}, denominator);
+              }),
+              "no error")
+        << "of weight 0: nothing flows back";
+    // In single precision the division is right before anything is rounded, to one unit of bf16 or fp16.
+    const at::Tensor wide = (x.to(at::kFloat) * 2).square().sum();
+    mean.scale({{"wide", wide}}, denominator).backward();
+    const at::Tensor exact = at::full({4, 3}, 8.0 / 1015);
+    EXPECT_LE(((x.grad().to(at::kFloat) - exact) / exact).abs().max().item<double>(), 0x1p-9);
+  }
+  // A parameter in bf16 by itself keeps its own type.
+  at::Tensor gain = at::ones({}, at::kBFloat16).requires_grad_(true);
+  EXPECT_EQ(error_of([&] { mean.scale({{"gain", gain.to(at::kFloat) * 2}}, denominator); }), "no error");
+}
+
+// A term that is only watched is logged as it is, and stops nothing.
+TEST(TermLedger, KeepsAValueThatIsNoNumberOutOfTheLoss) {
+  Census census;
+  census.micro_batches_by_rank = {1, 1};
+  const Denominator denominator{.value = 2};
+  const double nan = std::nan("");
+  for (const int rank : {0, 1}) {
+    census.rank = rank;
+    TermLedger ledger;
+    ledger.add({{"cross_entropy", at::full({}, 3.0)},
+                {"watched", at::full({}, nan), Mean::kNone, 0.0},
+                {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
+               1.5, denominator, census);
+    const auto message = ledger.message(census);
+    EXPECT_EQ(message[0], 1.5) << rank;
+    if (rank == 0) {
+      EXPECT_TRUE(std::isnan(TermLedger::read(message).at(1).value));
+    }
+  }
+}
+
 // ---- deferred ----
 
 TEST(Deferred, RefusesWhatCannotShareABuffer) {
@@ -196,6 +253,23 @@ TEST(Deferred, RefusesWhatCannotShareABuffer) {
   EXPECT_THAT(error_of([] { Deferred(std::make_unique<TokenMean>(NormalizerOptions{.replicas = 2})); }),
               HasSubstr("per-replica"));
   EXPECT_THAT(error_of([] { Deferred(nullptr); }), HasSubstr("no mean"));
+}
+
+TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
+  run_ranks(3, [](World& world) {
+    Deferred mean(std::make_unique<TokenMean>());
+    for (int call = 1; call <= 3; ++call) {
+      const MicroBatches own(static_cast<std::size_t>(world.rank == call - 1 ? 2 : 1),
+                             batch_of({{call, 2, 2}}));
+      const Census census = mean.count(own, world.group, false);
+      EXPECT_EQ(census.call_rounds, 2);
+      EXPECT_EQ(census.rounds, 2 * call);
+      EXPECT_EQ(census.targets, 8 * call);
+    }
+    // What an evaluation divides by knows nothing of the step that is under way, and leaves it alone.
+    EXPECT_EQ(mean.undeferred().count({batch_of({{9, 5, 5}})}, world.group, false).targets, 15);
+    EXPECT_EQ(mean.count({}, world.group, false).targets, 24);
+  });
 }
 
 // ---- what is logged ----

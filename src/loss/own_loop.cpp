@@ -24,10 +24,11 @@ struct AccumulatedShare : torch::autograd::Function<AccumulatedShare> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list upstream) {
     const double fraction = ctx->saved_data["fraction"].toDouble();
+    // A micro-batch without tokens: no gradient, where zeros would become 0 / 0 in a mean over nothing. The
+    // nodes below pass "none" on uncomputed; those that exchange something with other ranks still do.
+    if (fraction == 0) return {at::Tensor(), at::Tensor(), at::Tensor()};
     const at::Tensor like = ctx->get_saved_variables()[0];
-    // A micro-batch without tokens: exactly zero, whatever comes from above.
-    at::Tensor gradient = fraction == 0 ? at::zeros_like(like) : (upstream[0] * fraction).expand_as(like);
-    return {gradient, at::Tensor(), at::Tensor()};
+    return {(upstream[0] * fraction).expand_as(like), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -61,6 +62,10 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
   if (is_share(mean_loss))
     refuse("a value that was divided already", "the mean over this micro-batch's valid tokens",
            "Divide once: pass the plain mean");
+  if (local_valid > 0 && begins_in_16_bits(mean_loss))
+    refuse("a mean whose gradient begins in 16 bits, to which the division would be rounded",
+           "losses in float32 or float64, and their mean",
+           "Convert what the loss is computed from (logits.to(at::kFloat))");
   double value = 0;
   if (local_valid > 0)
     value = mean_loss.detach().to(at::kDouble).item<double>() * static_cast<double>(local_valid);

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -28,6 +29,16 @@ Batch batch_of(std::int64_t valid, std::int64_t ignored = 0, std::int64_t id = 1
 
 at::Tensor parameter(double value) {
   return at::full({}, value, at::kDouble).requires_grad_(true);
+}
+
+template <typename F>
+std::string error_of(F&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
 }
 
 TEST(CountValidTokens, AddsMicroBatchesAndRanks) {
@@ -65,24 +76,74 @@ TEST(GradientAccumulateLoss, OfNoTokensIsExactlyZeroThoughItsMeanIsNaN) {
     const at::Tensor mean = world.rank == 0 ? x * 2 : x * std::nan("");
     const at::Tensor share = gradient_accumulate_loss(mean, world.rank == 0 ? 5 : 0, 5, world.group);
     EXPECT_EQ(share.item<double>(), 6);
-    at::Tensor at_mean = torch::autograd::grad({share}, {mean}, {}, true)[0];
-    EXPECT_EQ(at_mean.item<double>(), world.rank == 0 ? 1 : 0);
-    const at::Tensor nothing = gradient_accumulate_loss(x * std::nan(""), 0, 0, world.group);
-    EXPECT_EQ(nothing.item<double>(), 0);
-    EXPECT_EQ(
-        torch::autograd::grad({gradient_accumulate_loss(x * 7, 0, 0, world.group)}, {x})[0].item<double>(),
-        0);
+    share.backward();
+    EXPECT_EQ(x.grad().defined() ? x.grad().item<double>() : 0, world.rank == 0 ? 2 : 0);
+    at::Tensor y = parameter(3);
+    for (const at::Tensor& nothing : {y * std::nan(""), y * 7}) {
+      const at::Tensor of_none = gradient_accumulate_loss(nothing, 0, 0, world.group);
+      EXPECT_EQ(of_none.item<double>(), 0);
+      of_none.backward();
+      EXPECT_FALSE(y.grad().defined());
+    }
   });
 }
 
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
+// However people write a mean over nothing: the derivative of each is 0 / 0. What the forward exchanges with
+// other ranks is exchanged in backward too, or those would wait.
+TEST(GradientAccumulateLoss, OfNoTokensLeavesNoNaNHoweverTheMeanIsWritten) {
+  const at::Tensor rows = at::sin(at::arange(12, at::kDouble)).view({4, 3});
+  const at::Tensor start = at::cos(at::arange(15, at::kDouble)).view({3, 5});
+  for (int kind = 0; kind < 4; ++kind)
+    for (const bool exchanged : {false, true})
+      run_ranks(3, [&](World& world) {
+        const auto mean_of = [&](const at::Tensor& weight, const at::Tensor& targets, Group* over) {
+          at::Tensor x = rows.matmul(weight);
+          // Each rank's logits reach the others, as attention over context ranks lets them.
+          if (over) x = x + differentiable::all_reduce(*over, x.slice(1, 0, 1));
+          const at::Tensor mask = targets.ne(kIgnoreIndex);
+          const at::Tensor nll =
+              -at::log_softmax(x, 1).gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1);
+          switch (kind) {
+            case 0:
+              return at::cross_entropy_loss(x, targets);
+            case 1:
+              return nll.index({mask}).mean();
+            case 2:
+              return (nll * mask).sum() / mask.sum();
+            default:
+              return at::where(mask, nll, 0.0).sum() / mask.sum().item<double>();
+          }
+        };
+        const bool empty = world.rank == 1;
+        const at::Tensor targets =
+            empty ? at::full({4}, kIgnoreIndex, at::kLong) : at::arange(4) + world.rank / 2;
+        at::Tensor weight = start.clone().requires_grad_(true);
+        const at::Tensor mean = mean_of(weight, targets, exchanged ? &world.group : nullptr);
+        EXPECT_EQ(std::isnan(mean.item<double>()), empty);
+        gradient_accumulate_loss(mean, empty ? 0 : 4, 8, world.group).backward();
+        EXPECT_EQ(weight.grad().defined(), !empty || exchanged);
+        sync_context_gradients({weight}, world.group);
+        // One process: both ranks' tokens, and the empty rank's part in their logits.
+        at::Tensor alone = start.clone().requires_grad_(true);
+        at::Tensor x = rows.matmul(alone);
+        if (exchanged) x = x + 3 * x.slice(1, 0, 1);
+        at::cross_entropy_loss(at::cat({x, x}), at::cat({at::arange(4), at::arange(4) + 1})).backward();
+        EXPECT_LT((weight.grad() - alone.grad()).norm().item<double>(), 1e-14) << kind << exchanged;
+      });
+}
+
+// n_k / N rounded to bf16 is off by up to 2^-9, another amount in each micro-batch.
+TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
+  Group alone = Group::solo();
+  at::Tensor x = at::ones({3}, at::kBFloat16).requires_grad_(true);
+  const auto refusal = [&](const at::Tensor& mean, std::int64_t valid) {
+    return error_of([&] { gradient_accumulate_loss(mean, valid, 7, alone); });
+  };
+  EXPECT_THAT(refusal((x * 2).mean(), 3), HasSubstr("begins in 16 bits"));
+  EXPECT_THAT(refusal((x * 2).mean().to(at::kFloat), 3), HasSubstr("begins in 16 bits"));
+  EXPECT_THAT(refusal((x * 2).to(at::kFloat).mean(), 3), HasSubstr("begins in 16 bits"));
+  EXPECT_EQ(refusal((x.to(at::kFloat) * 2).mean(), 3), "no error");
+  EXPECT_EQ(refusal((x * 2).mean(), 0), "no error") << "nothing is divided";
 }
 
 TEST(GradientAccumulateLoss, RefusesBadCountsAndASecondDivision) {

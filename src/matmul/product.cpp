@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <exception>
+
 namespace isograd {
 namespace {
 
@@ -33,20 +35,67 @@ const std::optional<OneDnn>& one_dnn() {
 
 constexpr std::int64_t kFewRows = 8;  // below, preparing the operands costs more than it saves
 
-bool takes_one_dnn(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_cpu() && (a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16) &&
-         a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 && at::globalContext().userEnabledMkldnn() &&
-         one_dnn().has_value();
+at::Tensor by_one_dnn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
+                      const at::Tensor& bias) {
+  const std::optional<at::Tensor> row = bias.defined() ? std::optional(bias) : std::nullopt;
+  if (addend.defined()) return one_dnn()->linear_plus.call(a, addend, b, row, "add");
+  return one_dnn()->linear.call(a, b, row, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// 0, 1, 2, 3, 4 less 2, over and over: sums of few products of them are exact in every type.
+at::Tensor small_numbers(at::IntArrayRef shape) {
+  const auto options = at::TensorOptions().dtype(at::kDouble);
+  return at::arange(c10::multiply_integers(shape), options).remainder(5).sub(2).view(shape);
+}
+
+// Which types oneDNN multiplies depends on the processor (bf16: only with AVX-512 or newer instructions), and
+// it says so by failing. So it is asked once for each type, by every form of product that is used.
+bool one_dnn_computes(at::ScalarType type) {
+  if (!one_dnn()) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor a = small_numbers({kFewRows, 11}), b = small_numbers({6, 11}),
+                   addend = small_numbers({kFewRows, 6}), bias = small_numbers({6});
+  try {
+    for (const bool adds : {false, true})
+      for (const bool has_bias : {false, true})
+        for (const bool turned : {false, true}) {
+          const auto of = [&](const at::Tensor& x) {
+            return turned ? x.t().contiguous().t().to(type) : x.to(type);
+          };
+          const at::Tensor plus = adds ? addend : at::Tensor(), row = has_bias ? bias : at::Tensor();
+          const at::Tensor found =
+              by_one_dnn(of(a), of(b), adds ? addend.to(type) : plus, has_bias ? bias.to(type) : row);
+          if (!found.to(at::kDouble).equal(naive::product(a, b, plus, row))) return false;
+        }
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+bool takes_one_dnn(at::ScalarType type) {
+  static const bool single = one_dnn_computes(at::kFloat), half = one_dnn_computes(at::kBFloat16);
+  return type == at::kFloat ? single : type == at::kBFloat16 && half;
+}
+
+// Numbers of bf16 multiplied in fp32 and rounded once, as kernels of bf16 do it; LibTorch's own product of
+// bf16 is several times slower on processors without instructions for it.
+at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
+                   const at::Tensor& bias) {
+  const auto wide = [](const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; };
+  return product(wide(a), wide(b), wide(addend), wide(bias)).to(at::kBFloat16);
 }
 
 }  // namespace
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                    const at::Tensor& bias) {
-  if (!takes_one_dnn(a, b)) return naive::product(a, b, addend, bias);
-  const std::optional<at::Tensor> row = bias.defined() ? std::optional(bias) : std::nullopt;
-  if (addend.defined()) return one_dnn()->linear_plus.call(a, addend, b, row, "add");
-  return one_dnn()->linear.call(a, b, row, "none", c10::List<std::optional<at::Scalar>>(), "");
+  if (a.is_cpu() && a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 &&
+      at::globalContext().userEnabledMkldnn()) {
+    if (takes_one_dnn(a.scalar_type())) return by_one_dnn(a, b, addend, bias);
+    if (a.scalar_type() == at::kBFloat16) return widened(a, b, addend, bias);
+  }
+  return naive::product(a, b, addend, bias);
 }
 
 namespace naive {

@@ -7,8 +7,8 @@ namespace isograd {
 
 // a bᵀ (+ addend) (+ bias over rows); a [m, k], b [n, k], addend [m, n], bias [n]; a and b may be transposed
 // views, addend and bias undefined. On the CPU in fp32 and bf16 by oneDNN, which on many processors is twice
-// as fast as the BLAS behind at::mm; in fp64, for few rows and on other devices by at::mm. Accumulates in
-// fp32 (fp64 for fp64); the same bits run to run.
+// as fast as the BLAS behind at::mm; bf16 in fp32 where oneDNN has no bf16 for the processor; in fp64, for
+// few rows and on other devices by at::mm. Accumulates in fp32 (fp64 for fp64); the same bits run to run.
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 

@@ -15,7 +15,7 @@ namespace {
 }
 
 void at_least_one(const char* key, std::int64_t value) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;  // products of two stay far from overflow
+  constexpr std::int64_t kMost = std::int64_t{1} << 28;  // bytes of a product of two stay far from overflow
   if (value < 1 || value > kMost) bad(key, std::to_string(value), fmt::format("1 to {}", kMost));
 }
 
@@ -64,6 +64,7 @@ void check(const DecoderConfig& config) {
   at_least_one("heads", config.heads);
   at_least_one("key_value_heads", config.key_value_heads);
   at_least_one("head_dim", config.head_dim);
+  at_least_one("heads * head_dim", config.heads * config.head_dim);
   at_least_one("feed_forward", config.feed_forward);
   at_least_one("max_positions", config.max_positions);
   if (config.heads % config.key_value_heads != 0)
@@ -78,9 +79,17 @@ void check(const DecoderConfig& config) {
   above_zero("norm_epsilon", config.norm_epsilon);
   if (!(config.initializer_range >= 0) || !std::isfinite(config.initializer_range))
     bad("initializer_range", fmt::format("{}", config.initializer_range), "0 or more");
-  const std::pair<const char*, std::int64_t> tokens[] = {{"bos", config.bos}, {"eos", config.eos}};
+  const std::pair<const char*, std::int64_t> tokens[] = {
+      {"bos", config.bos}, {"eos", config.eos}, {"pad", config.pad}};
   for (const auto& [key, token] : tokens)
     if (token < -1) bad(key, std::to_string(token), "-1 (none) or a token");
+  if (config.pad >= config.vocabulary)
+    bad("pad", std::to_string(config.pad),
+        fmt::format("-1 (none), or below vocabulary, {}", config.vocabulary));
+  if (config.sliding_window < 0 || (config.sliding_window > 0 && family == "llama"))
+    bad("sliding_window", std::to_string(config.sliding_window),
+        family == "llama" ? "0 (none) for llama" : "0 (none) or more");
+  if (config.full_layers < 0) bad("full_layers", std::to_string(config.full_layers), "0 or more");
 
   // What the families' files in Hugging Face's form can say.
   const auto wants = [&](const char* key, bool found, bool expected) {

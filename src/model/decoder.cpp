@@ -108,7 +108,7 @@ at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const a
 
 at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
                                    const Attend& attend) const {
-  at::Tensor stream = at::embedding(embedding, tokens);  // [T, hidden]
+  at::Tensor stream = at::embedding(embedding, tokens, config.pad);  // [T, hidden]
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
     if (!around) {
       stream = block(layer, stream, cos, sin, attend);
@@ -167,6 +167,15 @@ at::Tensor DecoderLM::hidden(const Batch& batch) {
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
     lengths.push_back(batch.cut ? batch.cut->document_length(batch.cut->own().at(f).document)
                                 : batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
+  if (const std::int64_t window = impl_->config.sliding_window; window > 0)
+    for (const std::int64_t length : lengths)
+      if (length > window)
+        throw ConfigError(
+            {.where = "batch for the model",
+             .found = fmt::format("a document of {} tokens", length),
+             .expected = fmt::format(
+                 "at most {}, the sliding window: attention within a window is not supported", window),
+             .action = "Shorten the packs (data.pack_length)"});
   const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths);
   Attend attend;
   if (impl_->given_attention)

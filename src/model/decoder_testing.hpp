@@ -1,7 +1,11 @@
 // Small models and batches for tests.
 #pragma once
 
+#include <functional>
+#include <string>
+
 #include "isograd/decoder_lm.hpp"
+#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
 namespace isograd {
@@ -67,6 +71,16 @@ inline void perturb(DecoderLM& model, std::uint64_t seed) {
     for (std::int64_t i = 0; i < tensor.numel(); ++i)
       tensor[i] += 0.3 * random_normal(key, static_cast<std::uint64_t>(i));
   }
+}
+
+// The text of the ConfigError that `work` throws.
+inline std::string message_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
 }
 
 }  // namespace isograd

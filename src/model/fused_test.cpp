@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
-#include "matmul/product.hpp"
+#include "kernels/versions.hpp"
 
 namespace isograd {
 namespace {
@@ -117,6 +117,24 @@ TEST(Fused, AgreesWithPlainAten) {
       }
 }
 
+// The passes over rows are compiled for several instruction sets.
+TEST(Fused, HasTheSameBitsInEveryVersion) {
+  const int best = kernels::processor_level();
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const auto& [name, fused, twin, shapes] : cases(type)) {
+      const auto inputs = draw(shapes, type, 5);
+      std::vector<at::Tensor> wanted;
+      for (int level = 0; level <= best; ++level) {
+        kernels::processor_level() = level;
+        const auto results = run(fused, inputs);
+        if (level == 0) wanted = results;
+        for (std::size_t i = 0; i < results.size(); ++i)
+          EXPECT_TRUE(results[i].equal(wanted[i])) << name << ", result " << i << ", level " << level;
+      }
+    }
+  kernels::processor_level() = best;
+}
+
 // Central differences in fp64 along random directions: their own error is h²·f‴ + u·f/h.
 TEST(Fused, GradientsAreDerivatives) {
   for (const auto& [name, fused, twin, shapes] : cases(at::kDouble)) {
@@ -176,30 +194,6 @@ TEST(Fused, ASecondDerivativeIsRefused) {
         torch::autograd::grad({loss_of(fused(leaves))}, leaves, {}, std::nullopt, /*create_graph=*/true),
         BrokenInvariant)
         << name;
-  }
-}
-
-TEST(Product, EveryFormAgreesWithAddmm) {
-  for (const auto& [type, tolerance] :
-       {std::pair{at::kDouble, 1e-15}, {at::kFloat, 1e-6}, {at::kBFloat16, 1e-2}})
-    for (const std::int64_t m : {0, 1, 7, 8, 65})
-      for (const bool transposed : {false, true}) {
-        const auto x = draw({{m, 33}, {50, 33}, {m, 50}, {50}}, type, 7);
-        const at::Tensor a = transposed ? x[0].t().contiguous().t() : x[0];
-        const at::Tensor b = transposed ? x[1].t().contiguous().t() : x[1];
-        for (const at::Tensor& addend : {at::Tensor(), x[2]})
-          for (const at::Tensor& bias : {at::Tensor(), x[3]})
-            EXPECT_LT(relative(product(a, b, addend, bias), naive::product(a, b, addend, bias)), tolerance)
-                << c10::toString(type) << " rows " << m << " transposed " << transposed;
-      }
-}
-
-TEST(Product, SameBitsRunToRun) {
-  const auto x = draw({{65, 130}, {50, 130}}, at::kFloat, 8);
-  const at::Tensor first = product(x[0], x[1]);
-  for (int i = 0; i < 20; ++i) {
-    const at::Tensor elsewhere = at::empty({i * 3 + 1});  // another place in memory for what follows
-    EXPECT_TRUE(product(x[0].clone(), x[1].clone()).equal(first));
   }
 }
 

@@ -104,6 +104,9 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
   Cache cache(static_cast<std::size_t>(config.layers));
   while (static_cast<std::int64_t>(answer.size()) < options.max_tokens) {
     const auto length = static_cast<std::int64_t>(text.size());
+    if (config.sliding_window > 0 && length > config.sliding_window)
+      bad("generate", fmt::format("a text of {} tokens", length),
+          fmt::format("at most {}, the sliding window of the model", config.sliding_window));
     // Where all angles change with the length, the cached keys are of no use: compute the whole text again.
     if (impl.rotary.depends_on_length(length))
       cache = Cache(static_cast<std::size_t>(config.layers)), done = 0;

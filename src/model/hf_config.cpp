@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
 
@@ -13,7 +14,8 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-// Keys that say how a model was made, stored or is used, and nothing about what it computes.
+// Keys that say how a model was made, stored or is used (generation included, as older files have it), and
+// nothing about what it computes: transformers' code of these families reads none of them.
 const std::set<std::string> kHarmless = {"_name_or_path",
                                          "name_or_path",
                                          "architectures",
@@ -21,7 +23,6 @@ const std::set<std::string> kHarmless = {"_name_or_path",
                                          "torch_dtype",
                                          "dtype",
                                          "use_cache",
-                                         "pad_token_id",
                                          "return_dict",
                                          "output_attentions",
                                          "output_hidden_states",
@@ -32,7 +33,44 @@ const std::set<std::string> kHarmless = {"_name_or_path",
                                          "_commit_hash",
                                          "_attn_implementation",
                                          "attn_implementation",
-                                         "tokenizer_class"};
+                                         "_attn_implementation_autoset",
+                                         "tokenizer_class",
+                                         "torchscript",
+                                         "finetuning_task",
+                                         "max_sequence_length",
+                                         "is_llama_config",
+                                         "transformers.js_config",
+                                         "unsloth_fixed",
+                                         "unsloth_version",
+                                         "bad_words_ids",
+                                         "begin_suppress_tokens",
+                                         "decoder_start_token_id",
+                                         "diversity_penalty",
+                                         "do_sample",
+                                         "early_stopping",
+                                         "encoder_no_repeat_ngram_size",
+                                         "exponential_decay_length_penalty",
+                                         "forced_bos_token_id",
+                                         "forced_eos_token_id",
+                                         "length_penalty",
+                                         "max_length",
+                                         "min_length",
+                                         "no_repeat_ngram_size",
+                                         "num_beam_groups",
+                                         "num_beams",
+                                         "num_return_sequences",
+                                         "output_scores",
+                                         "prefix",
+                                         "remove_invalid_values",
+                                         "repetition_penalty",
+                                         "return_dict_in_generate",
+                                         "sep_token_id",
+                                         "suppress_tokens",
+                                         "task_specific_params",
+                                         "temperature",
+                                         "top_k",
+                                         "top_p",
+                                         "typical_p"};
 
 bool is_qwen(const std::string& family) {
   return family == "qwen2" || family == "qwen3";
@@ -49,6 +87,11 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
   const std::string old_kind = reader.text("type", "default");
   scaling = {};
   scaling.kind = reader.text("rope_type", old_kind);
+  // What transformers takes as Python's `x or absent`.
+  const auto number_or = [&](const char* key, double absent) {
+    const double given = reader.find(key) ? reader.number(key) : 0;
+    return given == 0 ? absent : given;
+  };
   if (const std::string& kind = scaling.kind;
       kind != "default" && kind != "linear" && kind != "dynamic" && kind != "llama3" && kind != "yarn")
     reader.bad("rope_type", kind, "default, linear, dynamic, llama3 or yarn");
@@ -66,12 +109,18 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
   }
   if (scaling.kind == "yarn") {
     original();
-    scaling.factor = reader.number("factor", static_cast<double>(config.max_positions) /
-                                                 static_cast<double>(scaling.original_max_positions));
-    scaling.beta_fast = reader.number("beta_fast", 32), scaling.beta_slow = reader.number("beta_slow", 1);
-    scaling.truncate = reader.flag("truncate", true);
+    const double ratio =
+        static_cast<double>(config.max_positions) / static_cast<double>(scaling.original_max_positions);
+    if (!reader.has("factor"))
+      reader.bad_value("factor", fmt::format("a number, or null for max_position_embeddings / "
+                                             "original_max_position_embeddings, {}",
+                                             ratio));
+    scaling.factor = reader.find("factor") ? reader.number("factor") : ratio;
+    scaling.beta_fast = number_or("beta_fast", 32), scaling.beta_slow = number_or("beta_slow", 1);
+    // Null is not true: only where the key is absent does transformers take its default.
+    scaling.truncate = !reader.has("truncate") || (reader.find("truncate") && reader.flag("truncate", true));
     if (reader.find("attention_factor")) scaling.attention_factor = reader.number("attention_factor");
-    const double scale = reader.number("mscale", 0), all = reader.number("mscale_all_dim", 0);
+    const double scale = number_or("mscale", 0), all = number_or("mscale_all_dim", 0);
     if (!scaling.attention_factor && scale != 0 && all != 0) {
       const auto magnitude = [&](double weight) {
         return scaling.factor <= 1 ? 1.0 : 0.1 * weight * std::log(scaling.factor) + 1.0;
@@ -82,34 +131,42 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
   reader.finish({});
 }
 
-// transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+// transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. Where both have
+// something in them transformers takes rope_scaling alone; a base that it does not name is rope_theta, or
+// 10000. A file whose spellings say different things is refused: who wrote it meant one of them.
 void read_rotary(JsonReader& reader, const std::string& where, DecoderConfig& config) {
-  config.rope_theta = reader.number("rope_theta", 10000);
+  const double theta = reader.number("rope_theta", 10000);
   const bool theta_given = reader.has("rope_theta");
-  const double theta = config.rope_theta;
-  const auto* old_scaling = reader.find("rope_scaling");
-  if (old_scaling) read_scaling(*old_scaling, where + "rope_scaling", config);
-  if (const auto* parameters = reader.find("rope_parameters")) {
-    const RopeScaling before = config.rope_scaling;
-    read_scaling(*parameters, where + "rope_parameters", config);
-    const RopeScaling& now = config.rope_scaling;
-    const auto fields = [](const RopeScaling& s) {
-      return std::tuple(s.kind, s.factor, s.low_frequency_factor, s.high_frequency_factor,
+  config.rope_theta = theta;
+  std::optional<DecoderConfig> before;
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    const auto* object = reader.find(key);
+    if (!object || (object->is_object() && object->empty())) continue;
+    DecoderConfig found = config;
+    found.rope_theta = theta;
+    read_scaling(*object, where + key, found);
+    const auto fields = [](const DecoderConfig& c) {
+      const RopeScaling& s = c.rope_scaling;
+      return std::tuple(c.rope_theta, s.kind, s.factor, s.low_frequency_factor, s.high_frequency_factor,
                         s.original_max_positions, s.beta_fast, s.beta_slow, s.truncate, s.attention_factor);
     };
-    if ((theta_given && theta != config.rope_theta) || (old_scaling && fields(before) != fields(now)))
-      reader.bad("rope_parameters", brief(*parameters), "the same as rope_theta and rope_scaling beside it");
+    if ((theta_given && found.rope_theta != theta) || (before && fields(*before) != fields(found)))
+      reader.bad(key, fmt::format("{} (base {})", brief(*object), found.rope_theta),
+                 before ? fmt::format("the same as rope_scaling beside it (base {})", before->rope_theta)
+                        : fmt::format("the base of rope_theta beside it, {}", theta));
+    before = found;
   }
+  if (before) config = *before;
 }
 
-// A sliding window is harmless only where no sequence can be longer than it.
+// A window is kept as the file says it; DecoderLM refuses documents that it would cut.
 void read_window(JsonReader& reader, DecoderConfig& config) {
   bool slides = false;
   if (config.family == "mistral") {
     slides = reader.find("sliding_window") || !reader.has("sliding_window");  // absent: transformers' 4096
   } else if (is_qwen(config.family)) {
-    const std::int64_t full = reader.integer("max_window_layers", 28);
-    slides = reader.flag("use_sliding_window", false) && full < config.layers &&
+    config.full_layers = reader.integer("max_window_layers", 28);
+    slides = reader.flag("use_sliding_window", false) &&
              (reader.find("sliding_window") || !reader.has("sliding_window"));
     reader.find("sliding_window");  // says nothing unless it is used
   } else {
@@ -118,24 +175,41 @@ void read_window(JsonReader& reader, DecoderConfig& config) {
   if (const auto* types = reader.find("layer_types")) {
     if (!types->is_array() || static_cast<std::int64_t>(types->size()) != config.layers)
       reader.bad_value("layer_types", fmt::format("a list of {} entries", config.layers));
-    for (const auto& type : *types)
-      if (type != "full_attention")
-        reader.bad("layer_types", brief(type), "\"full_attention\" in every layer");
-    if (config.family != "mistral") slides = false;
+    std::int64_t full = 0;
+    while (full < config.layers && (*types)[static_cast<std::size_t>(full)] == "full_attention") ++full;
+    const bool may_slide = slides && is_qwen(config.family);
+    for (std::int64_t layer = full; layer < config.layers; ++layer)
+      if (const auto& type = (*types)[static_cast<std::size_t>(layer)];
+          !may_slide || type != "sliding_attention")
+        reader.bad("layer_types", brief(type),
+                   may_slide ? "\"full_attention\" in the first layers, then \"sliding_attention\""
+                             : "\"full_attention\" in every layer");
+    if (may_slide) config.full_layers = full;  // what they say counts before max_window_layers
   }
-  const std::int64_t window = slides ? reader.integer("sliding_window", 4096) : config.max_positions;
-  if (window < config.max_positions)
-    reader.bad("sliding_window", std::to_string(window),
-               fmt::format("null, or at least max_position_embeddings ({}): attention within a window is not "
-                           "supported",
-                           config.max_positions));
+  if (!slides || (is_qwen(config.family) && config.full_layers >= config.layers)) {
+    config.full_layers = 0;
+    return;
+  }
+  config.sliding_window = reader.integer("sliding_window", 4096);
+  if (config.sliding_window < 1) reader.bad_value("sliding_window", "null, or at least 1");
+}
+
+// torch.nn.Embedding counts a negative padding token from the end.
+void read_pad(JsonReader& reader, DecoderConfig& config) {
+  if (!reader.find("pad_token_id")) return;
+  const std::int64_t given = reader.integer("pad_token_id");
+  config.pad = given < 0 ? given + config.vocabulary : given;
+  if (config.pad < 0 || config.pad >= config.vocabulary)
+    reader.bad_value("pad_token_id",
+                     fmt::format("null, or a token of the vocabulary of {}", config.vocabulary));
 }
 
 void read_ends(JsonReader& reader, DecoderConfig& config) {
-  config.bos = reader.integer("bos_token_id", -1);
+  const auto token = [&](const char* key) { return reader.find(key) ? reader.integer(key) : -1; };
+  config.bos = token("bos_token_id");
   const auto* ends = reader.find("eos_token_id");
   if (!ends || !ends->is_array()) {
-    config.eos = reader.integer("eos_token_id", -1);
+    config.eos = token("eos_token_id");
     return;
   }
   for (const auto& end : *ends) {
@@ -165,11 +239,12 @@ ordered_json scaling_json(const RopeScaling& scaling) {
 }  // namespace
 
 DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::path& file) {
-  const auto object = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto [object, problem] = parse_json(text);
   const std::string where = file.string() + ": ";
-  if (!object.is_object())
+  refuse_byte_order_mark(text, file.string());
+  if (!problem.empty())
     throw ConfigError({.where = file.string(),
-                       .found = "no JSON object",
+                       .found = problem,
                        .expected = "a Hugging Face config.json",
                        .action = "Restore the file"});
   JsonReader reader(object, where);
@@ -183,11 +258,13 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   config.layers = reader.integer("num_hidden_layers");
   config.heads = reader.integer("num_attention_heads");
   // Where transformers would fill in a number of its own, the file must say it.
-  config.key_value_heads = family == "llama" ? reader.integer("num_key_value_heads", config.heads)
-                                             : reader.integer("num_key_value_heads");
+  const auto is_none = [&](const char* key) { return reader.has(key) && !reader.find(key); };
+  config.key_value_heads = family != "mistral" && is_none("num_key_value_heads") ? config.heads
+                           : family == "llama" ? reader.integer("num_key_value_heads", config.heads)
+                                               : reader.integer("num_key_value_heads");
   if (config.heads <= 0) reader.bad_value("num_attention_heads", "at least 1");
-  config.head_dim = family == "qwen3" ? reader.integer("head_dim")
-                                      : reader.integer("head_dim", config.hidden / config.heads);
+  config.head_dim = family == "qwen3" || reader.find("head_dim") ? reader.integer("head_dim")
+                                                                 : config.hidden / config.heads;
   config.feed_forward = reader.integer("intermediate_size");
   config.max_positions = reader.integer("max_position_embeddings");
   config.norm_epsilon = reader.number("rms_norm_eps", 1e-6);
@@ -196,6 +273,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   read_rotary(reader, where, config);
   read_window(reader, config);
   read_ends(reader, config);
+  read_pad(reader, config);
 
   if (family == "llama" || family == "qwen3")
     config.attention_bias = config.output_bias = reader.flag("attention_bias", false);
@@ -212,6 +290,8 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   reader.only("pretraining_tp", 1);
   reader.only("partial_rotary_factor", 1.0);
   reader.only("is_encoder_decoder", false);
+  reader.only("use_mrope", false);
+  reader.only("rope_interleaved", false);
   reader.only("quantization_config", nullptr);
   reader.finish(kHarmless);
   try {
@@ -254,13 +334,18 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
                       {"attention_dropout", 0.0},
                       {"bos_token_id", token(config.bos)},
                       {"eos_token_id", ends},
+                      {"pad_token_id", token(config.pad)},
                       {"dtype", type},
                       {"torch_dtype", type},
                       {"use_cache", true}};
   if (family == "llama" || family == "qwen3") object["attention_bias"] = config.attention_bias;
   if (family == "llama") object["mlp_bias"] = config.mlp_bias;
   if (family == "mistral" || is_qwen(family)) object["sliding_window"] = nullptr;
-  if (is_qwen(family)) object["use_sliding_window"] = false;
+  if (is_qwen(family)) object["use_sliding_window"] = config.sliding_window > 0;
+  if (config.sliding_window > 0) {
+    object["sliding_window"] = config.sliding_window;
+    if (is_qwen(family)) object["max_window_layers"] = config.full_layers;
+  }
   // Both spellings, so that old and new versions of transformers compute the same.
   const bool scaled = config.rope_scaling.kind != "default";
   object["rope_theta"] = config.rope_theta;

@@ -2,10 +2,12 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
 #include "model/json_reader.hpp"
+#include "model/parameters.hpp"
 #include "model/safetensors.hpp"
 
 namespace isograd {
@@ -31,8 +33,11 @@ struct Stored {
 
 std::map<std::string, Stored> read_shards(const fs::path& directory) {
   const fs::path index = directory / kIndex;
-  const auto object = nlohmann::json::parse(read_file(index), nullptr, /*allow_exceptions=*/false);
-  if (!object.is_object() || !object.contains("weight_map") || !object["weight_map"].is_object())
+  const std::string text = read_file(index);
+  refuse_byte_order_mark(text, index.string());
+  const auto [object, problem] = parse_json(text);
+  if (!problem.empty()) bad(index, "", problem, "an object with the file of every tensor");
+  if (!object.contains("weight_map") || !object["weight_map"].is_object())
     bad(index, "", "no weight_map", "an object with the file of every tensor");
   std::map<std::string, std::map<std::string, at::Tensor>> shards;
   for (const auto& [name, file] : object["weight_map"].items()) {
@@ -72,8 +77,40 @@ bool is_derived(const std::string& name) {
   return name.starts_with("model.layers.") && name.ends_with(".self_attn.rotary_emb.inv_freq");
 }
 
+// The first layer that the file has weights of and config.json has none for, or the other way round.
+void check_layers(const fs::path& directory, const std::map<std::string, Stored>& stored,
+                  std::int64_t layers) {
+  std::int64_t most = 0;
+  std::string last;
+  for (const auto& [name, place] : stored) {
+    if (!name.starts_with("model.layers.")) continue;
+    const std::int64_t count =
+        std::min<std::int64_t>(std::atoll(name.c_str() + 13), std::int64_t{1} << 40) + 1;
+    if (count > most) most = count, last = name;
+  }
+  if (most > layers)
+    bad(stored.at(last).file, last, fmt::format("weights of {} layers", most),
+        fmt::format("{}, the num_hidden_layers of config.json", layers));
+  if (most < layers)
+    bad(directory, fmt::format("model.layers.{}.input_layernorm.weight", most),
+        fmt::format("no such tensor: weights of {} layers", most),
+        fmt::format("{}, the num_hidden_layers of config.json", layers));
+}
+
 bool is_number(at::ScalarType type) {
   return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
+const Stored& fitting(const std::map<std::string, Stored>& stored, const fs::path& directory,
+                      const std::string& name, at::IntArrayRef shape) {
+  const auto place = stored.find(name);
+  if (place == stored.end()) bad(directory, name, "no such tensor", c10::str("a tensor of shape ", shape));
+  const auto& [tensor, file] = place->second;
+  if (tensor.sizes() != shape) bad(file, name, c10::str("shape ", tensor.sizes()), c10::str("shape ", shape));
+  if (!is_number(tensor.scalar_type()))
+    bad(file, name, c10::toString(tensor.scalar_type()),
+        "F64, F32, BF16 or F16 (quantised weights are not read)");
+  return place->second;
 }
 
 }  // namespace
@@ -81,33 +118,26 @@ bool is_number(at::ScalarType type) {
 std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dtype) {
   const DecoderConfig config = read_hf_config(directory);
   auto stored = read_weights(directory);
-  // Before memory is taken for a shape that the file contradicts.
   const auto embedding = stored.find("model.embed_tokens.weight");
   if (embedding != stored.end() && embedding->second.tensor.dim() == 2 &&
       embedding->second.tensor.size(0) != config.vocabulary)
     bad(embedding->second.file, embedding->first, fmt::format("{} rows", embedding->second.tensor.size(0)),
         fmt::format("{}, the vocab_size of config.json", config.vocabulary));
-  std::int64_t most = 0;
-  for (const auto& [name, place] : stored)
-    if (name.starts_with("model.layers."))
-      most = std::max<std::int64_t>(most, std::atoll(name.c_str() + 13) + 1);
-  if (most != config.layers)
-    bad(directory, "", fmt::format("weights of {} layers", most),
-        fmt::format("{}, the num_hidden_layers of config.json", config.layers));
+  check_layers(directory, stored, config.layers);
+
+  // Before memory is taken for shapes that the files contradict.
+  if (config.layers > static_cast<std::int64_t>(stored.size()))
+    bad(directory, "", fmt::format("{} tensors", stored.size()),
+        fmt::format("those of {} layers", config.layers));
+  for (const auto& [name, parameter] : DecoderLM::without_values(config, dtype)->named())
+    fitting(stored, directory, name, parameter.sizes());
 
   const std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype));
   const at::NoGradGuard no_grad;
   for (auto& [name, parameter] : model->impl_->in_order) {
-    const auto place = stored.find(name);
-    if (place == stored.end())
-      bad(directory, name, "no such tensor", c10::str("a tensor of shape ", parameter.sizes()));
-    const auto& [tensor, file] = place->second;
-    if (tensor.sizes() != parameter.sizes())
-      bad(file, name, c10::str("shape ", tensor.sizes()), c10::str("shape ", parameter.sizes()));
-    if (!is_number(tensor.scalar_type()))
-      bad(file, name, c10::toString(tensor.scalar_type()),
-          "F64, F32, BF16 or F16 (quantised weights are not read)");
+    const auto& [tensor, file] = fitting(stored, directory, name, parameter.sizes());
     parameter.copy_(tensor);
+    check_finite(file, name, parameter);
   }
   for (const auto& [name, parameter] : model->impl_->in_order) stored.erase(name);
   for (const auto& [name, place] : stored) {

@@ -14,6 +14,14 @@ std::string brief(const nlohmann::json& value) {
   return text;
 }
 
+void refuse_byte_order_mark(const std::string& text, const std::string& file) {
+  if (text.starts_with("\xef\xbb\xbf"))
+    throw ConfigError({.where = file,
+                       .found = "a byte order mark in front of the JSON",
+                       .expected = "UTF-8 without one, as transformers reads it",
+                       .action = "Save the file without a byte order mark"});
+}
+
 void JsonReader::bad(const std::string& key, const std::string& found, const std::string& expected) const {
   throw ConfigError(
       {.where = where_ + key,
@@ -27,42 +35,47 @@ void JsonReader::bad_value(const std::string& key, const std::string& expected) 
   bad(key, object_.contains(key) ? brief(object_[key]) : "no such key", expected);
 }
 
-const nlohmann::json* JsonReader::find(const std::string& key) {
+const nlohmann::json* JsonReader::value(const std::string& key) {
   seen_.insert(key);
   const auto place = object_.find(key);
-  return place == object_.end() || place->is_null() ? nullptr : &*place;
+  return place == object_.end() ? nullptr : &*place;
+}
+
+const nlohmann::json* JsonReader::find(const std::string& key) {
+  const auto* found = value(key);
+  return found && found->is_null() ? nullptr : found;
 }
 
 std::int64_t JsonReader::integer(const std::string& key, std::optional<std::int64_t> absent) {
-  const auto* value = find(key);
-  if (!value && absent) return *absent;
+  const auto* found = value(key);
+  if (!found && absent) return *absent;
   constexpr std::int64_t kMost = std::int64_t{1} << 53;
-  if (!value || !value->is_number_integer() ||
-      (value->is_number_unsigned() && value->get<std::uint64_t>() > kMost) ||
-      value->get<std::int64_t>() < -kMost)
+  if (!found || !found->is_number_integer() ||
+      (found->is_number_unsigned() && found->get<std::uint64_t>() > kMost) ||
+      found->get<std::int64_t>() < -kMost)
     bad_value(key, "a whole number");
-  return value->get<std::int64_t>();
+  return found->get<std::int64_t>();
 }
 
 double JsonReader::number(const std::string& key, std::optional<double> absent) {
-  const auto* value = find(key);
-  if (!value && absent) return *absent;
-  if (!value || !value->is_number() || !std::isfinite(value->get<double>())) bad_value(key, "a number");
-  return value->get<double>();
+  const auto* found = value(key);
+  if (!found && absent) return *absent;
+  if (!found || !found->is_number() || !std::isfinite(found->get<double>())) bad_value(key, "a number");
+  return found->get<double>();
 }
 
 bool JsonReader::flag(const std::string& key, bool absent) {
-  const auto* value = find(key);
-  if (!value) return absent;
-  if (!value->is_boolean()) bad_value(key, "true or false");
-  return value->get<bool>();
+  const auto* found = value(key);
+  if (!found) return absent;
+  if (!found->is_boolean()) bad_value(key, "true or false");
+  return found->get<bool>();
 }
 
 std::string JsonReader::text(const std::string& key, std::optional<std::string> absent) {
-  const auto* value = find(key);
-  if (!value && absent) return *absent;
-  if (!value || !value->is_string()) bad_value(key, "a text");
-  return value->get<std::string>();
+  const auto* found = value(key);
+  if (!found && absent) return *absent;
+  if (!found || !found->is_string()) bad_value(key, "a text");
+  return found->get<std::string>();
 }
 
 void JsonReader::only(const std::string& key, const nlohmann::json& value) {

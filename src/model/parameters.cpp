@@ -48,4 +48,19 @@ void check_model_dtype(at::ScalarType dtype) {
                        .action = "Choose one of them"});
 }
 
+void check_finite(const std::filesystem::path& file, const std::string& name, const at::Tensor& values) {
+  const at::Tensor finite = values.isfinite();
+  if (finite.all().item<bool>()) return;
+  const at::Tensor others = finite.logical_not().nonzero();
+  const at::Tensor first = others[0].contiguous();
+  const at::ArrayRef<std::int64_t> place(first.data_ptr<std::int64_t>(),
+                                         static_cast<std::size_t>(first.numel()));
+  throw ConfigError(
+      {.where = file.string() + ": " + name,
+       .found = fmt::format("{} of {} values that are not finite as {}, the first at {}", others.size(0),
+                            values.numel(), c10::toString(values.scalar_type()), c10::str(place)),
+       .expected = "finite weights",
+       .action = "Load weights from before they diverged, or in a type that holds them (train.dtype)"});
+}
+
 }  // namespace isograd

@@ -1,9 +1,11 @@
-// What models share: parameters registered by dotted names, initial values by name.
+// What models share: parameters registered by dotted names, initial values by name, a look at values that
+// were read.
 #pragma once
 
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 
 namespace isograd {
@@ -21,5 +23,8 @@ void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std
 
 // ConfigError unless it is fp64, fp32 or bf16.
 void check_model_dtype(at::ScalarType dtype);
+
+// Of weights as they were read from `file`; ConfigError with the parameter's name and the first place.
+void check_finite(const std::filesystem::path& file, const std::string& name, const at::Tensor& values);
 
 }  // namespace isograd

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
 
@@ -15,6 +16,8 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "safetensors stores little-endian values");
 
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the limit of the reference implementation
+constexpr std::uint64_t kMostBits = std::uint64_t{1} << 60;
+constexpr std::size_t kMostExtents = 64;  // of a tensor that LibTorch can copy
 constexpr const char* kMetadataKey = "__metadata__";
 
 struct Dtype {
@@ -93,22 +96,9 @@ class Reader {
     data_ = file_->data() + 8 + length;
     data_bytes_ = file_->size() - 8 - length;
 
-    // A key twice would hide a tensor; the JSON library keeps the last silently.
-    std::vector<std::set<std::string>> keys;
-    std::string twice;
-    const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
-      using Event = nlohmann::json::parse_event_t;
-      if (event == Event::object_start) keys.emplace_back();
-      if (event == Event::object_end) keys.pop_back();
-      if (event == Event::key && !keys.back().insert(value.get_ref<const std::string&>()).second)
-        twice = value.get<std::string>();
-      return true;
-    };
-    const char* text = reinterpret_cast<const char*>(file_->data() + 8);
-    auto header = nlohmann::json::parse(text, text + length, watch, /*allow_exceptions=*/false);
-    if (!header.is_object()) bad("", "a header that is no JSON object", "a JSON object");
-    if (!twice.empty()) bad(twice, "this key twice", "once");
-    return header;
+    auto [header, problem] = parse_json({reinterpret_cast<const char*>(file_->data() + 8), length});
+    if (!problem.empty()) bad("", "a header with " + problem, "a JSON object");
+    return std::move(header);
   }
 
   void read_metadata(const nlohmann::json& value, Metadata* metadata) const {
@@ -140,11 +130,15 @@ class Reader {
     if (!offsets.is_array() || offsets.size() != 2)
       bad(name, "data_offsets " + brief(offsets), "[begin, end]");
 
-    std::uint64_t bits = static_cast<std::uint64_t>(entry.dtype->bits);
+    // The strides of an empty tensor are products too: an extent of 0 counts as 1 among them.
+    if (shape.size() > kMostExtents) bad(name, fmt::format("{} extents", shape.size()), "at most 64");
+    std::uint64_t bits = static_cast<std::uint64_t>(entry.dtype->bits), reach = bits;
     for (const auto& item : shape) {
       const std::uint64_t extent = integer(name, "shape", item);
-      if (extent > std::uint64_t{1} << 60 || __builtin_mul_overflow(bits, extent, &bits))
+      if (extent > kMostBits || __builtin_mul_overflow(reach, std::max<std::uint64_t>(extent, 1), &reach) ||
+          reach > kMostBits)
         bad(name, "shape " + brief(shape), "a number of elements that fits in memory");
+      bits *= extent;
       entry.shape.push_back(static_cast<std::int64_t>(extent));
     }
     if (bits % 8 != 0 || (entry.dtype->packed > 1 && (entry.shape.empty() || entry.shape.back() % 2 != 0)))
@@ -241,7 +235,10 @@ void write_safetensors(const std::filesystem::path& path,
     std::vector<std::int64_t> shape = tensor.sizes().vec();
     if (dtype.packed > 1) shape.back() *= dtype.packed;
     const std::uint64_t end = offset + static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size();
-    header[name] = {{"dtype", dtype.name}, {"shape", shape}, {"data_offsets", {offset, end}}};
+    // Its names differ, so none needs to be looked for among those before it.
+    header.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(
+        name,
+        nlohmann::ordered_json{{"dtype", dtype.name}, {"shape", shape}, {"data_offsets", {offset, end}}});
     offset = end;
   }
   std::string text;

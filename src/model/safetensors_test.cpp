@@ -42,6 +42,38 @@ class Safetensors : public ::testing::Test {
   fs::path path_ = folder_ / "file.safetensors";
 };
 
+TEST_F(Safetensors, ADeepHeaderIsRefused) {
+  for (const std::string& open : {std::string("["), std::string("{\"a\":")}) {
+    std::string header = "{\"t\":";
+    for (int i = 0; i < 100'000; ++i) header += open;
+    raw(header, 8);
+    EXPECT_THAT(error(), HasSubstr("more than 100 levels"));
+  }
+}
+
+// With the square of their number reading takes ten minutes, and writing one.
+TEST_F(Safetensors, ManyTensorsTakeTimeInProportion) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  const at::Tensor one = at::ones({1});
+  for (int i = 0; i < 100'000; ++i) tensors.emplace_back("t" + std::to_string(i), one);
+  write_safetensors(path_, tensors);
+  EXPECT_EQ(read_safetensors(path_).size(), tensors.size());
+}
+
+TEST_F(Safetensors, ShapesWhoseStridesOverflowAreRefused) {
+  const auto of_shape = [&](const std::string& shape) {
+    raw("{\"t\":{\"dtype\":\"F32\",\"shape\":" + shape + ",\"data_offsets\":[0,0]}}", 0);
+    return error();
+  };
+  EXPECT_EQ(of_shape("[0,3]"), "");
+  EXPECT_EQ(of_shape("[1000000,0,1000000]"), "");
+  EXPECT_THAT(of_shape("[0,1152921504606846976,1152921504606846976]"), HasSubstr("fits in memory"));
+  EXPECT_THAT(of_shape("[4294967296,4294967296,0]"), HasSubstr("fits in memory"));
+  std::string many = "[0";
+  for (int i = 0; i < 64; ++i) many += ",1";
+  EXPECT_THAT(of_shape(many + "]"), HasSubstr("65 extents"));
+}
+
 TEST_F(Safetensors, EveryDtypeComesBackWithItsBytes) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (auto type : {at::kBool,
@@ -136,8 +168,8 @@ TEST_F(Safetensors, HostileHeadersAreNamed) {
       {R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})",
        6, "tensor b"},
       {R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
-       4, "this key twice"},
-      {R"({"a":{"dtype":"U8","shape":[4],"shape":[2],"data_offsets":[0,2]}})", 2, "this key twice"},
+       4, "the key \"a\" twice"},
+      {R"({"a":{"dtype":"U8","shape":[4],"shape":[2],"data_offsets":[0,2]}})", 2, "the key \"shape\" twice"},
       {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"more":1}})", 2, "tensor a"},
       {R"({"__metadata__":{"format":3}})", 0, "is no text"},
       {R"({"__metadata__":[]})", 0, "is no object"},

@@ -73,7 +73,7 @@ void check(const VideoDiTConfig& config) {
   const auto wrong = [](const char* key, const std::string& found, const std::string& expected) {
     bad(std::string("model.") + key, found, expected, "Correct the model's shape");
   };
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  constexpr std::int64_t kMost = std::int64_t{1} << 28;  // bytes of a product of two stay far from overflow
   const std::pair<const char*, std::int64_t> sizes[] = {{"patch_elements", config.patch_elements},
                                                         {"hidden", config.hidden},
                                                         {"layers", config.layers},
@@ -86,6 +86,8 @@ void check(const VideoDiTConfig& config) {
     if (value < 1 || value > kMost) wrong(key, std::to_string(value), fmt::format("1 to {}", kMost));
   if (config.head_dim < 0 || config.head_dim > kMost)
     wrong("head_dim", std::to_string(config.head_dim), "0 (hidden / heads) or more");
+  if (config.heads * config.head_dim > kMost)
+    wrong("heads", std::to_string(config.heads), fmt::format("heads * head_dim up to {}", kMost));
   if (config.head_dim == 0 && config.hidden % config.heads != 0)
     wrong("hidden", std::to_string(config.hidden), fmt::format("a multiple of heads, {}", config.heads));
   if (config.timestep_features < 2 || config.timestep_features % 2 != 0 || config.timestep_features > kMost)

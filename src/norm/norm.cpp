@@ -25,12 +25,9 @@ double owned_squares(const Bucket& bucket) {
 }
 
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group) {
-  const auto all_finite = [](const std::vector<double>& numbers) {
-    return std::all_of(numbers.begin(), numbers.end(), [](double number) { return std::isfinite(number); });
-  };
   std::vector<double> sums = local_sums;  // of this rank, then of all
   sums.push_back(squares);
-  sums.push_back(all_finite(sums) ? 0 : 1);
+  sums.push_back(std::isfinite(sums.front()) && std::isfinite(squares) ? 0 : 1);
   if (group.size() > 1) {
     at::Tensor message = at::tensor(sums, at::kDouble);
     group.all_reduce(message);
@@ -39,7 +36,8 @@ GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& g
   const double bad = sums.back();
   sums.pop_back();
   const double total = sums.back();
-  const bool finite = bad == 0 && all_finite(sums);  // finite parts can still overflow when summed
+  // Finite parts can still overflow when summed.
+  const bool finite = bad == 0 && std::isfinite(sums.front()) && std::isfinite(total);
   std::copy_n(sums.begin(), local_sums.size(), local_sums.begin());
   return {.norm = std::sqrt(total), .loss_sum = local_sums.front(), .finite = finite};
 }

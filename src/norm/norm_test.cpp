@@ -118,6 +118,10 @@ TEST(GlobalNorm, ReportsWhatIsNotFinite) {
     buckets[1].gradients[150000] = bad;
     EXPECT_FALSE(global_norm(buckets, 0, alone).finite);
   }
+  std::vector<double> sums = {0.5, std::nan(""), HUGE_VAL};  // the loss, and what is only logged
+  const GlobalNorm result = global_norm(1.0, sums, alone);
+  EXPECT_TRUE(result.finite);
+  EXPECT_TRUE(std::isnan(sums[1]));
   auto buckets = random_buckets(at::kFloat, 0, 1);
   buckets[1].gradients.fill_(3e38f);  // large, yet finite: fp64 squares do not overflow
   EXPECT_TRUE(global_norm(buckets, 0, alone).finite);

@@ -32,25 +32,28 @@ class AdamW final : public Optimizer {
   explicit AdamW(const AdamWOptions& options) : options_(options) { check(options); }
 
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
-    ensure_state(first_, buckets);
-    ensure_state(second_, buckets);
+    make_state(buckets);
     ++updates_;
-    const double t = static_cast<double>(updates_);
-    const kernels::AdamW plain{
-        .gradient_scale = gradient_scale,
-        .keep = 1,
-        .beta1 = options_.beta1,
-        .beta2 = options_.beta2,
-        .step_size = options_.learning_rate / (1 - std::pow(options_.beta1, t)),
-        .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
-        .epsilon = options_.epsilon,
+    const auto after = [&](std::int64_t updates) {  // of the parameters' own
+      const double t = static_cast<double>(updates);
+      return kernels::AdamW{
+          .gradient_scale = gradient_scale,
+          .keep = 1,
+          .beta1 = options_.beta1,
+          .beta2 = options_.beta2,
+          .step_size = options_.learning_rate / (1 - std::pow(options_.beta1, t)),
+          .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
+          .epsilon = options_.epsilon,
+      };
     };
-    kernels::AdamW decaying = plain;
-    decaying.keep = 1 - options_.learning_rate * options_.weight_decay;
+    const kernels::AdamW common = after(updates_);
     for (std::size_t i = 0; i < buckets.size(); ++i)
-      for_each_run(buckets[i], [&](const Run& run) {
-        update_run(buckets[i], first_[i], second_[i], run.decays ? decaying : plain, run.range);
+      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
+        kernels::AdamW scalars = run.missed == 0 ? common : after(updates_ - run.missed);
+        if (run.decays) scalars.keep = 1 - options_.learning_rate * options_.weight_decay;
+        update_run(buckets[i], first_[i], second_[i], scalars, run.range);
       });
+    tally_.count_update(buckets);
   }
 
   void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
@@ -58,13 +61,21 @@ class AdamW final : public Optimizer {
   std::int64_t updates() const override { return updates_; }
   void set_updates(std::int64_t updates) override { updates_ = updates; }
 
+  Missed missed_updates() const override { return tally_.missed(); }
+  void set_missed_updates(Missed missed) override { tally_.set_missed(std::move(missed)); }
+
   OptimizerState state(const std::vector<Bucket>& buckets) override {
-    ensure_state(first_, buckets);
-    ensure_state(second_, buckets);
+    make_state(buckets);
     return {{"exp_avg", first_}, {"exp_avg_sq", second_}};
   }
 
  private:
+  void make_state(const std::vector<Bucket>& buckets) {
+    tally_.look(buckets, updates_);
+    ensure_state(first_, buckets);
+    ensure_state(second_, buckets);
+  }
+
   static void update_run(Bucket& bucket, at::Tensor& first, at::Tensor& second, const kernels::AdamW& scalars,
                          Range range) {
     const auto at = range.begin;
@@ -92,6 +103,7 @@ class AdamW final : public Optimizer {
   AdamWOptions options_;
   std::vector<at::Tensor> first_, second_;  // per bucket: [numel], the moments m and v
   std::int64_t updates_ = 0;
+  Tally tally_;
 };
 
 }  // namespace

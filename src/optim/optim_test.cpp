@@ -4,6 +4,7 @@
 #include <torch/optim/sgd.h>
 
 #include <cmath>
+#include <functional>
 
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
@@ -259,6 +260,71 @@ TEST(Runs, CoverTheBucketOnceWithTheRightDecay) {
         EXPECT_EQ(slot_view(decays, slot).sum().item<double>(), slot.decays ? slot.numel : 0);
     }
   }
+}
+
+TEST(Runs, LeaveFrozenSlotsOut) {
+  for (std::int64_t bytes : {1, 600, 1 << 20}) {
+    Workbench setup(at::kFloat, bytes);
+    setup.each_slot([&](std::size_t b, const Slot& slot) {
+      for (Slot& own : setup.buckets[b].plan.slots)
+        if (own.name == slot.name) own.trained = slot.index % 2 == 0;
+    });
+    for (auto& bucket : setup.buckets) {
+      at::Tensor seen = at::zeros({bucket.plan.numel});
+      for (const auto& run : runs_of(bucket)) seen.narrow(0, run.range.begin, run.range.size()) += 1;
+      for (const Slot& slot : bucket.plan.slots)
+        EXPECT_EQ(slot_view(seen, slot).sum().item<double>(), slot.trained ? slot.numel : 0);
+    }
+  }
+}
+
+// Of the same sizes, in another order: another parameter's moments.
+TEST(Optimizer, RefusesTheBucketsOfAnotherLayout) {
+  for (auto make : {+[] { return adamw({}); }, +[] { return sgd({.momentum = 0.9}); }}) {
+    std::vector<NamedParameter> parameters = trainable_parameters(
+        {{"a", at::ones({40}).requires_grad_(true)}, {"b", at::ones({40}).requires_grad_(true)}});
+    const auto buckets_of = [&](const std::vector<std::size_t>& order) {
+      std::vector<Bucket> buckets;
+      for (BucketPlan& plan : plan_buckets(parameters, 1 << 20, 0, order)) {
+        const auto numel = plan.numel;
+        buckets.push_back(make_bucket(std::move(plan), parameters, at::zeros({numel}), 0, 1));
+      }
+      return buckets;
+    };
+    auto own = buckets_of({0, 1}), other = buckets_of({1, 0});
+    const auto optimizer = make();
+    optimizer->state(own);
+    optimizer->update(own, 1);
+    for (const auto& action : std::vector<std::function<void()>>{[&] { optimizer->update(other, 1); },
+                                                                 [&] { optimizer->state(other); }}) {
+      try {
+        action();
+        ADD_FAILURE() << "accepted";
+      } catch (const ConfigError& error) {
+        EXPECT_NE(std::string(error.what()).find("with 'b' where the state is that of 'a'"),
+                  std::string::npos)
+            << error.what();
+      }
+    }
+    optimizer->update(own, 1);
+    EXPECT_EQ(optimizer->updates(), 2);
+  }
+}
+
+// A parameter that joins an optimizer late, or misses updates, has a time of its own.
+TEST(AdamW, CountsTheUpdatesOfEachParameter) {
+  Workbench setup(at::kDouble, 1);
+  const auto optimizer = adamw({.learning_rate = 0.02});
+  auto first = std::vector<Bucket>(setup.buckets.begin(), setup.buckets.end() - 1);
+  for (int step = 0; step < 3; ++step) {
+    setup.draw_gradients(step);
+    first[0].plan.slots[0].trained = step != 1;
+    optimizer->update(first, 1);
+  }
+  EXPECT_EQ(optimizer->missed_updates(), (Optimizer::Missed{{first[0].plan.slots[0].name, 1}}));
+  optimizer->update(setup.buckets, 1);
+  EXPECT_EQ(optimizer->missed_updates(), (Optimizer::Missed{{first[0].plan.slots[0].name, 1},
+                                                            {setup.buckets.back().plan.slots[0].name, 3}}));
 }
 
 TEST(Schedule, WarmsUpAndDecays) {

@@ -3,24 +3,46 @@
 
 #include <vector>
 
-#include "isograd/parameters.hpp"
+#include "isograd/optimizer.hpp"
 
 namespace isograd {
 
 struct Run {
   Range range;  // in the bucket's held elements, the first of which is 0
   bool decays = false;
+  std::int64_t missed = 0;  // of all updates so far, by its parameters
 };
 
-// Covers what the bucket holds, from 0 to held.size(). Padding goes with the slot before it: zero gradients
-// and zero values stay zero under every update. The cut depends on the bucket, not on the number of threads
-// or on what is held of it.
-std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 << 16);
+// Whose state an optimizer keeps, and what of its updates each parameter has missed.
+class Tally {
+ public:
+  // Before anything is done with `buckets`: ConfigError unless they are those of the calls before, of which
+  // further ones may follow; their parameters have missed all `updates` so far.
+  void look(const std::vector<Bucket>& buckets, std::int64_t updates);
+  void count_update(const std::vector<Bucket>& buckets);  // of which frozen parameters get nothing
+  const Optimizer::Missed& missed() const { return missed_; }
+  void set_missed(Optimizer::Missed missed) { missed_ = std::move(missed); }
+
+ private:
+  struct Place {
+    std::string name;
+    std::int64_t offset;
+  };
+  std::vector<std::vector<Place>> known_;  // by bucket and slot
+  Optimizer::Missed missed_;
+};
+
+// Covers what the bucket holds, from 0 to held.size(), but for slots that are not trained. Padding goes with
+// the slot before it: zero gradients and zero values stay zero under every update. The cut depends on the
+// bucket, not on the number of threads or on what is held of it.
+std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 << 16,
+                         const Optimizer::Missed& missed = {});
 
 // Calls `pass(run)` for all runs, on the threads of this rank.
-void for_each_run(const Bucket& bucket, const std::function<void(const Run&)>& pass);
+void for_each_run(const Bucket& bucket, const Optimizer::Missed& missed,
+                  const std::function<void(const Run&)>& pass);
 
-// One zero tensor per bucket, in the type of the bucket's master; made at the first call.
+// One zero tensor per bucket, in the type of the bucket's master; made when it is first seen.
 void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets);
 
 }  // namespace isograd

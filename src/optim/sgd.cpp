@@ -24,16 +24,17 @@ class Sgd final : public Optimizer {
   }
 
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
-    if (options_.momentum > 0) ensure_state(velocity_, buckets);
+    make_state(buckets);
     ++updates_;
     for (std::size_t i = 0; i < buckets.size(); ++i)
-      for_each_run(buckets[i], [&](const Run& run) {
+      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
         const kernels::Sgd scalars{.gradient_scale = gradient_scale,
                                    .learning_rate = options_.learning_rate,
                                    .momentum = options_.momentum,
                                    .weight_decay = run.decays ? options_.weight_decay : 0};
         update_run(buckets[i], options_.momentum > 0 ? &velocity_[i] : nullptr, scalars, run.range);
       });
+    tally_.count_update(buckets);
   }
 
   void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
@@ -42,12 +43,19 @@ class Sgd final : public Optimizer {
   void set_updates(std::int64_t updates) override { updates_ = updates; }
 
   OptimizerState state(const std::vector<Bucket>& buckets) override {
+    make_state(buckets);
     if (!(options_.momentum > 0)) return {};
-    ensure_state(velocity_, buckets);
     return {{"momentum_buffer", velocity_}};
   }
+  Missed missed_updates() const override { return tally_.missed(); }
+  void set_missed_updates(Missed missed) override { tally_.set_missed(std::move(missed)); }
 
  private:
+  void make_state(const std::vector<Bucket>& buckets) {
+    tally_.look(buckets, updates_);
+    if (options_.momentum > 0) ensure_state(velocity_, buckets);
+  }
+
   static void update_run(Bucket& bucket, at::Tensor* velocity, const kernels::Sgd& scalars, Range range) {
     const auto at = range.begin;
     if (!bucket.master.is_cpu()) return by_libtorch::sgd(scalars, bucket, velocity, range);
@@ -71,6 +79,7 @@ class Sgd final : public Optimizer {
   SgdOptions options_;
   std::vector<at::Tensor> velocity_;  // per bucket: [numel]; none without momentum
   std::int64_t updates_ = 0;
+  Tally tally_;
 };
 
 }  // namespace

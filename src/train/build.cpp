@@ -47,22 +47,20 @@ std::vector<std::string> default_corpus() {
 
 namespace {
 
-std::unique_ptr<Tokenizer> configured_tokenizer(const RunConfig& config) {
-  if (config.data.tokenizer == "bytes") return byte_tokenizer();
-  return sentencepiece_tokenizer(config.data.tokenizer);
-}
-
 // The tokenizer that ready-made shards name; null where it is not one of ours.
 std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
   if (name == "bytes") return byte_tokenizer();
-  if (!name.starts_with("sentencepiece:")) return nullptr;
+  const bool named = config.data.tokenizer != "bytes";
+  // A Hugging Face tokenizer needs Python: shards of one train without it, though nothing can be decoded
+  // then.
+  if (!name.starts_with("sentencepiece:") && !(named && name.starts_with("tokenizer.json:"))) return nullptr;
   std::unique_ptr<Tokenizer> tokenizer;
-  if (config.data.tokenizer != "bytes") tokenizer = sentencepiece_tokenizer(config.data.tokenizer);
+  if (named) tokenizer = open_tokenizer(config.data.tokenizer);
   if (!tokenizer || tokenizer->name() != name)
     throw ConfigError({.where = "data.tokenizer",
                        .found = config.data.tokenizer + (tokenizer ? " (" + tokenizer->name() + ")" : ""),
                        .expected = name + ", which these shards were packed with",
-                       .action = "Name that SentencePiece model file in data.tokenizer"});
+                       .action = "Name that tokenizer's file in data.tokenizer"});
   return tokenizer;
 }
 
@@ -74,10 +72,11 @@ fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& p
   return fs::path(config.data.cache) / checksum(key.data(), key.size());
 }
 
-std::vector<fs::path> lines_to_paths(const std::string& text) {
+// Each ends in a zero, the one byte that no path holds.
+std::vector<fs::path> split_paths(const std::string& text) {
   std::vector<fs::path> paths;
   for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = text.find('\n', begin);
+    const std::size_t end = text.find('\0', begin);
     paths.emplace_back(text.substr(begin, end - begin));
     begin = end + 1;
   }
@@ -98,20 +97,19 @@ Corpus open_corpus(const RunConfig& config, Group& group) {
     if (packed) {
       for (const auto& file : resolve(corpus.sources)) shards.push_back(file.path);
     } else {
-      const auto tokenizer = configured_tokenizer(config);
+      const auto tokenizer = open_tokenizer(config.data.tokenizer);
       shards = pack_corpus({.patterns = corpus.sources}, *tokenizer,
                            cache_folder(config, corpus.sources, *tokenizer));
     }
-    for (const auto& shard : shards) files += shard.string() + '\n';
+    for (const auto& shard : shards) files += shard.string() + '\0';
   });
   const auto end_of_text =
       config.data.end_of_text < 0
           ? std::nullopt
           : std::optional<std::uint32_t>(static_cast<std::uint32_t>(config.data.end_of_text));
-  corpus.tokens = TokenStore::open(lines_to_paths(broadcast_text(group, files)), end_of_text);
-  corpus.tokenizer =
-      packed ? tokenizer_of_shards(config, corpus.tokens->tokenizer_name()) : configured_tokenizer(config);
-  if (corpus.tokenizer && corpus.tokenizer->name() != "bytes") corpus.tokenizer_file = config.data.tokenizer;
+  corpus.tokens = TokenStore::open(split_paths(broadcast_text(group, files)), end_of_text);
+  corpus.tokenizer = packed ? tokenizer_of_shards(config, corpus.tokens->tokenizer_name())
+                            : open_tokenizer(config.data.tokenizer);
   corpus.split = split_documents(*corpus.tokens, config.data.validation_fraction,
                                  static_cast<std::uint64_t>(config.run.seed));
   return corpus;
@@ -188,7 +186,7 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config) {
 
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
   const NormalizerOptions options{.replicas =
-                                      normalises_by_replica(config) ? count_replicas(config, ranks) : 1};
+                                      normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1};
   const std::string& kind = config.loss.kind;
   if (kind == "sample_mean") return std::make_unique<SampleMean>(options);
   if (kind == "weighted_mean") return std::make_unique<WeightedMean>(options);
@@ -208,10 +206,11 @@ bool shares_parameters(const RunConfig& config, const std::string& strategy, con
 
 }  // namespace
 
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                           const ModelUnits& units, World& world,
                                           const std::vector<std::string>& bucket_order, at::Device device) {
+  const std::string& strategy = config.parallel.strategy;
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
@@ -219,8 +218,9 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
   const bool share = shares_parameters(config, strategy, world.group);
+  const DataGroups groups = data_groups(Mesh(world, grid_of(config, world.size)), sharded_axes(config));
   if (stage_of(strategy) == 3)
-    return fully_shard(units.root, parameters, units.blocks, data_groups(config, strategy, world),
+    return fully_shard(units.root, parameters, units.blocks, groups,
                        {.reshard_after_forward = config.parallel.reshard_after_forward,
                         .checkpoint = config.parallel.checkpoint_activations,
                         .reduce_once = config.parallel.reduce_once,
@@ -242,18 +242,19 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::st
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
       .overlap = config.parallel.overlap,
       .order = bucket_order};
-  if (strategy == "naive") return naive(trainable_parameters(parameters), world.group, options);
-  return bucketed(trainable_parameters(parameters), data_groups(config, strategy, world), options);
+  if (strategy == "naive") return naive(trainable_parameters(parameters), groups, options);
+  return bucketed(trainable_parameters(parameters), groups, options);
 }
 
 std::string describe_layout(const RunConfig& config, const Group& group) {
   const std::string& strategy = config.parallel.strategy;
   const int stage = stage_of(strategy);
+  const Grid grid = grid_of(config, group.size());
   std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
   if (stage > 0 && config.parallel.replicas > 1)
     text += fmt::format(", {} replicas of {} shards", config.parallel.replicas,
-                        packs_dealt_to(config, group.size()) / config.parallel.replicas);
-  if (context_ranks(config) > 1) {
+                        grid.size({"dp_shard"}));
+  if (grid.size(kContextAxes) > 1) {
     text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
                         config.parallel.cp_ulysses);
     if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
@@ -268,16 +269,17 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
 
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group) {
   const std::string& strategy = config.parallel.strategy;
-  const int replicas = copies_of_shards(config);
+  const Grid grid = grid_of(config, group.size());
+  const AxisSet sharded = sharded_axes(config);
   int states = 2;  // moments of AdamW
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
   const std::int64_t most_packs =
-      split_rows(config.batch.packs_per_step, packs_dealt_to(config, group.size()))[0];
+      split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
   DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
                         .stage = stage_of(strategy),
-                        .shards = static_cast<int>(split_rows(group.size(), replicas)[0]),
-                        .replicas = replicas,
+                        .shards = grid.size(sharded),
+                        .replicas = grid.size(without(kDataAxes, sharded)),
                         .share_parameters = group.size() > 1 && shares_parameters(config, strategy, group),
                         .reduce_once = config.parallel.reduce_once,
                         .micro_batches = (most_packs + at_a_time - 1) / at_a_time};

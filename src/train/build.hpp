@@ -22,9 +22,7 @@ namespace isograd {
 
 struct Corpus {
   std::shared_ptr<TokenStore> tokens;
-  std::shared_ptr<Tokenizer>
-      tokenizer;  // null: shards whose tokenizer is not ours (llm.c, nanoGPT, Hugging Face)
-  std::filesystem::path tokenizer_file;  // of a SentencePiece model; empty otherwise
+  std::shared_ptr<Tokenizer> tokenizer;  // null: shards whose tokenizer is not known, or is not named
   Split split;
   std::vector<std::string> sources;  // patterns or shards it came from
 };
@@ -51,23 +49,13 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config);
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
                 std::size_t element_bytes);
 
-// Ranks along dp_replicate: all of them where nothing is sharded.
-int count_replicas(const RunConfig& config, int ranks);
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
-int stage_of(const std::string& strategy);  // of ZeRO
-// Where `strategy` keeps shards and copies of them; without shards all ranks are alike. Collective.
-DataGroups data_groups(const RunConfig& config, const std::string& strategy, const World& world);
-// Copies of each shard under the configured strategy.
-int copies_of_shards(const RunConfig& config);
-// The configured ranks along each axis. Collective.
-ContextMesh make_mesh(const RunConfig& config, const World& world);
-
-// `strategy` is one of strategy_names(), with the configured options. `bucket_order`: of the run that this
+// parallel.strategy with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others
 // stay where they are. Collective.
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const std::string& strategy,
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                           const ModelUnits& units, World& world,
                                           const std::vector<std::string>& bucket_order = {},

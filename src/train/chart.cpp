@@ -12,13 +12,16 @@ namespace isograd {
 namespace {
 
 // In units of the viewBox; the page scales the picture.
-constexpr double kWidth = 520, kHeight = 270;
-constexpr double kLeft = 62, kRight = 14, kTop = 12, kBottom = 42;
+constexpr double kWidth = 440, kHeight = 260;  // near a phone's width, so that text stays legible there
+constexpr double kLeft = 58, kRight = 12, kTop = 14, kBottom = 44;
+constexpr double kLine = 16;  // between the base lines of two labels, at their largest
+constexpr int kTicksAcross = 5, kTicksUp = 6;
 constexpr double kInnerWidth = kWidth - kLeft - kRight, kInnerHeight = kHeight - kTop - kBottom;
 constexpr std::size_t kFewPoints = 40;     // each gets a marker
 constexpr std::size_t kMostCrosses = 100;  // marks of values that cannot be drawn
 constexpr double kLargest = 1e300;         // differences of larger values overflow
 constexpr std::size_t kColours = 6;
+constexpr std::size_t kSmoothed = 20;  // from so many points on their running median says something
 
 bool drawable(const Point& point) {
   return std::isfinite(point.x) && std::abs(point.y) < kLargest;
@@ -71,29 +74,51 @@ struct Frame {
   Axis x, y;
   double px(double value) const { return kLeft + (value - x.low) / (x.high - x.low) * kInnerWidth; }
   double py(double value) const { return kTop + (y.high - value) / (y.high - y.low) * kInnerHeight; }
+  bool shows(const Point& point) const { return point.y >= y.low && point.y <= y.high; }
 };
+
+// What the y axis has to show of a series: all of it, or of a smoothed one the range of its running median
+// and half of that beyond it, where there are values. A value far from its neighbours moves no median.
+std::pair<double, double> shown_range(const Series& series, bool smooth) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const auto range = [&](const std::vector<Point>& points) {
+    std::pair<double, double> found{infinity, -infinity};
+    for (const auto& point : points) {
+      if (!drawable(point)) continue;
+      found.first = std::min(found.first, point.y);
+      found.second = std::max(found.second, point.y);
+    }
+    return found;
+  };
+  const auto all = range(series.points);
+  if (!smooth || series.points.size() < kSmoothed) return all;
+  const auto usual = range(running_median(series.points));
+  const double beyond = 0.5 * (usual.second - usual.first);
+  return {std::max(all.first, usual.first - beyond), std::min(all.second, usual.second + beyond)};
+}
 
 Frame frame_of(const Chart& chart) {
   const double infinity = std::numeric_limits<double>::infinity();
   double left = infinity, right = -infinity, low = infinity, high = -infinity;
   bool whole = true;
-  for (const auto& series : chart.series)
+  for (const auto& series : chart.series) {
     for (const auto& point : series.points) {
       if (!std::isfinite(point.x)) continue;
       left = std::min(left, point.x);
       right = std::max(right, point.x);
       whole = whole && point.x == std::floor(point.x);
-      if (!drawable(point)) continue;
-      low = std::min(low, point.y);
-      high = std::max(high, point.y);
     }
+    const auto [lowest, highest] = shown_range(series, chart.smooth);
+    low = std::min(low, lowest);
+    high = std::max(high, highest);
+  }
   if (low <= high)  // marks belong to values
     for (const auto& [name, value] : chart.marks) {
       low = std::min(low, value);
       high = std::max(high, value);
     }
   if (chart.from_zero && low > 0) low = 0;
-  Frame frame{make_axis(left, right, 7, whole), make_axis(low, high, 6, false)};
+  Frame frame{make_axis(left, right, kTicksAcross, whole), make_axis(low, high, kTicksUp, false)};
   const double room = 0.04 * (frame.y.high - frame.y.low);
   frame.y.high += room;
   if (!(chart.from_zero && low == 0)) frame.y.low -= room;
@@ -120,10 +145,14 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
   return result;
 }
 
-std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines) {
+// `line_class`: "line", or "raw" where a median is drawn over it. `marks`: of points and of what cannot be
+// drawn.
+std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines,
+                         const char* line_class = "line", bool marks = true) {
   std::string path, markers;
-  const auto place = [&](const Point& point) {
-    return fmt::format("{:.1f} {:.1f}", frame.px(point.x), frame.py(point.y));
+  const auto place = [&](const Point& point) {  // what lies off the scale, on its border
+    return fmt::format("{:.1f} {:.1f}", frame.px(point.x),
+                       frame.py(std::clamp(point.y, frame.y.low, frame.y.high)));
   };
   const bool few = series.points.size() <= kFewPoints || !lines;
   std::vector<Point> piece;
@@ -133,17 +162,24 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
       path += (i == 0 ? "M" : "L") + place(points[i]);
     if (few || piece.size() == 1)
       for (const auto& point : piece)
-        markers += fmt::format(
-            "<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"><title>{}: {:.6g} at "
-            "{:.10g}</title></circle>",
-            colour, frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : "3.2",
-            escape_html(series.name), point.y, point.x);
+        if (frame.shows(point))
+          markers += fmt::format(
+              "<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"><title>{}: {:.6g} at "
+              "{:.10g}</title></circle>",
+              colour, frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : "3.2",
+              escape_html(series.name), point.y, point.x);
     piece.clear();
   };
   std::size_t crosses = 0;
   for (const auto& point : series.points) {
     if (drawable(point)) {
       piece.push_back(point);
+      if (frame.shows(point) || ++crosses > kMostCrosses) continue;
+      const bool above = point.y > frame.y.high;
+      markers += fmt::format(
+          "<path class=\"off c{}\" d=\"M{:.1f} {:.1f}l4 {}h-8z\"><title>{}: {:.6g} at {:.10g}</title></path>",
+          colour, frame.px(point.x), above ? kTop - 7 : kTop + kInnerHeight + 7, above ? 6 : -6,
+          escape_html(series.name), point.y, point.x);
       continue;
     }
     finish_piece();
@@ -154,8 +190,8 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
         x - 3, y - 3, escape_html(series.name), point.y, point.x);
   }
   finish_piece();
-  if (!path.empty()) path = fmt::format("<path class=\"line c{}\" d=\"{}\"/>", colour, path);
-  return path + markers;
+  if (!path.empty()) path = fmt::format("<path class=\"{} c{}\" d=\"{}\"/>", line_class, colour, path);
+  return marks ? path + markers : path;
 }
 
 std::string drawn_axes(const Chart& chart, const Frame& frame) {
@@ -186,7 +222,62 @@ std::string drawn_axes(const Chart& chart, const Frame& frame) {
   return text;
 }
 
+// Above its line, below it at the top of the picture; each clear of the one before it.
+std::string mark_labels(const Chart& chart, const Frame& frame) {
+  std::vector<std::pair<std::string, double>> marks = chart.marks;
+  std::stable_sort(marks.begin(), marks.end(),
+                   [](const auto& a, const auto& b) { return a.second > b.second; });
+  std::string text;
+  double last = -kLine;
+  for (const auto& [name, value] : marks) {
+    double y = frame.py(value) - 5;
+    if (y < kTop + 10) y = frame.py(value) + 14;
+    last = std::max(y, last + kLine);
+    text += fmt::format(
+        "<text class=\"label over\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{} {:.4g}</text>",
+        kWidth - kRight - 4, last, escape_html(name), value);
+  }
+  return text;
+}
+
 }  // namespace
+
+std::size_t median_reach(std::size_t points) {
+  return std::clamp<std::size_t>(points / 60, 2, 50);
+}
+
+std::vector<Point> running_median(const std::vector<Point>& points) {
+  std::vector<Point> result = points;
+  std::vector<double> window;
+  for (std::size_t i = 0; i < points.size(); ++i) {
+    if (!drawable(points[i])) continue;
+    // Short at the start, so that the first fall of a loss is followed, and never of fewer values than
+    // outvote two.
+    const std::size_t reach = std::min(median_reach(points.size()), i + 4);
+    window.clear();
+    for (std::size_t j = i - std::min(i, reach); j <= std::min(i + reach, points.size() - 1); ++j)
+      if (drawable(points[j])) window.push_back(points[j].y);
+    const auto middle = window.begin() + static_cast<std::ptrdiff_t>(window.size() / 2);
+    std::nth_element(window.begin(), middle, window.end());
+    result[i].y = *middle;
+  }
+  return result;
+}
+
+bool draws_median(const Chart& chart) {
+  return chart.smooth && !chart.series.empty() && chart.series[0].points.size() >= kSmoothed;
+}
+
+OffScale off_scale(const Chart& chart) {
+  const Frame frame = frame_of(chart);
+  OffScale found;
+  for (const auto& series : chart.series)
+    for (const auto& point : series.points) {
+      if (!drawable(point) || frame.shows(point)) continue;
+      if (found.count++ == 0 || std::abs(point.y) > std::abs(found.furthest)) found.furthest = point.y;
+    }
+  return found;
+}
 
 std::string svg(const Chart& chart) {
   const Frame frame = frame_of(chart);
@@ -205,13 +296,15 @@ std::string svg(const Chart& chart) {
   for (const auto& [name, value] : chart.marks)
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
                         kWidth - kRight);
-  for (std::size_t i = 0; i < chart.series.size(); ++i)
-    text += drawn_series(chart.series[i], frame, i % kColours, chart.lines);
-  for (const auto& [name, value] : chart.marks)
-    text += fmt::format(
-        "<text class=\"label over\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{} {:.4g}</text>",
-        kWidth - kRight - 4, frame.py(value) - 5, escape_html(name), value);
-  return text + "</svg>";
+  for (std::size_t i = 0; i < chart.series.size(); ++i) {
+    const bool median = i == 0 && draws_median(chart);
+    text += drawn_series(chart.series[i], frame, i % kColours, chart.lines, median ? "raw" : "line");
+    if (median) {
+      const Series smooth{chart.series[i].name + ", median", running_median(chart.series[i].points)};
+      text += drawn_series(smooth, frame, i % kColours, true, "line", /*marks=*/false);
+    }
+  }
+  return text + mark_labels(chart, frame) + "</svg>";
 }
 
 std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
@@ -225,7 +318,8 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
   Chart loss{.title = "Loss",
              .x_label = "step",
              .y_label = words.unit,
-             .series = {series("training", &MetricRow::loss)}};
+             .series = {series("training", &MetricRow::loss)},
+             .smooth = true};
   if (auto validation = series("validation", &MetricRow::validation_loss); !validation.points.empty())
     loss.series.push_back(std::move(validation));
   if (baseline > 0) loss.marks = {{words.baseline, baseline}};
@@ -234,12 +328,14 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
            .x_label = "step",
            .y_label = "before clipping",
            .series = {series("norm", &MetricRow::norm)},
-           .from_zero = true},
+           .from_zero = true,
+           .smooth = true},
           {.title = "Throughput",
            .x_label = "step",
            .y_label = words.tokens + "/s, all ranks",
            .series = {series(words.tokens + "/s", &MetricRow::tokens_per_second)},
-           .from_zero = true},
+           .from_zero = true,
+           .smooth = true},
           {.title = "Learning rate",
            .x_label = "step",
            .y_label = "",

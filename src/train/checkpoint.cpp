@@ -77,13 +77,15 @@ Named optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
 fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
                          const WriteModel& write_model, DataParallel& layout, Optimizer& optimizer) {
   const fs::path directory = checkpoint_path(options.root, state.step);
+  TrainingState whole_state = state;
+  whole_state.missed_updates = optimizer.missed_updates();
   const Named tensors = optimizer_tensors(layout, optimizer);
   const auto whole = layout.whole_parameters();  // rank 0 writes the model's own tensors
   on_rank_zero(layout.group(), [&] {
     publish_directory(directory, [&](const fs::path& folder) {
       write_model(folder);
       write_safetensors(folder / kOptimizerFile, tensors);
-      write_file(folder / kStateFile, to_json(state));
+      write_file(folder / kStateFile, to_json(whole_state));
     });
     prune_checkpoints(options.root, state.step, options.keep);
   });
@@ -107,7 +109,6 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
          .action = "Resume with the model, optimizer and dtype that this checkpoint was saved with"});
   };
   const auto saved = read_safetensors(path);
-  layout.keep_buckets();
   const auto wanted = places(layout, sharded_state(layout, optimizer));
   for (const auto& [name, tensor] : saved)
     if (!wanted.contains(name)) bad(name, "a tensor that this run has no place for", "none");
@@ -122,19 +123,21 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
     write_slot(flat, bucket.held, slot, source);
   }
   optimizer.set_updates(state.updates);
+  optimizer.set_missed_updates(state.missed_updates);
 }
 
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const fs::path& directory, const TrainingState& state) {
   if (state.tokenizer == "bytes") return byte_tokenizer();
-  const fs::path file = directory / kTokenizerFile;
+  const bool json = state.tokenizer.starts_with("tokenizer.json:");
+  const fs::path file = directory / (json ? "tokenizer.json" : "tokenizer.model");
   if (!fs::exists(file))
     throw ConfigError({.where = directory.string(),
                        .found = state.tokenizer.empty()
                                     ? "a model trained on shards of an unknown tokenizer"
                                     : "tokenizer " + state.tokenizer + " without its file",
-                       .expected = std::string(kTokenizerFile) + " beside the weights",
+                       .expected = file.filename().string() + " beside the weights",
                        .action = "Decode with the tokenizer that packed the shards"});
-  return sentencepiece_tokenizer(file);
+  return open_tokenizer(file.string());
 }
 
 }  // namespace isograd

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/paths.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 
@@ -155,7 +157,8 @@ fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
                        .found = fs::is_directory(directory) ? std::string("a folder without ") + kListing
                                                             : std::string("no such folder"),
                        .expected = "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\"",
-                       .action = "Check the path"});
+                       .action = fs::exists(directory) ? "Name the checkpoint's own folder"
+                                                       : missing_path_action(directory)});
   return directory;
 }
 
@@ -167,7 +170,7 @@ void publish_directory(const fs::path& directory, const std::function<void(const
   const fs::path root = directory.parent_path(), partial = hidden(directory, kPartial);
   const fs::path replaced = hidden(directory, kReplaced);
   files(directory.string(), [&] {
-    fs::create_directories(root);
+    make_folders(root);
     clear_leftovers(root);
     fs::create_directory(partial);
     try {
@@ -213,14 +216,17 @@ void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t kee
   });
 }
 
-void verify_checksums(const fs::path& directory) {
-  const auto listing =
-      nlohmann::json::parse(read_file(directory / kListing), nullptr, /*allow_exceptions=*/false);
+namespace {
+
+// All listed files but those of `unread`, which may be missing too.
+void compare_with_listing(const fs::path& directory, const std::set<std::string>& unread) {
+  const auto [listing, problem] = parse_json(read_file(directory / kListing));
   const auto damaged_listing = [&] {
     throw_damaged(directory, kListing, "a listing that does not match its own checksum",
                   "format 1, unchanged");
   };
-  if (!listing.is_object() || listing.value("format", nlohmann::json()) != 1 || !listing.contains("files") ||
+  if (!problem.empty()) throw_damaged(directory, kListing, problem, "format 1, unchanged");
+  if (listing.value("format", nlohmann::json()) != 1 || !listing.contains("files") ||
       !listing["files"].is_object())
     damaged_listing();
   const auto& listed = listing["files"];
@@ -233,6 +239,7 @@ void verify_checksums(const fs::path& directory) {
     if (name.find('/') != std::string::npos || !facts.is_object() || !facts.contains("bytes") ||
         !facts.contains("xxh3"))
       damaged_listing();
+    if (unread.contains(name)) continue;
     if (!fs::is_regular_file(file)) throw_damaged(directory, name, "no such file", "the file that was saved");
     if (fs::file_size(file) != facts["bytes"])
       throw_damaged(directory, name, fmt::format("{} bytes", fs::file_size(file)),
@@ -250,6 +257,18 @@ void verify_checksums(const fs::path& directory) {
                          .expected = "only the files of checksums.json",
                          .action = "Move it elsewhere"});
   }
+}
+
+}  // namespace
+
+void verify_checksums(const fs::path& directory) {
+  files(directory.string(), [&] { compare_with_listing(directory, {}); });
+}
+
+void verify_model_files(const fs::path& directory) {
+  files(directory.string(), [&] {
+    if (is_complete(directory)) compare_with_listing(directory, {"optimizer.safetensors", "state.json"});
+  });
 }
 
 }  // namespace isograd

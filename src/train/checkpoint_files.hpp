@@ -31,4 +31,8 @@ void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std
 // instead.
 void verify_checksums(const std::filesystem::path& directory);
 
+// For a directory whose model alone is read, a checkpoint's or one of Hugging Face: where checksums.json lies
+// in it, the files of the model are held to it. A run's state may be missing.
+void verify_model_files(const std::filesystem::path& directory);
+
 }  // namespace isograd

@@ -4,15 +4,29 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <fstream>
+#include <set>
 
 #include "base/files.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
+
+namespace {
+std::set<std::string> synced;  // what fsync() was called on
+}
+
+// Takes the place of libc's in this program, so that a test can ask what would survive a loss of power.
+extern "C" int fsync(int file) {
+  char name[4096] = {};
+  if (::readlink(("/proc/self/fd/" + std::to_string(file)).c_str(), name, sizeof(name) - 1) > 0)
+    synced.insert(name);
+  return static_cast<int>(::syscall(SYS_fsync, file));
+}
 
 namespace isograd {
 namespace {
@@ -96,6 +110,20 @@ TEST_F(CheckpointFiles, AFailureWhileWritingLeavesNothingBehind) {
                std::runtime_error);
   EXPECT_EQ(content(root_ / "step-00000010"), "old");
   EXPECT_EQ(entries(), 1u);
+}
+
+// Without the parents' entries on disk a loss of power takes the first checkpoint of a run along.
+TEST_F(CheckpointFiles, TheParentsOfANewFolderAreSynced) {
+  const fs::path base = fs::canonical(root_);
+  root_ = base / "runs/new/checkpoints";
+  synced.clear();
+  save(10, "ten");
+  for (const fs::path& folder : {base, base / "runs", base / "runs/new", root_})
+    EXPECT_TRUE(synced.contains(folder)) << folder;
+  synced.clear();
+  save(20, "twenty");
+  EXPECT_FALSE(synced.contains(base)) << "once is enough";
+  root_ = base;
 }
 
 // Saves in a child process that is killed at the n-th moment; returns whether it got that far.

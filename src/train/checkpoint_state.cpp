@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/json.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -31,6 +32,7 @@ void fields(State& state, Visit visit) {
   visit("config", state.config);
   visit("bucket_order", state.bucket_order);
   visit("order", state.order);
+  visit("missed_updates", state.missed_updates);
 }
 
 struct Reader {
@@ -74,6 +76,14 @@ struct Reader {
       bad(key, table.dump(), "a table of texts");
     value = table.get<std::map<std::string, std::string>>();
   }
+  void operator()(const char* key, std::map<std::string, std::int64_t>& value) const {
+    if (!json.contains(key)) return;
+    const auto& table = json[key];
+    const auto is_count = [](const auto& item) { return item.is_number_unsigned(); };
+    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_count))
+      bad(key, table.dump(), "a table of integers, 0 or more");
+    value = table.get<std::map<std::string, std::int64_t>>();
+  }
   void operator()(const char* key, std::string& value) const {
     if (!at(key).is_string()) bad(key, at(key).dump(), "a text");
     value = at(key).get<std::string>();
@@ -89,9 +99,9 @@ std::string to_json(const TrainingState& state) {
 }
 
 TrainingState parse_state(const std::string& text, const std::string& file) {
-  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto [json, problem] = parse_json(text);
   const Reader reader{json, file};
-  if (!json.is_object()) reader.bad("the whole file", "no JSON object", "the state of a run");
+  if (!problem.empty()) reader.bad("the whole file", problem, "the state of a run");
   if (reader.at("format") != kFormat)
     reader.bad("format", json["format"].dump(),
                std::to_string(kFormat) + ", the only one this version reads");

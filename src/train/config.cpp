@@ -10,7 +10,6 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
-#include "train/device.hpp"
 
 namespace isograd {
 namespace {
@@ -231,68 +230,6 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 
 std::vector<std::string> strategy_names() {
   return {std::begin(kStrategies), std::end(kStrategies)};
-}
-
-int context_ranks(const RunConfig& config) {
-  return static_cast<int>(config.parallel.cp_ring * config.parallel.cp_ulysses);
-}
-
-int packs_dealt_to(const RunConfig& config, int ranks) {
-  const int sharing = context_ranks(config);
-  return ranks / sharing;
-}
-
-void check(const RunConfig& config, int ranks) {
-  check_device(config, ranks);
-  const std::int64_t sharing = config.parallel.cp_ring * config.parallel.cp_ulysses;
-  if (ranks % sharing != 0 || ranks / sharing % config.parallel.replicas != 0) {
-    std::string possible;
-    for (int n = 1; n <= ranks; ++n)
-      if (ranks % n == 0) possible += fmt::format("{}{}", possible.empty() ? "" : ", ", n);
-    if (sharing > 1)
-      throw ConfigError({.where = "parallel.cp_ring, parallel.cp_ulysses",
-                         .found = fmt::format("{} x {} and {} replicas for {} ranks", config.parallel.cp_ring,
-                                              config.parallel.cp_ulysses, config.parallel.replicas, ranks),
-                         .expected = "a product that divides the ranks: " + possible,
-                         .action = "Change them or --ranks"});
-  }
-  if (ranks % config.parallel.replicas != 0)
-    throw ConfigError({.where = "parallel.replicas",
-                       .found = fmt::format("{} for {} ranks", config.parallel.replicas, ranks),
-                       .expected = "a number that divides the ranks",
-                       .action = "Change it or --ranks"});
-  if (config.model.kind == "scorer") {
-    const auto refuse = [](const char* key, std::string found, const char* expected) {
-      throw ConfigError({.where = key,
-                         .found = std::move(found) + " with model.kind = \"scorer\"",
-                         .expected = expected,
-                         .action =
-                             "Leave it out: a scorer's rows are not cut, nor its run saved or checked on the "
-                             "way; isograd verify checks it from outside"});
-    };
-    if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
-    if (config.batch.max_tokens_per_rank > 0)
-      refuse("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");
-    if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
-    if (ranks > config.batch.rows_per_step)
-      throw ConfigError({.where = fmt::format("--ranks {}", ranks),
-                         .found = fmt::format("more ranks than rows (batch.rows_per_step = {})",
-                                              config.batch.rows_per_step),
-                         .expected = "a row for each rank at least",
-                         .action = "Start fewer ranks, or enlarge batch.rows_per_step"});
-    return;
-  }
-  const bool videos = config.model.kind == "video";
-  const std::int64_t batch = videos ? config.batch.videos_per_step : config.batch.packs_per_step;
-  const std::string packs = videos ? "videos" : "packs", key = "batch." + packs + "_per_step";
-  if (packs_dealt_to(config, ranks) > batch)
-    throw ConfigError({.where = fmt::format("--ranks {}", ranks),
-                       .found = fmt::format(
-                           "more ranks than {} in the batch ({} = {}): some would never have anything to do",
-                           packs, key, batch),
-                       .expected = fmt::format("at most {} ranks", batch * sharing),
-                       .action = fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}",
-                                             batch * sharing, key, packs_dealt_to(config, ranks))});
 }
 
 std::string to_toml(const RunConfig& config) {

@@ -9,18 +9,23 @@
 #include <vector>
 
 #include "isograd/decoder_lm.hpp"
+#include "isograd/grid.hpp"
 #include "isograd/optimizer.hpp"
 
 namespace isograd {
 
 struct RunConfig {
   std::filesystem::path source;  // the TOML file, for messages; empty when none
+  // How the run was called and no part of what it is, so neither read from the file nor kept with it: whether
+  // it may replace what an earlier one has left in run.directory.
+  bool overwrite = false;
 
   struct {
     std::string directory = "runs/default";  // report, metrics, checkpoints
     std::string json_log;                    // metrics as JSON lines; empty: metrics.jsonl in `directory`
     std::int64_t seed = 0;
-    bool memory = false;  // say what each rank keeps and sends
+    bool memory = false;     // say what each rank keeps and sends
+    double peak_tflops = 0;  // of a rank's device, which the MFU is relative to; 0: measured
   } run;
   struct {
     std::vector<std::string>
@@ -137,9 +142,12 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 // The same from a text; `file` is for messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
-// Context ranks that share a micro-batch; ranks that packs are dealt to.
-int context_ranks(const RunConfig& config);
-int packs_dealt_to(const RunConfig& config, int ranks);
+int stage_of(const std::string& strategy);  // of ZeRO
+// dp_replicate x dp_shard x cp_ring x cp_ulysses; without shards all that have different samples are replicas.
+// ConfigError unless the configured sizes divide the ranks.
+Grid grid_of(const RunConfig& config, int ranks);
+// Along which parameters are sharded, or gradients summed at once; replicas along the other data axes.
+AxisSet sharded_axes(const RunConfig& config);
 // The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).

@@ -100,6 +100,11 @@ std::vector<ConfigKey> make_keys() {
           "from it, whatever the number of ranks."),
       KEY("run.memory", run.memory, "", any(),
           "Measure what each rank keeps and sends, and print it beside the formulas (docs/memory.md)."),
+      KEY("run.peak_tflops", run.peak_tflops, "TFLOP/s", at_least(0),
+          "What a rank's device can do in `train.dtype`, by its data sheet: the model FLOPs utilisation "
+          "(MFU) is "
+          "relative to it. 0: to what matrix products reach on all ranks at once, measured when the run "
+          "starts."),
 
       KEY("data.text", data.text, "", any(),
           "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, from the "
@@ -109,9 +114,10 @@ std::vector<ConfigKey> make_keys() {
           "Files, directories or globs of shards packed already: by `isograd data pack`, or `.bin` files of "
           "llm.c and nanoGPT as they are."),
       KEY("data.tokenizer", data.tokenizer, "", not_empty(),
-          "`bytes` (256 bytes and two marks: a vocabulary of 258) or a SentencePiece model file. Shards "
-          "packed "
-          "with another tokenizer are refused."),
+          "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or a Hugging "
+          "Face "
+          "`tokenizer.json` (by the Python package `tokenizers`; a document ends with the `eos_token` of a "
+          "`tokenizer_config.json` beside it). Shards packed with another tokenizer are refused."),
       KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
           "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is then one "
           "document."),
@@ -175,7 +181,8 @@ std::vector<ConfigKey> make_keys() {
       KEY("model.head_dim", model.shape.head_dim, "", at_least(2, kWide), "Width of a head; even."),
       KEY("model.feed_forward", model.shape.feed_forward, "", at_least(1, kWide), "Width inside SwiGLU."),
       KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
-          "Positions the model knows; at least `data.pack_length`."),
+          "Positions the model knows; at least `data.pack_length`, but for `model.rope_scaling.kind = "
+          "\"dynamic\"`, which is for packs beyond."),
       KEY("model.rope_theta", model.shape.rope_theta, "", above(0), "Base of the rotary embedding."),
       KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0), "Inside the root of RMSNorm."),
       KEY("model.tied_output", model.shape.tied_output, "", any(),
@@ -194,6 +201,10 @@ std::vector<ConfigKey> make_keys() {
           "Begins a document. `-1`: the tokenizer's, where it has one."),
       KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
           "Ends a document. `-1`: the tokenizer's, where it has one."),
+      KEY("model.pad", model.shape.pad, "token", at_least(-1, kManyRows),
+          "Its row of the embedding gets no gradient as an input (tied, it still gets the output layer's), "
+          "as "
+          "`pad_token_id` in transformers. `-1`: no such token."),
 
       KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}),
           "`decoder`: a language model on text. `scorer`: a multilayer perceptron that ranks the rows of "

@@ -304,6 +304,8 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
     config.optimizer.adamw = {};
     config.optimizer.adamw.weight_decay = decay;
   }
+  if (config.parallel.strategy == "naive" || config.parallel.strategy == "overlapped")
+    config.parallel.share_parameters = "auto";  // these keep no copy that ranks could share
   if (config.parallel.device == "cpu" && config.parallel.backend == "nccl") config.parallel.device = "cuda";
   const std::string text = to_toml(config);
   const RunConfig again = parse_config(text, "written.toml");

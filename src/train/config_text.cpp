@@ -1,50 +1,42 @@
 // What the table of keys says in words: values as TOML, the nearest key, contradictions, the documentation.
 #include <fmt/format.h>
+#include <utf8.h>
 
 #include <cmath>
-#include <numeric>
 
+#include "base/paths.hpp"
+#include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
 
 namespace isograd {
 namespace {
 
+// As TOML reads it back: whatever a terminal would not show as it is goes by its number.
 std::string quoted(const std::string& text) {
   std::string result = "\"";
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
-      result += '\\';
-      result += c;
-    } else if (c == '\n') {
-      result += "\\n";
-    } else if (c == '\t') {
-      result += "\\t";
-    } else if (byte < 0x20 || byte == 0x7f) {
-      result += fmt::format("\\u{:04X}", byte);
-    } else {
-      result += c;
+  auto bad = utf8::find_invalid(text.begin(), text.end());
+  for (auto at = text.begin(); at != text.end();) {
+    if (at == bad) {
+      result += *at++;
+      bad = utf8::find_invalid(at, text.end());
+      continue;
     }
+    const auto begin = at;
+    const std::uint32_t character = utf8::next(at, text.end());
+    const std::string bytes(begin, at);
+    if (bytes == "\"" || bytes == "\\")
+      result += '\\' + bytes;
+    else if (bytes == "\n")
+      result += "\\n";
+    else if (bytes == "\t")
+      result += "\\t";
+    else if (printable(bytes) != bytes)
+      result += fmt::format("\\u{:04X}", character);
+    else
+      result += bytes;
   }
   return result + '"';
-}
-
-// Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> before, above(b.size() + 1), row(b.size() + 1);
-  std::iota(above.begin(), above.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] != b[j - 1])});
-      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
-        row[j] = std::min(row[j], before[j - 2] + 1);
-    }
-    before = above;
-    std::swap(above, row);
-  }
-  return above[b.size()];
 }
 
 std::string_view last_name(std::string_view name) {
@@ -92,6 +84,8 @@ const std::vector<Unused>& unused_rules() {
        {"batch.videos_per_step", "batch.tokens_per_micro_batch", "batch.max_tokens_per_rank"}},
       {"ranking.", is_video, kNotOfVideos},
       {"sample.", is_video, kNotOfVideos},
+      {"sample.", [](const RunConfig& c) { return c.model.kind == "scorer"; },
+       "model.kind is \"scorer\", which generates no text"},
       {"loss.fused", is_video, kNotOfVideos},
       {"video.", is_no_video, kOnlyOfVideos},
       {"batch.videos_per_step", is_no_video, kOnlyOfVideos},
@@ -125,12 +119,14 @@ std::string toml_text(const ConfigValue& value) {
 
 std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates) {
   std::optional<std::string> best;
-  std::size_t least = std::max<std::size_t>(2, text.size() / 3) + 1;
+  std::size_t least = near_enough(text) + 1;
   for (const auto& candidate : candidates) {
-    const std::size_t distance =
-        last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos
-            ? std::min<std::size_t>(1, edit_distance(candidate, text))  // the right key in the wrong section
-            : edit_distance(candidate, text);
+    // The right key in the wrong section is near; what differs more in length than in `least` edits is not.
+    const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
+    const std::size_t longer = std::max(candidate.size(), text.size()),
+                      shorter = candidate.size() + text.size() - longer;
+    if (!same_key && longer - shorter >= least) continue;
+    const std::size_t distance = same_key ? candidate != text : edit_distance(candidate, text);
     if (distance < least) {
       least = distance;
       best = candidate;
@@ -218,6 +214,13 @@ void check_together(const RunConfig& config, const std::string& where) {
                        .action =
                            "Pack the text with `isograd data pack` and add the shards it writes, or leave "
                            "one of the two empty"});
+  if (config.parallel.strategy == "naive" && config.parallel.share_parameters == "on")
+    throw ConfigError(
+        {.where = where,
+         .found = "parallel.share_parameters = \"on\" with parallel.strategy = \"naive\"",
+         .expected = "a strategy whose ranks may keep one copy of the parameters",
+         .action = "Set parallel.strategy = \"bucketed\", \"zero1\", \"zero2\" or \"zero3\", or leave "
+                   "parallel.share_parameters out"});
   if (config.parallel.backend == "nccl" && config.parallel.device == "cpu")
     throw ConfigError({.where = where,
                        .found = "parallel.backend = \"nccl\" with parallel.device = \"cpu\"",

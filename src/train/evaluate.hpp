@@ -21,6 +21,11 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
                                    std::int64_t step);
 
+// ConfigError when the model would not see the prompt, or could not go on with it: the tokenizer makes no
+// token of it, or it fills the model's positions. `where`: the key or flag that holds it.
+void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
+                  const std::string& where);
+
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
 // break).
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,

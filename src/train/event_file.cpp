@@ -11,6 +11,8 @@
 #include <cstring>
 #include <protozero/pbf_writer.hpp>
 
+#include "base/files.hpp"
+#include "base/paths.hpp"
 #include "isograd/error.hpp"
 #include "train/metrics.hpp"
 
@@ -66,7 +68,7 @@ std::uint32_t crc32c(std::string_view bytes) {
 }
 
 EventFile::EventFile(const fs::path& directory, std::int64_t first_step) {
-  require_folder(directory);
+  make_folders(directory);
   // Readers take a folder's files by name, so a later run's name must sort behind an earlier one's.
   const auto milliseconds = static_cast<std::int64_t>(wall_time() * 1000);
   for (int attempt = 0; !file_; ++attempt) {
@@ -114,6 +116,7 @@ void EventFile::scalar(std::string_view tag, std::int64_t step, double value) {
 
 void EventFile::flush() {
   if (std::fflush(file_) != 0) cannot_write(path_);
+  require_name(file_, path_);
 }
 
 }  // namespace isograd

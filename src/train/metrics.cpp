@@ -1,6 +1,7 @@
 #include "train/metrics.hpp"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
 #include <cerrno>
@@ -9,6 +10,8 @@
 #include <limits>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/paths.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -55,30 +58,33 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
 
 }  // namespace
 
-void require_folder(const fs::path& directory) {
-  std::error_code problem;
-  fs::create_directories(directory, problem);
-  if (problem)
-    throw ConfigError({.where = directory.string(),
-                       .found = problem.message(),
-                       .expected = "a folder that can be created",
-                       .action = "Choose another folder or check its permissions"});
+void require_name(std::FILE* file, const fs::path& path) {
+  struct stat status {};
+  if (::fstat(::fileno(file), &status) == 0 && status.st_nlink > 0) return;
+  throw ConfigError({.where = path.string(),
+                     .found = "a file that was removed while the run wrote to it",
+                     .expected = "the metrics of this run",
+                     .action = "Continue from the last checkpoint (--set checkpoint.resume=latest), or start "
+                               "anew, and leave the file there"});
 }
 
 std::string to_json_line(const MetricRow& row) {
   nlohmann::ordered_json json;
   json["step"] = row.step;
   put(json, "loss", row.loss);
+  put(json, "perplexity", row.perplexity);
   put(json, "norm", row.norm);
   put(json, "clip_coefficient", row.clip_coefficient);
   put(json, "learning_rate", row.learning_rate);
   put(json, "tokens", row.tokens);
   put(json, "targets", row.targets);
   put(json, "tokens_per_second", row.tokens_per_second);
+  put(json, "mfu", row.mfu);
   put(json, "seconds", row.seconds);
   put(json, "exposed_seconds", row.exposed_seconds);
   put(json, "updated", row.updated);
   put(json, "validation_loss", row.validation_loss);
+  put(json, "validation_perplexity", row.validation_perplexity);
   put(json, "validation_targets", row.validation_targets);
   return json.dump() + "\n";
 }
@@ -91,29 +97,35 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
     const std::size_t end = text.find('\n', begin);
     if (end == std::string::npos) break;  // cut off by a kill: that step was not logged
     ++number;
+    const auto refuse = [&](const std::string& found) {
+      throw ConfigError({.where = fmt::format("{}:{}", file.string(), number),
+                         .found = found,
+                         .expected = "metrics of an earlier run, one JSON object a line",
+                         .action = "Move that file away or name another one in run.json_log"});
+    };
     try {
-      const auto json = nlohmann::json::parse(text.begin() + static_cast<std::ptrdiff_t>(begin),
-                                              text.begin() + static_cast<std::ptrdiff_t>(end));
+      const auto [json, problem] = parse_json(std::string_view(text).substr(begin, end - begin));
+      if (!problem.empty()) refuse(problem);
       MetricRow row;
       row.step = json.at("step").get<std::int64_t>();
       get(json, "loss", row.loss);
+      get(json, "perplexity", row.perplexity);
       get(json, "norm", row.norm);
       get(json, "clip_coefficient", row.clip_coefficient);
       get(json, "learning_rate", row.learning_rate);
       get(json, "tokens", row.tokens);
       get(json, "targets", row.targets);
       get(json, "tokens_per_second", row.tokens_per_second);
+      get(json, "mfu", row.mfu);
       get(json, "seconds", row.seconds);
       get(json, "exposed_seconds", row.exposed_seconds);
       get(json, "updated", row.updated);
       get(json, "validation_loss", row.validation_loss);
+      get(json, "validation_perplexity", row.validation_perplexity);
       get(json, "validation_targets", row.validation_targets);
       rows.push_back(row);
     } catch (const nlohmann::json::exception& error) {
-      throw ConfigError({.where = fmt::format("{}:{}", file.string(), number),
-                         .found = error.what(),
-                         .expected = "metrics of an earlier run, one JSON object a line",
-                         .action = "Move that file away or name another one in run.json_log"});
+      refuse(error.what());
     }
     begin = end + 1;
   }
@@ -125,7 +137,7 @@ Metrics::Metrics(const MetricsOptions& options)
       rows_(kept_rows(options)),
       events_(options.events_directory, options.first_step + 1) {
   const fs::path& file = options_.json_log;
-  if (file.has_parent_path()) require_folder(file.parent_path());
+  if (file.has_parent_path()) make_folders(file.parent_path());
   std::string text;
   for (const auto& row : rows_) text += to_json_line(row);
   write_file(file, text);  // whole or not at all: a kill here does not cost the earlier rows
@@ -142,35 +154,48 @@ void Metrics::append(MetricRow row) {
   rows_.push_back(std::move(row));
   if (std::fwrite(line.data(), 1, line.size(), log_) != line.size() || std::fflush(log_) != 0)
     cannot_write(options_.json_log);
+  require_name(log_, options_.json_log);
   events_.flush();
+}
+
+std::optional<double> Metrics::perplexity_of(double loss) const {
+  return options_.perplexity ? std::optional(std::exp(loss)) : std::nullopt;
 }
 
 void Metrics::step(const StepEvent& event) {
   const StepReport& report = event.report;
+  const auto perplexity = perplexity_of(report.loss);
   events_.scalar("train/loss", event.step, report.loss);
+  if (perplexity) events_.scalar("train/perplexity", event.step, *perplexity);
   events_.scalar("train/norm", event.step, report.norm);
   events_.scalar("train/clip_coefficient", event.step, report.clip_coefficient);
   events_.scalar("train/learning_rate", event.step, event.learning_rate);
   events_.scalar("speed/tokens_per_second", event.step, event.tokens_per_second);
+  if (event.mfu) events_.scalar("speed/mfu", event.step, *event.mfu);
   events_.scalar("speed/seconds", event.step, event.seconds);
   events_.scalar("speed/exposed_seconds", event.step, event.exposed_seconds);
   append({.step = event.step,
           .loss = report.loss,
+          .perplexity = perplexity,
           .norm = report.norm,
           .clip_coefficient = report.clip_coefficient,
           .learning_rate = event.learning_rate,
           .tokens = report.census.tokens,
           .targets = report.census.targets,
           .tokens_per_second = event.tokens_per_second,
+          .mfu = event.mfu,
           .seconds = event.seconds,
           .exposed_seconds = event.exposed_seconds,
           .updated = report.updated});
 }
 
 void Metrics::evaluation(const Evaluation& evaluation) {
+  const auto perplexity = perplexity_of(evaluation.loss);
   events_.scalar("validation/loss", evaluation.step, evaluation.loss);
+  if (perplexity) events_.scalar("validation/perplexity", evaluation.step, *perplexity);
   append({.step = evaluation.step,
           .validation_loss = evaluation.loss,
+          .validation_perplexity = perplexity,
           .validation_targets = evaluation.targets});
 }
 

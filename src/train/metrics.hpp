@@ -13,21 +13,25 @@
 
 namespace isograd {
 
-// One line of the JSON log. A step has all but the last two; an evaluation has `step` and the last two. What
-// is not finite is written as null and read back as NaN.
+// One line of the JSON log. A step has all but those of the validation, an evaluation has `step` and those;
+// the perplexities and the MFU are there where the task has them (RunFacts). What is not finite is written as
+// null and read back as NaN.
 struct MetricRow {
   std::int64_t step = 0;
   std::optional<double> loss = {};              // nats per token
+  std::optional<double> perplexity = {};        // exp(loss)
   std::optional<double> norm = {};              // of the whole gradient, before clipping
   std::optional<double> clip_coefficient = {};  // what the gradient was multiplied by
   std::optional<double> learning_rate = {};
   std::optional<std::int64_t> tokens = {};   // of this step, over all ranks
   std::optional<std::int64_t> targets = {};  // those of them that carried loss
   std::optional<double> tokens_per_second = {};
+  std::optional<double> mfu = {};              // model FLOPs utilisation, a part of 1 (utilisation.hpp)
   std::optional<double> seconds = {};          // of this step on rank 0, reading data included
   std::optional<double> exposed_seconds = {};  // of these: communication that no computation hid
   std::optional<bool> updated = {};
   std::optional<double> validation_loss = {};
+  std::optional<double> validation_perplexity = {};
   std::optional<std::int64_t> validation_targets = {};
 };
 
@@ -56,8 +60,8 @@ class EventFile {
   std::FILE* file_ = nullptr;
 };
 
-// Creates the folder; ConfigError when it cannot.
-void require_folder(const std::filesystem::path& directory);
+// ConfigError when `file` has no name any more: what is written to it would vanish with this process.
+void require_name(std::FILE* file, const std::filesystem::path& path);
 
 // CRC-32 of Castagnoli (RFC 3720, appendix B.4).
 std::uint32_t crc32c(std::string_view bytes);
@@ -66,6 +70,7 @@ struct MetricsOptions {
   std::filesystem::path json_log;          // its folder is created
   std::filesystem::path events_directory;  // of TensorBoard; created
   std::int64_t first_step = 0;  // steps made before this run started; rows of later steps are dropped
+  bool perplexity = false;      // exp(loss) is one
 };
 
 class Metrics {
@@ -79,6 +84,7 @@ class Metrics {
 
  private:
   void append(MetricRow row);
+  std::optional<double> perplexity_of(double loss) const;
   MetricsOptions options_;
   std::vector<MetricRow> rows_;
   std::FILE* log_ = nullptr;

@@ -11,9 +11,9 @@
 namespace isograd {
 namespace {
 
-CutOptions cut_options(const Task& task, const ContextMesh& mesh) {
+CutOptions cut_options(const Task& task, const Mesh& mesh) {
   CutOptions options;
-  if (mesh.context.size() > 1) options = task.cut_options();
+  if (mesh.size(kContextAxes) > 1) options = task.cut_options();
   options.ring = static_cast<int>(task.config().parallel.cp_ring);
   options.ulysses = static_cast<int>(task.config().parallel.cp_ulysses);
   return options;
@@ -37,12 +37,12 @@ void check_memory(const Batch& batch, const RunConfig& config) {
 
 }  // namespace
 
-MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches) {
-  if (mesh.context.size() == 1) return micro_batches;
-  return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.context.rank());
+MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches) {
+  if (mesh.size(kContextAxes) == 1) return micro_batches;
+  return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.place(kContextAxes));
 }
 
-RunParts::RunParts(const Task& task, const ContextMesh& mesh, Group world)
+RunParts::RunParts(const Task& task, const Mesh& mesh, Group world)
     : task_(task),
       mesh_(mesh),
       world_(std::move(world)),
@@ -52,9 +52,9 @@ RunParts::RunParts(const Task& task, const ContextMesh& mesh, Group world)
 }
 
 MicroBatches RunParts::of(const MicroBatches& whole) {
-  const bool shared = mesh_.context.size() > 1;
+  const bool shared = mesh_.size(kContextAxes) > 1;
   const auto take = [&] {
-    if (shared) return cut_micro_batches(whole, options_, mesh_.context.rank());
+    if (shared) return cut_micro_batches(whole, options_, mesh_.place(kContextAxes));
     for (const Batch& batch : whole) check_memory(batch, task_.config());
     return whole;
   };

@@ -13,7 +13,7 @@ namespace isograd {
 class RunParts {
  public:
   // Of `task` and `mesh`, which outlive it; `world`: all ranks of the run.
-  RunParts(const Task& task, const ContextMesh& mesh, Group world);
+  RunParts(const Task& task, const Mesh& mesh, Group world);
 
   // This rank's parts. With batch.max_tokens_per_rank collective over the run's ranks: an AgreedConfigError
   // on all of them when one has a micro-batch that is larger.
@@ -28,7 +28,7 @@ class RunParts {
 
  private:
   const Task& task_;
-  const ContextMesh& mesh_;
+  const Mesh& mesh_;
   Group world_;
   CutOptions options_;
   std::int64_t most_tokens_;

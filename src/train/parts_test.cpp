@@ -103,6 +103,7 @@ TEST_F(Parts, AreRefusedBeforeTheStepThatIsTooLarge) {
   EXPECT_EQ(refused(config, 2).steps, worst - most.begin());
   EXPECT_GT(worst - most.begin(), 0) << "the first step has the longest video: choose another seed";
   config.batch.max_tokens_per_rank = *worst;
+  config.overwrite = true;
   EXPECT_EQ(refused(config, 2).by_rank[1], "no error");
 }
 
@@ -111,6 +112,7 @@ TEST_F(Parts, WithinTheLimitAreTrainedAsWithoutOne) {
     RunConfig config = uneven(ring);
     const double loss = run(config, 2 * ring).outcomes[0].loss;
     config.batch.max_tokens_per_rank = ring == 1 ? 96 : 60;
+    config.run.directory += "-within";
     EXPECT_EQ(run(config, 2 * ring).outcomes[0].loss, loss);
   }
 }

@@ -1,14 +1,17 @@
 #include "train/presenter.hpp"
 
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 
 #include "base/files.hpp"
+#include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "train/metrics.hpp"
 #include "train/progress.hpp"
 #include "train/report.hpp"
+#include "train/run_folder.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -25,6 +28,10 @@ std::string below(double loss, double entropy) {
 
 std::string over_the_mean(const Outcome::Balance& balance) {
   return fmt::format("{:.3f} of the mean, {:.3f} at worst", balance.mean, balance.worst);
+}
+
+std::string percent(double part) {
+  return fmt::format("{:.1f} %", 100 * part);
 }
 
 std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
@@ -44,17 +51,7 @@ std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
 }
 
 std::string exposed_share(const Outcome& outcome) {
-  return fmt::format("{:.1f} % of the time, not hidden behind computation", 100 * outcome.exposed);
-}
-
-void make_folder(const fs::path& directory) {
-  std::error_code problem;
-  fs::create_directories(directory, problem);
-  if (problem)
-    throw ConfigError({.where = "run.directory",
-                       .found = directory.string() + ": " + problem.message(),
-                       .expected = "a folder that can be created",
-                       .action = "Choose another run.directory or check its permissions"});
+  return percent(outcome.exposed) + " of the time, not hidden behind computation";
 }
 
 }  // namespace
@@ -63,12 +60,24 @@ struct Presenter::Impl {
   RunConfig config;
   RunFacts facts;
   fs::path directory;
-  Progress progress{{.tokens = facts.task.tokens}};
+  Progress progress{{.tokens = facts.task.tokens, .perplexity = facts.task.perplexity}};
   std::unique_ptr<Metrics> metrics{};
   std::vector<std::string> notices{};
 
   std::string layout() const {
     return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s", facts.layout);
+  }
+
+  // ", perplexity 6.27", or nothing.
+  std::string and_perplexity(double loss) const {
+    return facts.task.perplexity ? fmt::format(", perplexity {:.4g}", std::exp(loss)) : "";
+  }
+
+  // Model FLOPs utilisation: "34.1 % of 62.1 GFLOP/s, measured ...".
+  std::string utilisation(double mfu) const {
+    std::string peak = human_count(facts.peak.flops_per_second);
+    if (std::isalpha(static_cast<unsigned char>(peak.back())) != 0) peak.insert(peak.size() - 1, " ");
+    return fmt::format("{} of {}FLOP/s, {}", percent(mfu), peak, facts.peak.source);
   }
 
   // `text` with how far below and below what; empty without a baseline.
@@ -80,49 +89,56 @@ struct Presenter::Impl {
   void print_summary(const Outcome& outcome) const {
     std::string text = "\n";
     const auto row = [&](const char* label, const std::string& value) {
-      text += fmt::format("{:<18}{}\n", label, value);
+      text += fmt::format("{:<18}{}\n", label, printable(value));
     };
     row("run", how_it_ended(outcome, config.train.steps));
     const TaskFacts& task = facts.task;
-    row("loss", nats(outcome.loss) + " " + task.unit);
+    row("loss", nats(outcome.loss) + " " + task.unit + and_perplexity(outcome.loss));
     if (outcome.validation_loss)
-      row("validation loss", fmt::format("{} {}{}", nats(*outcome.validation_loss), task.unit,
+      row("validation loss", fmt::format("{} {}{}{}", nats(*outcome.validation_loss), task.unit,
+                                         and_perplexity(*outcome.validation_loss),
                                          against_baseline(*outcome.validation_loss, ", {} the {}")));
     if (facts.baseline.value > 0)
       row(facts.baseline.name.c_str(),
           fmt::format("{} {} {}", nats(facts.baseline.value), task.unit, facts.baseline.of));
     row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
+    if (outcome.mfu) row("MFU", utilisation(*outcome.mfu));
     if (facts.ranks > 1) row("communication", exposed_share(outcome));
     if (outcome.balance)
       row("context ranks", fmt::format("highest cost {}", over_the_mean(*outcome.balance)));
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
-    for (const auto& table : outcome.tables) text += table.summary + "\n";
+    for (const auto& table : outcome.tables) text += printable(table.summary) + "\n";
     if (!outcome.checkpoint.empty()) row("checkpoint", outcome.checkpoint.string());
     row("report", outcome.report.string());
     if (!outcome.sample.empty()) text += "sample\n" + outcome.sample + "\n";
-    std::fputs(text.c_str(), stdout);
+    print(stdout, text);
     std::fflush(stdout);
   }
 
   void write_report(const Outcome& outcome, const Showing& showing) const {
     const TaskFacts& task = facts.task;
-    Report report("isograd: " + directory.filename().string(), how_it_ended(outcome, config.train.steps));
+    Report report("isograd: " + directory.filename().string(), layout());
     report.verdict(outcome.end != Outcome::End::kDiverged && outcome.end != Outcome::End::kRefuted,
                    how_it_ended(outcome, config.train.steps));
     for (const auto& table : outcome.tables) report.verdict(table.passed, table.summary);
+    const auto perplexity = [](double loss) { return fmt::format("{:.4g}", std::exp(loss)); };
     report.fact("loss", nats(outcome.loss));
+    if (task.perplexity && !outcome.validation_loss) report.fact("perplexity", perplexity(outcome.loss));
     if (outcome.validation_loss) {
       report.fact("validation loss", nats(*outcome.validation_loss));
-      if (const auto percent = against_baseline(*outcome.validation_loss, "{}"); !percent.empty())
-        report.fact("against " + facts.baseline.name, percent);
+      if (task.perplexity) report.fact("validation perplexity", perplexity(*outcome.validation_loss));
+      if (const auto how_far = against_baseline(*outcome.validation_loss, "{}"); !how_far.empty())
+        report.fact("to " + facts.baseline.name, how_far);
     }
     if (facts.baseline.value > 0) report.fact(facts.baseline.name, nats(facts.baseline.value));
     report.fact(task.tokens + "/s", human_count(outcome.tokens_per_second));
-    if (facts.ranks > 1) report.fact("communication", exposed_share(outcome));
+    if (outcome.mfu) report.fact("MFU", percent(*outcome.mfu));
+    if (facts.ranks > 1) report.fact("waiting for others", percent(outcome.exposed));
     report.fact("steps", std::to_string(outcome.steps));
     report.fact("ranks", std::to_string(facts.ranks));
-    if (outcome.balance) report.fact("highest cost of a context rank", over_the_mean(*outcome.balance));
+    if (outcome.balance)
+      report.fact("costliest context rank", fmt::format("{:.3f} x mean", outcome.balance->mean));
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
     report.fact("training " + task.tokens, human_count(static_cast<double>(task.num_tokens)));
     for (auto& chart :
@@ -132,22 +148,34 @@ struct Presenter::Impl {
     for (const auto& picture : showing.pictures) report.figure(picture.title, picture.caption, picture.html);
     for (const auto& chart : showing.charts) report.chart(chart);
     for (const auto& table : showing.tables) report.table(table);
-    for (const auto& table : outcome.tables) report.table(table);
-    report.table(
-        {.title = "Layout and data",
-         .summary = "",
-         .columns = {"what", "value"},
-         .rows = {{"layout", layout()},
-                  {"device", facts.device},
-                  {"backend", backend_of(config, facts.ranks)},
-                  {"type of parameters", config.train.dtype},
-                  {"global batch", task.batch},
-                  {"micro-batch", task.micro_batch},
-                  {"training " + task.documents, std::to_string(task.train_documents)},
-                  {"validation " + task.documents, std::to_string(task.validation_documents)},
-                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
-                  {"skipped steps", std::to_string(outcome.skipped)},
-                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}});
+    for (ReportTable table : outcome.tables) {
+      table.summary.clear();  // it stands at the top, as a verdict
+      report.table(std::move(table));
+    }
+    ReportTable about{
+        .title = "Layout and data",
+        .summary = "",
+        .columns = {"what", "value"},
+        .rows = {{"layout", layout()},
+                 {"device", facts.device},
+                 {"backend", backend_of(config, facts.ranks)},
+                 {"type of parameters", config.train.dtype},
+                 {"global batch", task.batch},
+                 {"micro-batch", task.micro_batch},
+                 {"training " + task.documents, std::to_string(task.train_documents)},
+                 {"validation " + task.documents, std::to_string(task.validation_documents)},
+                 {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
+                 {"skipped steps", std::to_string(outcome.skipped)},
+                 {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
+    if (facts.ranks > 1) about.rows.push_back({"communication", exposed_share(outcome)});
+    if (outcome.balance)
+      about.rows.push_back({"context ranks", "highest cost " + over_the_mean(*outcome.balance)});
+    if (outcome.mfu)
+      about.rows.push_back(
+          {"model FLOPs (MFU)",
+           "utilisation " + utilisation(*outcome.mfu) +
+               "; the model needs 6 FLOPs a token and weight, 12 an attended pair, head and channel"});
+    report.table(std::move(about));
     if (!outcome.sample.empty()) report.text("Sample", outcome.sample);
     std::string all;
     for (const auto& notice : notices) all += notice + "\n";
@@ -157,14 +185,21 @@ struct Presenter::Impl {
   }
 };
 
+std::string not_finite_at(std::int64_t step) {
+  return fmt::format(
+      "step {}: the loss or the gradient is not finite on some rank; nothing was updated, on any rank. Lower "
+      "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"",
+      step);
+}
+
 Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
     : impl_(new Impl{.config = config, .facts = facts, .directory = config.run.directory}) {
-  make_folder(impl_->directory);
   write_file(impl_->directory / "config.toml", to_toml(config));
-  const fs::path log =
-      config.run.json_log.empty() ? impl_->directory / "metrics.jsonl" : fs::path(config.run.json_log);
-  impl_->metrics = std::make_unique<Metrics>(MetricsOptions{
-      .json_log = log, .events_directory = impl_->directory / "tensorboard", .first_step = facts.first_step});
+  impl_->metrics =
+      std::make_unique<Metrics>(MetricsOptions{.json_log = json_log_of(config),
+                                               .events_directory = impl_->directory / "tensorboard",
+                                               .first_step = facts.first_step,
+                                               .perplexity = facts.task.perplexity});
   impl_->progress.line(fmt::format("{} parameters on {}; {} {} in {} {}, {} of them held out",
                                    human_count(static_cast<double>(facts.parameters)), impl_->layout(),
                                    human_count(static_cast<double>(facts.task.num_tokens)), facts.task.tokens,
@@ -195,7 +230,7 @@ void Presenter::evaluation(const Evaluation& evaluation) {
 }
 
 void Presenter::saved(const fs::path& checkpoint) {
-  impl_->progress.line("saved " + checkpoint.string());
+  impl_->progress.line("saved " + printable(checkpoint.string()));
 }
 
 fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {

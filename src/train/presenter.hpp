@@ -8,6 +8,7 @@
 
 #include "isograd/trainer.hpp"
 #include "train/task.hpp"
+#include "train/utilisation.hpp"
 
 namespace isograd {
 
@@ -19,9 +20,13 @@ struct RunFacts {
   std::int64_t parameters = 0;
   TaskFacts task{};
   Baseline baseline{};
+  Peak peak{};  // of all ranks
   std::int64_t steps_per_epoch = 0;
   std::int64_t first_step = 0;  // after a resume; metrics of later steps are dropped
 };
+
+// What is said where train.on_non_finite stops a run, of whatever task.
+std::string not_finite_at(std::int64_t step);
 
 class Presenter {
  public:

@@ -8,6 +8,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "base/print.hpp"
+
 namespace isograd {
 namespace {
 
@@ -59,13 +61,15 @@ std::string human_seconds(double seconds) {
 }
 
 std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
-                          int columns, bool bar, const std::string& tokens) {
+                          int columns, bool bar, const std::string& tokens, bool perplexity) {
   const std::string step = fmt::format("step {}/{}", event.step, event.total);
   // In the order in which a narrow terminal may do without them, the last first.
   std::vector<std::string> parts = {fmt::format("loss {:.4f}", event.report.loss),
                                     fmt::format("norm {:.3g}", event.report.norm),
-                                    fmt::format("{} {}/s", human_count(event.tokens_per_second), tokens),
-                                    human_seconds(seconds_left) + " left"};
+                                    fmt::format("{} {}/s", human_count(event.tokens_per_second), tokens)};
+  if (event.mfu) parts.push_back(fmt::format("MFU {:.0f} %", 100 * *event.mfu));
+  parts.push_back(human_seconds(seconds_left) + " left");
+  if (perplexity) parts.push_back(fmt::format("perplexity {:.4g}", std::exp(event.report.loss)));
   if (!event.report.finite) parts.insert(parts.begin(), "not finite: nothing updated");
   if (validation_loss) parts.push_back(fmt::format("validation {:.4f}", *validation_loss));
   std::string text = step;
@@ -104,13 +108,13 @@ void Progress::draw() {
   const double left = static_cast<double>(last_->total - last_->step) * smooth_seconds_;
   const int columns = options_.columns.value_or(terminal_ ? terminal_columns(options_.out) : 160);
   const std::string text = progress_line(*last_, validation_loss_, left, terminal_ ? columns - 1 : columns,
-                                         terminal_, options_.tokens);
+                                         terminal_, options_.tokens, options_.perplexity);
   if (terminal_) {
     clear();
-    std::fputs(text.c_str(), options_.out);
+    print(options_.out, text);
     drawn_ = true;
   } else {
-    std::fputs((text + "\n").c_str(), options_.out);
+    print(options_.out, text + "\n");
   }
   std::fflush(options_.out);
 }
@@ -132,21 +136,23 @@ void Progress::evaluation(const Evaluation& evaluation) {
   if (terminal_)
     draw();
   else
-    line(fmt::format("step {}  validation loss {:.4f} over {} targets", evaluation.step, evaluation.loss,
-                     evaluation.targets));
+    line(fmt::format(
+        "step {}  validation loss {:.4f} over {} targets{}", evaluation.step, evaluation.loss,
+        evaluation.targets,
+        options_.perplexity ? fmt::format("  perplexity {:.4g}", std::exp(evaluation.loss)) : ""));
 }
 
 void Progress::line(const std::string& text) {
   const bool moving = drawn_;
   clear();
-  std::fputs((text + "\n").c_str(), options_.out);
+  print(options_.out, text + "\n");
   if (moving) draw();
   std::fflush(options_.out);
 }
 
 void Progress::finish() {
   if (terminal_ && last_) draw();
-  if (drawn_) std::fputs("\n", options_.out);
+  if (drawn_) print(options_.out, "\n");
   drawn_ = false;
   last_.reset();
   std::fflush(options_.out);

@@ -16,6 +16,7 @@ struct ProgressOptions {
   std::optional<bool> terminal = {};  // not given: whether `out` is one
   std::optional<int> columns = {};    // not given: asked of the terminal at each line
   std::string tokens = "tokens";      // what samples consist of
+  bool perplexity = false;            // exp(loss) is shown too
   double redraw_seconds = 0.1;        // a terminal's line is drawn at most this often
   double plain_seconds = 5;  // a plain line is written at most this often, and for the first and last step
 };
@@ -46,10 +47,11 @@ class Progress {
   double drawn_at_ = 0;
 };
 
-// "step 40/200  loss 2.3456  norm 0.81  12.3k tokens/s  1m 05s left"; with a bar of `columns` in all where
-// there is room for one. `tokens`: what they are called. No control characters.
+// "step 40/200  loss 2.3456  norm 0.81  12.3k tokens/s  MFU 31 %  1m 05s left  perplexity 10.4"; with a bar
+// of `columns` in all where there is room for one. `tokens`: what they are called. No control characters.
 std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
-                          int columns, bool bar, const std::string& tokens = "tokens");
+                          int columns, bool bar, const std::string& tokens = "tokens",
+                          bool perplexity = false);
 
 std::string human_count(double count);      // 12.3k, 4.56M
 std::string human_seconds(double seconds);  // 0.4s, 12s, 3m 05s, 2h 07m, 3d 04h

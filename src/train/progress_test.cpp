@@ -45,6 +45,10 @@ TEST(Progress, LineSaysLossNormSpeedAndTimeLeft) {
             "step 40/200  loss 2.3457  norm 0.812  12.3k tokens/s  1m 05s left");
   EXPECT_THAT(progress_line(event(40, 200), {}, 65, 160, false, "patches"), HasSubstr("  12.3k patches/s  "));
   EXPECT_THAT(progress_line(event(40, 200), 2.5, 65, 160, false), HasSubstr("validation 2.5000"));
+  StepEvent counted = event(40, 200);
+  counted.mfu = 0.314;
+  EXPECT_EQ(progress_line(counted, std::nullopt, 65, 160, false, "tokens", true),
+            "step 40/200  loss 2.3457  norm 0.812  12.3k tokens/s  MFU 31 %  1m 05s left  perplexity 10.44");
 }
 
 TEST(Progress, LineFitsTheTerminal) {

@@ -4,11 +4,16 @@
 
 #include <cstring>
 
+#include "base/file_error.hpp"
+#include "base/json.hpp"
+
 namespace isograd {
+namespace fs = std::filesystem;
 namespace {
 
 ErrorText text_of(const std::exception& error) {
   if (auto known = dynamic_cast<const Error*>(&error)) return known->text();
+  if (auto file = dynamic_cast<const fs::filesystem_error*>(&error)) return isograd::text_of(*file);
   return {.where = "rank 0",
           .found = error.what(),
           .expected = "no failure",
@@ -20,8 +25,12 @@ nlohmann::json to_json(const ErrorText& text) {
 }
 
 ErrorText from_json(const nlohmann::json& json) {
+  const auto part = [&](const char* key) {
+    const auto found = json.find(key);
+    return found != json.end() && found->is_string() ? found->get<std::string>() : std::string("(nothing)");
+  };
   return {
-      .where = json["where"], .found = json["found"], .expected = json["expected"], .action = json["action"]};
+      .where = part("where"), .found = part("found"), .expected = part("expected"), .action = part("action")};
 }
 
 // Invalid UTF-8 in a path must not hide the error it belongs to.
@@ -52,18 +61,28 @@ void on_rank_zero(Group& group, const std::function<void()>& work) {
     } catch (const std::exception& error) {
       failure = std::current_exception();
       message = to_json(text_of(error));
-      message["config"] = dynamic_cast<const ConfigError*>(&error) != nullptr;
+      message["config"] = exit_status(error) == 2;
     }
   }
   const std::string outcome = broadcast_text(group, failure ? dumped(message) : std::string());
   if (outcome.empty()) return;
   group.barrier();  // nobody leaves, and takes its memory along, before everybody has read the error
-  message = nlohmann::json::parse(outcome);
+  message = parse_json(outcome).value;
   ErrorText text = from_json(message);
-  if (message["config"]) throw AgreedConfigError(text);
+  if (message.is_object() && message.value("config", nlohmann::json()) == true) throw AgreedConfigError(text);
   if (failure) std::rethrow_exception(failure);
   text.where = "rank 0: " + text.where;
   throw PeerError(text);
+}
+
+void on_every_rank(Group& group, const std::function<void()>& work) {
+  std::optional<ErrorText> problem;
+  try {
+    work();
+  } catch (const ConfigError& error) {
+    problem = error.text();
+  }
+  throw_agreed(group, problem);
 }
 
 void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
@@ -74,7 +93,7 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
   const std::string text =
       broadcast_text(group, group.rank() == from ? dumped(to_json(*problem)) : std::string(), from);
   group.barrier();  // as above
-  throw AgreedConfigError(from_json(nlohmann::json::parse(text)));
+  throw AgreedConfigError(from_json(parse_json(text).value));
 }
 
 }  // namespace isograd

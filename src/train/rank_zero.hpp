@@ -23,6 +23,10 @@ void on_rank_zero(Group& group, const std::function<void()>& work);
 // Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
 void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
 
+// Collective. Every rank runs `work`, which is not collective itself; a ConfigError of any becomes that of
+// the first on all, so that what all find alike is said once.
+void on_every_rank(Group& group, const std::function<void()>& work);
+
 // Collective: a text of one rank on every rank.
 std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 

@@ -3,10 +3,13 @@
 #include <fmt/format.h>
 #include <utf8.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <iterator>
 
 #include "base/files.hpp"
+#include "base/paths.hpp"
 
 namespace isograd {
 namespace {
@@ -14,10 +17,10 @@ namespace {
 // Colours of series are chosen to differ for colour-blind readers too (after Okabe and Ito).
 constexpr const char* kStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
---good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;
+--good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
 --c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f}
 @media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
---good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;
+--good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
 --c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
@@ -29,33 +32,42 @@ h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhe
 .verdict{margin:14px 0 0;padding:9px 14px;border-radius:8px;font-weight:550;overflow-wrap:anywhere}
 .verdict+.verdict{margin-top:8px}
 .good{color:var(--good);background:var(--good-back)}.bad{color:var(--bad);background:var(--bad-back)}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(164px,1fr));gap:10px;margin:22px 0 0;padding:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(166px,1fr));gap:10px;margin:22px 0 0;padding:0}
 .facts div{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:0}
+dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 dt{color:var(--soft);font-size:12.5px}
-dd{margin:2px 0 0;font-size:18px;font-weight:600;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
+dd{margin:2px 0 0;font-size:18px;font-weight:600;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:30px 0 0}
-figure{margin:0;max-width:640px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
+figure{margin:0;max-width:560px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
 figure h3{font-size:14.5px;margin:0 2px 2px;overflow-wrap:anywhere}
 figure h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}
 figcaption span{max-width:100%;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 figcaption b{color:var(--ink);font-weight:600;font-variant-numeric:tabular-nums}
 i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle;background:currentColor}
-svg{display:block;width:100%;height:auto}
-.tick,.label{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
+svg{display:block;width:100%;height:auto;overflow:visible}
+.tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
 .over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
-.line{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
+.line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
+.raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
 .dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
-.wide{overflow:auto;max-height:560px;background:var(--card);border:1px solid var(--rule);border-radius:10px}
+.wide{overflow:auto;max-height:560px;border:1px solid var(--rule);border-radius:10px;
+background:linear-gradient(90deg,var(--card) 40%,transparent) 0 0/48px 100% no-repeat local,
+linear-gradient(270deg,var(--card) 40%,transparent) 100% 0/48px 100% no-repeat local,
+linear-gradient(90deg,var(--shade),transparent) 0 0/12px 100% no-repeat scroll,
+linear-gradient(270deg,var(--shade),transparent) 100% 0/12px 100% no-repeat scroll,var(--card)}
+.hint{display:none;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}.hint-0{display:block}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);vertical-align:top}
-th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;white-space:nowrap;box-shadow:0 1px var(--rule)}
+th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;vertical-align:bottom;box-shadow:0 1px var(--rule)}
 tr:last-child td{border-bottom:0}
-.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.drawing{padding:14px;max-height:none}
+.number{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+th.number{white-space:normal}
+.long{min-width:160px}
+.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
 .frames img{display:block;height:88px;width:auto;max-width:100%;object-fit:contain;object-position:left;image-rendering:pixelated;border-radius:4px}
@@ -67,6 +79,8 @@ p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
 summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
+@media (max-width:560px){main{padding:24px 14px 48px}.tick,.label{font-size:14.5px}figure{padding:12px 10px 6px}
+.charts{margin-top:22px}.frames{grid-template-columns:1fr}.frames img{height:auto;max-height:88px}th,td{padding:6px 9px}}
 @media print{.wide{max-height:none;overflow:visible}figure,pre{break-inside:avoid}}
 )css";
 
@@ -78,6 +92,61 @@ bool numeric(const std::string& cell) {
   if (i >= cell.size() || !std::isdigit(static_cast<unsigned char>(cell[i]))) return false;
   const std::size_t end = cell.find_first_not_of("0123456789.,eE+-", i);
   return end == std::string::npos || cell.size() - end <= 2;  // a unit of one letter, or " %"
+}
+
+bool digit_at(const std::string& text, std::size_t i) {
+  return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i])) != 0;
+}
+
+// Where a long name may break: behind its dots, slashes and underscores; a number may not.
+std::string with_breaks(const std::string& escaped) {
+  std::string html;
+  for (std::size_t i = 0; i < escaped.size(); ++i) {
+    html += escaped[i];
+    const bool point = i > 0 && escaped[i] == '.' && digit_at(escaped, i - 1) && digit_at(escaped, i + 1);
+    if ((escaped[i] == '.' && !point) || escaped[i] == '/' || escaped[i] == '_') html += "<wbr>";
+  }
+  return html;
+}
+
+constexpr std::size_t kLongCell = 24;  // characters from which a cell's text may take several lines
+constexpr double kLongWidth = 160;     // pixels that such a column has at least (.long)
+constexpr int kHintSteps[] = {480, 640, 800, 960, 1120};  // widths of the page below which a hint may show
+
+// Below which width of the page something `width` pixels wide scrolls: one of kHintSteps, or 0, at any.
+int hint_step(double width) {
+  constexpr double kMargins = 50;
+  for (const int step : kHintSteps)
+    if (width + kMargins <= step) return step;
+  return width <= 1030 ? kHintSteps[std::size(kHintSteps) - 1] : 0;
+}
+
+std::string hint(double width, const char* what) {
+  constexpr double kNarrowest = 360;  // of a page on a screen of 390
+  if (width <= kNarrowest) return {};
+  return fmt::format("<p class=\"hint hint-{}\">{} is wider than the screen: scroll it sideways →</p>\n",
+                     hint_step(width), what);
+}
+
+std::string hint_style() {
+  std::string css;
+  for (const int step : kHintSteps)
+    css += fmt::format("@media (max-width:{0}px){{.hint-{0}{{display:block}}}}\n", step);
+  return css;
+}
+
+std::size_t characters(const std::string& text) {
+  return static_cast<std::size_t>(std::count_if(
+      text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; }));
+}
+
+std::size_t longest_word(const std::string& text) {
+  std::size_t longest = 0, length = 0;
+  for (const char c : text) {
+    length = c == ' ' ? 0 : length + 1;
+    longest = std::max(longest, length);
+  }
+  return longest;
 }
 
 std::string last_value(const Series& series) {
@@ -124,11 +193,12 @@ void Report::section(std::string html) {
 
 void Report::verdict(bool good, std::string text) {
   verdicts_ += fmt::format("<p class=\"verdict {}\">{} {}</p>\n", good ? "good" : "bad", good ? "✓" : "✗",
-                           escape_html(text));
+                           with_breaks(escape_html(text)));
 }
 
 void Report::fact(std::string label, std::string value) {
-  facts_ += fmt::format("<div><dt>{}</dt><dd>{}</dd></div>\n", escape_html(label), escape_html(value));
+  facts_ += fmt::format("<div title=\"{0}: {1}\"><dt>{0}</dt><dd>{1}</dd></div>\n", escape_html(label),
+                        escape_html(value));
 }
 
 void Report::chart(Chart chart) {
@@ -141,7 +211,14 @@ void Report::chart(Chart chart) {
     legend += fmt::format("<span title=\"{0}\"><i class=\"c{1}\"></i>{0} <b>{2}</b></span>",
                           escape_html(series.name), i % 6, last_value(series));
     for (const auto& point : series.points) bad += !std::isfinite(point.y);
+    if (i == 0 && draws_median(chart))
+      legend += fmt::format("<span>median of {} {} <b>{}</b></span>",
+                            2 * median_reach(series.points.size()) + 1, escape_html(chart.x_label + "s"),
+                            last_value({series.name, running_median(series.points)}));
   }
+  if (const OffScale off = off_scale(chart); off.count > 0)
+    legend += fmt::format("<span>{} value{} off the scale, furthest <b>{:.4g}</b></span>", off.count,
+                          off.count == 1 ? "" : "s", off.furthest);
   if (bad > 0)
     legend +=
         fmt::format("<span class=\"not-finite\">{} value{} not finite</span>", bad, bad == 1 ? "" : "s");
@@ -150,28 +227,47 @@ void Report::chart(Chart chart) {
 }
 
 void Report::table(ReportTable table) {
-  std::vector<bool> right(table.columns.size(), true);
+  const std::size_t columns = table.columns.size();
+  std::vector<bool> right(columns, true);
+  std::vector<std::size_t> longest(columns);
   for (const auto& row : table.rows)
-    for (std::size_t i = 0; i < row.size() && i < right.size(); ++i) right[i] = right[i] && numeric(row[i]);
+    for (std::size_t i = 0; i < row.size() && i < columns; ++i) {
+      right[i] = right[i] && numeric(row[i]);
+      longest[i] = std::max(longest[i], characters(row[i]));
+    }
+  double width = 0;  // estimated: 7.5 pixels a character
+  for (std::size_t i = 0; i < columns; ++i)
+    width += 24 + std::max(longest[i] > kLongCell ? kLongWidth : 7.5 * static_cast<double>(longest[i]),
+                           7.5 * static_cast<double>(longest_word(table.columns[i])));
   const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
     std::string html = "<tr>";
-    for (std::size_t i = 0; i < row.size(); ++i)
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const bool number = i < columns && right[i] && !table.rows.empty();
+      const bool wraps = i < columns && longest[i] > kLongCell;
       html += fmt::format("<{0}{1}>{2}</{0}>", tag,
-                          i < right.size() && right[i] && !table.rows.empty() ? " class=\"number\"" : "",
-                          escape_html(row[i]));
+                          number  ? " class=\"number\""
+                          : wraps ? " class=\"long\""
+                                  : "",
+                          wraps ? with_breaks(escape_html(row[i])) : escape_html(row[i]));
+    }
     return html + "</tr>\n";
   };
   std::string html = fmt::format("<h2>{}</h2>\n", escape_html(table.title));
   if (!table.summary.empty())
-    html += fmt::format("<p class=\"summary\">{}</p>\n", escape_html(table.summary));
+    html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(table.summary)));
+  html += hint(width, "This table");
   html += "<div class=\"wide\"><table><thead>" + cells(table.columns, "th") + "</thead><tbody>\n";
   for (const auto& row : table.rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");
 }
 
-void Report::figure(std::string title, std::string caption, std::string svg) {
-  section(fmt::format("<h2>{}</h2>\n<p class=\"summary\">{}</p>\n<div class=\"wide drawing\">{}</div>",
-                      escape_html(title), escape_html(caption), svg));
+void Report::figure(std::string title, std::string caption, std::string svg, double width) {
+  section(fmt::format(
+      "<h2>{}</h2>\n<p class=\"summary\">{}</p>\n{}<div class=\"wide drawing\"><div class=\"{}\"{}>{}"
+      "</div></div>",
+      escape_html(title), escape_html(caption), width > 0 ? hint(width + 30, "This picture") : "",
+      width > 0 ? "natural" : "scaled", width > 0 ? fmt::format(" style=\"width:{:.0f}px\"", width) : "",
+      svg));
 }
 
 void Report::prose(std::string title, std::vector<std::string> paragraphs) {
@@ -214,14 +310,14 @@ std::string Report::html() const {
       "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</"
       "header>\n{4}{5}{6}"
       "</main>\n</body>\n</html>\n",
-      escape_html(title_), kStyle,
+      escape_html(title_), kStyle + hint_style(),
       subtitle_.empty() ? "" : fmt::format("<p class=\"subtitle\">{}</p>\n", escape_html(subtitle_)),
       verdicts_, facts_.empty() ? "" : "<dl class=\"facts\">\n" + facts_ + "</dl>\n", body_,
       in_charts_ ? "</div>\n" : "");
 }
 
 void Report::write(const std::filesystem::path& file) const {
-  if (file.has_parent_path()) require_folder(file.parent_path());
+  if (file.has_parent_path()) make_folders(file.parent_path());
   write_file(file, html());
 }
 

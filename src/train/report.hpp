@@ -30,6 +30,9 @@ struct Chart {
   bool from_zero = false;                                  // the y axis starts at zero
   std::vector<std::pair<std::string, double>> marks = {};  // horizontal lines, e.g. {"unigram entropy", 3.4}
   bool lines = true;                                       // between the points; off: every point is a dot
+  // The running median of the first series is drawn over it, and the y axis shows what the medians of all
+  // series span: values far off are marked at its border and counted, and squeeze nothing.
+  bool smooth = false;
 };
 
 class Report {
@@ -37,11 +40,13 @@ class Report {
   explicit Report(std::string title, std::string subtitle = {});
 
   // Sections appear in the order of the calls.
-  void verdict(bool good, std::string text);                             // a coloured line below the title
-  void fact(std::string label, std::string value);                       // a tile of the summary
-  void chart(Chart chart);                                               // neighbouring charts share a row
-  void table(ReportTable table);                                         // numeric columns are right-aligned
-  void figure(std::string title, std::string caption, std::string svg);  // across the page; `svg` as it is
+  void verdict(bool good, std::string text);        // a coloured line below the title
+  void fact(std::string label, std::string value);  // a tile of the summary
+  void chart(Chart chart);                          // neighbouring charts share a row
+  void table(ReportTable table);                    // numeric columns are right-aligned
+  // Across the page; `svg` as it is. `width`: pixels below which it cannot be read, so that it scrolls
+  // sideways instead of shrinking; 0: it shrinks with the page.
+  void figure(std::string title, std::string caption, std::string svg, double width = 0);
   void prose(std::string title, std::vector<std::string> paragraphs);
   // Statements, each with what speaks for it below.
   void list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items);
@@ -69,6 +74,17 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
                                    const ChartWords& words = {});
 
 std::string svg(const Chart& chart);
+// Each point's median over so many neighbours before and after it; values that cannot be drawn stay and count
+// for nothing.
+std::vector<Point> running_median(const std::vector<Point>& points);
+std::size_t median_reach(std::size_t points);
+bool draws_median(const Chart& chart);
+// Values that the y axis of a smoothed chart does not show.
+struct OffScale {
+  std::size_t count = 0;
+  double furthest = 0;
+};
+OffScale off_scale(const Chart& chart);
 std::string escape_html(std::string_view text);  // invalid UTF-8 becomes U+FFFD
 
 }  // namespace isograd

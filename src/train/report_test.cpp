@@ -185,6 +185,96 @@ TEST(Chart, ExtremeValuesStayInsideThePicture) {
   }
 }
 
+// A loss that falls from 5 to 2, uneven from step to step by 0.1 at most, with `spikes` at some steps.
+std::vector<Point> falling_loss(const std::vector<int>& spikes) {
+  std::vector<Point> points;
+  for (int i = 0; i < 300; ++i)
+    points.push_back({double(i + 1), 2 + 3 * std::exp(-i / 40.0) + 0.1 * std::sin(i * 2.7)});
+  for (const int i : spikes) points[static_cast<std::size_t>(i)].y = 1e6;
+  return points;
+}
+
+TEST(Chart, SpikesDoNotSqueezeASmoothedLoss) {
+  for (const auto& spikes : std::vector<std::vector<int>>{{}, {150}, {0}, {299}, {0, 1, 77, 78, 200, 299}}) {
+    Chart chart = chart_of(falling_loss(spikes));
+    chart.smooth = true;
+    const auto line = line_of(svg(chart));  // of the median: the values themselves have another class
+    ASSERT_EQ(line.size(), 300u);
+    const auto [low, high] =
+        std::minmax_element(line.begin(), line.end(), [](auto& a, auto& b) { return a.y < b.y; });
+    EXPECT_GT(high->y - low->y, 100) << spikes.size() << " spikes";  // of a picture 260 high
+    EXPECT_EQ(off_scale(chart).count, spikes.size());
+    EXPECT_EQ(count(svg(chart), "class=\"off c0\""), spikes.size());
+    Report report("run");
+    report.chart(chart);
+    if (spikes.size() > 1) {
+      EXPECT_THAT(report.html(), HasSubstr("6 values off the scale, furthest <b>1e+06</b>"));
+    }
+    EXPECT_THAT(report.html(), HasSubstr("median of 11 steps"));
+  }
+}
+
+TEST(Chart, ALossWithoutSpikesIsAllOnTheScale) {
+  Chart chart = chart_of(falling_loss({}));
+  chart.smooth = true;
+  EXPECT_EQ(off_scale(chart).count, 0u);
+  chart.series[0].points.resize(4);
+  EXPECT_EQ(off_scale(chart).count, 0u);
+  EXPECT_FALSE(draws_median(chart));  // of a few points it would say nothing
+}
+
+TEST(Chart, RunningMedianIsTheMedianOfTheNeighbours) {
+  std::vector<Point> points;
+  for (int i = 0; i < 10; ++i) points.push_back({double(i), double(i * i % 7)});  // 0 1 4 2 2 4 1 0 1 4
+  points[5].y = kNaN;
+  const auto median = running_median(points);  // two on either side
+  EXPECT_EQ(median[3].y, 2);                   // of 1 4 2 2
+  EXPECT_EQ(median[8].y, 1);                   // of 1 0 1 4
+  EXPECT_TRUE(std::isnan(median[5].y));
+}
+
+TEST(Chart, LabelsOfMarksDoNotOverlap) {
+  Chart chart = chart_of({{0, 1}, {10, 5}});
+  chart.marks = {{"a", 4.9}, {"b", 5}, {"c", 4.95}, {"d", 1}};
+  const std::string picture = svg(chart);
+  const std::regex label("class=\"label over\" x=\"[0-9.]+\" y=\"([0-9.]+)\"");
+  std::vector<double> places;
+  for (std::sregex_iterator at(picture.begin(), picture.end(), label), end; at != end; ++at)
+    places.push_back(std::stod((*at)[1]));
+  ASSERT_EQ(places.size(), 4u);
+  for (std::size_t i = 1; i < places.size(); ++i) EXPECT_GE(places[i] - places[i - 1], 15.9);
+  EXPECT_GE(places[0], 12);  // a line's height below the edge
+}
+
+TEST(Report, ATableThatMayBeTooWideSaysSo) {
+  const auto page = [](std::size_t columns) {
+    Report report("run");
+    report.table({.title = "T",
+                  .summary = "",
+                  .columns = std::vector<std::string>(columns, "error fp64"),
+                  .rows = {std::vector<std::string>(columns, "1.23e-12")}});
+    return report.html();
+  };
+  EXPECT_THAT(page(2), Not(HasSubstr("<p class=\"hint")));
+  EXPECT_THAT(page(6), HasSubstr("<p class=\"hint hint-640\">"));
+  EXPECT_THAT(page(30), HasSubstr("<p class=\"hint hint-0\">"));
+  EXPECT_THAT(page(6), HasSubstr("@media (max-width:640px){.hint-640{display:block}}"));
+}
+
+TEST(Report, LongNamesBreakAndTilesKeepToOneLine) {
+  Report report("run");
+  report.verdict(true, "1.5e-13 of 1e-10 (layers.0.weight)");
+  EXPECT_THAT(report.html(), HasSubstr("1.5e-13 of 1e-10 (layers.<wbr>0.<wbr>weight)"));
+  report.fact("communication", "12.3 % of the time, not hidden behind computation");
+  report.table({.title = "T",
+                .summary = "",
+                .columns = {"parameter"},
+                .rows = {{"model.layers.0.self_attn.q_proj.weight"}}});
+  EXPECT_THAT(report.html(), HasSubstr("<td class=\"long\">model.<wbr>layers.<wbr>0.<wbr>self_<wbr>attn."));
+  EXPECT_THAT(report.html(), HasSubstr("dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}"));
+  EXPECT_THAT(report.html(), HasSubstr("title=\"communication: 12.3 % of the time"));
+}
+
 TEST(Chart, TrainingChartsPickTheirColumns) {
   std::vector<MetricRow> rows(3);
   rows[0] = {.step = 1, .loss = 3, .norm = 2, .learning_rate = 0.1, .tokens_per_second = 10};

@@ -3,7 +3,9 @@
 #include <map>
 
 #include "isograd/error.hpp"
+#include "train/build.hpp"
 #include "train/checkpoint_state.hpp"
+#include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
@@ -94,6 +96,34 @@ Resumed resume_run(const Task& task, Group& group) {
                    resumed.directory.string() + "\""});
   check_same(task.shape(), task.saved_shape(resumed.directory), same);
   return resumed;
+}
+
+std::string schedule_change(const TrainingState& then, const RunConfig& now) {
+  RunConfig before;
+  try {
+    before = parse_config(then.config, "the checkpoint's configuration");
+  } catch (const ConfigError&) {
+    return "the checkpoint's configuration is of another version of isograd: its learning rates are not "
+           "compared";
+  }
+  std::string keys;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.name != "train.steps" && !key.name.starts_with("schedule.")) continue;
+    const std::string was = toml_text(key.get(before)), is = toml_text(key.get(now));
+    if (was != is) keys += fmt::format("{}{} = {} (was {})", keys.empty() ? "" : ", ", key.name, is, was);
+  }
+  if (keys.empty()) return {};
+  const Schedule was = make_schedule(before), is = make_schedule(now);
+  constexpr std::int64_t kLooks = 1000;  // over the steps to come
+  const std::int64_t stride = (std::max(was.total, is.total) - then.step) / kLooks + 1;
+  for (std::int64_t step = then.step; step < is.total; step += stride)
+    if (was.at(step) != is.at(step))
+      return fmt::format(
+          "the learning rate is not the one that this checkpoint's run would have had: in step {} {:.4g}, "
+          "not "
+          "{:.4g}, by {}",
+          step + 1, is.at(step), was.at(step), keys);
+  return {};
 }
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {

@@ -23,6 +23,10 @@ struct Resumed {
 // change.
 Resumed resume_run(const Task& task, Group& group);
 
+// That the learning rate is another than the checkpoint's own configuration would have given, from which step
+// and by which keys; empty when it is the same.
+std::string schedule_change(const TrainingState& then, const RunConfig& now);
+
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
 

@@ -90,6 +90,32 @@ TEST_F(Resume, AtAnotherNumberOfRanks) {
   }
 }
 
+// The cosine ends at train.steps: going on for longer is another learning rate at once.
+TEST_F(Resume, AnotherNumberOfStepsIsSaidToChangeTheLearningRate) {
+  RunConfig config = tiny("run");
+  config.train.steps = 40;
+  config.schedule.kind = Schedule::Kind::kCosine;
+  TrainingState then;
+  then.step = 20, then.config = to_toml(config);
+  EXPECT_EQ(schedule_change(then, config), "");
+  config.train.evaluate_every = 3;
+  EXPECT_EQ(schedule_change(then, config), "");
+  config.train.steps = 80;
+  Schedule was = config.schedule, is = config.schedule;
+  was.total = 40, is.total = 80;
+  EXPECT_THAT(
+      schedule_change(then, config),
+      testing::AllOf(testing::HasSubstr("in step 21"), testing::HasSubstr("train.steps = 80 (was 40)"),
+                     testing::HasSubstr(fmt::format("{:.4g}, not {:.4g}", is.at(20), was.at(20)))));
+  config.train.steps = 40;
+  config.schedule.peak *= 0.5;
+  EXPECT_THAT(schedule_change(then, config), testing::HasSubstr("schedule.peak"));
+  config.schedule.kind = Schedule::Kind::kConstant;
+  then.config = to_toml(config);
+  config.train.steps = 80;
+  EXPECT_EQ(schedule_change(then, config), "") << "after the warm-up a constant rate has no end";
+}
+
 TEST_F(Resume, LatestContinuesInTheSameFolderAndOldOnesGo) {
   RunConfig config = tiny("run");
   config.checkpoint.every = 2;
@@ -175,7 +201,7 @@ TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   auto model = read_hf(checkpoint, at::kBFloat16);
   World alone;
   const ModelUnits units = model_units(*model, other);
-  auto layout = make_layout(other, other.parallel.strategy, model->named(), units, alone);
+  auto layout = make_layout(other, model->named(), units, alone);
   auto optimizer = make_optimizer(other);
   EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *optimizer); }),
               HasSubstr("master: found no such tensor"));
@@ -183,6 +209,35 @@ TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   auto plain = make_optimizer(other);
   EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *plain); }),
               HasSubstr("a tensor that this run has no place for"));
+}
+
+// A parameter that was frozen for a while has a time of its own.
+TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
+  const RunConfig config = tiny("run");
+  const fs::path checkpoint = run(config, 1).outcomes[0].checkpoint;
+  auto model = read_hf(checkpoint, at::kFloat);
+  World alone;
+  const ModelUnits units = model_units(*model, config);
+  auto layout = make_layout(config, model->named(), units, alone);
+  const auto optimizer = make_optimizer(config), resumed = make_optimizer(config);
+  restore_optimizer(checkpoint, open_checkpoint(checkpoint), *layout, *optimizer);
+  at::Tensor frozen = model->named()[0].second;
+  frozen.set_requires_grad(false);
+  for (int i = 0; i < 2; ++i) {
+    layout->zero_gradients();
+    layout->finish_reduction();
+    optimizer->update(layout->buckets(), 1);
+    layout->publish_parameters();
+  }
+  frozen.set_requires_grad(true);
+  TrainingState state = open_checkpoint(checkpoint);
+  state.step = 9;
+  state.updates = optimizer->updates();
+  const fs::path saved = save_checkpoint(
+      {.root = checkpoint.parent_path()}, state, [](const fs::path&) {}, *layout, *optimizer);
+  restore_optimizer(saved, open_checkpoint(saved), *layout, *resumed);
+  EXPECT_EQ(resumed->updates(), 9);
+  EXPECT_EQ(resumed->missed_updates(), (Optimizer::Missed{{model->named()[0].first, 2}}));
 }
 
 }  // namespace

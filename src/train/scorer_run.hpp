@@ -50,6 +50,7 @@ ForwardLossTerms scorer_loss(const ScorerModel& model, const ScorerData& data, c
 struct ScorerOutcome {
   std::string loss;
   double last_loss = 0;
+  std::int64_t steps = 0, skipped = 0;  // made; of these, without an update because something was not finite
   RankingMetrics metrics;
   std::shared_ptr<Scorer> scorer;
 };

@@ -34,7 +34,7 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
 
   MicroBatches batches = micro_batches;
   if (options_.even_micro_batches || layout_.takes_every_round())
-    batches.resize(std::max(batches.size(), static_cast<std::size_t>(census_.rounds)), empty_batch());
+    batches.resize(std::max(batches.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
   for (std::size_t i = 0; i < batches.size(); ++i) {
     // (2) The one division: this micro-batch's share of the global loss.
     const LossTerms terms = forward_(mean_.prepare(batches[i], denominator_));

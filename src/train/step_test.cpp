@@ -308,6 +308,55 @@ TEST(Step, DeferredUpdatesAsIfTheBatchHadBeenKnown) {
   });
 }
 
+// Where ranks make equally many forwards, each call adds its own rounds to them, not the step's so far: K
+// calls would cost K (K + 1) / 2.
+TEST(Step, DeferredMakesAsManyForwardsAsItsCallsHaveRounds) {
+  constexpr int kCalls = 7;
+  const auto batches = toy::make_step(3, 3);  // rank 0 has 4 micro-batches, rank 1 none, rank 2 three
+  for (const int stage : {0, 2})
+    for (const bool even : {false, true})
+      run_ranks(3, [&](World& world) {
+        const auto& own = batches[static_cast<std::size_t>(world.rank)];
+        toy::Model model;
+        auto layout = bucketed(trainable_parameters(model.named()), world.group, {.stage = stage});
+        auto optimizer = sgd({.learning_rate = 0});
+        Deferred mean(std::make_unique<TokenMean>());
+        std::size_t forwards = 0;
+        Step step(
+            [&](const Batch& batch) -> LossTerms {
+              ++forwards;
+              return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+            },
+            *layout, mean, *optimizer, {.max_norm = 0, .even_micro_batches = even});
+        for (int call = 0; call < kCalls; ++call) step.accumulate(own);
+        const StepReport report = step.finish();
+        const std::size_t rounds = stage == 2 || even ? 4 : own.size();
+        EXPECT_EQ(forwards, kCalls * rounds) << "stage " << stage << ", even " << even;
+        EXPECT_EQ(report.census.rounds, 4 * kCalls);
+        EXPECT_NEAR(report.loss, toy::reference(toy::Model(), batches).loss, 1e-12);
+      });
+}
+
+// A term that its weight switches off may be anything, whole or a share, on any rank.
+TEST(Step, ATermOfWeightZeroStopsNothing) {
+  const auto batches = toy::make_step(3, 2);
+  const auto wanted = toy::reference(toy::Model(), batches);
+  for (const bool replicated : {false, true})
+    run_ranks(3, [&](World& world) {
+      toy::Model* model = nullptr;
+      Rank rank(world.group, sgd({.learning_rate = 0}), {}, [&](const Batch& batch) -> LossTerms {
+        const double value = world.rank == 2 || replicated ? std::nan("") : 1;
+        return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)},
+                {"off", model->gain.sum() * value, Mean::kTargets, 0.0, 1, replicated}};
+      });
+      model = &rank.model;
+      const StepReport report = rank.step(batches[static_cast<std::size_t>(world.rank)]);
+      EXPECT_TRUE(report.finite && report.updated);
+      EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
+      EXPECT_TRUE(std::isnan(report.terms.at(1).value)) << "it is logged as it is";
+    });
+}
+
 // On demand in any build, always in debug builds.
 TEST(Step, ChecksThatRanksDivideByTheSame) {
   struct OnItsOwn : TokenMean {

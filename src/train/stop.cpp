@@ -15,7 +15,7 @@ static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::
 
 std::mutex guard;
 int holders = 0;
-struct sigaction old_interrupt, old_terminate, old_file_size;
+struct sigaction old_interrupt, old_terminate, old_hang_up, old_file_size;
 
 long long now_ms() {
   timespec now{};
@@ -44,6 +44,8 @@ StopSignals::StopSignals() {
   action.sa_flags = SA_RESTART;  // files being written are not cut short
   sigaction(SIGINT, &action, &old_interrupt);
   sigaction(SIGTERM, &action, &old_terminate);
+  sigaction(SIGHUP, &action, &old_hang_up);
+  if (old_hang_up.sa_handler == SIG_IGN) sigaction(SIGHUP, &old_hang_up, nullptr);
   action.sa_handler = SIG_IGN;
   sigaction(SIGXFSZ, &action, &old_file_size);
 }
@@ -53,6 +55,7 @@ StopSignals::~StopSignals() {
   if (--holders > 0) return;
   sigaction(SIGINT, &old_interrupt, nullptr);
   sigaction(SIGTERM, &old_terminate, nullptr);
+  sigaction(SIGHUP, &old_hang_up, nullptr);
   sigaction(SIGXFSZ, &old_file_size, nullptr);
 }
 

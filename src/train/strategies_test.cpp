@@ -123,7 +123,9 @@ TEST_F(Strategies, WhatCannotBeIsRefused) {
   RunConfig config = tiny("refused");
   config.parallel.strategy = "zero1";
   config.parallel.replicas = 2;
-  EXPECT_THAT(config_error_of([&] { run(config, 3); }), HasSubstr("parallel.replicas: found 2 for 3 ranks"));
+  const std::string error = config_error_of([&] { run(config, 3); });
+  EXPECT_THAT(error, HasSubstr("dp_replicate 2 x cp_ring 1 x cp_ulysses 1 for 3 ranks"));
+  EXPECT_THAT(error, HasSubstr("Change parallel.replicas"));
   config.parallel.replicas = 1;
   config.parallel.strategy = "naive";
   config.parallel.share_parameters = "on";

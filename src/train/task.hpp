@@ -34,7 +34,7 @@ class TaskModel {
   // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
   // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
-  virtual void attend_over(const ContextMesh& mesh) = 0;
+  virtual void attend_over(const Mesh& mesh) = 0;
   // config.json, model.safetensors and what else goes into a checkpoint. Called while the model is whole.
   virtual void write(const std::filesystem::path& directory) = 0;
 };
@@ -44,6 +44,7 @@ struct TaskFacts {
   std::string documents = "documents";  // what samples are called
   std::string tokens = "tokens";        // what they consist of
   std::string unit = "nats per token";  // of the loss
+  bool perplexity = false;              // exp(loss) is one: the loss is a mean over tokens
   std::string batch{}, micro_batch{};   // "8 packs of 512 tokens"
   std::int64_t train_documents = 0;
   std::int64_t validation_documents = 0;
@@ -92,7 +93,12 @@ class Task {
   // Of the model's attention: heads and key heads, which Ulysses deals over ranks.
   virtual std::pair<std::int64_t, std::int64_t> heads() const = 0;
   virtual TaskFacts facts() const = 0;
+  // For people: what step `step` (from 1, as a run counts) trains on, and which of `ranks` ranks takes what.
+  virtual std::string describe_step(std::int64_t step, int ranks) const = 0;
   virtual Baseline baseline(Group& group) const = 0;  // collective
+  // Of the model's forward and backward in the step at `position` of a loader of this task, over all ranks
+  // (utilisation.hpp). 0: not counted.
+  virtual double step_flops(const BatchLoader&, LoaderPosition) const { return 0; }
 
   // ---- model ----
   // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
@@ -132,7 +138,10 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);
 std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group);
 
+// Where step `step` of a run (from 1) finds its data.
+LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);
+
 // This rank's parts of the micro-batches that its context ranks share.
-MicroBatches own_parts(const Task& task, const ContextMesh& mesh, MicroBatches micro_batches);
+MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches);
 
 }  // namespace isograd

@@ -1,13 +1,14 @@
 // The decoder language model on text.
 #include "attention/attention.hpp"
-#include "base/files.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
+#include "train/rank_zero.hpp"
 #include "train/task.hpp"
+#include "train/utilisation.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -15,8 +16,9 @@ namespace {
 
 class TextModel : public TaskModel {
  public:
-  TextModel(std::shared_ptr<DecoderLM> model, const RunConfig& config, fs::path tokenizer_file)
-      : model_(std::move(model)), config_(config), tokenizer_file_(std::move(tokenizer_file)) {}
+  TextModel(std::shared_ptr<DecoderLM> model, const RunConfig& config,
+            std::shared_ptr<const Tokenizer> tokenizer)
+      : model_(std::move(model)), config_(config), tokenizer_(std::move(tokenizer)) {}
 
   DecoderLM& decoder() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
@@ -26,8 +28,8 @@ class TextModel : public TaskModel {
     if (!model_->output_weight().is_meta()) model_->to(device);
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
-  void attend_over(const ContextMesh& mesh) override {
-    if (mesh.context.size() == 1) return;
+  void attend_over(const Mesh& mesh) override {
+    if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
                                                           const at::Tensor& k, const at::Tensor& v) {
       return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
@@ -35,13 +37,13 @@ class TextModel : public TaskModel {
   }
   void write(const fs::path& directory) override {
     write_hf(directory, *model_);
-    if (!tokenizer_file_.empty()) write_file(directory / kTokenizerFile, read_file(tokenizer_file_));
+    if (tokenizer_) tokenizer_->write(directory);
   }
 
  private:
   std::shared_ptr<DecoderLM> model_;
   RunConfig config_;
-  fs::path tokenizer_file_;
+  std::shared_ptr<const Tokenizer> tokenizer_;
 };
 
 ShapeKeys shape_keys(const DecoderConfig& shape) {
@@ -67,6 +69,7 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   add("model.query_key_norm", shape.query_key_norm);
   add("model.norm_epsilon", shape.norm_epsilon);
   add("model.tied_output", shape.tied_output);
+  add("model.pad", shape.pad);
   return keys;
 }
 
@@ -90,11 +93,24 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
          .expected = fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
          .action = loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
                           : fmt::format("Set model.vocabulary = {}", needed)});
-  if (config.data.pack_length > shape.max_positions)
+  // Dynamic scaling exists for documents beyond max_positions; a window may not slide.
+  const bool beyond = shape.rope_scaling.kind == "dynamic";
+  if (config.data.pack_length > shape.max_positions && !beyond)
+    throw ConfigError(
+        {.where = "data.pack_length",
+         .found = std::to_string(config.data.pack_length),
+         .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
+         .action = fmt::format("Set data.pack_length = {}{}", shape.max_positions,
+                               loaded ? "; the model of model.load has no more positions"
+                                      : fmt::format(", or model.max_positions = {}",
+                                                    config.data.pack_length))});
+  if (shape.sliding_window > 0 && config.data.pack_length > shape.sliding_window)
     throw ConfigError({.where = "data.pack_length",
                        .found = std::to_string(config.data.pack_length),
-                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
-                       .action = "Shorten the packs or raise model.max_positions"});
+                       .expected = fmt::format(
+                           "at most {}, the sliding window of {}: attention within a window is not supported",
+                           shape.sliding_window, config.model.load),
+                       .action = "Shorten the packs"});
   check(shape);
   return shape;
 }
@@ -103,17 +119,15 @@ constexpr std::int64_t kMicroPack = 64;  // tokens of a pack of Task::micro_size
 
 class TextTask : public Task {
  public:
-  TextTask(const RunConfig& config, Corpus corpus) : Task(config), corpus_(std::move(corpus)) {}
+  TextTask(const RunConfig& config, Corpus corpus)
+      : Task(config), corpus_(std::move(corpus)), shape_(model_shape(config, corpus_)) {}
 
   std::unique_ptr<Task> under(const RunConfig& config) const override {
     return std::make_unique<TextTask>(config, corpus_);
   }
 
   std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    LoaderOptions options = loader_options(rank, size);
-    options.packs_per_step = config().batch.packs_per_step;
-    options.shuffle_packs = config().data.shuffle_packs;
-    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
+    return training_loader(rank, size);
   }
 
   std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
@@ -125,23 +139,41 @@ class TextTask : public Task {
     return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.validation, options);
   }
 
-  CutOptions cut_options() const override {
-    return {.token_cost = 6 * model_shape(config(), corpus_).hidden};
-  }
+  CutOptions cut_options() const override { return {.token_cost = 6 * shape_.hidden}; }
 
   std::pair<std::int64_t, std::int64_t> heads() const override {
-    const DecoderConfig shape = model_shape(config(), corpus_);
+    const DecoderConfig& shape = shape_;
     return {shape.heads, shape.key_value_heads};
   }
 
   TaskFacts facts() const override {
     const RunConfig& c = config();
-    return {.batch = fmt::format("{} packs of {} tokens", c.batch.packs_per_step, c.data.pack_length),
+    return {.perplexity = c.loss.kind == "token_mean" && !normalises_by_replica(c),
+            .batch = fmt::format("{} packs of {} tokens", c.batch.packs_per_step, c.data.pack_length),
             .micro_batch = fmt::format("{} packs", c.batch.packs_per_micro_batch),
             .train_documents = static_cast<std::int64_t>(corpus_.split.train.size()),
             .validation_documents = static_cast<std::int64_t>(corpus_.split.validation.size()),
             .num_tokens = corpus_.tokens->num_tokens(),
             .tokenizer = corpus_.tokens->tokenizer_name()};
+  }
+
+  std::string describe_step(std::int64_t step, int ranks) const override {
+    const auto loader = training_loader(0, ranks);
+    const LoaderPosition position = position_of_step(*loader, step);
+    return fmt::format("step {}: step {} of {} of epoch {}\n", step, position.step + 1,
+                       loader->steps_per_epoch(), position.epoch + 1) +
+           describe_packs(loader->packs(position), *corpus_.tokens, corpus_.tokenizer.get());
+  }
+
+  double step_flops(const BatchLoader& loader, LoaderPosition position) const override {
+    double tokens = 0, pairs = 0;
+    for (const PackContents& pack : static_cast<const TextLoader&>(loader).packs(position))
+      for (const auto& part : pack.parts) {
+        const auto length = static_cast<double>(part.end - part.begin);
+        tokens += length;
+        pairs += length * (length + 1) / 2;  // a token attends to those before it and to itself
+      }
+    return decoder_flops(shape_, tokens, pairs);
   }
 
   Baseline baseline(Group& group) const override {
@@ -150,7 +182,7 @@ class TextTask : public Task {
   }
 
   std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
-    const DecoderConfig shape = model_shape(config(), corpus_);
+    const DecoderConfig& shape = shape_;
     if (!config().model.load.empty()) return read_model(config().model.load, dtype);
     return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
   }
@@ -158,18 +190,18 @@ class TextTask : public Task {
   std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
     const at::ScalarType dtype = scalar_type(config().train.dtype);
     if (config().parallel.strategy != "zero3" || !config().model.load.empty()) return make_model(dtype);
-    return with(DecoderLM::without_values(model_shape(config(), corpus_), dtype));
+    return with(DecoderLM::without_values(shape_, dtype));
   }
 
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
-    return with(std::make_shared<DecoderLM>(model_shape(config(), corpus_), dtype, 0));
+    return with(std::make_shared<DecoderLM>(shape_, dtype, 0));
   }
 
   std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
     return with(read_hf(directory, dtype));
   }
 
-  ShapeKeys shape() const override { return shape_keys(model_shape(config(), corpus_)); }
+  ShapeKeys shape() const override { return shape_keys(shape_); }
   ShapeKeys saved_shape(const fs::path& directory) const override {
     return shape_keys(read_hf_config(directory));
   }
@@ -195,6 +227,12 @@ class TextTask : public Task {
   }
 
  private:
+  std::unique_ptr<TextLoader> training_loader(int rank, int size) const {
+    LoaderOptions options = loader_options(rank, size);
+    options.packs_per_step = config().batch.packs_per_step;
+    options.shuffle_packs = config().data.shuffle_packs;
+    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
+  }
   LoaderOptions loader_options(int rank, int size) const {
     return {.pack_length = config().data.pack_length,
             .packs_per_micro_batch = config().batch.packs_per_micro_batch,
@@ -203,16 +241,29 @@ class TextTask : public Task {
             .size = size};
   }
   std::shared_ptr<TaskModel> with(std::shared_ptr<DecoderLM> model) const {
-    return std::make_shared<TextModel>(std::move(model), config(), corpus_.tokenizer_file);
+    return std::make_shared<TextModel>(std::move(model), config(), corpus_.tokenizer);
   }
 
   Corpus corpus_;
+  DecoderConfig shape_;
 };
 
 }  // namespace
 
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group) {
-  return std::make_unique<TextTask>(config, open_corpus(config, group));
+  Corpus corpus = open_corpus(config, group);
+  const std::string& prompt = config.sample.prompt;
+  std::unique_ptr<Task> task;
+  on_every_rank(group, [&] {
+    if (!prompt.empty() && !corpus.tokenizer)
+      throw ConfigError({.where = "sample.prompt",
+                         .found = "a prompt, and data.shards of a tokenizer that is not known here",
+                         .expected = "no prompt: nothing can be encoded or generated as text",
+                         .action = "Leave sample.prompt out"});
+    if (!prompt.empty()) check_prompt(*corpus.tokenizer, prompt, model_shape(config, corpus), "sample.prompt");
+    task = std::make_unique<TextTask>(config, std::move(corpus));
+  });
+  return task;
 }
 
 }  // namespace isograd

@@ -1,6 +1,7 @@
 #include "isograd/trainer.hpp"
 
 #include <chrono>
+#include <cmath>
 
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
@@ -13,8 +14,10 @@
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
+#include "train/run_folder.hpp"
 #include "train/stop.hpp"
 #include "train/task.hpp"
+#include "train/utilisation.hpp"
 
 namespace isograd {
 namespace {
@@ -55,7 +58,7 @@ struct Trainer::Impl {
   TrainingState state{};
   std::shared_ptr<TaskModel> model{};
   std::optional<ModelUnits> units{};
-  std::optional<ContextMesh> mesh{};
+  std::optional<Mesh> mesh{};
   std::optional<RunParts> parts{};
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
@@ -63,36 +66,44 @@ struct Trainer::Impl {
   std::unique_ptr<BatchLoader> loader{}, validation{};
   ForwardLossTerms forward{};
   std::unique_ptr<Normalizer> mean{};
-  std::unique_ptr<Presenter> presenter{};  // rank 0 only
-  std::optional<MemoryWatch> memory{};     // run.memory
+  std::unique_ptr<RunFolder> folder{};  // rank 0 only, like the presenter
+  std::unique_ptr<Presenter> presenter{};
+  std::optional<ErrorText> trouble{};   // of rank 0 with its files, until the others are told
+  std::optional<MemoryWatch> memory{};  // run.memory
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
   double step_seconds = 0, exposed_seconds = 0;
-  std::string refutation{};  // what a check found
+  Peak peak{};
+  double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
+  std::string refutation{};         // what a check found
+  std::string learning_rates{};     // that a resume has changed them
 
   void prepare() {
     Group& group = world.group;
     check(config, world.size);
     device = device_of(config, world);
+    on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); });
     task = make_task(config, group);
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
-    mesh = make_mesh(config, world);
+    mesh.emplace(world, grid_of(config, world.size));
     parts.emplace(*task, *mesh, group);
-    loader = task->make_loader(mesh->dp_rank, mesh->dp_size);
-    validation = task->make_validation_loader(mesh->dp_rank, mesh->dp_size);
+    loader = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
+    validation = task->make_validation_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
     if (config.run.memory) memory.emplace(device);
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(*task);
-      model = task->make_model_to_lay_out();
+      on_every_rank(group, [&] { model = task->make_model_to_lay_out(); });
       make_layout_of_model();
     } else {
       Resumed resumed = resume_run(*task, group);
-      model = task->read_model(resumed.directory, scalar_type(config.train.dtype));
+      on_every_rank(group,
+                    [&] { model = task->read_model(resumed.directory, scalar_type(config.train.dtype)); });
       make_layout_of_model(resumed.state.bucket_order);
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
       state = resumed.state;
+      learning_rates = schedule_change(state, config);
       state.config = to_toml(config);
       loader->seek(state.position);
       outcome.checkpoint = resumed.directory;
@@ -105,17 +116,36 @@ struct Trainer::Impl {
     outcome.skipped = state.skipped;
     const Baseline baseline = task->baseline(group);
     outcome.baseline = baseline.value;
-    on_rank_zero(group, [&] { presenter = std::make_unique<Presenter>(config, facts(baseline)); });
-    if (presenter && !validation)
-      presenter->notice("no " + one_of(task->facts().documents) +
-                        " is held out, so there is no validation loss (data.validation_fraction)");
+    if (task->step_flops(*loader, loader->position()) > 0)
+      peak = find_peak(config, scalar_type(config.train.dtype), device, group);
+    on_rank_zero(group, [&] {
+      folder->begin();
+      presenter = std::make_unique<Presenter>(config, facts(baseline));
+      for (const std::string& text : {folder->notice(), learning_rates})
+        if (!text.empty()) presenter->notice(text);
+      if (!validation)
+        presenter->notice("no " + one_of(task->facts().documents) +
+                          " is held out, so there is no validation loss (data.validation_fraction)");
+    });
+  }
+
+  // What rank 0 shows and logs. When it cannot, all ranks stop after the next step, and throw its error.
+  template <class Show>
+  void present(const Show& show) {
+    if (!presenter || trouble) return;
+    try {
+      folder->check();
+      show();
+    } catch (const ConfigError& error) {
+      trouble = error.text();
+    }
   }
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
     model->to(device);
     units = model->make_units();
     layout =
-        make_layout(config, config.parallel.strategy, model->named(), *units, world, bucket_order, device);
+        make_layout(config, model->named(), *units, world, bucket_order, device);
   }
 
   RunFacts facts(const Baseline& baseline) const {
@@ -124,6 +154,7 @@ struct Trainer::Impl {
                    .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
                    .task = task->facts(),
                    .baseline = baseline,
+                   .peak = peak,
                    .steps_per_epoch = loader->steps_per_epoch(),
                    .first_step = state.step};
     for (const auto& [name, tensor] : model->named()) facts.parameters += tensor.numel();
@@ -141,9 +172,10 @@ struct Trainer::Impl {
       const double exposed_before = layout->exposed_seconds();
       if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
+      if (peak.flops_per_second > 0) flops = task->step_flops(*loader, loader->position());
       const MicroBatches own = parts->of_step(loader->next());
       if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
-      const StepReport report = step(own, StopSignals::requested());
+      const StepReport report = step(own, StopSignals::requested() || trouble);
       const double seconds = seconds_since(start), exposed = layout->exposed_seconds() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
@@ -178,18 +210,21 @@ struct Trainer::Impl {
   void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
     tokens_seen += report.census.tokens;
     rounds = report.census.rounds;
-    step_seconds += seconds, exposed_seconds += exposed;
+    step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
     outcome.exposed = exposed_seconds / step_seconds;
     outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
-    const StepEvent event{.step = state.step + (diverged ? 1 : 0),
-                          .total = total,
-                          .report = report,
-                          .learning_rate = optimizer->learning_rate(),
-                          .seconds = seconds,
-                          .exposed_seconds = exposed,
-                          .tokens_per_second = static_cast<double>(report.census.tokens) / seconds};
-    if (presenter) presenter->step(event);
+    if (peak.flops_per_second > 0) outcome.mfu = all_flops / step_seconds / peak.flops_per_second;
+    StepEvent event{.step = state.step + (diverged ? 1 : 0),
+                    .total = total,
+                    .report = report,
+                    .learning_rate = optimizer->learning_rate(),
+                    .seconds = seconds,
+                    .exposed_seconds = exposed,
+                    .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
+                    .mfu = {}};
+    if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;
+    present([&] { presenter->step(event); });
     if (hooks.on_step) hooks.on_step(event);
   }
 
@@ -198,7 +233,7 @@ struct Trainer::Impl {
     if (!hooks.check ||
         !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
       return true;
-    RunningRun running{{config, world, *task, *model}, *layout, state.step};
+    RunningRun running{{config, world, *task, *model}, *layout, state.step, forward};
     refutation = hooks.check(running);
     if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
     return refutation.empty();
@@ -211,16 +246,18 @@ struct Trainer::Impl {
         *layout, state.step);
     if (!evaluation) return;
     outcome.validation_loss = evaluation->loss;
-    if (presenter) presenter->evaluation(*evaluation);
+    present([&] { presenter->evaluation(*evaluation); });
     if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
   }
 
   void save() {
+    present([] {});  // a folder that has gone is not made anew
+    throw_agreed(world.group, trouble);
     if (saved_step == state.step) return;
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
         {.root = checkpoint_root(config), .keep = config.checkpoint.keep}, state,
-        [this](const std::filesystem::path& folder) { model->write(folder); }, *layout, *optimizer);
+        [this](const std::filesystem::path& directory) { model->write(directory); }, *layout, *optimizer);
     saved_step = state.step;
     if (presenter) presenter->saved(outcome.checkpoint);
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
@@ -238,6 +275,7 @@ struct Trainer::Impl {
   }
 
   void finish() {
+    throw_agreed(world.group, trouble);
     const bool finished = outcome.end == Outcome::End::kFinished;
     outcome.balance = parts->balance();
     const auto whole = layout->whole_parameters();  // to compare and to sample with
@@ -260,7 +298,10 @@ struct Trainer::Impl {
     on_rank_zero(world.group, [&] {
       if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
       Showing showing;
-      if (finished) showing = task->show(*model);
+      if (finished && std::isfinite(outcome.loss))
+        showing = task->show(*model);
+      else if (finished)
+        presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
       if (outcome.end == Outcome::End::kStopped)
         presenter->notice("stopped after step " + std::to_string(state.step) +
@@ -278,13 +319,7 @@ struct Trainer::Impl {
                : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
   }
 
-  std::string divergence() const {
-    return fmt::format(
-        "step {}: the loss or the gradient is not finite on some rank; nothing was updated, on any rank. "
-        "Lower "
-        "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; {}",
-        state.step + 1, way_back());
-  }
+  std::string divergence() const { return not_finite_at(state.step + 1) + "; " + way_back(); }
 };
 
 Trainer::Trainer(const RunConfig& config, World& world, TrainerHooks hooks)

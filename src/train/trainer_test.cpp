@@ -228,6 +228,7 @@ TEST_F(TrainerTest, AKillAtARandomMomentLeavesACheckpointThatResumes) {
   config.train.steps = 100000;
   config.train.evaluate_every = 0;
   config.checkpoint.every = 1;
+  config.overwrite = true;  // of a round that was killed before its first checkpoint
   std::int64_t last = 0;
   for (int round = 0; round < 6; ++round) {
     const pid_t child = fork();

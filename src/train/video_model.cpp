@@ -8,9 +8,11 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
+#include "model/parameters.hpp"
 #include "model/safetensors.hpp"
 #include "train/build.hpp"
 
@@ -54,9 +56,8 @@ std::int64_t in_patches(const char* flag, std::int64_t asked, std::int64_t patch
 
 bool is_video_model(const fs::path& directory) {
   if (!fs::exists(directory / kConfigFile)) return false;
-  const auto json =
-      nlohmann::json::parse(read_file(directory / kConfigFile), nullptr, /*allow_exceptions=*/false);
-  return json.is_object() && json.value("model_type", nlohmann::json()) == kModelType;
+  const auto [json, problem] = parse_json(read_file(directory / kConfigFile));
+  return problem.empty() && json.value("model_type", nlohmann::json()) == kModelType;
 }
 
 VideoDiTConfig read_video_shape(const fs::path& directory) {
@@ -67,15 +68,20 @@ VideoDiTConfig read_video_shape(const fs::path& directory) {
                        .expected = expected,
                        .action = "Name a checkpoint of a video run"});
   };
-  const auto json = nlohmann::json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) bad("the whole file", "no JSON object", "the shape of a model");
+  const auto [json, problem] = parse_json(read_file(file));
+  if (!problem.empty()) bad("the whole file", problem, "the shape of a model");
   const auto type = json.value("model_type", nlohmann::json("nothing"));
   if (type != kModelType) bad("model_type", type.dump(), kModelType);
   VideoDiTConfig shape;
-  fields(shape, [&](const char* key, auto& value) {
-    if (!json.contains(key) || !json[key].is_number())
-      bad(key, json.contains(key) ? json[key].dump() : "no such key", "a number");
-    value = json[key].template get<std::decay_t<decltype(value)>>();
+  fields(shape, [&, &json = json](const char* key, auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    const auto found = json.find(key);
+    const bool fits =
+        found != json.end() && (std::is_integral_v<Value> ? found->is_number_integer() : found->is_number());
+    if (!fits)
+      bad(key, found != json.end() ? found->dump() : "no such key",
+          std::is_integral_v<Value> ? "a whole number" : "a number");
+    value = found->template get<Value>();
   });
   check(shape);
   return shape;
@@ -92,7 +98,7 @@ void write_video_model(const fs::path& directory, VideoDiT& model) {
 }
 
 std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
-  auto model = std::make_shared<VideoDiT>(read_video_shape(directory), dtype, 0);
+  const VideoDiTConfig shape = read_video_shape(directory);
   const fs::path file = directory / kWeightsFile;
   const auto saved = read_safetensors(file);
   const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
@@ -101,17 +107,26 @@ std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::Scalar
                        .expected = expected,
                        .action = "Use the weights that belong to this config.json"});
   };
-  const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : model->named()) {
+  // Before memory is taken for shapes that the file contradicts.
+  if (static_cast<std::uint64_t>(shape.layers) > saved.size())
+    bad("the whole file", fmt::format("{} tensors", saved.size()),
+        fmt::format("those of {} layers", shape.layers));
+  const auto described = VideoDiT::without_values(shape, dtype)->named();
+  for (const auto& [name, tensor] : described) {
     const auto found = saved.find(name);
     if (found == saved.end()) bad(name, "no such tensor", c10::str(tensor.sizes()));
     if (found->second.sizes() != tensor.sizes())
       bad(name, c10::str(found->second.sizes()), c10::str(tensor.sizes()));
-    tensor.copy_(found->second);
   }
-  if (saved.size() != model->named().size())
+  if (saved.size() != described.size())
     bad("the whole file", fmt::format("{} tensors", saved.size()),
-        fmt::format("{}, those of the model", model->named().size()));
+        fmt::format("{}, those of the model", described.size()));
+  auto model = std::make_shared<VideoDiT>(shape, dtype, 0);
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : model->named()) {
+    tensor.copy_(saved.at(name));
+    check_finite(file, name, tensor);
+  }
   return model;
 }
 

@@ -73,8 +73,8 @@ class VideoModel : public TaskModel {
                             store_->coordinates(batch.tokens), drawn.times);
   }
 
-  void attend_over(const ContextMesh& mesh) override {
-    if (mesh.context.size() == 1) return;
+  void attend_over(const Mesh& mesh) override {
+    if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention(
         [over = ContextAttention(mesh, /*causal=*/false)](const Batch& batch, const at::Tensor& q,
                                                           const at::Tensor& k, const at::Tensor& v) {
@@ -170,6 +170,26 @@ class VideoTask : public Task {
             .validation_documents = static_cast<std::int64_t>(split_.validation.size()),
             .num_tokens = store_->num_tokens(),
             .order = std::move(order)};
+  }
+
+  std::string describe_step(std::int64_t step, int ranks) const override {
+    std::string text;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto loader = make_loader(rank, ranks);
+      loader->seek(position_of_step(*loader, step));
+      if (rank == 0)
+        text = fmt::format("step {}: step {} of {} of epoch {}\n", step, loader->position().step + 1,
+                           loader->steps_per_epoch(), loader->position().epoch + 1);
+      const MicroBatches batches = loader->next();
+      for (std::size_t i = 0; i < batches.size(); ++i) {
+        text += fmt::format("rank {}, micro-batch {}, {} patches\n", rank, i + 1, batches[i].num_tokens());
+        for (const std::int64_t video : batches[i].sample_ids) {
+          const VideoGrid grid = store_->grid(video);
+          text += fmt::format("  {}: {} x {} x {} patches\n", store_->name(video), grid.t, grid.h, grid.w);
+        }
+      }
+    }
+    return text;
   }
 
   // E‖ε − x0‖² per element for standard normal ε: 1 + the mean square of what is to be predicted.
@@ -289,7 +309,16 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
                        .action = "Name files, folders or globs; examples/video_clips.py fetches some"});
   Store store;
   // Rank 0 first: what is wrong with a file is said once. Then each rank keeps the frames for itself.
-  on_rank_zero(group, [&] { store = VideoStore::open(video_options(config)); });
+  on_rank_zero(group, [&] {
+    for (const std::string& file : config.video.files)
+      if (file.find_first_of("*?[") == std::string::npos && !fs::exists(file))
+        throw ConfigError({.where = "video.files",
+                           .found = "no " + file,
+                           .expected = "a file, a folder or a glob of videos",
+                           .action = "Check the path; python examples/video_clips.py fetches the clips of "
+                                     "examples/video.toml"});
+    store = VideoStore::open(video_options(config));
+  });
   if (!store) store = VideoStore::open(video_options(config));
   Split split = split_videos(store->num_videos(), config.data.validation_fraction,
                              static_cast<std::uint64_t>(config.run.seed));

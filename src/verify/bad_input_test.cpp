@@ -6,6 +6,7 @@
 
 #include "isograd/error.hpp"
 #include "toy.hpp"
+#include "verify/digest.hpp"
 #include "verify/experiments.hpp"
 #include "verify/leak.hpp"
 
@@ -44,6 +45,7 @@ Answer ask(const ChangeLogits& logits, const std::function<void(VerifyProblem&, 
     run_ranks(2, [&](World& world) {
       const auto by_rank = toy::make_step(2, 2);
       VerifyProblem problem;
+      problem.updates = 0;
       problem.make_model = [&](at::ScalarType dtype) { return model_with(dtype, logits); };
       problem.local = by_rank[static_cast<std::size_t>(world.rank)];
       problem.whole = [by_rank] { return MicroBatches{toy::concatenate(by_rank)}; };
@@ -203,6 +205,80 @@ TEST(Experiments, DealTheDataOut) {
   // Samples' lengths are those of the new step.
   const auto uneven = arrange(data, {.counts = Experiment::Counts::kUneven}).value();
   EXPECT_EQ(uneven[0][0].sample_targets[0] + uneven[0][0].sample_targets[1], 2);
+}
+
+// Rows of several types that belong to samples, which have two targets each.
+Batch samples(std::int64_t first, std::int64_t count) {
+  std::vector<std::int64_t> ids;
+  for (std::int64_t i = 0; i < count; ++i) ids.push_back(first + i);
+  const at::Tensor numbers = at::arange(first, first + count);
+  return batch_of_samples({numbers.to(at::kDouble).view({count, 1, 1}).expand({count, 2, 3}).clone(),
+                           numbers.to(at::kByte), (numbers % 2).to(at::kBool).view({count, 1})},
+                          at::stack({numbers % 5, numbers % 3}, 1), ids);
+}
+void expect_rows_of_their_samples(const Batch& batch) {
+  ASSERT_EQ(batch.inputs.size(), 3u);
+  for (std::int64_t f = 0; f < batch.num_fragments(); ++f) {
+    const std::int64_t id = batch.sample_ids[static_cast<std::size_t>(f)];
+    EXPECT_TRUE(batch.inputs[0][f].eq(static_cast<double>(id)).all().item<bool>());
+    EXPECT_EQ(batch.inputs[1][f].item<std::int64_t>(), id);
+    EXPECT_EQ(batch.inputs[2][f][0].item<bool>(), id % 2 == 1);
+    EXPECT_EQ(batch.targets[2 * f].item<std::int64_t>(), id % 5);
+  }
+}
+
+TEST(Experiments, CarryInputsAlong) {
+  run_ranks(3, [](World& world) {
+    MicroBatches own;
+    if (world.rank != 1) own = {samples(10 * world.rank, 3), empty_batch(), samples(10 * world.rank + 3, 2)};
+    const DataByRank data = gather_batches(own, world.group);
+    for (const int rank : {0, 2}) {
+      const MicroBatches& of_rank = data[static_cast<std::size_t>(rank)];
+      ASSERT_EQ(of_rank.size(), 3u);
+      EXPECT_TRUE(of_rank[1].inputs.empty());
+      for (const std::size_t j : {0, 2}) {
+        EXPECT_EQ(of_rank[j].sample_ids.front(), 10 * rank + (j == 0 ? 0 : 3));
+        expect_rows_of_their_samples(of_rank[j]);
+      }
+    }
+    for (const Experiment& experiment : {Experiment{.split_micro_batches = true},
+                                         Experiment{.one_micro_batch = true}, Experiment{.ranks = 2}}) {
+      const DataByRank dealt = arrange(data, experiment).value();
+      for (const MicroBatches& of_rank : dealt)
+        for (const Batch& batch : of_rank)
+          if (batch.num_fragments() > 0) expect_rows_of_their_samples(batch);
+    }
+    const Batch perturbed = arrange(data, {.muted_document = 21, .perturbed = true}).value()[2][0];
+    EXPECT_EQ(perturbed.inputs[0].eq(samples(20, 3).inputs[0]).sum().item<std::int64_t>(), 2 * 6);
+    expect_rows_of_their_samples(data[2][0]);
+  });
+}
+
+TEST(Digest, SeesAnInputThatIsAnother) {
+  const MicroBatches batches = {samples(1, 3), samples(4, 2)};
+  EXPECT_EQ(digest(batches), digest(MicroBatches{samples(4, 2), samples(1, 3)}));
+  EXPECT_EQ(digest(batches), digest(MicroBatches{samples(1, 5)}));
+  MicroBatches changed = {samples(1, 3), samples(4, 2)};
+  changed[1].inputs[0][1][0][2] += 1e-9;
+  EXPECT_NE(digest(batches), digest(changed));
+}
+
+TEST(Leak, ImagesThatSeeOneAnotherAreFound) {
+  const Batch batch = samples(1, 4);
+  const auto model = [](bool mixed) {
+    at::Tensor weight = (at::arange(30, at::kDouble).view({5, 6}) * 0.1).sin().requires_grad_(true);
+    VerifyModel made;
+    made.named = {{"weight", weight}};
+    made.logits = [weight, mixed](const Batch& seen) {
+      const at::Tensor x = seen.inputs[0].flatten(1);
+      return at::linear(mixed ? x - x.mean(0, true) : x, weight).repeat_interleave(2, 0);
+    };
+    return made;
+  };
+  EXPECT_FALSE(probe_documents(model(false), batch));
+  const auto leak = probe_documents(model(true), batch);
+  ASSERT_TRUE(leak);
+  EXPECT_EQ(leak->perturbed, 1);
 }
 
 TEST(Experiments, TravelBetweenRanks) {

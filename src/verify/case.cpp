@@ -10,11 +10,25 @@
 namespace isograd {
 namespace {
 
-double limit_of(const std::string& precision) {
-  if (precision == "fp64") return Bounds{}.exact;
-  return bounds_for(precision == "bf16" || precision == "fp16" ? at::kBFloat16 : at::kFloat, 1, 1)
-      .ratio_limit;
+// The coarser of the two.
+at::ScalarType precision_of(const StepDump& found, const StepDump& expected) {
+  const auto either = [&](const char* name) { return found.precision == name || expected.precision == name; };
+  if (either("bf16")) return at::kBFloat16;
+  if (either("fp16")) return at::kHalf;
+  return found.precision == "fp64" && expected.precision == "fp64" ? at::kDouble : at::kFloat;
 }
+
+Bounds bounds_of(const StepDump& found, at::ScalarType type) {
+  int ranks = 1;
+  for (const auto& [axis, size] : found.axes) ranks *= size;
+  ranks = std::max(ranks, static_cast<int>(found.counts.size()));
+  std::size_t rounds = 1;
+  for (const auto& own : found.counts) rounds = std::max(rounds, own.size());
+  return bounds_for(type, ranks, static_cast<std::int64_t>(rounds));
+}
+
+// Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
+constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
 
 double share(const at::Tensor& difference, double scale) {
   const double norm = difference.norm().item<double>();
@@ -25,12 +39,17 @@ double share(const at::Tensor& difference, double scale) {
 
 Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
     : pair_(std::move(pair)), setting_(setting), again_(again) {
-  limit_ = std::max(limit_of(found().precision), limit_of(expected().precision));
-  std::map<std::string, at::Tensor> own;
+  std::map<std::string, at::Tensor> own, by_one;
   for (const auto& [name, tensor] : found().gradients) own[name] = tensor;
-  std::vector<at::Tensor> reference;
+  for (const auto& [name, tensor] : pair_.alone) by_one[name] = tensor;
+  const at::ScalarType type = precision_of(found(), expected());
+  allowance_.exact = type == at::kDouble;
+  allowance_.bounds = bounds_of(found(), type);
+  const bool measured = !allowance_.exact && !by_one.empty();
+  Tensors reference;
   for (const auto& [name, tensor] : expected().gradients) reference.push_back(tensor.to(at::kDouble));
-  const auto scales = error_scales(reference);
+  const auto scales = error_scales(reference, allowance_.exact || measured ? kFloor : kUnmeasuredFloor);
+  double most_alone = 0;  // over few elements one run measures rounding badly: the worst of all counts
   for (std::size_t i = 0; i < reference.size(); ++i) {
     const auto match = own.find(expected().gradients[i].first);
     if (match == own.end() || match->second.sizes() != reference[i].sizes()) continue;
@@ -38,12 +57,18 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
                         .found = match->second.to(at::kDouble),
                         .expected = reference[i],
                         .scale = scales[i],
+                        .by_floor = held_to_floor(norm_of(reference[i]), scales[i]),
                         .comparison = {}};
-    parameter.comparison = compare_exact(parameter.found, parameter.expected, scales[i],
-                                         Bounds{.exact = limit_, .unit_roundoff = 0});
+    if (measured) {
+      alone_.push_back(by_one.at(parameter.name).to(at::kDouble));
+      parameter.alone_error = relative_error(alone_.back(), parameter.expected, parameter.scale);
+      most_alone = std::max(most_alone, parameter.alone_error);
+    }
     parameters_.push_back(std::move(parameter));
   }
-  const StepDump& says = expected().counts.empty() && expected().amounts.empty() ? found() : expected();
+  allow(most_alone);
+  const bool theirs = expected().counts.empty() && expected().amounts.empty();
+  const StepDump& says = theirs || pair_.dealt_otherwise ? found() : expected();
   if (says.counts.empty()) {
     counts_ = says.amounts;
     if (!says.counted.empty()) counted_ = says.counted;
@@ -64,11 +89,115 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
   }
 }
 
+// What each parameter and the whole are held to, and how they do.
+void Case::allow(double most_alone) {
+  const Bounds& bounds = allowance_.bounds;
+  // Other trainers add gradients up in the precision of the run.
+  const double sums = bounds.unit * std::sqrt(bounds.sum_length);
+  Tensors own, wanted, alone_errors;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    own.push_back(parameter.found);
+    wanted.push_back(parameter.expected);
+    double allowed = Bounds{}.exact;
+    if (!allowance_.exact && alone_.empty()) allowed = kUnitsOfParameter * bounds.unit;
+    if (!allowance_.exact && !alone_.empty()) {
+      const bool few = parameter.expected.numel() < kMeasurable;
+      allowed = 4 * (few ? most_alone : parameter.alone_error) + sums;
+      alone_errors.push_back(alone_[i] - parameter.expected);
+    }
+    parameter.comparison =
+        compare_exact(parameter.found, parameter.expected, parameter.scale, Bounds{.exact = allowed});
+    allowance_.parameter.push_back(allowed * parameter.scale);
+  }
+  if (allowance_.exact) return;
+  Tensors errors;
+  for (std::size_t i = 0; i < own.size(); ++i) errors.push_back(own[i] - wanted[i]);
+  whole_error_ = norm_of(errors);
+  allowance_.whole = alone_.empty() ? kUnitsOfWhole * bounds.unit * norm_of(wanted)
+                                    : 4 * norm_of(alone_errors) + sums * norm_of(wanted);
+  scale_ = test_scale(own, wanted, bounds.unit);
+}
+
 std::vector<std::string> Case::off() const {
   std::vector<std::string> names;
   for (const auto& parameter : parameters_)
     if (!parameter.comparison.passed) names.push_back(parameter.name);
+  if (names.empty() && !allowance_.exact && (!scale_.passed || !(whole_error_ <= allowance_.whole)))
+    for (const auto& parameter : parameters_)
+      if (parameter.expected.ne(0).any().item<bool>()) names.push_back(parameter.name);
   return names;
+}
+
+bool Case::is(const Prediction& prediction) const {
+  double off = 0, allowed = 0;
+  Tensors own;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    const at::Tensor& wanted = prediction.gradient[i];
+    const double error = norm_of(parameter.found - wanted);
+    const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(wanted))
+                                          : allowance_.parameter[i] * prediction.growth[i];
+    if (!(error <= limit)) return false;
+    off += error * error;
+    const double grown = prediction.growth[i] * norm_of(parameter.expected);
+    allowed += grown * grown;
+    own.push_back(parameter.found);
+  }
+  if (allowance_.exact) return true;
+  const double unit = allowance_.whole / norm_of(right().gradient);  // 0 / 0: nothing to be near to
+  return std::sqrt(off) <= unit * std::sqrt(allowed) &&
+         scale_agrees(own, prediction.gradient, allowance_.bounds.unit);
+}
+
+Prediction Case::right() const {
+  Prediction prediction;
+  for (const Parameter& parameter : parameters_) prediction.gradient.push_back(parameter.expected);
+  prediction.growth.assign(parameters_.size(), 1);
+  return prediction;
+}
+
+Along Case::between(const Prediction& from, const Prediction& to) const {
+  Tensors errors, direction, beside;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    errors.push_back(parameters_[i].found - from.gradient[i]);
+    direction.push_back(to.gradient[i] - from.gradient[i]);
+    // What one process's rounding has in common with the run's goes away.
+    if (!alone_.empty()) beside.push_back(errors.back() - (alone_[i] - parameters_[i].expected));
+  }
+  const double unit = allowance_.bounds.unit;
+  const Along plain = along(errors, direction, from.gradient, unit);
+  if (alone_.empty()) return plain;
+  const Along against = along(beside, direction, from.gradient, unit);
+  return against.scatter < plain.scatter ? against : plain;
+}
+
+std::optional<Prediction> Case::weighted(const std::vector<double>& weights,
+                                         const std::vector<std::string>& names) {
+  const bool uniform = std::all_of(weights.begin(), weights.end(), [&](double weight) {
+    return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]);
+  });
+  if (!uniform && !find_parts()) return std::nullopt;
+  Prediction prediction = right();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (std::find(names.begin(), names.end(), parameters_[i].name) == names.end()) continue;
+    prediction.growth[i] = std::abs(weights[0]);
+    if (uniform) {
+      prediction.gradient[i] = parameters_[i].expected * weights[0];
+      continue;
+    }
+    at::Tensor sum = at::zeros_like(parameters_[i].expected);
+    double squares = 0, grown = 0;
+    for (std::size_t c = 0; c < weights.size(); ++c) {
+      sum += cells_[c].part[i] * weights[c];
+      const double part = norm_of(cells_[c].part[i]);
+      squares += part * part;
+      grown += part * part * weights[c] * weights[c];
+    }
+    prediction.gradient[i] = sum;
+    prediction.growth[i] = squares > 0 ? std::sqrt(grown / squares) : 1;
+  }
+  return prediction;
 }
 
 bool Case::finite() const {
@@ -78,9 +207,8 @@ bool Case::finite() const {
 }
 
 bool Case::finite_loss() const {
-  const double loss = found().figures.loss;
-  return std::isfinite(loss) || !std::isfinite(expected().figures.loss) ||
-         (std::isnan(loss) && found().terms.empty());
+  const auto& broken = found().not_numbers;
+  return !std::isinf(found().figures.loss) && std::find(broken.begin(), broken.end(), "loss") == broken.end();
 }
 
 int Case::holders() const {
@@ -122,7 +250,7 @@ bool Case::silent() const {
 bool Case::find_parts() {
   if (parts_ != Parts::kNotAsked) return parts_ == Parts::kFound;
   parts_ = Parts::kNone;
-  if (!again_ || cells_.empty()) return false;
+  if (!again_ || cells_.empty() || pair_.dealt_otherwise) return false;
   for (Cell& cell : cells_) {
     Experiment alone = setting_;
     alone.only_rank = cell.rank;
@@ -139,34 +267,18 @@ bool Case::find_parts() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor sum = at::zeros_like(parameters_[i].expected);
     for (const Cell& cell : cells_) sum += cell.part[i];
-    if (!(share(sum - parameters_[i].expected, parameters_[i].scale) <= limit_)) return false;
+    if (!(share(sum - parameters_[i].expected, parameters_[i].scale) <= limit())) return false;
   }
   parts_ = Parts::kFound;
   return true;
 }
 
-std::optional<double> misfit(Case& one, const Cause& cause, const std::vector<std::string>& names) {
+std::optional<Prediction> prediction_of(Case& one, const Cause& cause,
+                                        const std::vector<std::string>& names) {
   std::vector<double> weights;
   for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));
   if (weights.empty()) weights.push_back(cause.weight(one, {}));  // nothing known of counts: one weight
-  const bool uniform = std::all_of(weights.begin(), weights.end(), [&](double weight) {
-    return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]);
-  });
-  if (!uniform && !one.find_parts()) return std::nullopt;
-  double worst = 0;
-  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
-    const auto& parameter = one.parameters()[i];
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
-    at::Tensor predicted = parameter.expected * weights[0];
-    if (!uniform) {
-      predicted = at::zeros_like(parameter.expected);
-      for (std::size_t c = 0; c < weights.size(); ++c) predicted += one.cells()[c].part[i] * weights[c];
-    }
-    const double scale = std::max(parameter.scale, predicted.norm().item<double>());
-    const double off = share(parameter.found - predicted, scale);
-    worst = std::isnan(off) ? HUGE_VAL : std::max(worst, off);
-  }
-  return worst;
+  return one.weighted(weights, names);
 }
 
 std::string text_of(const Case& one, const Experiment& experiment) {

@@ -4,15 +4,35 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "isograd/verify.hpp"
+#include "verify/compare.hpp"
 #include "verify/diagnosis.hpp"
+#include "verify/resolution.hpp"
 
 namespace isograd {
 
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
+
+// What rounding may do to a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the gradient of one
+// process in the same precision, four times what it is off by; without it, what was measured on right steps
+// of several models and doubled: 256 u of a parameter's norm (or of the floor: 1/32 · RMS · √numel), and 32 u
+// of the norm of all.
+struct Allowance {
+  bool exact = true;
+  std::vector<double> parameter;  // ‖found − expected‖, by Case::parameters()
+  double whole = 0;               // of all together; unless exact
+  Bounds bounds;                  // of the coarser precision
+};
+
+// A gradient that a mistake would make, and how much larger its rounding is than the right one's.
+struct Prediction {
+  Tensors gradient;
+  std::vector<double> growth;
+};
 
 class Case {
  public:
@@ -22,7 +42,9 @@ class Case {
     std::string name;
     at::Tensor found, expected;  // fp64
     double scale = 0;            // s
-    Comparison comparison;       // E1's, with limit()
+    bool by_floor = false;       // s is not its own norm
+    double alone_error = 0;      // of one process in the precision of `found`, in s; 0: not known
+    Comparison comparison;       // held to allowance()
   };
   struct Cell {  // a micro-batch with targets
     int rank = 0, micro_batch = 0;
@@ -36,13 +58,28 @@ class Case {
 
   // Of the same name and shape on both sides.
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  std::vector<std::string> off() const;  // names of those that are not the same
+  // Names of those that are not the same; all of them where only the whole is off.
+  std::vector<std::string> off() const;
   bool same() const { return off().empty(); }
   bool finite() const;       // the gradient found
   bool finite_loss() const;  // the loss found; one that was not recorded is
-  // The share of its scale by which a parameter may be off: E1's 1e-10 in fp64, the limit of E2's ratio below
-  // that.
-  double limit() const { return limit_; }
+  const Allowance& allowance() const { return allowance_; }
+  const WholeScale& scale() const { return scale_; }   // tested unless exact
+  double whole_error() const { return whole_error_; }  // ‖found − expected‖ of all parameters
+  // The share by which loss, norm and coefficients may be off: 1e-10 in fp64, 1e-4 in fp32, 1e-2 in bf16.
+  double limit() const { return allowance_.exact ? Bounds{}.exact : allowance_.bounds.figures; }
+  // How far replicas may be apart, of their norm, where each adds up in its own order.
+  double spread_allowed() const { return allowance_.exact ? Bounds{}.exact : 256 * allowance_.bounds.unit; }
+  // Whether the gradient found is this one, within what rounding may do.
+  bool is(const Prediction& prediction) const;
+  // How far the gradient found lies from one prediction towards another one. Against a run of one process in
+  // the same precision, where that is known and tells more.
+  Along between(const Prediction& from, const Prediction& to) const;
+  Prediction right() const;
+  // Weights by cells(), on the named parameters; the others are right. Nothing: the parts would be needed and
+  // cannot be had.
+  std::optional<Prediction> weighted(const std::vector<double>& weights,
+                                     const std::vector<std::string>& names);
 
   // What the declared mean counts; without counts: 0, and no cells.
   const std::string& counted() const { return counted_; }  // "targets", "samples", "weights"
@@ -61,6 +98,7 @@ class Case {
   int micro_batches() const;  // of all ranks
   int rounds() const;         // most of any rank
   bool can_run() const { return static_cast<bool>(again_); }
+  bool dealt_otherwise() const { return pair_.dealt_otherwise; }
   bool silent() const;  // some micro-batch has no target
   const std::vector<Cell>& cells() const { return cells_; }
   // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up to the
@@ -68,10 +106,15 @@ class Case {
   bool find_parts();
 
  private:
+  void allow(double most_alone);
+
   RunPair pair_;
   Experiment setting_;
   const RunAgain& again_;
-  double limit_ = 0;
+  Allowance allowance_;
+  WholeScale scale_;
+  double whole_error_ = 0;
+  Tensors alone_;  // by parameters(); empty: not known
   std::vector<Parameter> parameters_;
   std::vector<std::vector<double>> counts_;
   std::string counted_ = "targets";
@@ -96,9 +139,12 @@ std::vector<Cause> causes_of(const Case& one);
 // an axis.
 std::vector<Cause> unsummed_causes(const Case& one);
 
-// The largest ‖found − Σ weight · part‖ of the named parameters, as a share of the scale; nothing if the
-// parts would be needed and cannot be had.
-std::optional<double> misfit(Case& one, const Cause& cause, const std::vector<std::string>& names);
+// What the cause would make of the named parameters, the others being right.
+std::optional<Prediction> prediction_of(Case& one, const Cause& cause, const std::vector<std::string>& names);
+// Where the gradient found is the right one within rounding, but may as well be a known mistake's that moves
+// it by less: findings where it lies nearer to the mistake; `untold` hears of those that cannot be told
+// apart.
+std::vector<Finding> diagnose_rivals(Case& one, std::vector<std::string>* untold);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again);

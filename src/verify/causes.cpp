@@ -1,5 +1,6 @@
 // Known mistakes of normalisation, as weights: what a micro-batch's part of the gradient is multiplied by,
 // relative to the right weight, where N targets count in all, n_k on rank k, n_kj in its micro-batch j.
+#include <algorithm>
 #include <cmath>
 
 #include "verify/case.hpp"
@@ -107,6 +108,11 @@ std::vector<Cause> causes_of(const Case& one) {
                           },
                       .axis = axis});
   }
+  for (const auto& [name, value] : one.found().scales)
+    causes.push_back({.id = "scaled_by_factor",
+                      .weight = [value = value](const Case&, const Cell&) { return value; },
+                      .sentence = [name = name, value = value](
+                                      const Case&) { return fmt::format("{:.6g}: {}", value, name); }});
   if (one.cells().empty()) return causes;
   // As long as every rank has data these are averages over all; emptying a rank tells.
   if (one.holders() > 1 && (one.can_run() || one.holders() < one.ranks()))
@@ -126,6 +132,112 @@ std::vector<Cause> causes_of(const Case& one) {
                           return fmt::format("{}: micro-batches are summed, not divided by accumulation ({})",
                                              c.rounds(), c.rounds());
                         }});
+  // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
+  const auto of_cell = [](const Case& c, const Cell& cell) { return c.targets() / cell.targets; };
+  const auto rounds_of = [](const Case& c, const Cell& cell) {
+    return static_cast<double>(c.micro_batches(cell.rank));
+  };
+  if (one.rounds() > 1) {
+    causes.push_back({.id = "summed_over_micro_batches",
+                      .weight = [=](const Case& c, const Cell& cell) { return of_cell(c, cell) / c.ranks(); },
+                      .sentence =
+                          [](const Case& c) {
+                            return fmt::format(
+                                "per-{} weights fit 1/n_kj: each rank's means of micro-batches "
+                                "are summed, not divided by accumulation ({}), then the ranks "
+                                "averaged",
+                                c.unit(), c.rounds());
+                          }});
+    causes.push_back({.id = "summed_over_micro_batches", .weight = of_cell, .sentence = [](const Case& c) {
+                        return fmt::format(
+                            "per-{} weights fit 1/n_kj: the means of all {} micro-batches "
+                            "of all ranks are summed",
+                            c.unit(), c.micro_batches());
+                      }});
+    causes.push_back(
+        {.id = "count_not_reduced",
+         .weight = [=](const Case& c, const Cell& cell) { return of_cell(c, cell) / rounds_of(c, cell); },
+         .sentence =
+             [](const Case& c) {
+               return fmt::format(
+                   "per-{} weights fit 1/(n_kj G_k): each rank has the mean of its "
+                   "micro-batches' means, gradients are summed over the ranks",
+                   c.unit());
+             }});
+    // The count is reduced over the ranks, but for each micro-batch by itself.
+    const auto of_round = [](const Case& c, const Cell& cell) {
+      double together = 0;
+      for (const Cell& other : c.cells())
+        if (other.micro_batch == cell.micro_batch) together += other.targets;
+      return c.targets() / together;
+    };
+    causes.push_back(
+        {.id = "mean_of_micro_batch_means",
+         .weight = [=](const Case& c, const Cell& cell) { return of_round(c, cell) / c.rounds(); },
+         .sentence =
+             [](const Case& c) {
+               return fmt::format(
+                   "the targets are counted over the ranks for each micro-batch by "
+                   "itself: mean of the means of the {} global micro-batches",
+                   c.rounds());
+             }});
+    causes.push_back({.id = "summed_over_micro_batches", .weight = of_round, .sentence = [](const Case& c) {
+                        return fmt::format("the means of the {} global micro-batches are summed", c.rounds());
+                      }});
+    causes.push_back({.id = "averaged_over_micro_batches",
+                      .weight = [](const Case& c, const Cell&) { return 1.0 / c.rounds(); },
+                      .sentence =
+                          [](const Case& c) {
+                            return fmt::format(
+                                "1/{0}: divided by accumulation ({0}), though the count covers "
+                                "the whole step",
+                                c.rounds());
+                          }});
+    if (one.micro_batches() != one.rounds())
+      causes.push_back({.id = "averaged_over_micro_batches",
+                        .weight = [](const Case& c, const Cell&) { return 1.0 / c.micro_batches(); },
+                        .sentence =
+                            [](const Case& c) {
+                              return fmt::format(
+                                  "1/{0}: divided by the number of micro-batches of all ranks "
+                                  "({0}), though the count covers the whole step",
+                                  c.micro_batches());
+                            }});
+    // Gradients are set to zero, or used, in mid-accumulation.
+    for (const bool last : {true, false})
+      for (int kind = 0; kind < 3; ++kind)
+        causes.push_back({.id = "micro_batches_lost",
+                          .weight =
+                              [=](const Case& c, const Cell& cell) {
+                                const int own = c.micro_batches(cell.rank);
+                                if (cell.micro_batch != (last ? own - 1 : 0)) return 0.0;
+                                return kind == 0 ? 1.0 : of_cell(c, cell) / c.ranks() / (kind == 1 ? own : 1);
+                              },
+                          .sentence =
+                              [=](const Case& c) {
+                                return fmt::format(
+                                    "only the {} micro-batch of each rank is in it ({} are accumulated)",
+                                    last ? "last" : "first", c.rounds());
+                              }});
+    // What has been accumulated is summed over an axis again with each further micro-batch.
+    for (const auto& axis : axes)
+      for (const bool averaged : {false, true})
+        causes.push_back({.id = "reduced_while_accumulating",
+                          .weight =
+                              [=](const Case& c, const Cell& cell) {
+                                const double power = std::pow(
+                                    c.size_of(axis), c.micro_batches(cell.rank) - 1 - cell.micro_batch);
+                                return averaged ? power / c.size_of(axis) : power;
+                              },
+                          .sentence =
+                              [=](const Case& c) {
+                                return fmt::format(
+                                    "weights of micro-batches are powers of {}{}: what was accumulated is "
+                                    "summed over it again with every further micro-batch",
+                                    name_of(c, axis), averaged ? ", divided by it once" : "");
+                              },
+                          .axis = axis});
+  }
   const auto all_targets = [](const Case& c, const Cell&) { return c.targets(); };
   causes.push_back({.id = "unscaled_sum",
                     .weight = all_targets,
@@ -207,8 +319,46 @@ std::vector<Cause> causes_of(const Case& one) {
              return "weights of micro-batches fall by the accumulation from each to the one before "
                     "it: every backward rescales what was accumulated";
            }});
+  if (one.ranks() > 1)
+    causes.push_back({.id = "unscaled_sum",
+                      .weight = [](const Case& c, const Cell&) { return c.targets() / c.ranks(); },
+                      .sentence =
+                          [](const Case& c) {
+                            return fmt::format(
+                                "{:.6g}: the {} of the step, by which nothing divides, over the "
+                                "ranks ({}), over which the sum is averaged",
+                                c.targets() / c.ranks(), c.counted(), c.ranks());
+                          }});
+  // Ranks that all hold the same gradient have reduced it.
+  const auto& views = one.found().ranks;
+  const bool reduced = views.size() > 1 && std::all_of(views.begin(), views.end(), [](const auto& view) {
+    return view.spread == 0;
+  });
   for (int rank = 0; rank < one.ranks(); ++rank) {
     if (one.targets_of(rank) == 0 || one.ranks() == 1) continue;
+    // Alone what one rank has, as it is before a reduction: multiplied by the ranks for a reducer that
+    // averages, or by its own mean.
+    const auto alone = [rank](double times) {
+      return [=](const Case&, const Cell& cell) { return cell.rank == rank ? times : 0.0; };
+    };
+    const auto ranks = static_cast<double>(one.ranks());
+    std::vector<std::pair<double, std::string>> multiples = {
+        {ranks, fmt::format("times {}, as for a reducer that averages", one.ranks())},
+        {one.targets() / one.targets_of(rank), "as a mean over its own " + one.counted()}};
+    if (one.ranks() > 2) multiples.insert(multiples.begin(), {1, "as it is before the sum"});
+    // Without sample ids every rank may as well have had this one's data.
+    const bool ids = !one.found().samples.empty() && !one.expected().samples.empty();
+    if (reduced) multiples.clear();
+    for (const auto& [times, how] : multiples) {
+      if (!ids && times != 1)
+        causes.push_back({.id = "other_batch", .weight = alone(times), .sentence = [rank](const Case&) {
+                            return fmt::format("every rank had the data of rank {}", rank);
+                          }});
+      causes.push_back(
+          {.id = "not_summed_over_axis", .weight = alone(times), .sentence = [rank, how = how](const Case&) {
+             return fmt::format("the part of rank {} alone, {}: not reduced over the ranks", rank, how);
+           }});
+    }
     causes.push_back(
         {.id = "missing_rank_part",
          .weight = [rank](const Case&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },

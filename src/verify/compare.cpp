@@ -4,14 +4,12 @@
 #include <cmath>
 #include <limits>
 
+#include "verify/resolution.hpp"
+
 namespace isograd {
 namespace {
 
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
-
-double norm_of(const at::Tensor& tensor) {
-  return std::sqrt(tensor.square().sum().item<double>());
-}
 
 Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
   Comparison result;
@@ -39,7 +37,6 @@ void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& com
     grade.allowed = comparison.allowed;
   }
   if (!comparison.passed) ++grade.failed;
-  if (!comparison.resolved) ++grade.unresolved;
 }
 
 }  // namespace
@@ -58,13 +55,14 @@ Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
   Bounds bounds;
   // bf16 parameters have fp32 gradients: that is the type of the sums.
   bounds.unit_roundoff = dtype == at::kDouble ? 0x1p-53 : 0x1p-24;
-  bounds.ratio_limit = dtype == at::kBFloat16 ? 1e-2 : 1e-4;
+  bounds.unit = dtype == at::kBFloat16 ? 0x1p-9 : dtype == at::kHalf ? 0x1p-11 : bounds.unit_roundoff;
+  bounds.figures = dtype == at::kBFloat16 || dtype == at::kHalf ? 1e-2 : 1e-4;
   bounds.sum_length =
       static_cast<double>(ranks) * static_cast<double>(std::max<std::int64_t>(1, micro_batches));
   return bounds;
 }
 
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference) {
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor) {
   double squares = 0, elements = 0;
   std::vector<double> norms;
   for (const auto& gradient : reference) {
@@ -76,8 +74,12 @@ std::vector<double> error_scales(const std::vector<at::Tensor>& reference) {
   std::vector<double> scales;
   for (std::size_t i = 0; i < reference.size(); ++i)
     scales.push_back(
-        std::max(norms[i], 1e-3 * root_mean_square * std::sqrt(static_cast<double>(reference[i].numel()))));
+        std::max(norms[i], floor * root_mean_square * std::sqrt(static_cast<double>(reference[i].numel()))));
   return scales;
+}
+
+bool held_to_floor(double norm, double scale) {
+  return norm < scale || norm == 0;
 }
 
 Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
@@ -85,6 +87,7 @@ Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference
   Comparison result = compare(gradient, reference, scale);
   result.allowed = bounds.exact;
   result.passed = result.error <= result.allowed;
+  result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale);
   return result;
 }
 
@@ -92,11 +95,8 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
                            double alone_error, const Bounds& bounds) {
   Comparison result = compare(gradient, reference, scale);
   result.allowed = 4 * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
-  // The ratio's own rounding error is at most ‖g − g64‖ / ‖g64‖.
-  const double wanted = norm_of(reference);
-  result.resolved = wanted > 0 && result.allowed * scale / wanted < bounds.ratio_limit;
-  result.passed =
-      result.error <= result.allowed && (!result.resolved || std::abs(result.ratio - 1) < bounds.ratio_limit);
+  result.passed = result.error <= result.allowed;
+  result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale);
   return result;
 }
 
@@ -106,20 +106,37 @@ bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const 
          close(figures.clip_coefficient, oracle.clip_coefficient, bounds.exact);
 }
 
+void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& parameters, bool exact) {
+  grade.uniform_found = std::numeric_limits<double>::infinity();
+  for (const ParameterVerdict& parameter : parameters) {
+    const Comparison& comparison = exact ? parameter.exact : parameter.rounded;
+    if (parameter.by_floor) {
+      grade.by_floor.push_back(parameter.name);
+      if (parameter.norm > 0 && comparison.scale_found >= 1) grade.unseen.push_back(parameter.name);
+      continue;
+    }
+    grade.uniform_found = std::min(grade.uniform_found, comparison.scale_found);
+    if (comparison.scale_found > grade.single_found || grade.single_least.empty()) {
+      grade.single_found = comparison.scale_found;
+      grade.single_least = parameter.name;
+    }
+  }
+  if (grade.scale.tested) grade.uniform_found = std::min(grade.uniform_found, grade.scale.found_from);
+}
+
 void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
-           const Bounds& bounds) {
+           const Bounds& bounds, const WholeScale& scale) {
   layout.e1 = layout.e2 = layout.e3 = {};
   layout.e1.bound = fmt::format(
       "fp64: |g - g64| <= {:g} s for each parameter; counts equal, loss, norm and clip "
       "coefficient to {:g} relative",
       bounds.exact, bounds.exact);
   layout.e2.bound = fmt::format(
-      "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; "
-      "|ratio - 1| < {:g} where rounding is smaller than that; where fp64 is right and one g1 does not do, "
-      "the "
-      "worst of several, each in another cut of the batch: {} numbers at least",
+      "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; where fp64 is "
+      "right and one g1 does not do, the worst of several, each in another cut of the batch: {} numbers at "
+      "least; scale of the whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}",
       precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
-      bounds.unit_roundoff * std::sqrt(bounds.sum_length), bounds.ratio_limit, kMeasurable);
+      bounds.unit_roundoff * std::sqrt(bounds.sum_length), kMeasurable, bounds.unit);
   layout.e3.bound = "the same bits when the step is made again, and on every rank";
   for (const auto& parameter : layout.parameters) {
     note(layout.e1, parameter, parameter.exact);
@@ -129,11 +146,14 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
       ++layout.e3.failed;
     }
   }
+  layout.e2.scale = scale;
+  note_resolution(layout.e1, layout.parameters, true);
+  if (!exact_run) note_resolution(layout.e2, layout.parameters, false);
   layout.figures_agree = figures_agree(layout.exact, oracle, bounds);
   const auto state = [](bool passed) { return passed ? Grade::State::kPassed : Grade::State::kFailed; };
   layout.e1.state = state(layout.e1.failed == 0 && layout.figures_agree);
   // A run in fp64 has nothing to say within rounding that E1 does not say more sharply.
-  layout.e2.state = exact_run ? Grade::State::kNotClaimed : state(layout.e2.failed == 0);
+  layout.e2.state = exact_run ? Grade::State::kNotClaimed : state(layout.e2.failed == 0 && scale.passed);
   layout.e3.state = state(layout.e3.failed == 0);
   layout.passed = layout.e1.state == Grade::State::kPassed && layout.e2.state != Grade::State::kFailed &&
                   layout.e3.state == Grade::State::kPassed;

@@ -10,16 +10,20 @@ namespace isograd {
 
 // What the bounds of one layout depend on.
 struct Bounds {
-  double exact = 1e-10;       // E1: ‖g − g64‖ ≤ exact · s
-  double unit_roundoff = 0;   // u of the number type that gradients are summed in
-  double ratio_limit = 1e-4;  // E2: |ρ − 1|; 1e-2 in bf16
-  double sum_length = 1;      // W · G
+  double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
+  double unit_roundoff = 0;  // u of the number type that gradients are summed in
+  double unit = 0;           // E2: u of the run's precision, in which losses are scaled
+  double figures = 1e-4;     // loss, norm and clip coefficient of a run in lower precision; 1e-2 in bf16
+  double sum_length = 1;     // W · G
 };
 // `ranks` and the largest number of micro-batches on a rank, for a run in `dtype`.
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches);
 
-// s of each parameter: max(‖g64‖, 1e-3 · RMS · √numel).
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference);
+// s of each parameter: max(‖g64‖, floor · RMS · √numel).
+constexpr double kFloor = 1e-3;
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor = kFloor);
+// s is not ‖g64‖ but its floor; also where both are zero.
+bool held_to_floor(double norm, double scale);
 
 // E1. `gradient` and `reference` are fp64, of one shape.
 Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
@@ -41,9 +45,13 @@ std::int64_t runs_to_measure(std::int64_t elements);
 // Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
 
-// Fills in e1, e2, e3 and `passed` from the parameters and figures. `precision` is "fp32", ...
+// Fills in e1, e2, e3 and `passed` from the parameters, the figures and, in a run that is not exact, the
+// scale of the whole gradient. `precision` is "fp32", ...
 void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
-           const Bounds& bounds);
+           const Bounds& bounds, const WholeScale& scale = {});
+
+// What a grade finds, from comparisons of all parameters (Grade::uniform_found and the following).
+void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& parameters, bool exact);
 
 std::string precision_name(at::ScalarType dtype);
 

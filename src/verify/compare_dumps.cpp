@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "isograd/error.hpp"
+#include "verify/case.hpp"
 #include "verify/compare.hpp"
 
 namespace isograd {
@@ -37,49 +39,14 @@ std::string common_prefix(const StepDump& found, const StepDump& expected) {
   return {};
 }
 
-bool close(double value, double expected, double relative) {
-  return std::isnan(value) || std::isnan(expected) ||  // not recorded
-         value == expected || std::abs(value - expected) <= relative * std::abs(expected);
-}
-
-bool same_count(std::int64_t found, std::int64_t expected) {
-  return found == kNotRecorded || expected == kNotRecorded || found == expected;
-}
-
-struct Limits {
-  Bounds bounds;
-  double error = 0;  // of every parameter, where there is no run of one process in the same precision
-  bool exact = false;
-};
-
-Limits limits_of(const StepDump& found, const StepDump& expected) {
-  const at::ScalarType types[] = {type_of(found.precision), type_of(expected.precision)};
-  const at::ScalarType coarse = types[0] == at::kBFloat16 || types[1] == at::kBFloat16 ? at::kBFloat16
-                                : types[0] == at::kFloat || types[1] == at::kFloat     ? at::kFloat
-                                                                                       : at::kDouble;
-  int ranks = 1;
-  for (const auto& [axis, size] : found.axes) ranks *= size;
-  ranks = std::max(ranks, static_cast<int>(found.counts.size()));
-  std::size_t rounds = 1;
-  for (const auto& own : found.counts) rounds = std::max(rounds, own.size());
-  Limits limits;
-  limits.bounds = bounds_for(coarse, ranks, static_cast<std::int64_t>(rounds));
-  limits.exact = coarse == at::kDouble;
-  limits.error = limits.exact ? limits.bounds.exact : limits.bounds.ratio_limit;
-  return limits;
-}
-
-// Grades and the figures; the parameters are compared already.
-void judge(LayoutVerdict& layout, const StepDump& expected, const Limits& limits, bool with_alone,
+// Grades, from a case whose parameters are compared already.
+void judge(LayoutVerdict& layout, const StepDump& expected, const Case& one, bool with_alone,
            const std::string& precision) {
-  grade(layout, expected.figures, precision, limits.exact, limits.bounds);
-  const StepFigures &f = layout.exact, &e = expected.figures;
-  layout.figures_agree = same_count(f.targets, e.targets) && same_count(f.tokens, e.tokens) &&
-                         close(f.loss, e.loss, limits.error) && close(f.norm, e.norm, limits.error) &&
-                         close(f.clip_coefficient, e.clip_coefficient, limits.error);
-  const bool passed = layout.figures_agree && (limits.exact ? layout.e1.failed : layout.e2.failed) == 0;
-  const auto state = passed ? Grade::State::kPassed : Grade::State::kFailed;
-  if (limits.exact) {
+  const Allowance& allowance = one.allowance();
+  grade(layout, expected.figures, precision, allowance.exact, allowance.bounds, one.scale());
+  layout.figures_agree = true;  // what differs in them is a finding
+  const auto state = one.same() ? Grade::State::kPassed : Grade::State::kFailed;
+  if (allowance.exact) {
     layout.e1.state = state;
     layout.e2 = {.state = Grade::State::kNotClaimed, .bound = "both dumps are in fp64", .worst = {}};
   } else {
@@ -87,14 +54,83 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const Limits& limits
                  .bound = "a dump in " + precision + " says nothing of exact arithmetic",
                  .worst = {}};
     layout.e2.state = state;
-    if (!with_alone)
+    const double unit = allowance.bounds.unit;
+    const auto whole = fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(),
+                                   allowance.whole);
+    if (with_alone)
       layout.e2.bound = fmt::format(
-          "{}: |g - g64| <= {:g} s for each parameter, the limit of a ratio; what rounding alone does is not "
-          "known without a dump of one process in {} (--alone)",
-          precision, limits.error, precision);
+          "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; {}; scale "
+          "of the "
+          "whole gradient within 4 (u + its standard error), u = {:.2g}",
+          precision, unit * std::sqrt(allowance.bounds.sum_length), precision,
+          unit * std::sqrt(allowance.bounds.sum_length), whole, unit);
+    else
+      layout.e2.bound = fmt::format(
+          "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were seen to be "
+          "off; {}; "
+          "scale of the whole gradient within 4 (u + its standard error), u = {:.2g}; a dump of one process "
+          "in "
+          "{} (--alone) gives a sharper bound",
+          precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole, unit,
+          precision);
   }
   layout.e3 = {.state = Grade::State::kNotClaimed, .bound = "one dump shows one run", .worst = {}};
-  layout.passed = passed;
+}
+
+// The order of `shares` that puts the counts of the reference where the run has them: as they follow one
+// another, or, where no two are equal, by their size. Nothing: they are not the same micro-batches.
+using Cells = std::vector<std::pair<std::size_t, std::size_t>>;  // rank, micro-batch
+Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
+  Cells cells;
+  for (std::size_t rank = 0; rank < counts.size(); ++rank)
+    for (std::size_t i = 0; i < counts[rank].size(); ++i)
+      if (counts[rank][i] > 0) cells.emplace_back(rank, i);
+  return cells;
+}
+std::optional<StepDump> dealt_as(const StepDump& expected,
+                                 const std::vector<std::vector<std::int64_t>>& counts) {
+  const Cells theirs = cells_of(expected.counts), ours = cells_of(counts);
+  if (theirs.size() != ours.size()) return std::nullopt;
+  const auto count_at = [](const auto& of, const auto& cell) { return of[cell.first][cell.second]; };
+  std::vector<std::size_t> from(ours.size());  // by our cells, theirs
+  bool in_order = true;
+  for (std::size_t c = 0; c < ours.size(); ++c) {
+    from[c] = c;
+    in_order = in_order && count_at(counts, ours[c]) == count_at(expected.counts, theirs[c]);
+  }
+  if (!in_order) {
+    std::map<std::int64_t, std::size_t> by_count;
+    for (std::size_t c = 0; c < theirs.size(); ++c)
+      if (!by_count.emplace(count_at(expected.counts, theirs[c]), c).second) return std::nullopt;
+    for (std::size_t c = 0; c < ours.size(); ++c) {
+      const auto place = by_count.find(count_at(counts, ours[c]));
+      if (place == by_count.end()) return std::nullopt;
+      from[c] = place->second;
+      by_count.erase(place);
+    }
+  }
+  StepDump dealt = expected;
+  dealt.counts = counts;
+  dealt.shares.clear();
+  if (expected.shares.empty()) return dealt;
+  for (const auto& rank : counts) dealt.shares.emplace_back(rank.size());
+  for (std::size_t c = 0; c < ours.size(); ++c) {
+    const auto [rank, i] = theirs[from[c]];
+    if (rank < expected.shares.size() && i < expected.shares[rank].size())
+      dealt.shares[ours[c].first][ours[c].second] = expected.shares[rank][i];
+  }
+  return dealt;
+}
+
+// The ranks have as many targets in both, whatever their micro-batches.
+bool same_by_rank(const StepDump& found, const StepDump& expected) {
+  const auto of = [](const StepDump& dump) {
+    std::vector<std::int64_t> sums;
+    for (const auto& rank : dump.counts)
+      sums.push_back(std::accumulate(rank.begin(), rank.end(), std::int64_t{0}));
+    return sums;
+  };
+  return of(found) == of(expected);
 }
 
 }  // namespace
@@ -146,72 +182,84 @@ DumpComparison compare_dumps(StepDump found, const StepDump& expected, const Dum
                          .expected = "one process in the precision of the run, beside one process in fp64",
                          .action = "Write both dumps with the same program"});
   }
-  const Limits limits = limits_of(found, expected);
-
-  std::vector<at::Tensor> wanted;
-  for (const auto& [name, gradient] : expected.gradients) wanted.push_back(gradient.to(at::kDouble));
-  const auto scales = error_scales(wanted);
-  std::map<std::string, at::Tensor> own, by_one;
-  for (const auto& [name, gradient] : found.gradients) own[name] = gradient.to(at::kDouble);
-  if (alone)
-    for (const auto& [name, gradient] : alone->gradients) by_one[name] = gradient.to(at::kDouble);
+  RunPair pair{.found = std::move(found), .expected = expected};
+  if (alone) pair.alone = alone->gradients;
+  const bool both = !pair.found.counts.empty() && !expected.counts.empty();
+  if (both && pair.found.counts != expected.counts) {
+    if (auto dealt = dealt_as(expected, pair.found.counts)) {
+      pair.expected = std::move(*dealt);
+      result.notices.push_back(names.expected +
+                               " has the same micro-batches on other ranks: matched by their counts");
+    } else if (!same_by_rank(pair.found, expected)) {
+      pair.dealt_otherwise = true;
+      result.notices.push_back(
+          fmt::format("the targets lie otherwise on ranks and micro-batches in {} than in {}: no part of a "
+                      "rank can be told "
+                      "(deal the samples alike)",
+                      names.expected, names.found));
+    }
+  }
+  const RunAgain again = again_from_shares(pair.expected);
+  const Case one(pair, {}, again);
 
   LayoutVerdict layout;
   layout.name = names.found;
-  layout.exact = layout.rounded = found.figures;
-  bool names_agree = names_of(found) == names_of(expected);
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    const std::string& name = expected.gradients[i].first;
-    const auto place = own.find(name);
-    if (place == own.end() || place->second.sizes() != wanted[i].sizes()) {
-      names_agree = false;
-      continue;
-    }
+  layout.exact = layout.rounded = pair.found.figures;
+  const bool names_agree =
+      names_of(pair.found) == names_of(expected) && one.parameters().size() == expected.gradients.size();
+  for (const Case::Parameter& compared : one.parameters()) {
     ParameterVerdict parameter;
-    parameter.name = name;
-    parameter.elements = wanted[i].numel();
-    parameter.norm = wanted[i].norm().item<double>();
-    Bounds bounds = limits.bounds;
-    bounds.exact = limits.error;
-    parameter.exact = compare_exact(place->second, wanted[i], scales[i], bounds);
-    parameter.rounded = parameter.exact;
-    if (alone && !limits.exact && by_one.at(name).sizes() == wanted[i].sizes()) {
-      parameter.alone_error = relative_error(by_one.at(name), wanted[i], scales[i]);
-      parameter.rounded =
-          compare_rounded(place->second, wanted[i], scales[i], parameter.alone_error, limits.bounds);
-    }
+    parameter.name = compared.name;
+    parameter.elements = compared.expected.numel();
+    parameter.norm = norm_of(compared.expected);
+    parameter.by_floor = compared.by_floor;
+    parameter.alone_error = compared.alone_error;
+    parameter.exact = parameter.rounded = compared.comparison;
     layout.parameters.push_back(std::move(parameter));
   }
-  const std::string precision = limits.exact                              ? "fp64"
-                                : type_of(found.precision) == at::kDouble ? expected.precision
-                                                                          : found.precision;
-  judge(layout, expected, limits, alone.has_value(), precision);
+  const std::string& own = pair.found.precision;
+  const std::string precision = one.allowance().exact ? "fp64" : own == "fp64" ? expected.precision : own;
+  judge(layout, expected, one, alone.has_value(), precision);
 
-  const bool nothing = std::all_of(wanted.begin(), wanted.end(), [](const at::Tensor& gradient) {
-    return gradient.eq(0).all().item<bool>();
-  });
   Verdict& verdict = result.verdict;
-  verdict.ranks = std::max(1, static_cast<int>(found.counts.size()));
+  verdict.ranks = std::max(1, static_cast<int>(pair.found.counts.size()));
   verdict.precision = precision;
   verdict.oracle = expected.figures;
   verdict.parameters_agree = names_agree;
+  const auto same_count = [](std::int64_t a, std::int64_t b) {
+    return a == kNotRecorded || b == kNotRecorded || a == b;
+  };
   verdict.batch_agrees =
-      (found.samples.empty() || expected.samples.empty() || found.samples == expected.samples) &&
-      same_count(found.figures.targets, expected.figures.targets) &&
-      same_count(found.figures.tokens, expected.figures.tokens);
-  verdict.passed =
-      layout.passed && names_agree && verdict.batch_agrees && !nothing && !layout.parameters.empty();
+      (pair.found.samples.empty() || expected.samples.empty() || pair.found.samples == expected.samples) &&
+      same_count(pair.found.figures.targets, expected.figures.targets);
+  if (!same_count(pair.found.figures.tokens, expected.figures.tokens))
+    result.notices.push_back(fmt::format("{} tokens in {}, {} in {}: padding, or others that carry no loss",
+                                         pair.found.figures.tokens, names.found, expected.figures.tokens,
+                                         names.expected));
+  result.findings = diagnose(pair, again, &result.notices);
+  // Whatever is known to be wrong fails, and what fails is said.
+  verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
+                   result.findings.empty();
+  if (!verdict.passed && result.findings.empty())
+    result.findings.push_back({"unknown", "the step is not the expected one, in no way that has a name", {}});
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));
 
-  result.findings = diagnose({found, expected}, again_from_shares(expected));
-  const bool uneven_weights = std::any_of(result.findings.begin(), result.findings.end(),
-                                          [](const Finding& finding) { return finding.id == "unknown"; });
-  if (uneven_weights && expected.shares.empty())
-    result.notices.push_back(
-        names.expected +
-        " holds no shares of ranks and micro-batches; with them wrong weights can be named "
-        "(docs/verify.md)");
+  if (expected.shares.empty()) {
+    const bool uneven_weights = std::any_of(result.findings.begin(), result.findings.end(),
+                                            [](const Finding& finding) { return finding.id == "unknown"; });
+    if (uneven_weights)
+      result.notices.push_back(
+          names.expected +
+          " holds no shares of ranks and micro-batches; with them wrong weights can be named "
+          "(docs/verify.md)");
+    else if (verdict.passed && !one.allowance().exact)
+      result.notices.push_back(
+          fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move "
+                      "the gradient by less than {:.1g} of its norm are not told from the right "
+                      "ones",
+                      names.expected, one.allowance().whole / norm_of(one.right().gradient)));
+  }
   for (const auto& finding : result.findings) verdict.diagnosis.push_back(finding.sentence);
   verdict.findings = result.findings;
   return result;

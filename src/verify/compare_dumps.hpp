@@ -22,9 +22,9 @@ struct DumpComparison {
 
 // `found` against `expected`, the step of one process or of a trainer that is known to be right. Both in
 // fp64: E1. Otherwise E2; with `alone`, the step of one process in the precision of `found`, with its bound,
-// and without it with the limit of E2's ratio as the bound of the error (the ratio is never further off than
-// the error). Nothing is claimed of what a dump does not record. ConfigError unless `alone` has the
-// parameters of `expected`, in fp64 there.
+// and without it with what right steps were seen to be off (Allowance). Nothing is claimed of what a dump
+// does not record; whatever is found wrong fails the verdict. ConfigError unless `alone` has the parameters
+// of `expected`, in fp64 there.
 DumpComparison compare_dumps(StepDump found, const StepDump& expected, const DumpNames& names,
                              const std::optional<StepDump>& alone = {});
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "verify/case.hpp"
 
@@ -18,25 +19,45 @@ double tolerance(const Case& one) {
   return std::max(one.limit(), 1e-9);
 }
 
+// What was recorded and is not finite: nobody could act on it.
+std::vector<Finding> diagnose_not_finite(const Case& one) {
+  std::vector<std::string> broken;
+  for (const auto& [side, dump] : {std::pair{"", &one.found()}, {" of the reference", &one.expected()}}) {
+    std::vector<std::string> keys = dump->not_numbers;
+    const StepFigures& figures = dump->figures;
+    for (const auto& [key, value] : {std::pair{"loss", figures.loss},
+                                     {"norm", figures.norm},
+                                     {"clip_coefficient", figures.clip_coefficient}})
+      if (std::isinf(value)) keys.emplace_back(key);
+    for (const auto& [name, value] : dump->terms)
+      if (std::isinf(value)) keys.push_back("terms." + name);
+    for (const auto& [name, applied] : dump->applied)
+      if (!applied.isfinite().all().item<bool>()) keys.push_back("applied " + name);
+    for (const auto& key : keys) broken.push_back(key + side);
+  }
+  if (broken.empty()) return {};
+  return {{"not_finite", fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
+}
+
 std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
-  if (std::isnan(expected) || close(found, expected, tolerance(one))) return {};
-  if (!one.finite_loss())
-    return {{"not_finite", fmt::format("not finite: the loss is {}, the gradient is right", found), {}}};
-  if (std::isnan(found)) return {};  // not recorded
+  if (std::isnan(expected) || std::isnan(found)) return {};  // not recorded
+  if (close(found, expected, tolerance(one))) return {};
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
-  return {{factor.empty() ? "unknown" : "loss_scaled",
+  return {{factor.empty() ? "loss_differs" : "loss_scaled",
            fmt::format("loss {:.9g}, expected {:.9g} (ratio {}{}); the gradient is right", found, expected,
                        ratio_text(ratio), factor.empty() ? "" : ": " + factor),
            {}}};
 }
 
 std::vector<Finding> diagnose_norm(const Case& one) {
-  const double expected = one.expected().figures.norm, found = one.found().figures.norm;
   const double limit = tolerance(one);
-  if (std::isnan(expected) || std::isnan(found)) return {};
   const auto& ranks = one.found().ranks;
+  double expected = one.expected().figures.norm, found = one.found().figures.norm;
+  if (std::isnan(expected)) expected = norm_of(one.right().gradient);
+  if (std::isnan(found) && !ranks.empty()) found = ranks[0].norm;
+  if (std::isnan(found)) return {};
   std::vector<double> norms, owned;
   double squares = 0, sum = 0;
   for (const auto& rank : ranks) {
@@ -83,31 +104,48 @@ std::vector<Finding> diagnose_norm(const Case& one) {
   return {{"norm_differs", numbers, {once}}};
 }
 
+// What the reference takes away too is right, whatever it is made of: weight decay belongs to it.
+bool applied_as_reference(const Case& one, double limit) {
+  std::map<std::string, at::Tensor> references;
+  for (const auto& [name, tensor] : one.expected().applied) references[name] = tensor.to(at::kDouble);
+  return std::all_of(one.found().applied.begin(), one.found().applied.end(), [&](const auto& entry) {
+    const auto reference = references.find(entry.first);
+    if (reference == references.end() || reference->second.sizes() != entry.second.sizes()) return false;
+    const at::Tensor& wanted = reference->second;
+    return (entry.second.to(at::kDouble) - wanted).norm().template item<double>() <=
+           limit * wanted.norm().template item<double>();
+  });
+}
+
 // How the gradient was applied.
 std::vector<Finding> diagnose_clip(const Case& one) {
-  const double coefficient = one.expected().figures.clip_coefficient;
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one);
+  // Where the reference has none: what the run itself says it did.
+  const double wanted = one.expected().figures.clip_coefficient;
+  const double coefficient = std::isnan(wanted) ? own : wanted;
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
   std::vector<std::string> bent;                                    // applied in another direction
-  for (std::size_t i = 0; i < one.found().applied.size(); ++i) {
+  const bool as_reference = applied_as_reference(one, 10 * limit);
+  for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
     const auto& [name, tensor] = one.found().applied[i];
     for (const auto& parameter : one.parameters()) {
       // Of next to nothing there is no ratio.
       if (parameter.name != name || parameter.expected.eq(0).all().item<bool>() ||
           parameter.expected.norm().item<double>() < parameter.scale / 2)
         continue;
+      // Against the run's own gradient, whose rounding it shares.
       const at::Tensor applied = tensor.to(at::kDouble);
       const double ratio =
-          ((applied * parameter.expected).sum() / parameter.expected.square().sum()).item<double>();
+          ((applied * parameter.found).sum() / parameter.found.square().sum()).item<double>();
       auto group = std::find_if(groups.begin(), groups.end(),
                                 [&](const auto& g) { return close(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
       // Only a word for what is known to be wrong hangs on this.
-      constexpr double kBent = 1e-3;
-      if ((applied - ratio * parameter.expected).norm().item<double>() >
-          kBent * std::abs(ratio) * parameter.expected.norm().item<double>())
+      const double bends = std::max(1e-3, 10 * limit);
+      if ((applied - ratio * parameter.found).norm().item<double>() >
+          bends * std::abs(ratio) * parameter.found.norm().item<double>())
         bent.push_back(name);
     }
   }
@@ -120,18 +158,19 @@ std::vector<Finding> diagnose_clip(const Case& one) {
     evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
   }
   const bool reports = close(own, coefficient, limit) && coefficient > 0;
-  const bool wrong = groups.size() > 1 ||
+  const bool wrong = groups.size() > 1 || !bent.empty() ||
                      (groups.size() == 1 && reports && !close(groups[0].first, coefficient, 10 * limit));
-  if (wrong && reports && (!clips || (groups.size() == 1 && !close(groups[0].first, 1, 10 * limit)))) {
+  if (wrong && (reports || !bent.empty()) &&
+      (!clips || (groups.size() == 1 && !close(groups[0].first, 1, 10 * limit)))) {
     const std::string how =
         !bent.empty() ? "is no multiple of the gradient, in " + list_names(bent)
         : groups.size() == 1
             ? fmt::format("is {} times what it should be", ratio_text(groups[0].first / coefficient))
             : "is another multiple of the gradient in different parameters";
-    return {
-        {"optimizer_differs",
-         "the gradient and the clip coefficient are right, but what an update of plain SGD takes away " + how,
-         evidence}};
+    return {{"optimizer_differs",
+             fmt::format("the gradient {} right, but what an update of plain SGD takes away {}",
+                         reports ? "and the clip coefficient are" : "is", how),
+             evidence}};
   }
   if (groups.size() > 1) {
     return {{"groups_clipped_apart",
@@ -173,8 +212,9 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
 }  // namespace
 
 std::vector<Finding> diagnose_figures(const Case& one) {
-  std::vector<Finding> findings = diagnose_loss(one);
-  if (!one.finite_loss()) return findings;  // nothing was updated
+  std::vector<Finding> findings = diagnose_not_finite(one);
+  if (!findings.empty()) return findings;  // nothing was updated
+  findings = diagnose_loss(one);
   const auto norm = diagnose_norm(one);
   findings.insert(findings.end(), norm.begin(), norm.end());
   for (auto& finding : diagnose_clip(one))

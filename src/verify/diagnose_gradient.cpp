@@ -1,22 +1,15 @@
 // Which known mistake explains the parameters that are off: each one predicts the gradient as a weighted sum
 // of the micro-batches' parts. Those that fit are held against experiments in which they predict different
 // things.
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 
-#include "verify/case.hpp"
+#include "verify/fits.hpp"
 
 namespace isograd {
 namespace {
-
-bool logs_as(const Cause& cause, const Case& one) {
-  const double found = one.found().figures.loss, expected = one.expected().figures.loss;
-  if (cause.loss == Cause::Loss::kAny || std::isnan(found) || std::isnan(expected) || expected == 0)
-    return true;
-  const double wanted = cause.loss == Cause::Loss::kRight ? 1 : cause.weight(one, {});
-  const bool is = std::abs(found / expected - wanted) <= std::max(one.limit(), 1e-9) * wanted;
-  return cause.loss == Cause::Loss::kNotScaled ? !is || wanted == 1 : is;
-}
 
 double ratio_in(const Case& one, const std::string& name) {
   for (const auto& parameter : one.parameters())
@@ -26,64 +19,62 @@ double ratio_in(const Case& one, const std::string& name) {
 
 // Does the cause explain the named parameters, here? Nothing: it cannot be told.
 std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<std::string>& names) {
-  const auto off = misfit(one, cause, names);
-  if (!off) return std::nullopt;
-  return *off <= one.limit() && logs_as(cause, one);
+  const auto prediction = prediction_of(one, cause, names);
+  if (!prediction) return std::nullopt;
+  return one.is(*prediction) && logs_as(cause, one);
 }
 
-std::string subject(const Case& one, const std::vector<std::string>& names) {
-  if (names.size() == one.parameters().size()) return "all parameters";
-  std::size_t meaningful = 0;
-  for (const auto& parameter : one.parameters())
-    if (parameter.expected.ne(0).any().item<bool>()) ++meaningful;
-  if (names.size() == meaningful) return "all parameters";
-  return fmt::format("only {} of {} parameters ({})", names.size(), one.parameters().size(),
-                     list_names(names));
-}
-
-bool same_ids(const std::vector<Cause>& causes) {
-  return std::all_of(causes.begin(), causes.end(), [&](const Cause& c) { return c.id == causes[0].id; });
-}
-
-std::string numbers_of(const Case& one, const std::vector<std::string>& names) {
-  double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
+// The one ratio of all the named parameters, if there is one and it is not 1.
+std::optional<double> scale_of(Case& one, const std::vector<std::string>& names) {
+  Tensors errors, direction;
   for (const auto& parameter : one.parameters()) {
     if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
-    low = std::fmin(low, parameter.comparison.ratio);
-    high = std::fmax(high, parameter.comparison.ratio);
-    cosine = std::fmin(cosine, parameter.comparison.cosine);
-    error = std::fmax(error, parameter.comparison.error);
+    errors.push_back(parameter.found - parameter.expected);
+    direction.push_back(parameter.expected);
   }
-  return fmt::format("ratios {:.6g} to {:.6g}, cosine from {:.6g}, largest error {:.3g} of {:.3g} allowed",
-                     low, high, cosine, error, one.limit());
+  const Along along_itself = along(errors, direction, direction, one.allowance().bounds.unit);
+  const double ratio = 1 + along_itself.share;
+  if (std::isinf(along_itself.scatter) || !std::isfinite(ratio)) return std::nullopt;
+  const auto prediction =
+      one.weighted(std::vector<double>(std::max<std::size_t>(1, one.cells().size()), ratio), names);
+  if (!prediction || !one.is(*prediction)) return std::nullopt;
+  return ratio;
 }
 
-// The weights of the ranks that come nearest, by least squares: numbers for what no known mistake explains.
-std::string fitted_weights(Case& one, const std::vector<std::string>& names) {
-  if (!one.find_parts()) return "";
-  std::vector<at::Tensor> columns(static_cast<std::size_t>(one.ranks())), wanted;
-  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
-    const auto& parameter = one.parameters()[i];
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
-    wanted.push_back(parameter.found.reshape({-1}) / parameter.scale);
-    for (std::size_t rank = 0; rank < columns.size(); ++rank) {
-      at::Tensor sum = at::zeros_like(parameter.found);
-      for (const auto& cell : one.cells())
-        if (cell.rank == static_cast<int>(rank)) sum += cell.part[i];
-      sum = sum.reshape({-1}) / parameter.scale;
-      columns[rank] = columns[rank].defined() ? at::cat({columns[rank], sum}) : sum;
-    }
+// The type of 16 bits that all elements of the gradient found are numbers of, if its run is in a finer one
+// and that is all that is wrong with it.
+const char* coarser_type(const Case& one) {
+  if (one.found().precision == "bf16" || one.found().precision == "fp16") return nullptr;
+  Tensors found, expected, errors;
+  bool bf16 = true, fp16 = true;
+  for (const auto& parameter : one.parameters()) {
+    bf16 = bf16 && parameter.found.equal(parameter.found.to(at::kBFloat16).to(at::kDouble));
+    fp16 = fp16 && parameter.found.equal(parameter.found.to(at::kHalf).to(at::kDouble));
+    found.push_back(parameter.found);
+    expected.push_back(parameter.expected);
+    errors.push_back(parameter.found - parameter.expected);
   }
-  const at::Tensor matrix = at::stack(columns, 1), target = at::cat(wanted);
-  if (matrix.size(0) < 2 * matrix.size(1)) return "";
-  const at::Tensor normal = at::matmul(matrix.t(), matrix) + 1e-14 * at::eye(matrix.size(1), at::kDouble);
-  const at::Tensor weights = at::linalg_solve(normal, at::matmul(matrix.t(), target));
-  const double left = (at::matmul(matrix, weights) - target).norm().item<double>();
-  std::string text;
-  for (std::int64_t rank = 0; rank < weights.size(0); ++rank)
-    text += fmt::format("{}{:.6g}", rank ? ", " : "", weights[rank].item<double>());
-  return fmt::format("nearest weights of the ranks' parts: {}; {:.3g} of the scale stays unexplained", text,
-                     left);
+  if (!bf16 && !fp16) return nullptr;
+  const double unit = bounds_for(bf16 ? at::kBFloat16 : at::kHalf, 1, 1).unit;
+  const bool near = norm_of(errors) <= 32 * unit * norm_of(expected) && scale_agrees(found, expected, unit);
+  return !near ? nullptr : bf16 ? "bf16" : "fp16";
+}
+
+// What in the run has the size of a ratio, whichever way round.
+std::string hints_of(const Case& one, double ratio) {
+  const double near = std::max(one.limit(), 1e-6);
+  for (const auto& [name, value] : one.found().scales)
+    if (value != 0 && std::abs(ratio - value) <= near * std::abs(value)) return ": " + name;
+  if (ratio == 0) return ": nothing arrives there";
+  double factor = std::max(ratio, 1 / ratio);
+  if (std::abs(factor - std::round(factor)) <= near * factor) factor = std::round(factor);
+  std::string text = factors_of(one, factor);
+  if (!text.empty() && ratio < 1) text = "averaged over " + text;
+  if (factor == 2)
+    text +=
+        (text.empty() ? "" : "; or ") + std::string("a weight that is used twice and counted twice, or once");
+  if (!text.empty()) return ": " + text;
+  return ", which is no size in the run";
 }
 
 // What is worth running, in this order, as long as several causes fit.
@@ -128,18 +119,27 @@ std::optional<Finding> diagnose_unsummed(Case& one) {
 }
 
 std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
-  const std::vector<std::string> names = one.off();
+  std::vector<std::string> names = one.off();
   Finding finding;
   if (!one.finite()) {
     std::vector<std::string> broken;
     for (const auto& parameter : one.parameters())
       if (!parameter.found.isfinite().all().item<bool>()) broken.push_back(parameter.name);
+    const auto reached = std::count_if(
+        one.parameters().begin(), one.parameters().end(),
+        [](const auto& parameter) { return parameter.expected.ne(0).any().template item<bool>(); });
+    const bool everywhere = static_cast<std::ptrdiff_t>(broken.size()) >= reached;
+    if (one.silent() && everywhere)
+      return {
+          {"not_finite_empty_micro_batch",
+           "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
+           {"to make sure: leave that micro-batch out and compare again"}}};
     return {
         {"not_finite", fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)), {}}};
   }
 
   // A term of the loss that is off by a factor, and nothing but what it reaches.
-  const bool all = subject(one, names) == "all parameters";
+  bool all = subject(one, names) == "all parameters";
   for (const auto& [name, expected] : one.expected().terms)
     for (const auto& [own, value] : one.found().terms) {
       if (own != name || expected == 0 || one.expected().terms.size() < 2) continue;
@@ -152,9 +152,17 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
                {numbers_of(one, names)}}};
     }
 
+  // Rounding may hide a mistake in some parameters: first what explains all of them.
   std::vector<Cause> fitting;
-  for (auto& cause : causes_of(one))
-    if (explains(one, cause, names).value_or(false)) fitting.push_back(std::move(cause));
+  const auto consider = [&](const std::vector<std::string>& of) {
+    for (auto& cause : causes_of(one))
+      if (explains(one, cause, of).value_or(false)) fitting.push_back(std::move(cause));
+    if (!fitting.empty()) names = of;
+  };
+  if (!one.allowance().exact && !all) consider(all_names(one));
+  if (fitting.empty()) consider(names);
+  prefer_nearest(one, fitting, names);
+  all = subject(one, names) == "all parameters";
   std::vector<std::string> evidence = {fmt::format("as given: {}", numbers_of(one, names))};
   // Each candidate has to hold where the others predict something else.
   bool tested = false, emptied = false, swapped = false;
@@ -181,6 +189,13 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     emptied = emptied || setting.empty_rank >= 0 || setting.only_axis >= 0;
     swapped = swapped || setting.swapped[0] >= 0;
   }
+  // Where all ranks have as many micro-batches these are one and the same.
+  bool alike = !tested;
+  for (int rank = 0; rank < one.ranks(); ++rank)
+    alike = alike && one.micro_batches(rank) == one.micro_batches(0);
+  if (alike && fitting.size() > 1)
+    std::erase_if(fitting,
+                  [](const Cause& cause) { return cause.id == "mean_of_micro_batch_means_by_rank"; });
   // The twins of commoner causes, the same numbers in all but one experiment, count where that could be made.
   const auto is_twin = [&](const Cause& cause) {
     return (cause.id == "missing_data_part" && !swapped) ||
@@ -198,10 +213,15 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
         text += (text.empty() ? "" : "; or ") + cause.sentence(one);
     }
     finding.id = decided ? fitting[0].id : "undecided";
-    const bool factor = fitting[0].id.find("axis") != std::string::npos;
-    if (!all && factor && decided) finding.id = "some_parameters_scaled";
+    // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
+    const auto ratio = scale_of(one, names);
+    if (!all && ratio) {
+      finding.id = "some_parameters_scaled";
+      text = fmt::format("{}{}", ratio_text(*ratio), hints_of(one, *ratio));
+    }
     const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
     finding.sentence = subject(one, names) + verb + text;
+    if (!decided && finding.id == "undecided") evidence.push_back(would_tell(fitting));
     finding.evidence = evidence;
     return {finding};
   }
@@ -214,25 +234,56 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     if (auto together = diagnose_composition(one, again, subject(one, names), evidence)) return {*together};
   }
 
-  // One ratio for all of them, of no known origin; or several.
-  const double first = ratio_in(one, names[0]);
-  const Cause scaled{.id = "scaled",
-                     .weight = [first](const Case&, const Case::Cell&) { return first; },
-                     .sentence = nullptr};
-  const bool one_ratio =
-      misfit(one, scaled, names).value_or(HUGE_VAL) <= one.limit() && std::abs(first - 1) > one.limit();
-  if (one_ratio) {
-    finding.id = all ? "unknown" : "some_parameters_scaled";
-    const std::string factor = factors_of(one, std::max(first, 1 / first));
-    finding.sentence = fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(first),
-                                   factor.empty() ? ", which is no size in the run" : ": " + factor);
-  } else {
-    finding.id = "unknown";
+  // One ratio for all of them, of no known origin; or several. Rounding may hide it in some parameters.
+  if (!one.allowance().exact && !all)
+    if (const auto ratio = scale_of(one, all_names(one)); ratio && *ratio != 0) names = all_names(one), all = true;
+  if (const auto ratio = scale_of(one, names)) {
+    finding.id = *ratio == 0 ? "gradient_lost" : all ? "scaled_by_factor" : "some_parameters_scaled";
     finding.sentence =
-        fmt::format("unknown pattern: the direction of {} of {} parameters differs; {}: {}", names.size(),
-                    one.parameters().size(), numbers_of(one, names), list_names(names));
-    const std::string weights = fitted_weights(one, names);
-    if (!weights.empty()) evidence.push_back(weights);
+        fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(*ratio), hints_of(one, *ratio));
+    finding.evidence = evidence;
+    return {finding};
+  }
+  const auto fitted = fit_weights(one, names);
+  if (fitted && one.allowance().exact ? fitted->left <= 1e-8 : fitted && fitted->left <= one.limit())
+    if (auto clipped = diagnose_clipped_parts(one, names, *fitted)) {
+      clipped->evidence.insert(clipped->evidence.begin(), evidence.begin(), evidence.end());
+      return {*clipped};
+    }
+  if (const char* type = coarser_type(one)) {
+    finding.id = "rounding";
+    finding.sentence = fmt::format(
+        "{}: every element is a number of {}, in a run in {}: summed or reduced in a "
+        "coarser type than the run's; {}",
+        subject(one, names), type, one.found().precision, numbers_of(one, names));
+    finding.evidence = evidence;
+    return {finding};
+  }
+  finding.id = "unknown";
+  finding.sentence =
+      fmt::format("unknown pattern: the direction of {} of {} parameters differs; {}: {}", names.size(),
+                  one.parameters().size(), numbers_of(one, names), list_names(names));
+  if (fitted) {
+    evidence.push_back(text_of(one, *fitted));
+    constexpr double kElsewhere = 1e-3;
+    if (all && fitted->left > std::max(kElsewhere, one.limit())) {
+      finding.id = "undecided";
+      finding.sentence = fmt::format(
+          "all parameters: {:.3g} of the gradient is in no way made of this step's parts: gradients left "
+          "from an "
+          "earlier step; or other targets or parameters than the reference has; or a wrong model; {}",
+          fitted->left, numbers_of(one, names));
+      evidence.push_back(
+          "to tell: dump the first step after the start (gradients left from earlier are not there), with "
+          "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");
+    }
+  } else if (one.dealt_otherwise()) {
+    finding.id = "undecided";
+    finding.sentence = fmt::format(
+        "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
+        "dumps, so that the reference's parts are not those of these ranks; {}",
+        subject(one, names), numbers_of(one, names));
+    evidence.push_back("to tell: make the reference with the samples dealt as in the run");
   }
   finding.evidence = evidence;
   return {finding};

@@ -11,60 +11,6 @@
 
 namespace isograd {
 
-const std::vector<Diagnosis> kDiagnoses = {
-    {"averaged_over_axis", "gradients are averaged over ranks whose parts should be summed"},
-    {"averaged_over_holders",
-     "gradients are averaged over the ranks that have data, whose parts should be summed"},
-    {"counted_on_peers",
-     "targets are counted again on ranks that see the same ones: loss and gradient are too small"},
-    {"multiplied_by_axis", "gradients are summed over ranks where the loss expects an average"},
-    {"summed_over_micro_batches", "the means of micro-batches are summed, not divided by their number"},
-    {"unscaled_sum", "nothing divides the loss: it grows with the batch"},
-    {"gradient_scaled_by_count", "the loss in the log is right, the gradient is multiplied by the count"},
-    {"loss_scaled", "the gradient is right, the loss in the log is multiplied"},
-    {"count_not_reduced", "the loss is divided by the targets of one rank instead of all"},
-    {"mean_of_rank_means", "each rank's mean counts the same, however much it holds"},
-    {"mean_of_micro_batch_means", "each micro-batch's mean counts the same, however much it holds"},
-    {"mean_of_micro_batch_means_by_rank", "the same within each rank, then the ranks are averaged"},
-    {"accumulation_rescaled", "every micro-batch rescales what was accumulated before it"},
-    {"not_finite_empty_micro_batch", "a micro-batch without a target divides zero by zero"},
-    {"not_finite", "the gradient is not finite"},
-    {"replicas_differ", "ranks hold different gradients for the same parameter"},
-    {"not_summed_over_axis", "gradients are not summed over an axis: each rank along it keeps its own part"},
-    {"sum_order_depends_on_rank", "each rank adds the parts up in another order: replicas differ in bits"},
-    {"not_repeatable", "the same step made twice gives different bits"},
-    {"norm_counts_replicas", "elements count in the norm once for each rank that has a copy"},
-    {"norm_of_own_shard", "each rank takes the norm of the part it keeps"},
-    {"norms_averaged", "norms of parts are averaged instead of their squares summed"},
-    {"clip_not_applied", "the gradient is applied as if it had not been clipped"},
-    {"groups_clipped_apart", "groups of parameters are clipped by coefficients of their own"},
-    {"documents_leak", "a document in a pack changes what another one computes"},
-    {"term_scaled", "one term of the loss is multiplied, the others are right"},
-    {"some_parameters_scaled", "some parameters' gradients are multiplied, the others are right"},
-    {"missing_rank_part", "a rank's part of some gradient is not in the sum"},
-    {"missing_data_part", "the part of some data is not in the sum, whichever rank has them"},
-    {"composition", "right with each of two features alone, wrong with both"},
-    {"sample_twice", "some samples count more than once"},
-    {"other_batch", "the runs did not see the same samples"},
-    {"initial_parameters_differ", "parameters differ before the first step"},
-    {"noise_depends_on_layout", "random numbers depend on the rank, not on the sample"},
-    {"resume_changes_step", "a resumed run goes on otherwise than one that was never stopped"},
-    {"reduced_every_micro_batch", "gradients are reduced after every micro-batch instead of once"},
-    {"traffic_differs", "another number of bytes was moved than the strategy needs"},
-    {"elements_not_owned_once", "some element has no owner, or several, in norms and checkpoints"},
-    {"norm_differs", "the norm is wrong in a way that fits no known mistake"},
-    {"clip_differs", "the clip coefficient does not follow from the norm"},
-    {"optimizer_differs", "the gradient is right, the parameters after some updates are not"},
-    {"random_model", "the model gives other numbers when it runs again: nothing can be compared"},
-    {"no_gradient", "the gradient is zero everywhere: nothing can be compared"},
-    {"parameters_missing", "the runs do not have the same parameters"},
-    {"parameters_renamed", "parameters have other names"},
-    {"parameters_reshaped", "parameters have other shapes"},
-    {"rounding", "right in fp64, outside the rounding bound in the run's precision"},
-    {"undecided", "several known mistakes fit, and no experiment tells them apart"},
-    {"unknown", "fits no known mistake"},
-};
-
 std::string Experiment::text() const {
   std::string text;
   const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
@@ -162,6 +108,15 @@ bool counted_several_times(const StepDump& found, const StepDump& expected) {
   return own > wanted && (own == wanted * context || own == wanted * all);
 }
 
+// kNotRecorded where it is not known.
+std::int64_t targets_of(const StepDump& dump) {
+  if (dump.figures.targets != kNotRecorded || dump.counts.empty()) return dump.figures.targets;
+  std::int64_t sum = 0;
+  for (const auto& rank : dump.counts)
+    for (const auto count : rank) sum += count;
+  return sum;
+}
+
 // Which samples were counted, as far as both sides say.
 std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected) {
   if (!found.samples.empty() && !expected.samples.empty() && found.samples != expected.samples) {
@@ -188,12 +143,38 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
   }
   const auto &f = found.figures, &e = expected.figures;
   if (counted_several_times(found, expected)) return {};  // the same samples: a matter of the gradient
-  if (e.targets > 0 && f.targets > 0 && (f.targets != e.targets || (f.tokens > 0 && f.tokens != e.tokens)))
-    return {{"other_batch",
-             fmt::format("counts differ: {} targets of {} tokens, expected {} of {}", f.targets, f.tokens,
-                         e.targets, e.tokens),
-             {}}};
-  return {};
+  const std::int64_t own = targets_of(found), wanted = targets_of(expected);
+  if (own < 0 || wanted < 0 || own == wanted) return {};
+  const bool ids = !found.samples.empty() && !expected.samples.empty();
+  const auto of = [](std::int64_t targets, std::int64_t tokens) {
+    return tokens == kNotRecorded ? fmt::format("{} targets", targets)
+                                  : fmt::format("{} targets of {} tokens", targets, tokens);
+  };
+  Finding finding{ids ? "other_targets" : "other_batch",
+                  fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(wanted, e.tokens)),
+                  {}};
+  if (!ids) {
+    finding.evidence.emplace_back(
+        "no sample ids on both sides: record them (\"samples\") to tell other samples from other targets");
+    return {finding};
+  }
+  finding.sentence = "the same samples, but other targets: " + finding.sentence;
+  const auto samples = static_cast<std::int64_t>(
+      std::set<std::int64_t>(expected.samples.begin(), expected.samples.end()).size());
+  if (own == f.tokens || own == e.tokens)
+    finding.evidence.emplace_back(
+        "every token counts: padding, prompts or each document's last one carry loss");
+  if (own - wanted == samples)
+    finding.evidence.push_back(fmt::format(
+        "one more for each of {} samples: the first label counts, or labels are not shifted", samples));
+  if (wanted - own == samples)
+    finding.evidence.push_back(
+        fmt::format("one fewer for each of {} samples: labels are shifted twice", samples));
+  if (finding.evidence.empty())
+    finding.evidence.push_back(
+        fmt::format("{} {} than expected: {}", std::abs(own - wanted), own > wanted ? "more" : "fewer",
+                    own > wanted ? "padding or prompts carry loss" : "targets are masked or cut off"));
+  return {finding};
 }
 
 std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected) {
@@ -251,17 +232,20 @@ std::vector<Finding> diagnose_replicas(const Case& one, const RunAgain& again) {
   double spread = 0;
   for (const auto& rank : ranks) {
     if (rank.gradients.size() != ranks[0].gradients.size()) continue;
-    spread = std::isnan(rank.spread) ? HUGE_VAL : std::max(spread, rank.spread);
+    if (rank.gradients != ranks[0].gradients)  // NaN stays: not recorded
+      spread = std::isnan(spread) || std::isnan(rank.spread) ? NAN : std::max(spread, rank.spread);
     for (std::size_t i = 0; i < rank.gradients.size(); ++i)
       if (rank.gradients[i] != ranks[0].gradients[i] && i < one.found().gradients.size())
         names.insert(one.found().gradients[i].first);
   }
   if (names.empty()) return {};
   const std::vector<std::string> list(names.begin(), names.end());
-  Finding finding{"replicas_differ",
-                  fmt::format("the ranks hold different gradients: {}", list_names(list)),
-                  {fmt::format("largest distance from rank 0's: {:.3g} of its norm", spread)}};
-  if (spread <= one.limit() && one.same()) {
+  Finding finding{
+      "replicas_differ",
+      fmt::format("the ranks hold different gradients: {}", list_names(list)),
+      {std::isnan(spread) ? "how far apart they are was not recorded (\"spread\")"
+                          : fmt::format("largest distance from rank 0's: {:.3g} of its norm", spread)}};
+  if (spread <= one.spread_allowed() && one.same()) {
     finding.id = "sum_order_depends_on_rank";
     finding.sentence = fmt::format(
         "the ranks hold different bits of the same gradient, within rounding: each adds up in its own order: "
@@ -329,7 +313,7 @@ std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again,
 
 }  // namespace
 
-std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::vector<std::string>* untold) {
   std::vector<Finding> findings = diagnose_names(pair);
   const auto ended_by = [&](std::vector<Finding> more) {
     const bool ends = !more.empty();
@@ -371,6 +355,7 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again) {
     ended_by(diagnose_gradient(one, again));
     return findings;
   }
+  ended_by(diagnose_rivals(one, untold));
   if (findings.empty()) ended_by(diagnose_figures(one));  // else another model's
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
     ended_by({{"counted_on_peers",

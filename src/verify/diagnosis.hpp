@@ -41,6 +41,11 @@ struct Experiment {
 // The run under test, and the same step made by one process or by a trainer that is known to be right.
 struct RunPair {
   StepDump found, expected;
+  // The gradient of one process in the precision of `found`, for what rounding alone does; empty: not known.
+  StepDump::Named alone{};
+  // Both say how their targets lie on ranks and micro-batches, and it is not alike: the parts of `expected`
+  // are not those of the ranks of `found`.
+  bool dealt_otherwise = false;
 };
 
 // Makes the step again; nothing: this cannot be run.
@@ -48,7 +53,9 @@ using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
 
 // Empty: the pair shows the same step. The first finding names the cause; others follow where several things
 // are wrong. ids are those of kDiagnoses, and "unknown".
-std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {});
+// `untold` hears of mistakes that this precision does not tell from the right gradient.
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {},
+                              std::vector<std::string>* untold = nullptr);
 
 struct Diagnosis {
   const char* id;

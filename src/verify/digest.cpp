@@ -44,6 +44,13 @@ std::uint64_t digest(const MicroBatches& batches) {
                             .sample = static_cast<std::uint64_t>(batch.sample_ids[index]),
                             .layer = hash_name("batch digest")},
                            static_cast<std::uint64_t>(before + t - begin));
+      for (std::size_t i = 0; i < batch.inputs.size(); ++i)
+        sum +=
+            random_bits({.seed = static_cast<std::uint64_t>(
+                             digest(std::vector<at::Tensor>{batch.inputs[i][fragment]}).item<std::int64_t>()),
+                         .sample = static_cast<std::uint64_t>(batch.sample_ids[index]),
+                         .layer = hash_name("inputs digest")},
+                        i);
     }
   }
   return sum;

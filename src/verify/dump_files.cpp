@@ -1,11 +1,13 @@
 // A dump on disk: written beside and renamed, read as hostile.
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
@@ -40,8 +42,12 @@ json number(double value) {
 json describe(const StepDump& dump) {
   json object = {{"format", kFormat}, {"version", kVersion}};
   const StepFigures& figures = dump.figures;
+  const auto recorded = [&](const std::string& key, double value) {
+    const auto& broken = dump.not_numbers;
+    return !std::isnan(value) || std::find(broken.begin(), broken.end(), key) != broken.end();
+  };
   const auto put = [&](const char* key, double value) {
-    if (!std::isnan(value)) object[key] = number(value);
+    if (recorded(key, value)) object[key] = number(value);
   };
   put("loss", figures.loss);
   if (figures.targets != kNotRecorded) object["targets"] = figures.targets;
@@ -54,6 +60,7 @@ json describe(const StepDump& dump) {
   if (!dump.precision.empty()) object["precision"] = dump.precision;
   for (const auto& [name, gradient] : dump.gradients) object["parameters"].push_back(name);
   for (const auto& [name, value] : dump.terms) object["terms"][name] = number(value);
+  for (const auto& [name, value] : dump.scales) object["scales"][name] = number(value);
   if (!dump.owners.empty()) object["owners"] = dump.owners;
   for (const auto& rank : dump.ranks) {
     json view = {{"spread", number(rank.spread)}, {"owned_norm", number(rank.owned_norm)}};
@@ -89,25 +96,13 @@ class StepReader {
     if (!none && bytes > kMostJson)
       bad("", fmt::format("{} bytes", bytes), fmt::format("at most {}", kMostJson));
     const std::string text = read_file(path);
-    // A key twice would hide the first.
-    std::vector<std::set<std::string>> keys;
-    std::string twice;
-    const auto watch = [&](int, json::parse_event_t event, json& value) {
-      using Event = json::parse_event_t;
-      if (event == Event::object_start) keys.emplace_back();
-      if (event == Event::object_end) keys.pop_back();
-      if (event == Event::key && !keys.back().insert(value.get_ref<const std::string&>()).second)
-        twice = value.get<std::string>();
-      return true;
-    };
-    object_ = json::parse(text, watch, /*allow_exceptions=*/false);
-    if (!object_.is_object())
-      bad("",
-          text.find("NaN") != std::string::npos || text.find("Infinity") != std::string::npos
-              ? "NaN or Infinity, which JSON does not have"
-              : "no JSON object",
+    auto [object, problem] = parse_json<json>(text);
+    const bool not_finite =
+        text.find("NaN") != std::string::npos || text.find("Infinity") != std::string::npos;
+    if (!problem.empty())
+      bad("", not_finite ? "NaN or Infinity, which JSON does not have" : problem,
           "a JSON object; a number that is not finite is written as \"nan\" or \"inf\"");
-    if (!twice.empty()) bad(twice, "this key twice", "once");
+    object_ = std::move(object);
   }
 
   StepDump read() {
@@ -116,11 +111,16 @@ class StepReader {
     if (integer("version", 0) != kVersion)
       bad("version", show(object_["version"]), fmt::format("{}, the version that is read here", kVersion));
     StepDump dump;
-    dump.figures = {.loss = real("loss"),
+    const auto note = [&](const std::string& key, double value, const json* recorded) {
+      if (recorded && std::isnan(value)) dump.not_numbers.push_back(key);
+      return value;
+    };
+    const auto figure = [&](const char* key) { return note(key, real(key), find(key)); };
+    dump.figures = {.loss = figure("loss"),
                     .targets = integer("targets", kNotRecorded),
                     .tokens = integer("tokens", kNotRecorded),
-                    .norm = real("norm"),
-                    .clip_coefficient = real("clip_coefficient")};
+                    .norm = figure("norm"),
+                    .clip_coefficient = figure("clip_coefficient")};
     if (const auto* value = find("samples")) dump.samples = integers("samples", *value, -kMostInteger);
     std::sort(dump.samples.begin(), dump.samples.end());
     if (const auto* value = find("counts")) {
@@ -151,7 +151,12 @@ class StepReader {
     if (const auto* value = find("terms")) {
       if (!value->is_object()) bad("terms", show(*value), "values by name");
       for (const auto& [name, term] : value->items())
-        dump.terms.emplace_back(name, real("terms." + name, &term));
+        dump.terms.emplace_back(name, note("terms." + name, real("terms." + name, &term), &term));
+    }
+    if (const auto* value = find("scales")) {
+      if (!value->is_object()) bad("scales", show(*value), "factors by name, {\"learning_rate\": 0.1}");
+      for (const auto& [name, factor] : value->items())
+        dump.scales.emplace_back(name, real("scales." + name, &factor));
     }
     if (const auto* value = find("owners")) {
       if (!value->is_array()) bad("owners", show(*value), "for each parameter the least and the most");
@@ -234,7 +239,7 @@ class StepReader {
     };
     const auto or_zero = [](double value) { return std::isnan(value) ? 0 : value; };
     StepDump::RankView read;
-    read.spread = or_zero(real("ranks.spread", entry("spread")));
+    read.spread = real("ranks.spread", entry("spread"));
     read.owned_norm = or_zero(real("ranks.owned_norm", entry("owned_norm")));
     read.norm = real("ranks.norm", entry("norm"));
     read.bytes_moved = real("ranks.bytes_moved", entry("bytes_moved"));

@@ -185,7 +185,7 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "ranks": [{"initial": 4}])", "ranks.initial"},
       {R"(, "ranks": [{"spreads": 4}])", "ranks.spreads"},
       {R"(, "los": 1)", "los"},
-      {R"(, "loss": 1, "loss": 2)", "this key twice"},
+      {R"(, "loss": 1, "loss": 2)", "the key \"loss\" twice"},
       {R"(, "loss": )", "no JSON object"},
   };
   for (const auto& [text, expected] : wrong) EXPECT_THAT(with(text), HasSubstr(expected)) << text;

@@ -7,31 +7,48 @@
 namespace isograd {
 namespace {
 
-// A list of batches as two flat tensors: whole numbers, weights.
+// A list of batches as flat tensors: whole numbers, weights, the bytes of inputs.
 struct Flat {
-  at::Tensor numbers, weights;
+  at::Tensor numbers, weights, inputs;
 };
+
+// Where the next list begins.
+struct Place {
+  std::int64_t number = 0, weight = 0, input = 0;
+};
+
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU).contiguous().flatten().view(at::kByte);
+}
 
 Flat flatten(const MicroBatches& batches) {
   std::vector<std::int64_t> head = {static_cast<std::int64_t>(batches.size())};
-  std::vector<at::Tensor> bodies, weights = {at::empty({0}, at::kDouble)};
+  std::vector<at::Tensor> bodies, weights = {at::empty({0}, at::kDouble)},
+                                  inputs = {at::empty({0}, at::kByte)};
   for (const Batch& batch : batches) {
     head.insert(head.end(), {batch.num_tokens(), batch.num_fragments(), batch.weights.defined() ? 1 : 0,
-                             static_cast<std::int64_t>(batch.sample_targets.size()), batch.draw});
+                             static_cast<std::int64_t>(batch.sample_targets.size()), batch.draw,
+                             static_cast<std::int64_t>(batch.inputs.size())});
     head.insert(head.end(), batch.cu_seqlens.begin(), batch.cu_seqlens.end());
     head.insert(head.end(), batch.sample_ids.begin(), batch.sample_ids.end());
     head.insert(head.end(), batch.sample_targets.begin(), batch.sample_targets.end());
+    for (const at::Tensor& input : batch.inputs) {
+      head.insert(head.end(), {static_cast<std::int64_t>(input.scalar_type()), input.dim()});
+      head.insert(head.end(), input.sizes().begin(), input.sizes().end());
+      if (input.numel() > 0) inputs.push_back(bytes_of(input));
+    }
     for (const at::Tensor& tensor : {batch.tokens, batch.targets, batch.positions})
       bodies.push_back(tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1})
                                         : at::zeros({batch.num_tokens()}, at::kLong));
     if (batch.weights.defined()) weights.push_back(batch.weights.to(at::kCPU, at::kDouble));
   }
   bodies.insert(bodies.begin(), at::tensor(head, at::kLong));
-  return {at::cat(bodies), at::cat(weights)};
+  return {at::cat(bodies), at::cat(weights), at::cat(inputs)};
 }
 
-// The next list of batches; `number` and `weight` move past it.
-MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& weight) {
+// The next list of batches; `at` moves past it.
+MicroBatches unflatten(const Flat& flat, Place& at) {
+  auto& [number, weight, byte] = at;
   const auto* values = flat.numbers.const_data_ptr<std::int64_t>();
   const std::int64_t count = values[number++];
   struct Shape {
@@ -44,7 +61,8 @@ MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& wei
     const std::int64_t tokens = values[number], fragments = values[number + 1], sized = values[number + 3];
     shapes.push_back({tokens, values[number + 2] != 0});
     batch.draw = values[number + 4];
-    number += 5;
+    batch.inputs.resize(static_cast<std::size_t>(values[number + 5]));
+    number += 6;
     const auto take = [&](std::vector<std::int64_t>& list, std::int64_t length) {
       list.assign(values + number, values + number + length);
       number += length;
@@ -52,6 +70,18 @@ MicroBatches unflatten(const Flat& flat, std::int64_t& number, std::int64_t& wei
     take(batch.cu_seqlens, fragments + 1);
     take(batch.sample_ids, fragments);
     take(batch.sample_targets, sized);
+    for (at::Tensor& input : batch.inputs) {
+      const auto type = static_cast<at::ScalarType>(values[number]);
+      std::vector<std::int64_t> sizes;
+      const std::int64_t dims = values[number + 1];
+      number += 2;
+      take(sizes, dims);
+      input = at::empty(sizes, type);
+      if (input.numel() == 0) continue;
+      const auto bytes = static_cast<std::int64_t>(input.nbytes());
+      bytes_of(input).copy_(flat.inputs.narrow(0, byte, bytes));
+      byte += bytes;
+    }
   }
   for (std::size_t b = 0; b < batches.size(); ++b) {
     for (at::Tensor* tensor : {&batches[b].tokens, &batches[b].targets, &batches[b].positions}) {
@@ -87,7 +117,7 @@ void change_counts(DataByRank& data, Experiment::Counts counts) {
     }
 }
 
-// The document's own loss takes no part; `perturbed`: its tokens go round by one.
+// The document's own loss takes no part; `perturbed`: its tokens go round by one, its inputs become others.
 void mute(DataByRank& data, std::int64_t document, bool perturbed) {
   for (auto& batches : data)
     for (Batch& batch : batches) {
@@ -99,7 +129,9 @@ void mute(DataByRank& data, std::int64_t document, bool perturbed) {
         if (batch.sample_ids[f] != document) continue;
         const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
         batch.targets.slice(0, begin, end).fill_(kIgnoreIndex);
-        if (perturbed) batch.tokens.slice(0, begin, end).copy_(batch.tokens.slice(0, begin, end).roll(1));
+        if (!perturbed) continue;
+        batch.tokens.slice(0, begin, end).copy_(batch.tokens.slice(0, begin, end).roll(1));
+        perturb_inputs(batch, static_cast<std::int64_t>(f));
       }
     }
 }
@@ -125,6 +157,17 @@ void count_samples(DataByRank& data) {
 
 }  // namespace
 
+void perturb_inputs(Batch& batch, std::int64_t fragment) {
+  for (at::Tensor& input : batch.inputs) {
+    input = input.clone();
+    at::Tensor row = input[fragment];
+    if (row.is_floating_point())
+      row.add_(1);
+    else  // the same numbers elsewhere: they may be indices
+      row.copy_(row.flatten().roll(1).view_as(row));
+  }
+}
+
 Batch joined(const MicroBatches& batches) {
   Batch whole;
   whole.draw = batches.front().draw;  // of one step all have the same
@@ -148,6 +191,15 @@ Batch joined(const MicroBatches& batches) {
   whole.targets = at::cat(targets);
   whole.positions = at::cat(positions);
   if (!weights.empty()) whole.weights = at::cat(weights);
+  // Batches without fragment may have none.
+  const auto one =
+      std::find_if(batches.begin(), batches.end(), [](const Batch& batch) { return !batch.inputs.empty(); });
+  for (std::size_t i = 0; one != batches.end() && i < one->inputs.size(); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const Batch& batch : batches)
+      if (!batch.inputs.empty()) parts.push_back(batch.inputs[i]);
+    whole.inputs.push_back(at::cat(parts));
+  }
   return whole;
 }
 
@@ -162,6 +214,7 @@ Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
   part.targets = cut(batch.targets);
   part.positions = cut(batch.positions);
   part.weights = cut(batch.weights);
+  for (const at::Tensor& input : batch.inputs) part.inputs.push_back(input.slice(0, first, last));
   for (std::int64_t f = first; f < last; ++f) {
     part.cu_seqlens.push_back(at(f + 1) - at(first));
     part.sample_ids.push_back(batch.sample_ids[static_cast<std::size_t>(f)]);
@@ -171,10 +224,11 @@ Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
 
 DataByRank gather_batches(const MicroBatches& local, Group& group) {
   const Flat own = flatten(local);
-  const Flat all{group.all_gather_rows(own.numbers), group.all_gather_rows(own.weights)};
+  const Flat all{group.all_gather_rows(own.numbers), group.all_gather_rows(own.weights),
+                 group.all_gather_rows(own.inputs)};
   DataByRank data;
-  std::int64_t number = 0, weight = 0;
-  for (int rank = 0; rank < group.size(); ++rank) data.push_back(unflatten(all, number, weight));
+  Place at;
+  for (int rank = 0; rank < group.size(); ++rank) data.push_back(unflatten(all, at));
   return data;
 }
 

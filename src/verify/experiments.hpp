@@ -25,6 +25,10 @@ std::vector<std::int64_t> samples_of(const MicroBatches& batches);
 std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& group);  // collective
 MicroBatches all_of(const DataByRank& data);
 
+// Makes the fragment's row of each of Batch::inputs another one, of its type and in its range if whole
+// numbers.
+void perturb_inputs(Batch& batch, std::int64_t fragment);
+
 // One batch of all fragments, and the fragments [first, last) of one. Neither knows Batch::sample_targets.
 Batch joined(const MicroBatches& batches);
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);

@@ -54,8 +54,12 @@ TEST(Experiments, EachAxisAloneTellsAxesOfOneSizeApart) {
     EXPECT_THAT(sentence_of(findings), HasSubstr(axis == std::string("dp_shard")
                                                      ? "all ranks along dp_shard: ratio of a 0.25, 3 of 3"
                                                      : "all ranks along dp_shard: ratio of a 1, 0 of 3"));
-    EXPECT_EQ(trainer.diagnosis(false)[0].sentence,
-              "all parameters scaled by 1/2: averaged over dp_shard (2) or cp_ring (2)");
+    // Nor, without a run, from a division by the two micro-batches.
+    EXPECT_EQ(trainer.diagnosis(false)[0].id, "undecided");
+    EXPECT_EQ(
+        trainer.diagnosis(false)[0].sentence,
+        "all parameters scaled by 1/2: averaged over dp_shard (2); or 1/2: averaged over cp_ring (2); or "
+        "1/2: divided by accumulation (2), though the count covers the whole step");
   }
 }
 

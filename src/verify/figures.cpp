@@ -1,5 +1,6 @@
 // The page's drawings: errors by parameter and layout, and how often each ratio occurs.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 
@@ -37,13 +38,16 @@ std::string text_at(double x, double y, const char* anchor, const std::string& t
                      anchor, more, escape_html(text));
 }
 
+constexpr double kLegendWidth = 560;
+
 std::string legend(double x, double y) {
   std::string svg = text_at(x, y + 10, "start", "error, power of ten:");
-  double at = x + 128;
+  double at = x + 132;
   for (int power = static_cast<int>(kLeast); power <= static_cast<int>(kMost); power += 2) {
     svg += fmt::format("<rect x=\"{0:.1f}\" y=\"{1:.1f}\" width=\"22\" height=\"12\" fill=\"{2}\"/>", at, y,
                        colour(std::pow(10.0, power), true));
-    svg += text_at(at + 11, y + 25, "middle", std::to_string(power));
+    if ((power - static_cast<int>(kLeast)) % 4 == 0)
+      svg += text_at(at + 11, y + 25, "middle", std::to_string(power));
     at += 23;
   }
   at += 26;
@@ -58,9 +62,9 @@ std::string legend(double x, double y) {
 
 }  // namespace
 
-std::string heat_map(const Verdict& verdict, bool exact) {
+Drawing heat_map(const Verdict& verdict, bool exact) {
   constexpr std::size_t kMostRows = 300, kMostName = 46;
-  constexpr double kRow = 16, kNames = 320, kWidth = 1000;
+  constexpr double kRow = 16, kMostWidth = 1000;
   // By name: a layout that failed early may have none, or others.
   std::vector<std::string> names;
   std::map<std::string, double> worst;
@@ -85,21 +89,25 @@ std::string heat_map(const Verdict& verdict, bool exact) {
   std::map<std::string, double> top;
   for (std::size_t i = 0; i < names.size(); ++i) top[names[i]] = static_cast<double>(i) * kRow;
 
+  std::size_t longest_name = 0;
+  for (const auto& name : names) longest_name = std::max(longest_name, name.size());
+  const double left = 16 + 6.6 * static_cast<double>(std::min(longest_name, kMostName));
   const auto columns = static_cast<double>(verdict.layouts.size());
-  const double cell = std::min(150.0, (kWidth - kNames - 10) / columns);
+  const double cell = std::min(150.0, (kMostWidth - left - 10) / columns);
+  const double width = std::max(kLegendWidth, left + cell * columns + 10);
   const bool upright = cell < 110;
   std::size_t longest = 0;
   for (const auto& layout : verdict.layouts) longest = std::max(longest, layout.name.size());
-  constexpr double kLegend = 40;
+  const double kLegend = all > names.size() ? 58 : 40;
   const double head = kLegend + (upright ? 14 + 6.4 * static_cast<double>(std::min(longest, kMostName)) : 26);
   const double height = head + static_cast<double>(names.size()) * kRow + 8;
 
-  std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", kWidth, height);
+  std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", width, height);
   for (const auto& name : names)
-    svg += text_at(kNames - 8, head + top[name] + 12, "end", shortened(name, kMostName));
+    svg += text_at(left - 8, head + top[name] + 12, "end", shortened(name, kMostName));
   for (std::size_t i = 0; i < verdict.layouts.size(); ++i) {
     const auto& layout = verdict.layouts[i];
-    const double x = kNames + static_cast<double>(i) * cell;
+    const double x = left + static_cast<double>(i) * cell;
     const std::string name = shortened(layout.name, kMostName);
     svg += upright ? text_at(0, 0, "start", name,
                              fmt::format(" transform=\"translate({:.1f} {:.1f}) rotate(-90)\"",
@@ -122,15 +130,15 @@ std::string heat_map(const Verdict& verdict, bool exact) {
             x + cell / 2 - 3.5, y + kRow / 2 - 4);
     }
   }
-  svg += legend(kNames, 2);
+  svg += legend(8, 2);
   if (all > names.size())
-    svg += text_at(kNames - 8, 12, "end", fmt::format("the {} worst of {}", names.size(), all));
-  return svg + "</svg>";
+    svg += text_at(8, 48, "start", fmt::format("the {} worst of {} parameters", names.size(), all));
+  return {svg + "</svg>", width};
 }
 
 std::string ratio_histogram(const Verdict& verdict) {
-  constexpr double kWidth = 1000, kHeight = 250, kLeft = 56, kRight = 20, kTop = 26, kBottom = 46;
-  constexpr int kBars = 41;
+  constexpr double kWidth = 440, kHeight = 220, kLeft = 18, kRight = 18, kTop = 34, kBottom = 46;
+  constexpr int kBars = 21;
   std::vector<double> good_ones, bad_ones;
   for (const auto& layout : verdict.layouts)
     for (const auto& parameter : layout.parameters) {
@@ -163,6 +171,7 @@ std::string ratio_histogram(const Verdict& verdict) {
   const double wide = kWidth - kLeft - kRight, tall = kHeight - kTop - kBottom, base = kHeight - kBottom;
   const auto x_of = [&](double value) { return kLeft + wide * (value - from) / (to - from); };
   std::string svg = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\">", kWidth, kHeight);
+  std::vector<std::pair<int, double>> tops;  // bar, upper edge
   for (int i = 0; i < kBars; ++i) {
     const auto& [inside, outside] = bars[static_cast<std::size_t>(i)];
     double y = base;
@@ -174,22 +183,39 @@ std::string ratio_histogram(const Verdict& verdict) {
       svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\"/>",
                          kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill);
     }
-    if (inside + outside > 0)
-      svg += text_at(kLeft + wide * (i + 0.5) / kBars, y - 5, "middle", std::to_string(inside + outside));
+    tops.emplace_back(i, y);
+  }
+  // The highest bars say their number first; one that would touch a number already there says none.
+  std::stable_sort(tops.begin(), tops.end(),
+                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  std::vector<std::array<double, 3>> taken;  // left, right, base line
+  for (const auto& [i, y] : tops) {
+    const auto& [inside, outside] = bars[static_cast<std::size_t>(i)];
+    if (inside + outside == 0) continue;
+    const std::string number = std::to_string(inside + outside);
+    const double x = kLeft + wide * (i + 0.5) / kBars, half = 4.4 * static_cast<double>(number.size()) + 2;
+    const bool free = std::none_of(taken.begin(), taken.end(), [&, y = y](const auto& other) {
+      return x - half < other[1] && x + half > other[0] && std::abs(y - 5 - other[2]) < 15;
+    });
+    if (!free) continue;
+    taken.push_back({x - half, x + half, y - 5});
+    svg += text_at(x, y - 5, "middle", number);
   }
   svg += fmt::format("<path class=\"axis\" d=\"M{0:.1f} {1:.1f}H{2:.1f}\"/>", kLeft, base, kWidth - kRight);
   if (near) {
-    for (int power = static_cast<int>(kLeast) + 1; power <= -3; power += 2)
+    for (int power = static_cast<int>(kLeast) + 2; power <= -3; power += 3)
       svg += text_at(x_of(power), base + 18, "middle", fmt::format("1e{}", power));
     svg += text_at(kLeft, base + 18, "middle", "0");
     svg += text_at(kLeft + wide / 2, base + 38, "middle", "distance of the ratio from 1");
   } else {
-    for (int i = 0; i <= 8; ++i) {
-      const double value = from + (to - from) * i / 8;
+    constexpr int kTicks = 4;
+    for (int i = 0; i <= kTicks; ++i) {
+      const double value = from + (to - from) * i / kTicks;
       svg += text_at(x_of(value), base + 18, "middle", fmt::format("{:.4g}", value));
     }
     svg += fmt::format("<path class=\"mark\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/>", x_of(1), kTop - 8, base);
-    svg += text_at(x_of(1), kTop - 12, "middle", "1: the same gradient");
+    const char* anchor = x_of(1) < kWidth / 3 ? "start" : x_of(1) > kWidth * 2 / 3 ? "end" : "middle";
+    svg += text_at(x_of(1), 12, anchor, "1: the same gradient");
     svg += text_at(kLeft + wide / 2, base + 38, "middle", "ratio to the gradient of one device");
   }
   return svg + "</svg>";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "verify/digest.hpp"
 
@@ -53,6 +54,18 @@ static bool any_part(const DataByRank& data) {
   return false;
 }
 
+// A run of our own records all of them.
+static void note_not_numbers(StepDump& dump) {
+  dump.not_numbers.clear();
+  const auto note = [&](const std::string& key, double value) {
+    if (std::isnan(value)) dump.not_numbers.push_back(key);
+  };
+  note("loss", dump.figures.loss);
+  note("norm", dump.figures.norm);
+  note("clip_coefficient", dump.figures.clip_coefficient);
+  for (const auto& [name, value] : dump.terms) note("terms." + name, value);
+}
+
 void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
@@ -62,6 +75,7 @@ void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
     dump.gradients.emplace_back(made.names[i], made.gradients[i]);
   dump.figures = made.figures;
   dump.terms = made.terms;
+  note_not_numbers(dump);
 }
 
 Investigation::Deck Investigation::deck_of(const VerifyProblem& problem, Group& group) {
@@ -228,6 +242,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     pair.found.gradients.emplace_back(made.names[i], made.gradients[i]);
   pair.found.figures = made.figures;
   pair.found.terms = made.terms;
+  note_not_numbers(pair.found);
   return pair;
 }
 

@@ -103,9 +103,11 @@ class Witness : public Optimizer {
 // Counts what the layout itself sends: from the first forward (a sharded model gathers there) until the sum
 // is complete, and what publishes the update. Counting and norms lie outside.
 struct LayoutRun::Metered : DataParallel {
-  std::unique_ptr<DataParallel> inner;
+  std::unique_ptr<DataParallel> owned;
+  DataParallel* inner;
   std::int64_t start = -1, bytes = 0;
-  explicit Metered(std::unique_ptr<DataParallel> inner_) : inner(std::move(inner_)) {}
+  explicit Metered(std::unique_ptr<DataParallel> owned_) : owned(std::move(owned_)), inner(owned.get()) {}
+  explicit Metered(DataParallel& living) : inner(&living) {}
 
   void begin() {
     if (start < 0) start = inner->bytes_sent();
@@ -131,7 +133,6 @@ struct LayoutRun::Metered : DataParallel {
   }
   bool takes_every_round() const override { return inner->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  void keep_buckets() override { inner->keep_buckets(); }
   std::int64_t bytes_sent() override { return inner->bytes_sent(); }
   Group& group() override { return inner->group(); }
   Group& shard_group() override { return inner->shard_group(); }
@@ -142,19 +143,29 @@ struct LayoutRun::Metered : DataParallel {
 LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model,
                      Group group, std::unique_ptr<Optimizer> inner)
     : problem_(problem), group_(std::move(group)), model_(std::move(model)) {
-  normalizer_ =
-      problem.make_normalizer ? problem.make_normalizer() : declared_normalizer(problem.loss, group_.size());
   layout_ = std::make_unique<Metered>(layout.make_from_model
                                           ? layout.make_from_model(model_, group_)
                                           : layout.make(trainable_parameters(model_.named), group_));
-  witness_ = std::make_unique<Witness>(problem, group_, std::move(inner));
-  StepOptions options = problem.step;
-  if (problem.clipping) options.max_norm = 0;
-  const auto forward = [this](const Batch& batch) {
+  make_step(model_.loss_terms, std::move(inner));
+}
+
+LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
+    : problem_(problem), group_(std::move(group)) {
+  layout_ = std::make_unique<Metered>(*problem.living->layout);
+  make_step(problem.living->forward, nullptr);
+}
+
+void LayoutRun::make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner) {
+  normalizer_ = problem_.make_normalizer ? problem_.make_normalizer()
+                                         : declared_normalizer(problem_.loss, group_.size());
+  witness_ = std::make_unique<Witness>(problem_, group_, std::move(inner));
+  StepOptions options = problem_.step;
+  if (problem_.clipping) options.max_norm = 0;
+  const auto metered = [this, forward](const Batch& batch) {
     layout_->begin();
-    return model_.loss_terms(batch);
+    return forward(batch);
   };
-  step_ = std::make_unique<Step>(forward, *layout_, *normalizer_, *witness_, options);
+  step_ = std::make_unique<Step>(metered, *layout_, *normalizer_, *witness_, options);
 }
 
 LayoutRun::~LayoutRun() = default;
@@ -178,6 +189,19 @@ std::vector<at::Tensor> LayoutRun::parameters() {
   std::vector<at::Tensor> values;
   for (const auto& view : layout_->views()) values.push_back(copied(view.master));
   return values;
+}
+
+std::vector<std::string> LayoutRun::differing_buffers() {
+  std::vector<at::Tensor> values;
+  std::vector<std::string> names, differing;
+  for (const auto& [name, buffer] : model_.buffers) {
+    if (!buffer.defined()) continue;
+    values.push_back(copied(buffer));
+    names.push_back(name);
+  }
+  if (!values.empty())
+    for (std::size_t i : differing_over_ranks(digest(values), group_)) differing.push_back(names[i]);
+  return differing;
 }
 
 std::int64_t LayoutRun::numel() {

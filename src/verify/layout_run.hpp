@@ -30,6 +30,8 @@ class LayoutRun {
   // `inner`: what updates; none: nothing moves.
   LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model, Group group,
             std::unique_ptr<Optimizer> inner = nullptr);
+  // problem.living in place of a fresh layout; nothing moves.
+  LayoutRun(const VerifyProblem& problem, Group group);
   ~LayoutRun();
 
   struct Made {
@@ -43,15 +45,18 @@ class LayoutRun {
   Made step(const MicroBatches& local);
   std::vector<at::Tensor> parameters();  // copies on the CPU, whole
   std::int64_t numel();                  // of the flat storage, with its padding
+  // Names of the model's buffers that are not the same on all ranks by now. Collective.
+  std::vector<std::string> differing_buffers();
 
   // Fills in what the ranks have, each for itself: collective, after step(). `initial` are checksums.
   void describe(const Made& made, const std::vector<std::uint64_t>& initial, StepDump& dump);
 
  private:
   struct Metered;
+  void make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner);
   const VerifyProblem& problem_;
   Group group_;
-  VerifyModel model_;
+  VerifyModel model_;  // of a fresh layout
   std::unique_ptr<Normalizer> normalizer_;
   std::unique_ptr<Metered> layout_;
   std::unique_ptr<Witness> witness_;

@@ -78,17 +78,18 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
     if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
-    const int dealt = packs_dealt_to(config, ranks);  // ranks that share samples belong to one replica
+    const int dealt = grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
     for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {
       if (dealt % replicas != 0) continue;
       for (const bool share : {false, true}) {
         LayoutChoice choice{.strategy = strategy};
         if (shards(strategy)) choice.replicas = replicas;
         // One copy needs somebody to share it with.
-        const std::int64_t copies = shards(strategy) ? copies_of_shards(choice.in(config)) : 1;
-        if (share && (!may_share(strategy) || !host_memory || copies >= ranks)) continue;
+        const RunConfig chosen = choice.in(config);
+        const Grid grid = grid_of(chosen, ranks);
+        if (share && (!may_share(strategy) || !host_memory || grid.size(sharded_axes(chosen)) == 1)) continue;
         if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
-        if (by_replica && count_replicas(choice.in(config), ranks) != count_replicas(config, ranks)) continue;
+        if (by_replica && grid.size({"dp_replicate"}) != grid_of(config, ranks).size({"dp_replicate"})) continue;
         all.push_back(std::move(choice));
       }
     }
@@ -103,7 +104,7 @@ std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks) {
     most_tokens = most_tokens > 1 ? 1 : kAllTokens;
     return all;
   }
-  const std::int64_t most = split_rows(config.batch.packs_per_step, packs_dealt_to(config, ranks))[0];
+  const std::int64_t most = split_rows(config.batch.packs_per_step, grid_of(config, ranks).size(kSampleAxes))[0];
   if (most < 2) return all;
   RunConfig other = config;
   other.batch.packs_per_micro_batch = config.batch.packs_per_micro_batch < most ? most : 1;

@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "verify/experiments.hpp"
 #include "verify/oracle.hpp"
 
 namespace isograd {
@@ -66,6 +67,8 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
     }
     after = before;
     after.tokens = tokens;
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      if (batch.sample_ids[f] == changed) perturb_inputs(after, static_cast<std::int64_t>(f));
     const PackRun first = run(model, leaves, before, declared), second = run(model, leaves, after, declared);
     Leak leak{.perturbed = changed, .touched = 0, .logits = 0, .parameter = {}, .gradient = 0};
     bool leaks = false;

@@ -3,7 +3,10 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <torch/csrc/autograd/grad_mode.h>
+
 #include <algorithm>
+#include <mutex>
 
 #include "isograd/error.hpp"
 #include "isograd/token_losses.hpp"
@@ -29,17 +32,43 @@ MicroBatches with_positions(const MicroBatches& batches) {
   return filled;
 }
 
+// Models made one at a time, because ranks that are threads share the global generator and may seed it; with
+// the values that rank 0's first one had, whatever the others drew.
+MakeVerifyModel with_values_of_rank_zero(const MakeVerifyModel& make_model, Group& group) {
+  static std::mutex one_at_a_time;
+  const auto make = [make_model](at::ScalarType dtype) {
+    const std::lock_guard lock(one_at_a_time);
+    return make_model(dtype);
+  };
+  const auto values = std::make_shared<std::vector<at::Tensor>>();
+  return [make, values, &group](at::ScalarType dtype) {
+    VerifyModel model = make(dtype);
+    at::NoGradGuard no_grad;
+    if (values->empty()) {  // the first one: every rank makes it
+      for (const auto& [name, tensor] : model.named) {
+        values->push_back(tensor.detach().clone(at::MemoryFormat::Contiguous));
+        group.broadcast(values->back(), 0);
+      }
+    }
+    for (std::size_t i = 0; i < values->size() && i < model.named.size(); ++i)
+      model.named[i].second.copy_((*values)[i]);
+    return model;
+  };
+}
+
 }  // namespace
 
 VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
-                         std::function<at::Tensor(const Batch&)> logits) {
+                         std::function<at::Tensor(const Batch&)> logits, std::optional<ModelUnits> units) {
   VerifyModel model;
-  model.units = ModelUnits{.root = UnitHandle([named] {
-                             std::vector<at::Tensor> all;
-                             for (const auto& [name, tensor] : named) all.push_back(tensor);
-                             return all;
-                           }),
-                           .blocks = {}};
+  if (!units)
+    units = ModelUnits{.root = UnitHandle([named] {
+                         std::vector<at::Tensor> all;
+                         for (const auto& [name, tensor] : named) all.push_back(tensor);
+                         return all;
+                       }),
+                       .blocks = {}};
+  model.units = std::move(units);
   model.named = std::move(named);
   model.loss_terms = inside(model.units->root, [logits](const Batch& batch) -> LossTerms {
     return {{"cross_entropy", cross_entropy_sum(logits(batch), batch.targets, {.weights = batch.weights})}};
@@ -88,7 +117,7 @@ Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options, World& world) {
   const MicroBatches whole = with_positions(batches);
   VerifyProblem problem;
-  problem.make_model = make_model;
+  problem.make_model = with_values_of_rank_zero(make_model, world.group);
   for (std::size_t i = static_cast<std::size_t>(world.rank); i < whole.size();
        i += static_cast<std::size_t>(world.size))
     problem.local.push_back(whole[i]);

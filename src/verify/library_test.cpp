@@ -2,11 +2,13 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "isograd/testing.hpp"
 #include "isograd/verify_module.hpp"
+#include "planted.hpp"
 #include "verify/present.hpp"
 #include "verify/test_problem.hpp"
 
@@ -54,6 +56,36 @@ MicroBatches batches_of(std::int64_t count) {
   return batches;
 }
 
+// A buffer that follows each rank's own rows, while the gradient is right.
+struct Averaging : Mine {
+  at::Tensor seen = register_buffer("seen", at::zeros({}, at::kDouble));
+  at::Tensor logits(const at::Tensor& tokens) {
+    at::NoGradGuard no_grad;
+    if (tokens.numel() > 0) seen.mul_(0.9).add_(tokens.to(at::kDouble).mean(), 0.1);
+    at::AutoGradMode with_graph(true);
+    return Mine::logits(tokens);
+  }
+};
+
+TEST(Library, BuffersThatRanksChangeApartAreNoPass) {
+  const auto averaging = [](at::ScalarType dtype) {
+    auto model = std::make_shared<Averaging>();
+    model->to(dtype);
+    return verify_model(model, [](Averaging& self, const Batch& batch) { return self.logits(batch.tokens); });
+  };
+  EXPECT_TRUE(verify(averaging, batches_of(3), verify_layouts({"bucketed"}), {.ranks = 1}).passed);
+  for (int ranks : {2, 3}) {
+    const Verdict verdict =
+        verify(averaging, batches_of(5), verify_layouts({"bucketed", "zero3"}), {.ranks = ranks});
+    EXPECT_FALSE(verdict.passed);
+    for (const auto& layout : verdict.layouts) {
+      ASSERT_EQ(layout.findings.size(), 1u) << layout.name;
+      EXPECT_EQ(layout.findings[0].id, "buffers_differ") << layout.name;
+      EXPECT_THAT(layout.findings[0].sentence, HasSubstr("differ: seen")) << layout.name;
+    }
+  }
+}
+
 struct UnreducedCount : TokenMean {
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
@@ -88,6 +120,96 @@ TEST(Library, AWrongLoopIsFoundAndTheMatcherSaysWhat) {
   EXPECT_THAT(said.str(), HasSubstr("parity FAIL: 3 ranks != 1 device"));
   EXPECT_THAT(said.str(), HasSubstr("<scale>"));
   EXPECT_THAT(testing::PrintToString(verdict), HasSubstr("parity FAIL"));
+}
+
+// The gradient of the first step is right whatever becomes of its update: the default follows two.
+struct ForgetsToPublish : planted::Wrapped {
+  using Wrapped::Wrapped;
+  void publish_parameters() override {}
+};
+
+TEST(Library, TheDefaultFollowsUpdates) {
+  EXPECT_EQ(VerifyOptions{}.updates, 2);
+  EXPECT_EQ(VerifyProblem{}.updates, 2);
+  const LayoutUnderTest forgets{
+      .name = "forgets", .make = [](std::vector<NamedParameter> parameters, Group group) {
+        return std::make_unique<ForgetsToPublish>(bucketed(std::move(parameters), group, {.stage = 2}));
+      }};
+  EXPECT_TRUE(verify(mine, batches_of(6), {forgets}, {.ranks = 3, .updates = 0}).passed);
+  const Verdict verdict = verify(mine, batches_of(6), {forgets}, {.ranks = 3});
+  EXPECT_FALSE(verdict.passed);
+  EXPECT_EQ(verdict.layouts[0].trajectories.size(), 2u);
+}
+
+// Ranks that are threads share the global generator: a model that seeds it is made by one at a time, and one
+// whose values are others on every rank takes rank 0's.
+TEST(Library, ModelsThatDrawFromTheGlobalGeneratorTakeRankZerosValues) {
+  for (const bool seeds : {true, false})
+    for (int time = 0; time < 8; ++time) {
+      const auto make = [seeds](at::ScalarType dtype) {
+        if (seeds) at::manual_seed(3);
+        auto model = std::make_shared<Mine>();
+        at::NoGradGuard no_grad;
+        for (auto& parameter : model->parameters()) parameter.copy_(at::randn(parameter.sizes()));
+        model->to(dtype);
+        return verify_model(model, [](Mine& self, const Batch& batch) { return self.logits(batch.tokens); });
+      };
+      const Verdict verdict =
+          verify(make, batches_of(5), verify_layouts({"bucketed"}), {.ranks = 3, .updates = 0});
+      EXPECT_TRUE(verdict.passed) << seeds << " " << time << "\n" << to_text(verdict);
+    }
+}
+
+struct Layer : torch::nn::Module {
+  at::Tensor weight;
+  explicit Layer(at::Generator& generator) {
+    weight = register_parameter("weight", at::randn({kHidden, kHidden}, generator) * 0.3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + at::tanh(at::linear(x, weight)); }
+};
+struct Layered : torch::nn::Module {
+  at::Tensor table, output;
+  std::vector<Sharded<Layer>> layers;
+  bool past_the_unit;
+  explicit Layered(bool past_the_unit_) : past_the_unit(past_the_unit_) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+    table = register_parameter("table", at::randn({kVocabulary, kHidden}, generator));
+    output = register_parameter("output", at::randn({kVocabulary, kHidden}, generator));
+    for (int i = 0; i < 3; ++i)
+      layers.emplace_back(register_module("layer" + std::to_string(i), std::make_shared<Layer>(generator)));
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    at::Tensor x = at::embedding(table, tokens);
+    for (auto& layer : layers) x = past_the_unit ? layer->forward(x) : layer(x);
+    return at::linear(x, output);
+  }
+};
+
+// A block that is called past its unit finds no parameters there: only where verify shards it, too.
+TEST(Library, ShardedBlocksOfOnesOwnAreSharded) {
+  const auto verdict_of = [](bool past_the_unit, bool with_blocks) {
+    return verify(
+        [=](at::ScalarType dtype) {
+          const auto module = std::make_shared<Layered>(past_the_unit);
+          module->to(dtype);
+          const auto logits = [](Layered& self, const Batch& batch) { return self.forward(batch.tokens); };
+          return with_blocks ? verify_model(Sharded<Layered>(module),
+                                            {module->layers.begin(), module->layers.end()}, logits)
+                             : verify_model(module, logits);
+        },
+        batches_of(6), verify_layouts({"bucketed", "zero3"}), {.ranks = 3});
+  };
+  const Verdict right = verdict_of(false, true);
+  EXPECT_TRUE(right.passed) << to_text(right);
+  EXPECT_GT(right.layouts[1].bytes_moved, right.layouts[0].bytes_moved);  // blocks are gathered twice
+  EXPECT_TRUE(verdict_of(true, false).passed);
+  bool found = false;
+  try {
+    found = !verdict_of(true, true).passed;
+  } catch (const std::exception&) {
+    found = true;  // what the program would end with
+  }
+  EXPECT_TRUE(found);
 }
 
 TEST(Library, RefusesALayoutItDoesNotKnow) {

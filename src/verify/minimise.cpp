@@ -77,7 +77,7 @@ constexpr Size kSizes[] = {
      [](Trial& t, std::int64_t n) { t.config.video.height = n * t.config.video.patch_height; }, one},
     {Runs::kVideos, [](const Trial& t) { return t.config.batch.videos_per_step; },
      [](Trial& t, std::int64_t n) { t.config.batch.videos_per_step = n; },
-     [](const Trial& t) { return std::int64_t{packs_dealt_to(t.config, t.ranks)}; }},
+     [](const Trial& t) { return std::int64_t{grid_of(t.config, t.ranks).size(kSampleAxes)}; }},
     {Runs::kRows, [](const Trial& t) { return t.config.batch.rows_per_step; },
      [](Trial& t, std::int64_t n) { t.config.batch.rows_per_step = n; },
      [](const Trial& t) { return std::int64_t{t.ranks}; }},

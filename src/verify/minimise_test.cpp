@@ -370,6 +370,37 @@ TEST_F(RunsVerified, ChecksChangeNothing) {
     }
 }
 
+// What goes wrong only in the run itself: a fresh layout and forward of the same weights are right.
+TEST_F(RunsVerified, AFaultOfTheRunsOwnForwardIsSeenAndNamed) {
+  for (const char* strategy : {"bucketed", "zero3"})
+    for (const char* dtype : {"float32", "float64"}) {
+      RunConfig config = tiny(std::string("living") + strategy + dtype, dtype);
+      config.parallel.strategy = strategy;
+      config.verify.every = 3;
+      std::string said;
+      const auto result = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+        hooks.wrap_forward = [](const ForwardLossTerms& right) {
+          return [right, calls = 0](const Batch& batch) mutable {
+            LossTerms terms = right(batch);
+            if (++calls > 1)
+              for (auto& term : terms) term.sum = term.sum * 1.001;
+            return terms;
+          };
+        };
+        hooks.check = [&said, &world](RunningRun& running) {
+          const std::string text = check_running(running);
+          if (world.rank == 0) said = text;
+          return text;
+        };
+      });
+      EXPECT_EQ(result.outcomes[0].end, Outcome::End::kRefuted) << strategy << " " << dtype;
+      EXPECT_EQ(result.outcomes[0].steps, 3);
+      if (dtype == std::string("float32")) {
+        EXPECT_THAT(said, HasSubstr("a fresh layout has the right gradient, the run's own does not"));
+      }
+    }
+}
+
 TEST_F(RunsVerified, AWrongGradientWhileTrainingStopsTheRun) {
   RunConfig config = tiny("refuted");
   config.verify.every = 3;

@@ -1,4 +1,6 @@
 // The verdict as one HTML page that stands alone and explains itself.
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -68,7 +70,7 @@ void explain(Report& report, const Verdict& verdict, const Wording& wording) {
            wording.subject.empty() ? "the same step made by one process with 64-bit numbers"
                                    : wording.reference,
            verdict.passed ? "All of it lies within that."
-                          : "What lies outside is marked, and named below as far as the numbers tell."),
+                          : "What lies outside is marked, and named above as far as the numbers tell."),
        "In these words: a parameter is a named group of the model's numbers. A rank is one of the processes "
        "that "
        "work together; a layout is the way in which they divide the work. Targets are the tokens that the "
@@ -79,18 +81,21 @@ void explain(Report& report, const Verdict& verdict, const Wording& wording) {
 void grades(Report& report, const Verdict& verdict) {
   ReportTable table;
   table.title = "What is claimed";
-  table.columns = {"layout", "claim", "state", "outside", "bound"};
+  table.columns = {"state", "layout", "claim", "outside", "bound"};
   for (const auto& layout : verdict.layouts) {
     for (const auto& [name, grade] : {std::pair{"E1 exact arithmetic", &layout.e1},
                                       {"E2 within rounding", &layout.e2},
-                                      {"E3 same bits again", &layout.e3}})
-      table.rows.push_back({layout.name, name, state_name(grade->state),
+                                      {"E3 same bits again", &layout.e3}}) {
+      std::vector<std::string> said = {grade->bound};
+      for (auto& line : resolution_of(*grade)) said.push_back(std::move(line));
+      table.rows.push_back({state_name(grade->state), layout.name, name,
                             grade->state == Grade::State::kNotClaimed ? "-" : std::to_string(grade->failed),
-                            grade->bound});
+                            fmt::format("{}", fmt::join(said, "; "))});
+    }
     for (const auto& trajectory : layout.trajectories)
       table.rows.push_back(
-          {layout.name, "after updates", trajectory.passed ? "pass" : "fail", "-", words(trajectory)});
-    if (layout.bytes_moved > 0) table.rows.push_back({layout.name, "traffic", "-", "-", traffic(layout)});
+          {trajectory.passed ? "pass" : "fail", layout.name, "after updates", "-", words(trajectory)});
+    if (layout.bytes_moved > 0) table.rows.push_back({"-", layout.name, "traffic", "-", traffic(layout)});
   }
   table.passed = verdict.passed;
   report.table(std::move(table));
@@ -131,9 +136,6 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   report.fact("precision of the run", verdict.precision);
   if (!verdict.loss.empty()) report.fact("loss is a", verdict.loss);
   if (verdict.seconds > 0) report.fact("took", fmt::format("{:.1f} s", verdict.seconds));
-  explain(report, verdict, wording);
-  if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);
-
   std::vector<std::pair<std::string, std::vector<std::string>>> findings;
   for (const auto& finding : wording.findings) {
     std::vector<std::string> lines = finding.evidence;
@@ -142,15 +144,19 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
     findings.emplace_back(finding.sentence, std::move(lines));
   }
   if (!findings.empty()) report.list("What is wrong, and what speaks for it", std::move(findings));
+  explain(report, verdict, wording);
+  if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);
 
   const char* caption =
       "One row a parameter, one column a layout. The darker, the larger the error; red with a cross lies "
       "outside the bound, black is not a finite number.";
-  if (any_claims(verdict, &LayoutVerdict::e1))
-    report.figure("Errors in exact arithmetic (fp64)", caption, heat_map(verdict, true));
+  const auto map = [&](const std::string& title, bool exact) {
+    const Drawing drawing = heat_map(verdict, exact);
+    report.figure(title, caption, drawing.svg, drawing.width);
+  };
+  if (any_claims(verdict, &LayoutVerdict::e1)) map("Errors in exact arithmetic (fp64)", true);
   if (any_claims(verdict, &LayoutVerdict::e2))
-    report.figure(fmt::format("Errors in {}, the precision of the run", verdict.precision), caption,
-                  heat_map(verdict, false));
+    map(fmt::format("Errors in {}, the precision of the run", verdict.precision), false);
   report.figure("Ratios", "How many parameters have which ratio; red ones lie outside a bound.",
                 ratio_histogram(verdict));
 
@@ -158,7 +164,7 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   parameters.title = "Parameters, worst first";
   parameters.summary.clear();
   std::stable_partition(parameters.rows.begin(), parameters.rows.end(),
-                        [](const auto& row) { return row.back() == "FAIL"; });
+                        [](const auto& row) { return row.front() == "FAIL"; });
   constexpr std::size_t kMostRows = 500;
   if (parameters.rows.size() > kMostRows) {
     parameters.summary = fmt::format("The first {} of {} rows; the JSON verdict has them all.", kMostRows,

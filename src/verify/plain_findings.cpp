@@ -27,7 +27,7 @@ bool is_whole(const LayoutVerdict& layout) {
   return layout.passed && !layout.parameters.empty();
 }
 
-void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
+void add_plain_findings(LayoutVerdict& layout, const std::string& precision, bool living) {
   const auto has = [&](const char* id) {
     return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
   };
@@ -48,10 +48,31 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision) {
     layout.findings.push_back({"replicas_differ",
                                "the ranks hold different gradients: " + list_names(replicas),
                                {"in " + precision}});
+  const bool right_in_fp64 = layout.e1.state == Grade::State::kPassed;
+  const bool off = !rounding.empty() || !layout.e2.scale.passed;
+  if (living && right_in_fp64 && off) {
+    layout.findings.insert(
+        layout.findings.begin(),
+        {"living_layout_differs",
+         fmt::format(
+             "a fresh layout has the right gradient, the run's own does not: {}; something went wrong "
+             "in it since the start",
+             rounding.empty() ? "its scale" : list_names(rounding)),
+         {}});
+    return;
+  }
   if (!rounding.empty())
     layout.findings.push_back(
         {"rounding",
          "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
+         {}});
+  const WholeScale& scale = layout.e2.scale;
+  if (rounding.empty() && !scale.passed && right_in_fp64)
+    layout.findings.push_back(
+        {"rounding",
+         fmt::format("right in fp64, but the scale of the whole gradient is off by {:.3g} in {}, {:.3g} "
+                     "allowed: rounding takes it in all parameters alike",
+                     scale.error, precision, scale.allowed),
          {}});
   for (const auto& trajectory : layout.trajectories)
     if (!trajectory.passed && layout.findings.empty())

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/print.hpp"
+#include "verify/case.hpp"
+
 namespace isograd {
 namespace {
 
@@ -52,7 +55,9 @@ std::vector<std::string> columns(const Verdict& verdict, const LayoutVerdict& la
 }
 
 // Left-aligned names, right-aligned numbers.
-std::string aligned(const std::vector<std::vector<std::string>>& rows) {
+std::string aligned(std::vector<std::vector<std::string>> rows) {
+  for (auto& row : rows)
+    for (auto& cell : row) cell = printable(cell);
   std::vector<std::size_t> width;
   for (const auto& row : rows) {
     width.resize(std::max(width.size(), row.size()));
@@ -69,7 +74,7 @@ std::string aligned(const std::vector<std::vector<std::string>>& rows) {
 
 // What was not recorded is left out.
 std::string figures_row(const std::string& name, std::size_t width, const StepFigures& figures) {
-  std::string text = fmt::format("  {:<{}}", name, width);
+  std::string text = fmt::format("  {:<{}}", printable(name), width);
   const auto number = [&](const char* what, double value) {
     if (!std::isnan(value)) text += fmt::format("  {} {:.12g}", what, value);
   };
@@ -82,6 +87,10 @@ std::string figures_row(const std::string& name, std::size_t width, const StepFi
   number("norm", figures.norm);
   number("clip", figures.clip_coefficient);
   return text + "\n";
+}
+
+std::string percent(double error) {
+  return error >= 1e-3 ? fmt::format("{:.2g} %", 100 * error) : scientific(error);
 }
 
 // Where several layouts were tried: the one that used most of its allowance.
@@ -148,6 +157,31 @@ std::string updates_of(const Trajectory& trajectory) {
                      trajectory.optimizer);
 }
 
+std::vector<std::string> resolution_of(const Grade& grade) {
+  std::vector<std::string> lines;
+  if (!claimed(grade)) return lines;
+  if (grade.scale.tested)
+    lines.push_back(fmt::format("scale of the whole gradient: off by {}, {} allowed{}",
+                                scientific(grade.scale.error), scientific(grade.scale.allowed),
+                                grade.scale.passed ? "" : " (FAIL)"));
+  if (grade.failed == 0 && grade.scale.passed && !grade.single_least.empty())
+    lines.push_back(
+        fmt::format("finds an error of scale from {} in all parameters, from {} in a single one "
+                    "(least in {})",
+                    percent(grade.uniform_found), percent(grade.single_found), grade.single_least));
+  if (!grade.by_floor.empty()) {
+    std::string line = fmt::format(
+        "{} of the parameters have next to no gradient and are held to a floor instead of their "
+        "own norm: {}",
+        grade.by_floor.size(), list_names(grade.by_floor));
+    if (!grade.unseen.empty())
+      line += fmt::format("; of {} even a lost gradient or another sign would not show: {}",
+                          grade.unseen.size(), list_names(grade.unseen));
+    lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
 std::string traffic(const LayoutVerdict& layout) {
   std::string text = fmt::format("{:.0f} bytes sent by rank 0 in the step", layout.bytes_moved);
   if (layout.bytes_needed > 0) text += fmt::format(", its formula says {:.0f}", layout.bytes_needed);
@@ -207,14 +241,14 @@ std::string parity_line(const Verdict& verdict, const Wording& wording) {
                         scientific(layout->e2.allowed), verdict.precision, layout->e2.worst);
   if (layout && verdict.passed && claimed(layout->e3)) line += "; same bits twice";
   if (!wording.findings.empty()) line += "; " + wording.findings[0].sentence;
-  return line;
+  return printable(line);
 }
 
 std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows) {
   std::string text = parity_line(verdict, wording) + "\n";
-  for (const auto& notice : wording.notices) text += "note: " + notice + "\n";
+  for (const auto& notice : wording.notices) text += "note: " + printable(notice) + "\n";
   if (!verdict.loss.empty() && verdict.loss != "token mean")
-    text += "compared under the loss that was declared: " + verdict.loss + "\n";
+    text += "compared under the loss that was declared: " + printable(verdict.loss) + "\n";
   // Of many layouts only those that say something are shown in full: the failed ones, else the worst.
   const bool many = verdict.layouts.size() > 4;
   const LayoutVerdict* worst = worst_layout(verdict);
@@ -232,8 +266,9 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
       continue;
     }
     text += "\n";
-    text += wording.subject.empty() ? fmt::format("layout {}, {} ranks, one step", layout.name, verdict.ranks)
-                                    : wording.subject;
+    text += printable(wording.subject.empty()
+                          ? fmt::format("layout {}, {} ranks, one step", layout.name, verdict.ranks)
+                          : wording.subject);
     if (verdict.oracle.targets != kNotRecorded) text += fmt::format(" of {} targets", verdict.oracle.targets);
     text += "\n";
     std::vector<std::vector<std::string>> table{columns(verdict, layout)};
@@ -256,13 +291,12 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
         text += figures_row(fmt::format("layout, {}", verdict.precision), width, layout.rounded);
     }
     for (const auto& [name, grade] : {std::pair{"E1", &layout.e1}, {"E2", &layout.e2}, {"E3", &layout.e3}}) {
-      text += fmt::format("  {} {:<11} {}", name, state_name(grade->state), grade->bound);
-      if (grade->unresolved)
-        text += fmt::format(" ({} ratios unresolved, hidden by rounding)", grade->unresolved);
+      text += fmt::format("  {} {:<11} {}", name, state_name(grade->state), printable(grade->bound));
       text += '\n';
+      for (const auto& line : resolution_of(*grade)) text += "     " + line + "\n";
     }
     for (const auto& trajectory : layout.trajectories)
-      text += fmt::format("  {:<14} {}\n", trajectory.passed ? "pass" : "fail", words(trajectory));
+      text += fmt::format("  {:<14} {}\n", trajectory.passed ? "pass" : "fail", printable(words(trajectory)));
     if (layout.bytes_moved > 0) text += "  " + traffic(layout) + "\n";
   }
   if (!passed.empty()) {
@@ -272,9 +306,9 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
     text += "\n" + aligned(passed);
   }
   for (const auto& finding : wording.findings) {
-    text +=
-        fmt::format("diagnosis{}: {}\n", finding.id.empty() ? "" : " (" + finding.id + ")", finding.sentence);
-    for (const auto& evidence : finding.evidence) text += "  evidence: " + evidence + "\n";
+    text += fmt::format("diagnosis{}: {}\n", finding.id.empty() ? "" : " (" + finding.id + ")",
+                        printable(finding.sentence));
+    for (const auto& evidence : finding.evidence) text += "  evidence: " + printable(evidence) + "\n";
   }
   return text;
 }
@@ -288,10 +322,14 @@ ReportTable to_table(const Verdict& verdict) {
   table.columns = columns(verdict, verdict.layouts[0]);
   const bool several = verdict.layouts.size() > 1;
   if (several) table.columns.insert(table.columns.begin(), "layout");
+  // The verdict first: on a narrow screen the rest is scrolled to.
+  const auto last_first = [](auto& row) { std::rotate(row.rbegin(), row.rbegin() + 1, row.rend()); };
+  last_first(table.columns);
   for (const auto& layout : verdict.layouts)
     for (const auto* parameter : worst_first(layout)) {
       auto row = cells(*parameter, layout);
       if (several) row.insert(row.begin(), layout.name);
+      last_first(row);
       table.rows.push_back(std::move(row));
     }
   return table;

@@ -28,6 +28,8 @@ std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout);
 std::string scientific(double value);
 std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 std::string words(const Trajectory& trajectory);
+// What a grade finds and does not: the smallest errors of scale, and which parameters a floor judges.
+std::vector<std::string> resolution_of(const Grade& grade);
 std::string traffic(const LayoutVerdict& layout);
 std::string shell_words(const std::vector<std::string>& words);  // quoted where a shell needs it
 
@@ -39,7 +41,11 @@ std::string parity_line(const Verdict& verdict, const Wording& wording);
 void write_verify_page(const Verdict& verdict, const Wording& wording, const std::filesystem::path& file);
 
 // For the page: parameters x layouts by log10 of the error, and how often each ratio occurs. SVG.
-std::string heat_map(const Verdict& verdict, bool exact);
+struct Drawing {
+  std::string svg;
+  double width = 0;  // pixels at which its text is legible
+};
+Drawing heat_map(const Verdict& verdict, bool exact);
 std::string ratio_histogram(const Verdict& verdict);
 
 }  // namespace isograd

@@ -26,12 +26,10 @@ namespace isograd {
 namespace {
 
 std::vector<std::pair<std::string, int>> axes_of(const RunConfig& chosen, const World& world) {
-  const int replicas = count_replicas(chosen, world.size);
-  const auto shards = static_cast<int>(split_rows(packs_dealt_to(chosen, world.size), replicas)[0]);
-  std::vector<std::pair<std::string, int>> axes = {{"dp_replicate", replicas}, {"dp_shard", shards}};
-  for (const auto& [axis, size] :
-       {std::pair{"cp_ring", chosen.parallel.cp_ring}, {"cp_ulysses", chosen.parallel.cp_ulysses}})
-    if (size > 1) axes.emplace_back(axis, static_cast<int>(size));
+  std::vector<std::pair<std::string, int>> axes;
+  const Grid grid = grid_of(chosen, world.size);
+  for (const auto& [name, size] : grid.axes())
+    if (size > 1 || kSampleAxes.count(name)) axes.emplace_back(name, size);
   return axes;
 }
 
@@ -93,10 +91,9 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
           .make = nullptr,
           .make_from_model =
               [chosen, &world, gathered, device](const VerifyModel& model, const Group& group) {
-                const std::string& strategy = chosen.parallel.strategy;
                 if (group.size() == world.size) {
                   *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
-                  return make_layout(chosen, strategy, model.named, *model.units, world, {}, device);
+                  return make_layout(chosen, model.named, *model.units, world, {}, device);
                 }
                 World fewer;  // in an experiment: one replica, whole samples
                 fewer.rank = group.rank();
@@ -104,7 +101,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
                 on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
-                return make_layout(on_fewer, strategy, model.named, *model.units, fewer, {}, device);
+                return make_layout(on_fewer, model.named, *model.units, fewer, {}, device);
               },
           .axes = axes_of(chosen, world),
           .traffic =
@@ -130,7 +127,7 @@ namespace {
 // What a model of one run is made with.
 struct Setting {
   std::shared_ptr<const Task> task;
-  std::shared_ptr<const ContextMesh> mesh;
+  std::shared_ptr<const Mesh> mesh;
   at::Device device = at::kCPU;
 };
 
@@ -161,9 +158,9 @@ DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
   if (normalises_by_replica(config))
     loss.replicas = [task, ranks] {
       const RunConfig& own = task->config();
-      std::vector<MicroBatches> replicas(count_replicas(own, ranks));
-      const int dealt = packs_dealt_to(own, ranks);
-      const int shards = dealt / static_cast<int>(replicas.size());
+      const Grid grid = grid_of(own, ranks);
+      std::vector<MicroBatches> replicas(static_cast<std::size_t>(grid.size({"dp_replicate"})));
+      const int dealt = grid.size(kSampleAxes), shards = grid.size({"dp_shard"});
       for (int rank = 0; rank < dealt; ++rank)
         for (const Batch& batch : task->make_loader(rank, dealt)->next())
           replicas[static_cast<std::size_t>(rank / shards)].push_back(batch);
@@ -198,16 +195,18 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
                          const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
                          const std::string& suffix) {
   const RunConfig& config = task->config();
-  const auto mesh = std::make_shared<const ContextMesh>(make_mesh(config, world));
+  const auto mesh = std::make_shared<const Mesh>(world, grid_of(config, world.size));
+  context_groups(*mesh);  // by all ranks: models are made by some alone, later
   const at::Device device = device_of(config, world);
   VerifyProblem problem;
+  problem.updates = 0;
   problem.make_model = model({task, mesh, device});
   SharedSamples dealing{
-      .whole = task->make_loader(mesh->dp_rank, mesh->dp_size)->next(),
-      .data_rank = mesh->dp_rank,
+      .whole = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes))->next(),
+      .data_rank = mesh->place(kSampleAxes),
       .cut = [task, mesh](const MicroBatches& whole) { return own_parts(*task, *mesh, whole); }};
   problem.local = dealing.cut(dealing.whole);
-  if (mesh->context.size() > 1) problem.dealing = std::move(dealing);
+  if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
   problem.whole = [task] { return task->make_loader(0, 1)->whole_step({}); };
   problem.alone = [task] { return task->make_loader(0, 1)->next(); };
   problem.loss = declared_loss(task, world.size);
@@ -251,13 +250,13 @@ void join(Verdict& verdict, Verdict more) {
   std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
 }
 
-// The model of a run that is under way, with its weights of this moment: `values` are read when it is made.
-MakeModel model_of(TaskModel& model) {
+// The model of a run with its weights of this moment; what it draws is keyed as the run's own.
+MakeModel model_of(TaskModel& model, const Task& task) {
   std::vector<at::Tensor> values;
-  for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach());
-  return [values](const Setting& setting) {
-    return [setting, values](at::ScalarType dtype) {
-      const auto made = setting.task->make_blank_model(dtype);
+  for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach().clone());
+  return [values, &task](const Setting& setting) {
+    return [setting, values, &task](at::ScalarType dtype) {
+      const auto made = task.make_blank_model(dtype);
       at::NoGradGuard no_grad;
       auto named = made->named();
       for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
@@ -297,7 +296,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 }
 
 Verdict verify_finished(FinishedRun& run) {
-  return verify_step(run.task.under(run.config), run.world, model_of(run.model),
+  return verify_step(run.task.under(run.config), run.world, model_of(run.model, run.task),
                      chosen_layouts(run.config, {}, run.world), {});
 }
 
@@ -308,10 +307,18 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   if (due(config.verify.checksums_every) && world.size > 1)
     if (const auto divergence = find_divergence(run.run.model.named(), run.layout)) return divergence->text();
   if (!due(config.verify.every)) return {};
-  const auto whole = run.layout.whole_parameters();
   const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
+  const MakeModel as_now = [&] {
+    const auto whole = run.layout.whole_parameters();
+    return model_of(run.run.model, run.run.task);
+  }();
+  const ChangeProblem living = [&](VerifyProblem& problem, World& own) {
+    problem.living = VerifyProblem::Living{.layout = &run.layout, .forward = run.forward};
+    problem.loss.per_token = run.run.task.plain_losses();
+    if (change) change(problem, own);
+  };
   const Verdict verdict =
-      verify_step(micro, world, model_of(run.run.model), chosen_layouts(micro->config(), {}, world), change);
+      verify_step(micro, world, as_now, chosen_layouts(micro->config(), {}, world), living);
   if (verdict.passed) return {};
   return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
 }

@@ -119,6 +119,7 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
   const Queued queued =
       make_ranking_loss(config, name, world.group) ? queue_of(config, data, name, trained) : Queued();
   VerifyProblem problem;
+  problem.updates = 0;
   problem.make_model = [&](at::ScalarType dtype) {
     const ScorerModel model = make_scorer(config, data, name, dtype);
     if (trained) {
@@ -155,7 +156,7 @@ Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<s
         {.name = choice.text(),
          .make = nullptr,
          .make_from_model = [chosen = choice.in(config), &world](const VerifyModel& model, const Group&) {
-           return make_layout(chosen, chosen.parallel.strategy, model.named, *model.units, world);
+           return make_layout(chosen, model.named, *model.units, world);
          }});
   problem.optimizer = configured_optimizer(config);
   if (change) change(problem, world);

@@ -73,6 +73,7 @@ TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
         return MicroBatches{rows_batch(data, make_row_sampler(config_, data, rank, size).next())};
       };
       VerifyProblem problem;
+      problem.updates = 0;
       problem.make_model = [&](at::ScalarType dtype) {
         const ScorerModel model = make_scorer(config_, data, "smooth_ap", dtype);
         const auto loss = make_ranking_loss(config_, "smooth_ap", world.group);
@@ -161,7 +162,8 @@ TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
   config_.train.dtype = "float64";
   config_.train.steps = 6, config_.ranking.queue_size = 10, config_.ranking.compare = false;
   std::vector<at::Tensor> wanted;
-  for (const int ranks : {1, 2, 4})
+  for (const int ranks : {1, 2, 4}) {
+    config_.overwrite = ranks > 1;
     run_ranks(ranks, [&](World& world) {
       std::vector<at::Tensor> found;
       const int status = train_scorer(config_, world, [&](const Scorer& trained) {
@@ -174,6 +176,7 @@ TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
       for (std::size_t i = 0; i < wanted.size(); ++i)
         EXPECT_LT((found[i] - wanted[i]).norm().item<double>(), 1e-9 * (1 + wanted[i].norm().item<double>()));
     });
+  }
   EXPECT_TRUE(std::filesystem::exists(folder_ / "run/report.html"));
   EXPECT_TRUE(std::filesystem::exists(folder_ / "run/metrics.jsonl"));
 }

@@ -116,6 +116,7 @@ inline LayoutUnderTest naive_layout() {
 
 inline VerifyProblem problem_of(const Small& small, const World& world) {
   VerifyProblem problem;
+  problem.updates = 0;
   problem.make_model = [small](at::ScalarType dtype) { return model_of(small, dtype); };
   problem.local = loader_of(small, world.rank, world.size)->next();
   problem.whole = [small] { return loader_of(small, 0, 1)->whole_step({}); };

@@ -22,8 +22,16 @@ json to_json(const Grade& grade) {
   if (grade.allowed > 0) {
     object["error"] = number(grade.error);
     object["allowed"] = grade.allowed;
-    object["unresolved"] = grade.unresolved;
   }
+  if (grade.scale.tested)
+    object["scale"] = {{"error", number(grade.scale.error)},
+                       {"allowed", number(grade.scale.allowed)},
+                       {"passed", grade.scale.passed}};
+  object["finds"] = {{"uniform_scale", number(grade.uniform_found)},
+                     {"single_scale", number(grade.single_found)},
+                     {"least_in", grade.single_least}};
+  object["held_to_floor"] = grade.by_floor;
+  object["unseen"] = grade.unseen;
   return object;
 }
 
@@ -51,8 +59,9 @@ json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
             {"cosine", number(parameter.rounded.cosine)},
             {"error", number(parameter.rounded.error)},
             {"allowed", number(parameter.rounded.allowed)},
-            {"one_process_error", number(parameter.alone_error)},
-            {"resolved", parameter.rounded.resolved}}},
+            {"one_process_error", number(parameter.alone_error)}}},
+          {"scale_found", number(comparison.scale_found)},
+          {"held_to_floor", parameter.by_floor},
           {"same_bits", parameter.repeats},
           {"replicas_agree", parameter.replicas_agree},
           {"owners", {parameter.owners_least, parameter.owners_most}},

@@ -16,6 +16,7 @@
 #include "verify/leak.hpp"
 #include "verify/oracle.hpp"
 #include "verify/plain_findings.hpp"
+#include "verify/resolution.hpp"
 #include "verify/rounding.hpp"
 #include "verify/take_dumps.hpp"
 
@@ -26,6 +27,7 @@ namespace {
 struct Reference {
   OracleStep oracle;                // fp64
   std::vector<double> scales;       // s of each parameter
+  double alone_scale = 0;           // by how much that gradient is off along itself: Along::share
   std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
   MicroBatches whole;
   std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
@@ -100,6 +102,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                         problem.step.max_norm, tick);
   turns.finish();
 
+  Tensors wanted, off;
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
     if (!initial.trainable[i]) continue;
     double error = 0;
@@ -109,13 +112,16 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
       group.broadcast(gradient, last);
       if (group.rank() == 0 && problem.take_dump)
         reference.alone.emplace_back(reference.oracle.names[next], gradient);
-      if (group.rank() == 0)
-        error = relative_error(gradient.to(at::kDouble), reference.oracle.gradients[next],
-                               reference.scales[next]);
+      if (group.rank() == 0) {
+        wanted.push_back(reference.oracle.gradients[next]);
+        off.push_back(gradient.to(at::kDouble) - wanted.back());
+        error = relative_error(gradient.to(at::kDouble), wanted.back(), reference.scales[next]);
+      }
     }
     reference.alone_error.push_back(error);
     ++next;
   }
+  if (!off.empty()) reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;
   return reference;
 }
 
@@ -176,14 +182,20 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   group.all_reduce(most, ReduceOp::kMax);
   const Bounds bounds = bounds_for(problem.dtype, group.size(), most.item<std::int64_t>());
 
-  LayoutRun exact(problem, layout, initial.model(problem, at::kDouble), group);
+  const auto run_in = [&](at::ScalarType dtype) {
+    return problem.living && dtype == problem.dtype
+               ? std::make_unique<LayoutRun>(problem, group)
+               : std::make_unique<LayoutRun>(problem, layout, initial.model(problem, dtype), group);
+  };
+  const auto fp64_run = run_in(at::kDouble);
+  LayoutRun& exact = *fp64_run;
   const std::int64_t padded = exact.numel();
   const LayoutRun::Made in_fp64 = exact.step(problem.local);
   Investigation investigation(problem, layout, initial, exact, group);
   investigation.describe(in_fp64, found);
   result.bytes_moved = in_fp64.bytes_moved;
   if (layout.traffic) {
-    // Buckets may be made anew in the step, with other padding; not every layout sends it.
+    // Not every layout sends its padding.
     std::int64_t elements = 0;
     for (const at::Tensor& gradient : in_fp64.gradients) elements += gradient.numel();
     const auto needed = [&](std::int64_t numel) {
@@ -192,10 +204,11 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     result.bytes_needed =
         std::clamp(result.bytes_moved, needed(elements), needed(std::max(padded, exact.numel())));
   }
+  WholeScale whole;
   {
     // In fp64 the same layout is asked twice; otherwise the run's own precision is.
-    std::optional<LayoutRun> run;
-    if (!exact_run) run.emplace(problem, layout, initial.model(problem, problem.dtype), group);
+    std::unique_ptr<LayoutRun> run;
+    if (!exact_run) run = run_in(problem.dtype);
     LayoutRun& repeated = exact_run ? exact : *run;
     const LayoutRun::Made first = exact_run ? in_fp64 : repeated.step(problem.local);
     const at::Tensor bits = digest(first.gradients);
@@ -209,7 +222,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (group.rank() == 0) take_layout(problem, layout.name, found, first.gradients, first.figures);
     Doubtful doubtful;
     std::vector<std::pair<std::size_t, std::size_t>>
-        doubted;  // places in result.parameters, in first.gradients
+        doubted;                // places in result.parameters, in first.gradients
+    Tensors rounded, expected;  // of the parameters that can be compared
     for (std::size_t i = 0; group.rank() == 0 && i < in_fp64.names.size(); ++i) {
       const auto& names = reference.oracle.names;
       const auto match = std::find(names.begin(), names.end(), in_fp64.names[i]);
@@ -222,9 +236,12 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       parameter.name = in_fp64.names[i];
       parameter.elements = wanted.numel();
       parameter.norm = wanted.norm().item<double>();
+      parameter.by_floor = held_to_floor(parameter.norm, scale);
       parameter.alone_error = alone;
+      rounded.push_back(first.gradients[i].to(at::kDouble));
+      expected.push_back(wanted);
       parameter.exact = compare_exact(in_fp64.gradients[i], wanted, scale, bounds);
-      parameter.rounded = compare_rounded(first.gradients[i].to(at::kDouble), wanted, scale, alone, bounds);
+      parameter.rounded = compare_rounded(rounded.back(), wanted, scale, alone, bounds);
       if (!exact_run && parameter.exact.passed && !parameter.rounded.passed) {
         doubtful.places.push_back(place);
         doubtful.runs = std::max(doubtful.runs, runs_to_measure(parameter.elements));
@@ -247,10 +264,12 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
                                           reference.oracle.gradients[place], reference.scales[place],
                                           parameter.alone_error, bounds);
     }
+    if (group.rank() == 0 && !exact_run) whole = test_scale(rounded, expected, bounds.unit, reference.alone_scale);
   }
+  const auto torn_buffers = exact.differing_buffers();
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
   if (group.rank() == 0) {
-    grade(result, reference.oracle.figures, precision_name(problem.dtype), exact_run, bounds);
+    grade(result, reference.oracle.figures, precision_name(problem.dtype), exact_run, bounds, whole);
     result.passed = is_whole(result) && in_fp64.names == reference.oracle.names;
   }
 
@@ -262,7 +281,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     take_reference(problem, expected, reference.alone);
   result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed);
   if (group.rank() == 0) {
-    if (!result.passed) add_plain_findings(result, precision_name(problem.dtype));
+    if (!result.passed) add_plain_findings(result, precision_name(problem.dtype), problem.living.has_value());
     if (problem.loss.global)
       for (Finding& finding : result.findings)
         if (finding.id == "averaged_over_axis")
@@ -274,6 +293,12 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
           {"unknown", "the step is not the expected one, in no way that has a name", {}});
+    if (!torn_buffers.empty())
+      result.findings.push_back({"buffers_differ",
+                                 "forward changes buffers by each rank's own rows, so that the ranks' models "
+                                 "differ: " +
+                                     list_names(torn_buffers),
+                                 {"after two steps, in fp64 or the run's precision"}});
     result.passed = result.passed && result.findings.empty();
   }
   return result;

@@ -27,8 +27,8 @@ Axes axes_for(int ranks) {
 
 // What an exhibit puts in place of the right thing.
 struct Wrong {
-  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const ContextMesh&)> layout{};
-  std::function<std::unique_ptr<Normalizer>(const ContextMesh&)> mean{};
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Mesh&)> layout{};
+  std::function<std::unique_ptr<Normalizer>(const Mesh&)> mean{};
   std::function<DecoderLM::Attention(ContextAttention)> attention{};
 };
 
@@ -51,8 +51,8 @@ MicroBatches packs(int ranks) {
   return all;
 }
 
-VerifyModel model_of(std::shared_ptr<DecoderLM> model, const ContextMesh& mesh, const Wrong& wrong) {
-  if (mesh.context.size() > 1) {
+VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Mesh& mesh, const Wrong& wrong) {
+  if (mesh.size(kContextAxes) > 1) {
     const ContextAttention right(mesh);
     const DecoderLM::Attention over = wrong.attention ? wrong.attention(right) : DecoderLM::Attention(right);
     model->set_attention(
@@ -74,17 +74,18 @@ VerifyModel model_of(std::shared_ptr<DecoderLM> model, const ContextMesh& mesh, 
 VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong) {
   VerifyProblem problem = right_problem(world);
   const auto mesh =
-      std::make_shared<ContextMesh>(context_mesh(world, {.ring = axes.ring, .ulysses = axes.ulysses}));
+      std::make_shared<Mesh>(world, data_grid(world.size, {.cp_ring = axes.ring, .cp_ulysses = axes.ulysses}));
+  context_groups(*mesh);  // made here by all ranks: later models are made by some
   const auto all = packs(world.size);
   SharedSamples dealing{
-      .whole = {}, .data_rank = mesh->dp_rank, .cut = [mesh, axes](const MicroBatches& whole) {
-        if (mesh->context.size() == 1) return whole;
-        return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses}, mesh->context.rank());
+      .whole = {}, .data_rank = mesh->place(kSampleAxes), .cut = [mesh, axes](const MicroBatches& whole) {
+        if (mesh->size(kContextAxes) == 1) return whole;
+        return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses}, mesh->place(kContextAxes));
       }};
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (static_cast<int>(i) % mesh->dp_size == mesh->dp_rank) dealing.whole.push_back(all[i]);
+    if (static_cast<int>(i) % mesh->size(kSampleAxes) == mesh->place(kSampleAxes)) dealing.whole.push_back(all[i]);
   problem.local = dealing.cut(dealing.whole);
-  if (mesh->context.size() > 1) problem.dealing = std::move(dealing);
+  if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
   problem.whole = [all] { return all; };
   problem.make_model = [mesh, wrong](at::ScalarType type) {
     return model_of(std::make_shared<DecoderLM>(shape(), type, 3), *mesh, wrong);
@@ -94,7 +95,7 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
   layout.make = [mesh, wrong, ranks = world.size](std::vector<NamedParameter> parameters,
                                                   const Group& group) {
     const DataGroups groups =
-        group.size() == ranks ? DataGroups(group, mesh->shard, mesh->replicate) : DataGroups(group);
+        group.size() == ranks ? data_groups(*mesh) : DataGroups(group);
     auto right = plain_layout(std::move(parameters), groups);
     return wrong.layout ? wrong.layout(std::move(right), *mesh) : std::move(right);
   };
@@ -182,8 +183,8 @@ void add_context(std::vector<Exhibit>& list) {
        .who = "Trainers that all-reduce the count over all ranks.",
        .number = "Loss and every gradient are 1/cp, the token count in the log is cp times too large.",
        .diagnosis = "counted_on_peers",
-       .plant = plants({.mean = [](const ContextMesh& mesh) {
-         return std::make_unique<CountsPeers>(mesh.context.size());
+       .plant = plants({.mean = [](const Mesh& mesh) {
+         return std::make_unique<CountsPeers>(mesh.size(kContextAxes));
        }})});
   list.push_back(
       {.id = "B19",
@@ -194,8 +195,8 @@ void add_context(std::vector<Exhibit>& list) {
        .who = "Context parallelism added to a trainer built on DDP or FSDP.",
        .number = "Every gradient is 1/cp; the loss in the log is right.",
        .diagnosis = "averaged_over_axis",
-       .plant = plants({.layout = [](auto right, const ContextMesh& mesh) {
-         return std::make_unique<AveragesOverContext>(std::move(right), mesh.context.size());
+       .plant = plants({.layout = [](auto right, const Mesh& mesh) {
+         return std::make_unique<AveragesOverContext>(std::move(right), mesh.size(kContextAxes));
        }})});
   list.push_back(
       {.id = "B20b",
@@ -215,9 +216,9 @@ void add_context(std::vector<Exhibit>& list) {
        .who = "Context parallelism and gradient accumulation, each tested by itself.",
        .number = "Right in every layout with one of the two features; with both, the micro-batches' "
                  "weights are powers of cp.",
-       .diagnosis = "composition",
-       .plant = plants({.layout = [](auto right, const ContextMesh& mesh) {
-         return std::make_unique<SumsAgain>(std::move(right), mesh.context);
+       .diagnosis = "reduced_while_accumulating",
+       .plant = plants({.layout = [](auto right, const Mesh& mesh) {
+         return std::make_unique<SumsAgain>(std::move(right), mesh.along(kContextAxes));
        }})});
 }
 

@@ -1,5 +1,6 @@
-// Wrong denominators: B1 to B4, B6 to B9, B11, B12, B22, B30.
+// Wrong denominators: B1 to B4, B6 to B9, B11, B12, B22, B30 to B33.
 #include <algorithm>
+#include <cmath>
 
 #include "museum/room.hpp"
 
@@ -44,6 +45,35 @@ struct MeanOverNothing : TokenMean {
   }
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
     return terms[0].sum.to(at::kDouble) / valid * valid / denominator.value;
+  }
+};
+
+// B31
+struct DividedByAccumulationToo : TokenMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value *= static_cast<double>(census.rounds);
+    return wrong;
+  }
+};
+
+// B32: each micro-batch's own mean, and no division by their number; the ranks are averaged.
+struct OwnMicroBatchesSummed : planted::MeanOfMicroBatchMeans {
+  Denominator denominator(const Census& census) const override {
+    return {.value = static_cast<double>(census.micro_batches_by_rank.size())};
+  }
+};
+
+// B33
+struct ClipsItsOwnPart : Wrapped {
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    double squares = 0;
+    for (Bucket& bucket : buckets()) squares += bucket.gradients.square().sum().item<double>();
+    constexpr double kLimit = 1e-3;  // shorter than any rank's part
+    for (Bucket& bucket : buckets())
+      bucket.gradients.mul_(std::min(1.0, kLimit / (std::sqrt(squares) + 1e-30)));
+    inner->finish_reduction();
   }
 };
 
@@ -205,6 +235,33 @@ void add_normalisation(std::vector<Exhibit>& list) {
                   .diagnosis = "unscaled_sum",
                   .exists = any,
                   .plant = [](VerifyProblem& p, World&) { with_normalizer<planted::NothingDivides>(p); }});
+  list.push_back(
+      {.id = "B31",
+       .title = "divided by accumulation as well",
+       .mistake = "The loss is divided by the targets of the whole step, and by the number of micro-batches "
+                  "again.",
+       .who = "Loops that were mended to count targets, and kept loss / G.",
+       .number = "Every parameter has the ratio 1/G.",
+       .diagnosis = "averaged_over_micro_batches",
+       .exists = any,
+       .plant = [](VerifyProblem& p, World&) { with_normalizer<DividedByAccumulationToo>(p); }});
+  list.push_back({.id = "B32",
+                  .title = "means of uneven micro-batches summed",
+                  .mistake = "Each micro-batch's loss is the mean over its own tokens; they are added up and "
+                             "never divided by their number, the ranks are averaged.",
+                  .who = "B2's loops around a model that returns a mean loss.",
+                  .number = "No constant ratio; per-token weights are 1/(n_kj W).",
+                  .diagnosis = "summed_over_micro_batches",
+                  .plant = [](VerifyProblem& p, World&) { with_normalizer<OwnMicroBatchesSummed>(p); }});
+  list.push_back({.id = "B33",
+                  .title = "clipped before the reduction",
+                  .mistake =
+                      "Each rank clips its own part of the gradient, by its own norm; the clipped parts "
+                      "are added up.",
+                  .who = "Trainers that clip between backward and an all-reduce of their own.",
+                  .number = "Weights of the ranks are inverse to the norms of their parts.",
+                  .diagnosis = "clipped_before_reduction",
+                  .plant = [](VerifyProblem& p, World&) { with_layout<ClipsItsOwnPart>(p); }});
 }
 
 }  // namespace isograd::museum

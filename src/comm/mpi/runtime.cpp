@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "base/print.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
 
@@ -80,8 +81,8 @@ void finalize_at_exit(int status, void*) {
   kept.changed.notify_all();
   if (kept.changed.wait_for(lock, kept.timeout, [&] { return kept.phase == Keeper::Phase::kFinalized; }))
     return;
-  std::fprintf(stderr, "isograd: the other ranks did not come to MPI_Finalize within %lld ms\n",
-               static_cast<long long>(kept.timeout.count()));
+  print(stderr, fmt::format("isograd: the other ranks did not come to MPI_Finalize within {} ms\n",
+                            kept.timeout.count()));
   std::_Exit(kStatusPeerLost);
 }
 

@@ -10,6 +10,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "comm/relayed.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
 
@@ -148,6 +149,15 @@ void Engine::throw_not_joined(const std::string& found) const {
                    .action = "Look at that rank's output for the reason, then restart all ranks"});
 }
 
+void Engine::throw_if_given_up(c10d::Store& store) const {
+  const std::string reason = given_up(store);
+  if (reason.empty()) return;
+  throw RelayedError({.where = fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_),
+                      .found = reason,
+                      .expected = "every rank to join",
+                      .action = "Mend what that rank reports, then restart all ranks"});
+}
+
 // Owners keep their descriptors until all have arrived. One that is missing tells that its owner is going,
 // which may take a moment to show.
 std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const SegmentId& id,
@@ -157,7 +167,7 @@ std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const Segme
     return Segment::open(id, purpose);
   } catch (const ConfigError&) {
     for (const auto begin = Clock::now(); Clock::now() - begin < kMoment;) {
-      if (const auto reason = given_up(store); !reason.empty()) throw_not_joined(reason);
+      throw_if_given_up(store);
       const auto dead = watch_->dead();
       if (std::find(dead.begin(), dead.end(), owner) != dead.end()) {
         throw_not_joined(describe(owner, members_[static_cast<std::size_t>(owner)]) +
@@ -184,7 +194,7 @@ void Engine::arrive(c10d::Store& store, std::chrono::milliseconds timeout) {
       if (std::find(dead.begin(), dead.end(), r) != dead.end()) lost += (lost.empty() ? "" : ", ") + name;
     }
     if (missing.empty()) return;
-    if (const auto reason = given_up(store); !reason.empty()) throw_not_joined(reason);
+    throw_if_given_up(store);
     if (!lost.empty()) throw_not_joined(lost + " ended before it had joined");
     if (Clock::now() >= deadline)
       throw_not_joined(missing + fmt::format(" did not join within {} ms", timeout.count()));

@@ -33,7 +33,7 @@ struct EngineOptions {
   std::uint64_t ring_bytes = 0;  // of a channel between two ranks, a multiple of 64; 0: by group size
   // Called at each phase of each task of this rank; a test lets the rank fail there.
   std::function<void(Phase, const Task&)> observer = {};
-  bool print_history = true;  // the last operations, on standard error, when the group fails
+  bool print_history = true;  // the last operations, on standard error, when one of them fails
 };
 
 // One call of allocate() on all ranks: a segment of each, or one for all.
@@ -141,11 +141,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_lost(Task& task);
   void warn_of_stopped(const Task& task);
   [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
+  bool spoil(const std::string& reason) noexcept;  // poison(); whether this was the first reason
   void print_history() noexcept;
   std::string who(int rank) const;
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);
   std::shared_ptr<Segment> open(c10d::Store& store, int owner, const SegmentId& id,
                                 const std::string& purpose);
+  void throw_if_given_up(c10d::Store& store) const;
   [[noreturn]] void throw_not_joined(const std::string& found) const;
   bool inherited() const;  // by a forked child, which is no rank
   void throw_if_inherited() const;
@@ -177,8 +179,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::uint64_t> sent_;               // messages to each rank
   std::vector<Inbox> inboxes_;                    // of each rank
   History history_;
-  std::vector<bool> warned_of_;  // ranks known to be stopped
-  std::atomic<bool> printed_history_{false};
+  std::vector<bool> warned_of_;         // ranks known to be stopped
   std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot everyone has left
   std::map<std::int64_t, std::shared_ptr<Allocation>> allocations_;
   std::map<const std::byte*, Allocation*> places_;  // the same by where this rank's memory begins

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "base/print.hpp"
+#include "comm/relayed.hpp"
 #include "comm/shm/engine.hpp"
 #include "isograd/error.hpp"
 
@@ -95,7 +97,7 @@ void Engine::warn_of_stopped(const Task& task) {
     const bool stopped = is_stopped(members_[static_cast<std::size_t>(r)]);
     const auto index = static_cast<std::size_t>(r);
     if (stopped && !warned_of_[index]) {
-      std::fprintf(stderr, "isograd: %s waits for %s\n", where(task).c_str(), who(r).c_str());
+      print(stderr, fmt::format("isograd: {} waits for {}\n", where(task), who(r)));
       std::fflush(stderr);
     }
     warned_of_[index] = stopped;
@@ -115,32 +117,36 @@ bool Engine::poisoned() const {
 }
 
 void Engine::throw_poison(const Task& task) {
-  print_history();
   const Poison& poison = control_->poison;
-  throw PeerError({.where = where(task),
-                   .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
-                   .expected = "every rank to take part",
-                   .action = "Mend what that rank reports, then restart all ranks"});
+  throw RelayedError({.where = where(task),
+                      .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
+                      .expected = "every rank to take part",
+                      .action = "Mend what that rank reports, then restart all ranks"});
 }
 
 void Engine::fail(const Task& task, const std::string& found, const std::string& action) {
-  poison(fmt::format("{}: {}", task.name(), found));
+  if (spoil(fmt::format("{}: {}", task.name(), found))) print_history();
   throw PeerError(
       {.where = where(task), .found = found, .expected = "every rank to take part", .action = action});
 }
 
 void Engine::poison(const std::string& reason) noexcept {
-  if (inherited()) return;
-  print_history();
+  spoil(reason);
+}
+
+bool Engine::spoil(const std::string& reason) noexcept {
+  if (inherited()) return false;
   Poison& poison = control_->poison;
   std::uint32_t clean = Poison::kClean;
-  if (!poison.state.compare_exchange_strong(clean, Poison::kBeingWritten, std::memory_order_acq_rel)) return;
+  if (!poison.state.compare_exchange_strong(clean, Poison::kBeingWritten, std::memory_order_acq_rel))
+    return false;
   poison.rank = rank_;
   const std::size_t length = std::min(reason.size(), sizeof(poison.text) - 1);
   std::memcpy(poison.text, reason.data(), length);
   poison.text[length] = 0;
   poison.state.store(Poison::kWritten, std::memory_order_seq_cst);
   control_->bell.ring();
+  return true;
 }
 
 std::uint64_t Engine::sequence() {
@@ -153,15 +159,16 @@ std::string Engine::history() {
   return history_.text(under_way_);
 }
 
-// Once: several operations may fail one after another.
+// By the rank that finds an operation to have failed, the first of them; what fails elsewhere (a file, a
+// model) is no matter of the operations before it.
 void Engine::print_history() noexcept {
-  if (!options_.print_history || printed_history_.exchange(true)) return;
+  if (!options_.print_history) return;
   try {
     const std::string text = history();
     if (text.empty()) return;
     const std::string all = fmt::format(
         "isograd: the last operations of rank {} in group '{}', oldest first:\n{}", rank_, name_, text);
-    std::fwrite(all.data(), 1, all.size(), stderr);
+    print(stderr, all);
     std::fflush(stderr);
   } catch (...) {  // what failed is told in any case
   }

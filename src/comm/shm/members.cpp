@@ -6,13 +6,15 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <cerrno>
 #include <fstream>
 #include <sstream>
 #include <thread>
 
+#include "comm/local_store.hpp"
+#include "comm/relayed.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::shm {
@@ -121,10 +123,10 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
       });
       if (missing.empty()) break;
       if (const std::string reason = given_up(store); !reason.empty()) {
-        throw PeerError({.where = where,
-                         .found = reason,
-                         .expected = "every rank to join",
-                         .action = "Mend what that rank reports, then start all ranks again"});
+        throw RelayedError({.where = where,
+                            .found = reason,
+                            .expected = "every rank to join",
+                            .action = "Mend what that rank reports, then start all ranks again"});
       }
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
@@ -169,7 +171,13 @@ void give_up(c10d::Store& store, int rank, const std::string& reason) noexcept {
 
 std::string given_up(c10d::Store& store) {
   try {
-    return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : "";
+    if (store.check({kGivenUp})) return store.get_to_str(kGivenUp);
+    auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
+    const auto all = prefixed ? prefixed->getUnderlyingNonPrefixStore() : nullptr;
+    // Only a launcher of ours knows of ranks that ended before they had said who they are.
+    if (dynamic_cast<LocalStore*>(all.get()) && all->check({kLaunchFailed}))
+      return all->get_to_str(kLaunchFailed);
+    return {};
   } catch (const std::exception&) {
     return {};  // without its store a rank still has the deadline and its peers' lives to go by
   }

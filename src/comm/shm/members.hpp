@@ -36,7 +36,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
 
 // Tells ranks that still wait in meet() that this one fails.
 void give_up(c10d::Store& store, int rank, const std::string& reason) noexcept;
-// What a rank said with give_up(); empty while none did.
+// What a rank said with give_up(), or our launcher of one that has failed; empty while none did.
 std::string given_up(c10d::Store& store);
 
 // Looks after the processes of the other ranks.

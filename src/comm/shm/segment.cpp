@@ -21,6 +21,10 @@
 namespace isograd::shm {
 namespace {
 
+constexpr const char* kName = "isograd";                   // of the anonymous file
+constexpr const char* kLink = "/memfd:isograd (deleted)";  // how /proc names it
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
 std::string gigabytes(std::uint64_t bytes) {
   if (bytes < (10u << 20)) return fmt::format("{} bytes", bytes);
   return fmt::format("{:.2f} GiB ({} bytes)", static_cast<double>(bytes) / (1u << 30), bytes);
@@ -107,7 +111,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string&
     refuse(fmt::format("a limit on file sizes (ulimit -f) of {}", gigabytes(limit.rlim_cur)), EFBIG);
   }
   std::shared_ptr<Segment> segment(new Segment);
-  segment->descriptor_ = ::memfd_create("isograd", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  segment->descriptor_ = ::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->descriptor_ < 0) refuse("memfd_create failed", errno);
   if (::fchmod(segment->descriptor_, 0600) != 0) refuse("fchmod failed", errno);
   // A signal may undo a call: in pieces that are done before the next tick of any timer.
@@ -119,7 +123,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string&
     if (error != 0 && error != EINTR) refuse("reserving the pages failed", error);
     if (error == 0) done += piece;
   }
-  ::fcntl(segment->descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  ::fcntl(segment->descriptor_, F_ADD_SEALS, kSeals);
   struct stat status {};
   if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);
   segment->data_ = map_shared(segment->descriptor_, bytes, purpose);
@@ -144,14 +148,30 @@ std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& p
                        .expected = "the memory of a rank of the same host, user and process namespace",
                        .action = "Start all ranks as one user in one container, with /proc mounted"});
   };
-  std::shared_ptr<Segment> segment(new Segment);
-  segment->descriptor_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (segment->descriptor_ < 0) refuse(std::strerror(errno));
+  // Looked at before it is opened, and through one reference, so that whoever has forged an entry cannot let
+  // this process open a device, a pipe or another's file.
+  const int looked_at = ::open(path.c_str(), O_PATH | O_CLOEXEC);
+  if (looked_at < 0) refuse(std::strerror(errno));
+  const std::string through = fmt::format("/proc/self/fd/{}", looked_at);
+  char name[64] = {};
   struct stat status {};
-  if (::fstat(segment->descriptor_, &status) != 0) refuse(std::strerror(errno));
-  if (status.st_ino != id.inode || static_cast<std::uint64_t>(status.st_size) != id.bytes) {
-    refuse("another file than announced");
-  }
+  std::string trouble;
+  if (::fstat(looked_at, &status) != 0 || ::readlink(through.c_str(), name, sizeof(name) - 1) < 0)
+    trouble = std::strerror(errno);
+  else if (status.st_uid != ::geteuid())
+    trouble = fmt::format("the memory of user {}", status.st_uid);
+  else if (!S_ISREG(status.st_mode) || std::string(name) != kLink)
+    trouble = "no shared memory of isograd";
+  else if (status.st_ino != id.inode || static_cast<std::uint64_t>(status.st_size) != id.bytes)
+    trouble = "another file than announced";
+  std::shared_ptr<Segment> segment(new Segment);
+  if (trouble.empty()) segment->descriptor_ = ::open(through.c_str(), O_RDWR | O_CLOEXEC);
+  if (trouble.empty() && segment->descriptor_ < 0) trouble = std::strerror(errno);
+  ::close(looked_at);
+  if (!trouble.empty()) refuse(trouble);
+  // Unsealed it could be cut short, and whoever maps it would be killed by its next access.
+  const int seals = ::fcntl(segment->descriptor_, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) refuse("memory that is not sealed");
   segment->data_ = map_shared(segment->descriptor_, id.bytes, purpose);
   segment->bytes_ = id.bytes;
   segment->id_ = id;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/sigmoid.hpp"
 #include "loss/ranking/quantile.hpp"
@@ -25,6 +26,17 @@ struct Rows {
     if (row < pool.live) ++live;
   }
 };
+
+// Below the smallest normal number 1/τ is infinite, or τ has lost its digits.
+template <typename T>
+bool can_divide(double temperature) {
+  return temperature >= static_cast<double>(std::numeric_limits<T>::min()) && std::isfinite(temperature);
+}
+
+constexpr const char* kNoPositive = "a positive row";
+constexpr const char* kNoNegative = "a negative row";
+constexpr const char* kNoWeight = "a positive whose weight is above 0";
+constexpr const char* kNoDispersion = "scores that differ: the dispersion that scales the temperature is 0";
 
 double sigmoid(double z) {
   return z < 0 ? std::exp(z) / (1 + std::exp(z)) : 1 / (1 + std::exp(-z));
@@ -55,7 +67,10 @@ ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
   ClassResult result;
   result.numerator_rows = static_cast<double>(positives.size());
   const double whole = mass(pool, positives);
-  if (positives.size() == 0 || negatives.size() == 0 || whole == 0) return result;
+  if (positives.size() == 0 || negatives.size() == 0 || whole == 0) {
+    result.missing = positives.size() == 0 ? kNoPositive : negatives.size() == 0 ? kNoNegative : kNoWeight;
+    return result;
+  }
   result.valid = true;
 
   std::vector<T> anchors;
@@ -220,14 +235,18 @@ ClassResult rate_result(const RateSums& whole, const RateRule& rule, const std::
                         double temperature) {
   ClassResult result;
   result.numerator_rows = whole.positives;
+  result.missing = whole.positives == 0 ? kNoPositive : whole.mass == 0 ? kNoWeight : kNoNegative;
   if (whole.positives == 0 || whole.mass == 0 || thresholds.empty()) return result;
   if (!rule.quantile) {
     if (whole.iid_negatives == 0) return result;
     const auto steps = steps_of(rule, thresholds, temperature);
-    if (!(steps.temperature > 0)) return result;
+    result.missing = kNoDispersion;
+    if (steps.thresholds.empty()) return result;
+    result.tau_eff = steps.temperature;
+    result.too_cold = !can_divide<T>(steps.temperature);
+    if (result.too_cold) return result;
     result.t_alpha = static_cast<double>(thresholds[0]);
     result.t_beta = static_cast<double>(thresholds[1]);
-    result.tau_eff = steps.temperature;
     result.band_negatives = static_cast<std::int64_t>(whole.band_negatives);
   }
   result.valid = true;
@@ -264,12 +283,19 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
   ClassResult result;
   result.numerator_rows = static_cast<double>(positives.size());
   const double whole = mass(pool, positives);
-  if (positives.size() == 0 || !iid_negatives || whole == 0) return result;
+  if (positives.size() == 0 || !iid_negatives || whole == 0) {
+    result.missing = positives.size() == 0 ? kNoPositive : !iid_negatives ? kNoNegative : kNoWeight;
+    return result;
+  }
   std::vector<T> reference = rate_reference(pool, rule);
   const std::vector<T> at = select_quantiles(reference, rate_probabilities<T>(rule), band.interpolation);
   const T t_alpha = at[0], t_beta = at[1], scale = at[2] - at[3];
+  result.missing = kNoDispersion;
   if (static_cast<double>(scale) <= kScaleEpsilon) return result;
   const double temperature = static_cast<double>(static_cast<T>(pool.temperature) * scale);
+  result.tau_eff = temperature;
+  result.too_cold = !can_divide<T>(temperature);
+  if (result.too_cold) return result;
   Rows<T> in_band;
   for (std::int64_t row = 0; row < pool.rows(); ++row) {
     const auto i = static_cast<std::size_t>(row);
@@ -279,12 +305,12 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
   }
   if (in_band.size() == 0) {
     result.band_negatives = 0;
+    result.missing = "a negative in the band";
     return result;
   }
   result.valid = true;
   result.t_alpha = static_cast<double>(t_alpha);
   result.t_beta = static_cast<double>(t_beta);
-  result.tau_eff = temperature;
   pairwise(pool, positives, in_band, temperature, whole, result, gradient);
   return result;
 }

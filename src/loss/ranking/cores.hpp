@@ -11,6 +11,9 @@ namespace isograd {
 
 enum class Interpolation;
 
+// The lowest that a loss may be given, whatever its scores' type: fp32 can still divide by it.
+inline constexpr double kLowestTemperature = std::numeric_limits<float>::min();
+
 // One class's view of the pool. Rows of this step come first, the queue's after them.
 template <typename T>
 struct ClassPool {
@@ -28,6 +31,8 @@ struct ClassPool {
 
 struct ClassResult {
   bool valid = false;
+  const char* missing = "";  // what a class that is not valid lacks
+  bool too_cold = false;     // tau_eff is no number that T can divide by
   // Added over the shares these are the whole.
   double value = 0;                     // mean contribution of the positives: 1 − loss
   double contributed = 0, squared = 0;  // Σ of the contributions and of their squares, unweighted

@@ -62,6 +62,11 @@ at::Tensor whole_value(const at::Tensor& share, double value, GradReduction redu
   return share.requires_grad() ? level + (share - share.detach()) * factor : level;
 }
 
+// The losses of scores that are numbers, NaN for the others: an infinite score may have a loss of 0.
+at::Tensor where_finite(const at::Tensor& are_finite, const at::Tensor& losses) {
+  return at::where(are_finite, losses, std::numeric_limits<double>::quiet_NaN());
+}
+
 // x^γ whose derivative stays finite at 0.
 at::Tensor power(const at::Tensor& base, double gamma) {
   if (gamma == 0) return at::ones_like(base);
@@ -125,14 +130,11 @@ at::Tensor SigmoidFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
     const at::Tensor x = scores.to(type), y = targets.detach().to(type);
     if (y.numel() > 0 && !(y.min().item<double>() >= 0 && y.max().item<double>() <= 1))
       problem = ErrorText{where, "a target outside [0, 1]", "targets from 0 to 1", "Correct the targets"};
-    if (!at::isfinite(x).all().item<bool>())
-      problem = ErrorText{where, "a score that is not finite", "finite scores",
-                          "Look for the step at which the model diverged"};
     // 1 − p_t without cancellation, in the derivative too: that of exp(log σ(x)) is σ(x) σ(−x), while
     // at::sigmoid's subtracts σ from 1.
     const at::Tensor wrong = at::log_sigmoid(x).exp() * (1 - y) + at::log_sigmoid(-x).exp() * y;
     const at::Tensor entropy = at::softplus(-x) * y + at::softplus(x) * (1 - y);
-    losses = power(wrong, options_.gamma) * entropy;
+    losses = where_finite(at::isfinite(x), power(wrong, options_.gamma) * entropy);
     if (options_.alpha >= 0) losses = losses * (options_.alpha * y + (1 - options_.alpha) * (1 - y));
     own.mass = static_cast<double>(x.numel());
     if (sample_weight.defined()) {
@@ -216,8 +218,6 @@ at::Tensor SoftmaxFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
     expect(in_range, "a target out of range",
            fmt::format("0 to {}, or {} to ignore the position", classes - 1, options_.ignore_index),
            "Correct the targets");
-    expect(at::isfinite(rows).all().item<bool>(), "a score that is not finite", "finite scores",
-           "Look for the step at which the model diverged");
     if (!problem) {
       const at::Tensor log_p = at::log_softmax(rows, 1);
       const at::Tensor log_target = log_p.gather(1, label.unsqueeze(1)).squeeze(1);
@@ -225,7 +225,10 @@ at::Tensor SoftmaxFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
       at::Tensor entropy = -log_target;
       if (smoothing > 0)
         entropy = entropy * (1 - smoothing) - log_p.sum(1) * (smoothing / static_cast<double>(classes));
-      at::Tensor of_valid = power(-at::expm1(log_target), options_.gamma) * entropy;
+      // 1 − p_y without cancellation, in the derivative too: that of expm1(log p) adds 1 to its result.
+      const at::Tensor right = log_target.exp();
+      const at::Tensor wrong = (right.detach() - right) - at::expm1(log_target.detach());
+      at::Tensor of_valid = where_finite(at::isfinite(rows).all(1), power(wrong, options_.gamma) * entropy);
       if (!options_.alpha.empty())
         of_valid =
             of_valid * at::tensor(options_.alpha, at::kDouble).to(rows.options()).index_select(0, label);

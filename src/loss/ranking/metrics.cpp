@@ -1,7 +1,9 @@
 #include <ATen/ATen.h>
 
 #include <fmt/format.h>
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "isograd/ranking.hpp"
 #include "loss/checks.hpp"
@@ -54,6 +56,16 @@ RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at:
   const LocalRows local = local_rows(where, 1, -100, column, targets, {}, {});
   RankingExchange header;
   const RowCounts counts = exchange_headers(where, group, local, header);
+  if (!header.finite) {
+    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+    at::Tensor positives = at::full({1}, std::count(local.labels.begin(), local.labels.end(), 1), at::kLong);
+    if (group.size() > 1) group.all_reduce(positives);
+    return {.rows = counts.total(),
+            .positives = positives.item<std::int64_t>(),
+            .average_precision = kNaN,
+            .recall_at_quantile = kNaN,
+            .partial_auc = kNaN};
+  }
   return metrics_of(gather_rows(group, local, counts), quantile, budget);
 }
 

@@ -37,7 +37,7 @@ enum Field : std::int64_t {
   kClasses,
   kType,
   kRows,
-  kProblem,
+  kProblem,  // 0: none, 1: refused, 2: scores that are not finite
   kWeights,  // 0: none, 1: given, 2: no rows to weigh
   kIid,
   kGradient,
@@ -84,7 +84,7 @@ std::string ranks_by(const std::int64_t* headers, int size, Field field,
 // The same refusal on every rank, the one at fault saying more.
 void check_headers(const std::string& where, const std::int64_t* headers, int size, const LocalRows& local) {
   for (int rank = 0; rank < size; ++rank)
-    if (headers[rank * kFields + kProblem] != 0) {
+    if (headers[rank * kFields + kProblem] == 1) {
       if (local.problem) throw ConfigError(*local.problem);
       refuse(where, fmt::format("rank {} refused its input", rank), "rows that can be ranked on every rank",
              fmt::format("See what rank {} says", rank));
@@ -199,11 +199,7 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   if (static_cast<std::int64_t>(rows.kept.size()) < n)
     chosen = chosen.index_select(0, at::tensor(rows.kept, at::kLong));
   rows.scores = chosen.contiguous();
-  const at::Tensor finite = at::isfinite(rows.scores).all(1);
-  if (rows.kept.empty() || finite.all().item<bool>()) return rows;
-  const auto bad = at::logical_not(finite).nonzero()[0].item<std::int64_t>();
-  check(false, fmt::format("a score that is not finite in row {}", rows.kept[static_cast<std::size_t>(bad)]),
-        "finite scores in rows that are not ignored", "Look for the step at which the model diverged");
+  rows.finite = at::isfinite(rows.scores).all().item<bool>();
   return rows;
 }
 
@@ -219,6 +215,7 @@ RowCounts exchange_headers(const std::string& where, Group& group, const LocalRo
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   if (size == 1) {
     if (local.problem) throw ConfigError(*local.problem);
+    header.finite = local.finite;
     counts.row_bytes = row_bytes(classes, element, counts.weighted);
     return counts;
   }
@@ -228,7 +225,7 @@ RowCounts exchange_headers(const std::string& where, Group& group, const LocalRo
   field[kClasses] = classes;
   field[kType] = static_cast<std::int64_t>(local.scores.scalar_type());
   field[kRows] = counts.rows[0];
-  field[kProblem] = local.problem ? 1 : 0;
+  field[kProblem] = local.problem ? 1 : local.finite ? 0 : 2;
   field[kWeights] = local.is_empty ? 2 : local.has_weights ? 1 : 0;
   field[kIid] = local.is_empty ? 2 : local.has_iid ? 1 : 0;
   field[kGradient] = header.wants_gradient ? 1 : 0;
@@ -244,6 +241,7 @@ RowCounts exchange_headers(const std::string& where, Group& group, const LocalRo
     counts.rows.push_back(of[kRows]);
     counts.weighted = counts.weighted || of[kWeights] == 1;
     header.wants_gradient = header.wants_gradient || of[kGradient] == 1;
+    header.finite = header.finite && of[kProblem] == 0;
   }
   counts.row_bytes = row_bytes(classes, element, counts.weighted);
   return counts;

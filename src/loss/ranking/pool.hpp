@@ -21,6 +21,7 @@ struct LocalRows {
   std::vector<std::uint8_t> iid;     // [n]
   std::vector<double> weights;       // [n], or empty
   bool has_weights = false, has_iid = false, is_empty = false;  // of the input, ignored rows included
+  bool finite = true;  // the scores: false is no bad input, but a model that has diverged
   std::optional<ErrorText> problem;
 };
 
@@ -33,6 +34,7 @@ struct RankingExchange {
   std::uint64_t fingerprint = 0;  // of the loss and its options
   std::int64_t forwards = 0;      // made so far
   bool wants_gradient = false;    // afterwards: on any rank
+  bool finite = true;             // afterwards: the scores of every rank; then rows may be exchanged
   bool updates_queue = false;
   std::uint64_t queue_checksum = 0;
 };

@@ -20,6 +20,13 @@ namespace {
 
 constexpr std::int64_t kNotFilled = -1;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int kPatience = 20;  // training forwards without a value of a class before that is said
+constexpr int kSaid = -1;
+
+bool is_temperature(double value) {
+  return value >= kLowestTemperature && std::isfinite(value);
+}
+const char* const kTemperatures = "a finite number, at least 1.2e-38";
 
 // Values that depend on the scores by a gradient known already.
 struct PerClass final : torch::autograd::Function<PerClass> {
@@ -68,8 +75,7 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
   check(options_.num_classes > 0, "num_classes", number(options_.num_classes), "1 or more");
   check(options_.queue_size >= 0, "queue_size", number(options_.queue_size), "0 or more");
   check(options_.max_pool_size >= 0, "max_pool_size", number(options_.max_pool_size), "0 (no limit) or more");
-  check(options_.temperature > 0 && std::isfinite(options_.temperature), "temperature",
-        number(options_.temperature), "above 0");
+  check(is_temperature(options_.temperature), "temperature", number(options_.temperature), kTemperatures);
   check(options_.reduction != LossReduction::kMeanPositive, "reduction", "mean_positive",
         "mean, sum or none: mean_positive is softmax focal's");
   check(options_.thresholds != Thresholds::kSelect || options_.max_pool_size == 0, "thresholds",
@@ -81,6 +87,7 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
   queue_weights_ = register_buffer("queue_weights", at::ones({rows}, at::kDouble));
   position_ = register_buffer("position", at::zeros({2}, at::kLong));
   temperature_ = register_buffer("temperature", at::full({1}, options_.temperature, at::kDouble));
+  without_value_.assign(static_cast<std::size_t>(options_.num_classes), 0);
 }
 
 std::optional<RateRule> RankingLoss::rates() const {
@@ -97,8 +104,7 @@ double RankingLoss::temperature() const {
 }
 
 void RankingLoss::set_temperature(double temperature) {
-  check(temperature > 0 && std::isfinite(temperature), "temperature", fmt::format("{}", temperature),
-        "above 0");
+  check(is_temperature(temperature), "temperature", fmt::format("{}", temperature), kTemperatures);
   temperature_.fill_(temperature);
 }
 
@@ -130,6 +136,8 @@ void RankingLoss::load_state(const State& state) {
     if (given->second.sizes() != buffer.value().sizes())
       refuse(where, c10::str(given->second.sizes()), c10::str(buffer.value().sizes()),
              "Construct the loss with the queue_size and num_classes that were saved");
+    if (buffer.key() == "temperature" && !is_temperature(given->second.item<double>()))
+      refuse(where, fmt::format("{}", given->second.item<double>()), kTemperatures, "Load what state() gave");
     copies.emplace_back(buffer.value(), given->second);
   }
   for (auto& [to, from] : copies) to.copy_(from);
@@ -227,7 +235,51 @@ RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const
   return made;
 }
 
+// The model has diverged: a value and a gradient that nobody takes for numbers.
+RankingResult not_a_number(const at::Tensor& scores, const LocalRows& local, const RankingOptions& options,
+                           bool differentiable) {
+  const std::int64_t classes = options.num_classes;
+  const auto type = computing_type(local.scores.scalar_type());
+  at::Tensor values = at::full({classes}, kNaN, type);
+  RankingResult result{
+      .loss = {},
+      .per_class = values,
+      .valid = at::zeros({classes}, at::kBool),
+      .diagnostics = diagnostics_of(std::vector<ClassResult>(static_cast<std::size_t>(classes)), local)};
+  if (differentiable) {
+    at::Tensor gradient = at::zeros({scores.size(0), classes}, type);
+    gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
+    values = PerClass::apply(scores, values.to(scores.device()), gradient.to(scores.device()));
+  }
+  result.loss = options.reduction == LossReduction::kNone ? values : values.sum();
+  return result;
+}
+
+// The same on every rank: temperature and thresholds are.
+void refuse_cold(const std::string& where, const std::vector<ClassResult>& classes, double temperature) {
+  for (const ClassResult& of : classes)
+    if (of.too_cold)
+      refuse(where + ": temperature",
+             fmt::format("{}, which times the dispersion of the scores is {}", temperature, of.tau_eff),
+             "a number that the scores' type can divide by", "Raise the temperature, or scale the scores");
+}
+
 }  // namespace
+
+// A class without value leaves the mean, and a mean over none is 0, which looks like a perfect loss.
+void RankingLoss::warn_of_classes_without_value(const std::vector<ClassResult>& classes) {
+  for (std::size_t c = 0; c < classes.size(); ++c) {
+    int& forwards = without_value_[c];
+    if (forwards == kSaid) continue;
+    forwards = classes[c].valid ? kSaid : forwards + 1;
+    if (forwards < kPatience) continue;
+    forwards = kSaid;
+    if (group_.rank() == 0)
+      TORCH_WARN(name_, ": class ", c, " has had no value in its first ", kPatience,
+                 " forwards and takes no part in the loss, which is 0 where no class has one. It lacks ",
+                 classes[c].missing, ". RankingResult::valid says which classes count.");
+  }
+}
 
 at::Tensor RankingLoss::forward(const at::Tensor& scores, const at::Tensor& targets,
                                 const RankingExtras& extras) {
@@ -255,6 +307,10 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                             11 * bytes_hash(position_);
 
   const RowCounts counts = exchange_headers(name_, group_, local, header);
+  if (!header.finite) {
+    position_[1] += 1;
+    return not_a_number(scores, local, options_, differentiable);
+  }
   const std::vector<std::int64_t> queued =
       updates ? rows_for_queue(counts.total()) : std::vector<std::int64_t>();
   const at::ScalarType type = computing_type(local.scores.scalar_type());
@@ -276,6 +332,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                                                   group_);
     };
     computed = type == at::kDouble ? run(double()) : run(float());
+    refuse_cold(name_, computed.classes, temperature());
     if (!queued.empty()) push(gather_some(group_, local, counts, queued));
     any_rows = rows > 0;
   } else {
@@ -290,9 +347,11 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                                 [&](const ClassPool<T>& view, T* own) { return compute(view, own); });
     };
     computed = type == at::kDouble ? run(double()) : run(float());
+    refuse_cold(name_, computed.classes, temperature());
     if (!queued.empty()) push(some_rows(pool, queued));
   }
   position_[1] += 1;
+  if (any_rows && is_training()) warn_of_classes_without_value(computed.classes);
 
   // Values [C] and which of them count; the same on every rank.
   at::Tensor values = at::zeros({classes}, type), valid = at::zeros({classes}, at::kBool);

@@ -1,4 +1,4 @@
-// Weights, degenerate classes, number types, queue, subsampling, quantiles, metrics, warm-up, bad input.
+// Weights, degenerate classes, number types, queue, subsampling, quantiles, metrics, warm-up.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -239,98 +239,6 @@ TEST(Warmup, BlendsTwoLossesAndKeepsItsProgress) {
   EXPECT_EQ(other->main_weight(), 0.8);
   EXPECT_EQ(other->main().temperature(), loss->main().temperature());
   EXPECT_TRUE(other->forward(s, t).equal(loss->forward(s, t)));
-}
-
-TEST(BadInput, IsNamed) {
-  const auto of = [](auto options, const char* key) {
-    using Options = decltype(options);
-    const std::string text = error_of([&] {
-      if constexpr (std::is_same_v<Options, RecallOptions>)
-        RecallAtQuantileLoss made(options);
-      else if constexpr (std::is_same_v<Options, PAUCOptions>)
-        PAUCAtBudgetLoss made(options);
-      else
-        SmoothAPLoss made(options);
-    });
-    EXPECT_THAT(text, HasSubstr(key));
-  };
-  const auto changed = [](auto options, auto change) {
-    change(options);
-    return options;
-  };
-  of(changed(RankingOptions{}, [](auto& o) { o.num_classes = 0; }), "num_classes");
-  of(changed(RankingOptions{}, [](auto& o) { o.queue_size = -1; }), "queue_size");
-  of(changed(RankingOptions{}, [](auto& o) { o.temperature = 0; }), "temperature");
-  of(changed(RankingOptions{}, [](auto& o) { o.temperature = NAN; }), "temperature");
-  of(changed(RankingOptions{}, [](auto& o) { o.max_pool_size = -3; }), "max_pool_size");
-  of(changed(RankingOptions{}, [](auto& o) { o.reduction = LossReduction::kMeanPositive; }), "reduction");
-  of(changed(RecallOptions{}, [](auto& o) { o.quantile = 1; }), "quantile");
-  of(changed(PAUCOptions{}, [](auto& o) { o.alpha = -0.1; }), "alpha");
-  of(changed(PAUCOptions{}, [](auto& o) { o.alpha = 0.1; }), "beta");
-  of(changed(PAUCOptions{}, [](auto& o) { o.beta = 1.1; }), "beta");
-  of(changed(PAUCOptions{}, [](auto& o) { o.n_knots = 1; }), "n_knots");
-  const auto selects = [](auto& o) { o.thresholds = Thresholds::kSelect; };
-  of(changed(RankingOptions{}, selects), "thresholds");
-  of(changed(PAUCOptions{}, [&](auto& o) { selects(o), o.surrogate = PAUCOptions::Surrogate::kPairwise; }),
-     "thresholds");
-  of(changed(RecallOptions{}, [&](auto& o) { selects(o), o.max_pool_size = 9; }), "thresholds");
-  SmoothAPLoss loss(plain(1));
-  const at::Tensor s = column({1, 2}), t = labels({0, 1});
-  const auto refused = [&](const at::Tensor& scores, const at::Tensor& targets, const RankingExtras& extras,
-                           const char* part) {
-    EXPECT_THAT(error_of([&] { loss.forward(scores, targets, extras); }), HasSubstr(part));
-  };
-  refused(at::zeros({2, 2}), t, {}, "scores [2, 2]");
-  refused(s, labels({0}), {}, "targets [1]");
-  refused(s, labels({0, 2}), {}, "target 2 in row 1");
-  refused(s, at::tensor({0.5, 1.0}), {}, "target 0.5 in row 0");
-  refused(column({1, NAN}), t, {}, "not finite in row 1");
-  refused(s, t, {at::ones({3}, at::kBool), {}}, "iid_mask [3]");
-  refused(s, t, {{}, at::ones({2, 1})}, "sample_weight [2, 1]");
-  refused(s, t, {{}, at::tensor({1., -1.})}, "sample_weight -1 in row 1");
-  EXPECT_EQ(loss.forward(column({1, NAN, 2}), labels({1, -100, 0})).dim(), 0)
-      << "an ignored row may hold anything";
-  const at::Tensor value = loss.forward(s, t);
-  EXPECT_THAT(error_of([&] { torch::autograd::grad({value}, {s}, {}, true, /*create_graph=*/true); }),
-              HasSubstr("create_graph"));
-}
-
-// What only some ranks do wrong is refused on all, and names the rank.
-TEST(BadInput, OfOneRankIsNamedOnAll) {
-  run_ranks(3, [](World& world) {
-    const bool odd = world.rank == 1;
-    RankingOptions options = plain(1);
-    options.queue_size = 4, options.check_queue = true;
-    const at::Tensor s = column({1, 2}), t = labels({0, 1});
-    SmoothAPLoss loss(options, world.group);
-    const auto refused = [&](auto call, const char* part) { EXPECT_THAT(error_of(call), HasSubstr(part)); };
-    refused([&] { loss.forward(odd ? column({1, NAN}) : s, t); }, odd ? "not finite" : "rank 1 refused");
-    refused([&] { loss.forward(odd ? at::zeros({2}) : s, t); }, odd ? "scores [2]" : "rank 1 refused");
-    refused([&] { loss.forward(odd ? s.to(at::kFloat) : s, t); }, "rank 1: Float");
-    refused(
-        [&] {
-          loss.forward(s, t, odd ? RankingExtras{} : RankingExtras{{}, at::ones({2})});
-        },
-        "rank 1: not given");
-    EXPECT_EQ(loss.forward(odd ? s.narrow(0, 0, 0) : s, odd ? t.narrow(0, 0, 0) : t,
-                           odd ? RankingExtras{} : RankingExtras{{}, at::ones({2})})
-                  .dim(),
-              0)
-        << "a rank without rows has nothing to weigh";
-    options.num_classes = odd ? 2 : 1;
-    SmoothAPLoss classes(options, world.group);
-    refused([&] { classes.forward(at::zeros({2, odd ? 2 : 1}), t); }, "differ");
-    options.num_classes = 1, options.temperature = odd ? 0.5 : 1;
-    SmoothAPLoss temperatures(options, world.group);
-    refused([&] { temperatures.forward(s, t); }, "the same loss with the same options");
-    options.temperature = 1;
-    SmoothAPLoss queues(options, world.group);
-    if (odd) queues.named_buffers()["queue_scores"].fill_(3);
-    refused([&] { queues.forward(s, t); }, "queues that differ");
-    SmoothAPLoss mode(options, world.group);
-    mode.train(!odd);
-    refused([&] { mode.forward(s, t); }, "evaluation");
-  });
 }
 
 }  // namespace

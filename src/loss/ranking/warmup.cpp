@@ -5,6 +5,7 @@
 
 #include "isograd/ranking.hpp"
 #include "loss/checks.hpp"
+#include "loss/ranking/cores.hpp"
 
 namespace isograd {
 namespace {
@@ -36,9 +37,11 @@ LossWarmup::LossWarmup(Warmup warmup, std::shared_ptr<RankingLoss> main, WarmupO
         static_cast<double>(options_.blend_epochs), "not with warmup_steps: use blend_steps");
   check(options_.final_main_weight > 0 && options_.final_main_weight <= 1, "final_main_weight",
         options_.final_main_weight, "above 0, at most 1");
-  check(options_.temp_start > 0 && std::isfinite(options_.temp_start), "temp_start", options_.temp_start,
-        "above 0");
-  check(options_.temp_end > 0 && std::isfinite(options_.temp_end), "temp_end", options_.temp_end, "above 0");
+  const char* temperatures = "a finite number, at least 1.2e-38";
+  check(options_.temp_start >= kLowestTemperature && std::isfinite(options_.temp_start), "temp_start",
+        options_.temp_start, temperatures);
+  check(options_.temp_end >= kLowestTemperature && std::isfinite(options_.temp_end), "temp_end",
+        options_.temp_end, temperatures);
   check(options_.temp_decay_steps > 0, "temp_decay_steps", static_cast<double>(options_.temp_decay_steps),
         "1 or more");
   register_module("main", main_);

@@ -86,7 +86,7 @@ TEST(ContextAttention, NobodyWaitsForARankAtFault) {
       run_ranks(
           4,
           [&](World& world) {
-            const ContextMesh mesh = context_mesh(world, {.ring = sizes.ring, .ulysses = sizes.ulysses});
+            const Mesh mesh(world, data_grid(world.size, {.cp_ring = sizes.ring, .cp_ulysses = sizes.ulysses}));
             const ContextAttention attention(mesh);
             const ContextCut cut =
                 cut_documents({0, kTokens}, {.ring = sizes.ring, .ulysses = sizes.ulysses});
@@ -111,7 +111,7 @@ TEST(ContextAttention, NobodyWaitsForARankAtFault) {
 // A second layer attends by the same cut: its heads are its own.
 TEST(ContextAttention, EveryLayersHeadsAreChecked) {
   run_ranks(4, [&](World& world) {
-    const ContextAttention attention(context_mesh(world, {.ulysses = 4}));
+    const ContextAttention attention(Mesh(world, data_grid(world.size, {.cp_ulysses = 4})));
     const ContextCut cut = cut_documents({0, kTokens}, {.ulysses = 4});
     const Input first = input_of(cut, world.rank, 8), second = input_of(cut, world.rank, 6);
     attention(first.batch, first.q, first.k, first.v);

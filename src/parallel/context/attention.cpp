@@ -213,13 +213,15 @@ struct ContextAttention::Impl {
   }
 };
 
-ContextAttention::ContextAttention(Group context, Group ring, Group ulysses, bool causal)
-    : impl_(std::make_shared<Impl>(Impl{context, ring, ulysses, causal, nullptr, {}})) {
+ContextAttention::ContextAttention(const ContextGroups& groups, bool causal)
+    : impl_(std::make_shared<Impl>(
+          Impl{groups.context, groups.ring, groups.ulysses, causal, nullptr, {}})) {
+  const auto& [context, ring, ulysses] = groups;
   if (ring.size() * ulysses.size() != context.size() ||
       ring.rank() * ulysses.size() + ulysses.rank() != context.rank())
     refuse(fmt::format("a ring of {} and Ulysses of {} for {} context ranks", ring.size(), ulysses.size(),
                        context.size()),
-           "sizes that multiply to the context ranks, Ulysses inside", "Use the groups of context_mesh()");
+           "sizes that multiply to the context ranks, Ulysses inside", "Use context_groups()");
 }
 
 at::Tensor ContextAttention::operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,

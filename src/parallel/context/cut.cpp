@@ -212,6 +212,9 @@ Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank) {
   const std::string where = "cutting a batch over context ranks";
   const std::int64_t total = whole.num_tokens();
   if (whole.cut) refuse(where, "a batch that is a part already", "a whole batch", "Cut it once");
+  if (!whole.inputs.empty())
+    refuse(where, "a batch with inputs, which belong to whole samples", "tokens",
+           "Deal such samples out whole (data parallelism)");
   if (whole.cu_seqlens != cut.cu_seqlens || whole.tokens.numel() != total || whole.targets.numel() != total ||
       whole.positions.numel() != total || (whole.weights.defined() && whole.weights.numel() != total))
     refuse(where,

@@ -195,9 +195,6 @@ TEST(ContextCut, BadInputIsNamed) {
 
   EXPECT_EQ(possible_ulysses(12, 4), (std::vector<int>{1, 2, 4, 12}));
   EXPECT_EQ(possible_ulysses(8, 2), (std::vector<int>{1, 2, 4, 8}));
-  EXPECT_EQ(context_fold("ring_only"), ContextFold::kRingOnly);
-  EXPECT_THAT(config_error_of([] { context_fold("some"); }),
-              HasSubstr("all, ulysses_only, ring_only or none"));
 }
 
 }  // namespace

@@ -63,10 +63,10 @@ Problem part_of(const Problem& problem, const std::vector<std::int64_t>& rows, d
   return {take(problem.q), take(problem.k), take(problem.v), take(problem.weight)};
 }
 
-using Attend = std::function<at::Tensor(const ContextMesh&, const ContextAttention&, const Batch&,
+using Attend = std::function<at::Tensor(const ContextGroups&, const ContextAttention&, const Batch&,
                                         const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
 
-at::Tensor right(const ContextMesh&, const ContextAttention& attention, const Batch& batch,
+at::Tensor right(const ContextGroups&, const ContextAttention& attention, const Batch& batch,
                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   return attention(batch, q, k, v);
 }
@@ -80,17 +80,17 @@ Batch batch_of(const ContextCut& cut, int rank) {
   return batch;
 }
 
-// On every rank of a mesh, then put together; rows of padding are left out.
-Results distributed(const ContextMesh& mesh, const ContextAttention& attention, const Problem& problem,
+// On every rank of a groups, then put together; rows of padding are left out.
+Results distributed(const ContextGroups& groups, const ContextAttention& attention, const Problem& problem,
                     const ContextCut& cut, const Attend& attend = right, double padding = std::nan("")) {
-  const int rank = mesh.context.rank();
+  const int rank = groups.context.rank();
   const Batch batch = batch_of(cut, rank);
   const auto rows = rows_of(cut, rank);
   const Results own = run([&](const at::Tensor& q, const at::Tensor& k,
-                              const at::Tensor& v) { return attend(mesh, attention, batch, q, k, v); },
+                              const at::Tensor& v) { return attend(groups, attention, batch, q, k, v); },
                           part_of(problem, rows, padding));
   Results all;
-  Group context = mesh.context;
+  Group context = groups.context;
   const at::Tensor places = context.all_gather_rows(at::tensor(rows, at::kLong));
   const at::Tensor real = places.ge(0).nonzero().squeeze(1);
   for (const at::Tensor& x : own) {
@@ -123,8 +123,9 @@ std::vector<std::int64_t> key_heads_for(const ContextSizes& sizes) {
   return result;
 }
 
-ContextMesh mesh_of(const World& world, const ContextSizes& sizes) {
-  return context_mesh(world, {.ring = sizes.ring, .ulysses = sizes.ulysses});
+ContextGroups groups_of(const World& world, const ContextSizes& sizes) {
+  return context_groups(
+      Mesh(world, data_grid(world.size, {.cp_ring = sizes.ring, .cp_ulysses = sizes.ulysses})));
 }
 
 // E1: the allowance is that of gradients. Each with the fast attention and with the naive twin.
@@ -134,20 +135,20 @@ TEST(ContextAttention, IsThatOfOneProcess) {
   for (const ContextSizes& sizes : kContextSizes) {
     std::mutex mutex;
     run_ranks(sizes.ranks(), [&](World& world) {
-      const ContextMesh mesh = mesh_of(world, sizes);
+      const ContextGroups groups = groups_of(world, sizes);
       for (const bool causal : {true, false}) {
-        const ContextAttention attention(mesh, causal);
+        const ContextAttention attention(groups, causal);
         for (const ContextCase& one : kContextCases)
           for (const std::int64_t key_heads : key_heads_for(sizes)) {
             const Problem problem = make_problem(one.cu_seqlens().back(), key_heads, at::kDouble);
             const Results wanted = one_process(problem, one.cu_seqlens(), causal);
             const ContextCut cut = one.cut(sizes, causal);
-            const double error = worst(distributed(mesh, attention, problem, cut), wanted);
+            const double error = worst(distributed(groups, attention, problem, cut), wanted);
             const Results twin = distributed(
-                mesh, attention, problem, cut,
-                [&](const ContextMesh& groups, const ContextAttention&, const Batch& batch,
+                groups, attention, problem, cut,
+                [&](const ContextGroups& own, const ContextAttention&, const Batch& batch,
                     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-                  return naive_context_attention(groups.context, batch, q, k, v, causal);
+                  return naive_context_attention(own.context, batch, q, k, v, causal);
                 },
                 7);  // it multiplies what it must not see by 0
             const double naive_error = worst(twin, wanted);
@@ -171,16 +172,16 @@ TEST(ContextAttention, IsThatOfOneProcess) {
 TEST(ContextAttention, PlantedMistakesAreSeen) {
   for (const ContextSizes& sizes : kContextSizes)
     run_ranks(sizes.ranks(), [&](World& world) {
-      const ContextMesh mesh = mesh_of(world, sizes);
+      const ContextGroups groups = groups_of(world, sizes);
       for (const bool causal : {true, false}) {
-        const ContextAttention attention(mesh, causal);
+        const ContextAttention attention(groups, causal);
         for (const ContextCase& one : kContextCases) {
           if (one.cu_seqlens().back() < 2) continue;  // nothing to cut
           const Problem problem = make_problem(one.cu_seqlens().back(), 12, at::kDouble);
           const Results wanted = one_process(problem, one.cu_seqlens(), causal);
           const ContextCut cut = one.cut(sizes, causal);
           const auto mistake = [&](const char* name, const Attend& attend) {
-            const double error = worst(distributed(mesh, attention, problem, cut, attend), wanted);
+            const double error = worst(distributed(groups, attention, problem, cut, attend), wanted);
             EXPECT_GT(error, 1e-3) << name << ", " << sizes.name() << ", " << one.name;
           };
           const bool any_cut = [&] {
@@ -194,7 +195,7 @@ TEST(ContextAttention, PlantedMistakesAreSeen) {
           }();
           if (any_cut)
             mistake("local attention alone",
-                    [&](const ContextMesh&, const ContextAttention&, const Batch& batch, const at::Tensor& q,
+                    [&](const ContextGroups&, const ContextAttention&, const Batch& batch, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v) {
                       return variable_length_attention(q, k, v, batch.cu_seqlens, causal);
                     });
@@ -204,7 +205,7 @@ TEST(ContextAttention, PlantedMistakesAreSeen) {
             for (std::size_t p = 0; p < cut.pieces[r].size(); ++p)
               loses |= joined->pieces[r][p].document != cut.pieces[r][p].document;
           if (loses)
-            mistake("B20", [&](const ContextMesh&, const ContextAttention& over, const Batch& batch,
+            mistake("B20", [&](const ContextGroups&, const ContextAttention& over, const Batch& batch,
                                const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
               auto wrong = std::make_shared<ContextCut>(*joined);
               wrong->rank = batch.cut->rank;
@@ -224,15 +225,15 @@ TEST(ContextAttention, PlantedMistakesAreSeen) {
 TEST(ContextAttention, NothingLeaksBetweenDocuments) {
   for (const ContextSizes& sizes : kContextSizes)
     run_ranks(sizes.ranks(), [&](World& world) {
-      const ContextMesh mesh = mesh_of(world, sizes);
+      const ContextGroups groups = groups_of(world, sizes);
       for (const bool causal : {true, false}) {
-        const ContextAttention attention(mesh, causal);
+        const ContextAttention attention(groups, causal);
         for (const ContextCase& one : kContextCases) {
           if (one.lengths.size() < 3) continue;
           const auto ends = one.cu_seqlens();
           const ContextCut cut = one.cut(sizes, causal);
           const Problem problem = make_problem(ends.back(), 12, at::kFloat);
-          const Results before = distributed(mesh, attention, problem, cut);
+          const Results before = distributed(groups, attention, problem, cut);
           for (std::size_t victim = 0; victim + 1 < ends.size(); victim += 2) {
             if (ends[victim] == ends[victim + 1]) continue;
             Problem changed = problem;
@@ -240,7 +241,7 @@ TEST(ContextAttention, NothingLeaksBetweenDocuments) {
               *x = x->clone();
               x->slice(0, ends[victim], ends[victim + 1]).mul_(-3).add_(1);
             }
-            const Results after = distributed(mesh, attention, changed, cut);
+            const Results after = distributed(groups, attention, changed, cut);
             for (std::size_t d = 0; d + 1 < ends.size(); ++d)
               for (std::size_t i = 0; i < before.size(); ++i) {
                 const bool same =
@@ -260,9 +261,9 @@ TEST(ContextAttention, NothingLeaksBetweenDocuments) {
 TEST(ContextAttention, WithinRoundingInLowerPrecision) {
   for (const ContextSizes& sizes : kContextSizes)
     run_ranks(sizes.ranks(), [&](World& world) {
-      const ContextMesh mesh = mesh_of(world, sizes);
+      const ContextGroups groups = groups_of(world, sizes);
       const bool causal = sizes.ring != 3;  // one of them both ways
-      const ContextAttention attention(mesh, causal);
+      const ContextAttention attention(groups, causal);
       for (const auto& [type, unit] :
            {std::pair{at::kFloat, std::ldexp(1.0, -24)}, {at::kBFloat16, std::ldexp(1.0, -8)}})
         for (const ContextCase& one : kContextCases)
@@ -276,7 +277,7 @@ TEST(ContextAttention, WithinRoundingInLowerPrecision) {
                 run([&](const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v) { return variable_length_attention(q, k, v, ends, causal); },
                     problem);
-            const Results results = distributed(mesh, attention, problem, one.cut(sizes, causal));
+            const Results results = distributed(groups, attention, problem, one.cut(sizes, causal));
             for (std::size_t i = 0; i < wanted.size(); ++i)
               EXPECT_LE(relative(results[i], wanted[i]),
                         4 * relative(alone[i], wanted[i]) + unit * std::sqrt(sizes.ranks()))
@@ -288,24 +289,24 @@ TEST(ContextAttention, WithinRoundingInLowerPrecision) {
 // A rank sends the keys that somebody further on needs, and nothing else.
 TEST(ContextAttention, MovesWhatIsNeeded) {
   constexpr std::int64_t kRow = 12 * kDim * 2 * 8;  // bytes of a token's keys and values in fp64
-  const auto sent = [](const ContextMesh& mesh) {
-    const auto traffic = mesh.ring.traffic();
+  const auto sent = [](const ContextGroups& groups) {
+    const auto traffic = groups.ring.traffic();
     const auto place = traffic.operations.find("send");
     return place == traffic.operations.end() ? 0 : place->second.bytes;
   };
   run_ranks(2, [&](World& world) {
     for (const bool whole : {true, false}) {
-      const ContextMesh mesh = mesh_of(world, {2, 1});
-      const ContextAttention attention(mesh);
+      const ContextGroups groups = groups_of(world, {2, 1});
+      const ContextAttention attention(groups);
       const std::vector<std::int64_t> ends =
           whole ? std::vector<std::int64_t>{0, 16, 32, 48, 64} : std::vector<std::int64_t>{0, 64};
-      const std::int64_t before = sent(mesh);
+      const std::int64_t before = sent(groups);
       const Problem problem = make_problem(64, 12, at::kDouble);
-      distributed(mesh, attention, problem, cut_documents(ends, {.ring = 2}));
+      distributed(groups, attention, problem, cut_documents(ends, {.ring = 2}));
       // One document in four chunks of 16: rank 0 has the first and the last, of which rank 1 needs the
       // first; rank 1's two are needed by the last. In backward again, and their gradients back.
       const std::int64_t rows = whole ? 0 : world.rank == 0 ? 16 + 16 + 32 : 32 + 32 + 16;
-      EXPECT_EQ(sent(mesh) - before, rows * kRow) << "rank " << world.rank;
+      EXPECT_EQ(sent(groups) - before, rows * kRow) << "rank " << world.rank;
     }
   });
 }
@@ -313,14 +314,14 @@ TEST(ContextAttention, MovesWhatIsNeeded) {
 TEST(ContextAttention, SameBitsRunToRun) {
   for (const ContextSizes& sizes : {ContextSizes{4, 1}, {2, 2}})
     run_ranks(sizes.ranks(), [&](World& world) {
-      const ContextMesh mesh = mesh_of(world, sizes);
-      const ContextAttention attention(mesh);
+      const ContextGroups groups = groups_of(world, sizes);
+      const ContextAttention attention(groups);
       const ContextCase& one = kContextCases[3];
       const Problem problem = make_problem(one.cu_seqlens().back(), 2, at::kFloat);
       const ContextCut cut = one.cut(sizes, true);
-      const Results first = distributed(mesh, attention, problem, cut);
+      const Results first = distributed(groups, attention, problem, cut);
       for (int again = 0; again < 5; ++again) {
-        const Results now = distributed(mesh, attention, problem, cut);
+        const Results now = distributed(groups, attention, problem, cut);
         for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(now[i].equal(first[i]));
       }
     });
@@ -328,20 +329,20 @@ TEST(ContextAttention, SameBitsRunToRun) {
 
 TEST(ContextAttention, BadInputIsNamedOnEveryRank) {
   run_ranks(4, [&](World& world) {
-    EXPECT_THAT(config_error_of([&] { context_mesh(world, {.ring = 3}); }), HasSubstr("1, 2, 4"));
-    EXPECT_THAT(config_error_of([&] { context_mesh(world, {.dp_replicate = 2, .ring = 2, .ulysses = 2}); }),
+    EXPECT_THAT(config_error_of([&] { data_grid(world.size, {.cp_ring = 3}); }), HasSubstr("1, 2, 4"));
+    EXPECT_THAT(config_error_of([&] { data_grid(world.size, {.dp_replicate = 2, .cp_ring = 2, .cp_ulysses = 2}); }),
                 HasSubstr("dp_replicate 2 x cp_ring 2 x cp_ulysses 2 for 4 ranks"));
-    const auto said = [&](const ContextMesh& mesh, const ContextCut& cut, std::int64_t heads,
+    const auto said = [&](const ContextGroups& groups, const ContextCut& cut, std::int64_t heads,
                           std::int64_t key_heads, at::ScalarType type = at::kFloat) {
-      const ContextAttention attention(mesh);
-      const int rank = mesh.context.rank();
+      const ContextAttention attention(groups);
+      const int rank = groups.context.rank();
       const auto make = [&](std::int64_t n) {
         return at::ones({cut.tokens_of(rank), n, kDim}, at::TensorOptions(type));
       };
       return config_error_of(
           [&] { attention(batch_of(cut, rank), make(heads), make(key_heads), make(key_heads)); });
     };
-    const ContextMesh ulysses = mesh_of(world, {1, 4}), ring = mesh_of(world, {4, 1});
+    const ContextGroups ulysses = groups_of(world, {1, 4}), ring = groups_of(world, {4, 1});
     const ContextCut by_heads = cut_documents({0, 20}, {.ulysses = 4}),
                      by_ring = cut_documents({0, 20}, {.ring = 4});
     // Four ranks for six heads; for three key heads.

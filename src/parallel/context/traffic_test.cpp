@@ -18,8 +18,9 @@ struct Sent {
 // One document of `tokens` over all ranks, forward and backward; of all ranks together.
 Sent sent(World& world, const ContextSizes& sizes, std::int64_t tokens, std::int64_t heads,
           std::int64_t key_heads, at::ScalarType type, bool causal) {
-  const ContextMesh mesh = context_mesh(world, {.ring = sizes.ring, .ulysses = sizes.ulysses});
-  const ContextAttention attention(mesh, causal);
+  const Mesh mesh(world, data_grid(world.size, {.cp_ring = sizes.ring, .cp_ulysses = sizes.ulysses}));
+  const ContextGroups groups = context_groups(mesh);
+  const ContextAttention attention(groups, causal);
   Batch whole;
   whole.cu_seqlens = {0, tokens};
   whole.tokens = whole.targets = whole.positions = at::arange(tokens);
@@ -31,7 +32,7 @@ Sent sent(World& world, const ContextSizes& sizes, std::int64_t tokens, std::int
   const at::Tensor q = draw(heads), k = draw(key_heads), v = draw(key_heads);
   const auto so_far = [&] {
     std::int64_t bytes = 0;
-    for (const Group* group : {&mesh.ring, &mesh.ulysses})
+    for (const Group* group : {&groups.ring, &groups.ulysses})
       for (const char* kind : {"send", "all_to_all"}) {
         const auto traffic = group->traffic();
         const auto place = traffic.operations.find(kind);

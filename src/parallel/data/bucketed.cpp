@@ -4,11 +4,15 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "layout/storage.hpp"
 #include "parallel/data/bucket_order.hpp"
 #include "parallel/data/flat_bucket.hpp"
+#include "parallel/data/freezing.hpp"
 #include "parallel/data/same_parameters.hpp"
 
 namespace isograd {
@@ -16,7 +20,7 @@ namespace {
 
 class Bucketed final : public DataParallel {
  public:
-  Bucketed(std::vector<NamedParameter> parameters, DataGroups groups, const DataParallelOptions& options);
+  Bucketed(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options);
   ~Bucketed() override;
   Bucketed(const Bucketed&) = delete;
   Bucketed& operator=(const Bucketed&) = delete;
@@ -30,12 +34,12 @@ class Bucketed final : public DataParallel {
   void publish_parameters() override;
   bool takes_every_round() const override { return policy_.every_round; }
   std::vector<Bucket>& buckets() override { return buckets_; }
-  void keep_buckets() override { watches_order_ = false; }
+  std::vector<std::size_t> launch_order() override { return launch_order_; }
   Group& group() override { return policy_.groups.all; }
   Group& shard_group() override { return policy_.groups.shard; }
   std::int64_t bytes_sent() override {
     return isograd::bytes_sent(policy_.groups.all, policy_.groups.shard, policy_.groups.replicate) -
-           rebuilding_bytes_;
+           asking_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
 
@@ -47,31 +51,36 @@ class Bucketed final : public DataParallel {
     std::size_t missing = 0;
   };
 
-  void build(const std::vector<std::size_t>& order);
-  void rebuild();
-  void connect();
-  void disconnect();
+  void refuse_early(const std::vector<NamedParameter>& parameters);
+  void add_buckets(std::vector<BucketPlan> plans);
+  void connect(std::size_t bucket);
+  void join(const std::vector<NamedParameter>& unfrozen);
+  void reduce_joined(std::size_t bucket);
+  void learn_order();
   void on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter);
   void launch_next();
   void finish_round(const Reduced& reduced = [](const Bucket&, std::optional<double>) {});
   void check_views() const;
   bool reduces() const { return policy_.groups.all.size() > 1; }
 
-  std::vector<NamedParameter> parameters_;
+  TrainableParameters parameters_;
+  std::vector<Claim> claims_;
   BucketPolicy policy_;
-  bool overlap_;
+  bool overlap_, offload_, check_parameters_;
   std::int64_t bucket_bytes_, first_bucket_bytes_;
-  bool watches_order_;  // in which gradients come, until buckets are made anew or an update has been made
-  std::int64_t rebuilding_bytes_ = 0;
+  bool learns_order_;                // in which gradients come
   std::vector<std::size_t> came_{};  // parameters, in that order, in the last backward that had any
   bool new_backward_ = false;        // none of its gradients has come
+  std::int64_t asking_bytes_ = 0;    // once, to agree on that order
   std::vector<Bucket> buckets_;
   std::vector<std::unique_ptr<FlatBucket>> flats_;  // per bucket
   std::vector<Arrivals> arrivals_;                  // per bucket
   bool in_round_ = false;                           // a backward has begun whose gradients are to be reduced
   bool in_last_ = false;
-  // Buckets [0, completed_) are reduced, [completed_, launched_) under way. Launched strictly in the plan's
-  // order, whatever order gradients arrive in, so that all ranks issue the same sequence of collectives.
+  bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
+  // Launched strictly in this order, whatever order gradients arrive in, so that all ranks issue the same
+  // sequence of collectives: its places [0, completed_) are reduced, [completed_, launched_) under way.
+  std::vector<std::size_t> launch_order_;
   std::size_t completed_ = 0, launched_ = 0;
 };
 
@@ -97,99 +106,127 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
          "backward without create_graph (it replaces them)");
 }
 
-Bucketed::Bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
-                   const DataParallelOptions& options)
+Bucketed::Bucketed(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options)
     : parameters_(std::move(parameters)),
       policy_(std::move(groups), options),
       overlap_(options.overlap),
+      offload_(options.offload),
+      check_parameters_(options.check_parameters),
       bucket_bytes_(options.bucket_bytes),
       first_bucket_bytes_(options.first_bucket_bytes),
-      watches_order_(options.rebuild_buckets && options.order.empty() && overlap_ && reduces()) {
-  // Everything that can refuse comes before the model is touched.
-  for (const NamedParameter& parameter : parameters_)
+      learns_order_(options.learn_order && overlap_ && reduces()) {
+  if (parameters_.check) parameters_.check();
+  refuse_early(parameters_);
+  add_buckets(plan_buckets(parameters_, bucket_bytes_, first_bucket_bytes_,
+                           order_by_names(parameters_, options.order)));
+}
+
+// Everything that can refuse comes before the model is touched. Collective.
+void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& parameter : parameters)
     if (torch::autograd::impl::post_acc_grad_hooks(parameter.tensor))
       refuse(parameter.name, "a post-accumulate-gradient hook already there", "none",
              "Destroy the other layout of this model first");
-  if (options.offload)
-    for (const NamedParameter& parameter : parameters_) check_can_be_offloaded(parameter.tensor.device());
-  if (options.check_parameters) check_same_parameters(parameters_, policy_.groups.all);
-  build(order_by_names(parameters_, options.order));
-  connect();
+  if (offload_)
+    for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
+  claims_.emplace_back(parameters);
+  if (check_parameters_) check_same_parameters(parameters, policy_.groups.all);
 }
 
-void Bucketed::build(const std::vector<std::size_t>& order) {
-  auto plans = plan_buckets(parameters_, bucket_bytes_, first_bucket_bytes_, order);
-  flats_.clear();
-  buckets_.clear();
+void Bucketed::add_buckets(std::vector<BucketPlan> plans) {
+  const std::size_t first = buckets_.size();
   for (BucketPlan& plan : plans) {
     pad_for(plan, policy_.groups.all.size());
     flats_.push_back(std::make_unique<FlatBucket>(std::move(plan), parameters_, policy_));
+    launch_order_.push_back(buckets_.size());
     buckets_.push_back(flats_.back()->bucket());
   }
   policy_.make_transient(buckets_);
-  arrivals_.assign(buckets_.size(), {});
+  arrivals_.resize(buckets_.size());
+  for (std::size_t bucket = first; bucket < buckets_.size(); ++bucket) connect(bucket);
 }
 
-void Bucketed::connect() {
-  for (std::size_t b = 0; b < buckets_.size(); ++b)
-    for (std::size_t s = 0; s < buckets_[b].plan.slots.size(); ++s) {
-      const Slot& slot = buckets_[b].plan.slots[s];
-      at::Tensor& parameter = parameters_[slot.index].tensor;
-      parameter.mutable_grad() =
-          flats_[b]->keeps_gradients() ? slot_view(flats_[b]->gradients(), slot) : at::Tensor();
-      if (reduces() && overlap_)
-        torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, b, s));
-    }
+void Bucketed::connect(std::size_t bucket) {
+  const FlatBucket& flat = *flats_[bucket];
+  const auto& slots = buckets_[bucket].plan.slots;
+  for (std::size_t s = 0; s < slots.size(); ++s) {
+    at::Tensor& parameter = parameters_[slots[s].index].tensor;
+    parameter.mutable_grad() = flat.keeps_gradients() ? slot_view(flat.gradients(), slots[s]) : at::Tensor();
+    if (reduces() && overlap_)
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, bucket, s));
+  }
 }
 
-void Bucketed::disconnect() {
+Bucketed::~Bucketed() {
   for (NamedParameter& parameter : parameters_) {
     if (reduces() && overlap_) torch::autograd::impl::post_acc_grad_hooks(parameter.tensor).reset();
     parameter.tensor.mutable_grad() = at::Tensor();  // the bucket's memory goes with the group
   }
 }
 
-Bucketed::~Bucketed() {
-  disconnect();
+// Unfrozen parameters, with whatever gradient has come for them meanwhile.
+void Bucketed::join(const std::vector<NamedParameter>& unfrozen) {
+  refuse_early(unfrozen);
+  std::vector<BucketPlan> plans = plan_joined(parameters_, unfrozen, bucket_bytes_);
+  std::vector<at::Tensor> came;
+  for (const NamedParameter& parameter : parameters_) came.push_back(parameter.tensor.grad());
+  const std::size_t first = buckets_.size();
+  add_buckets(std::move(plans));
+  for (std::size_t bucket = first; bucket < buckets_.size(); ++bucket) {
+    for (const Slot& slot : buckets_[bucket].plan.slots) {
+      if (!came[slot.index].defined()) continue;
+      if (flats_[bucket]->keeps_gradients())
+        slot_view(flats_[bucket]->gradients(), slot).copy_(as_dense(came[slot.index]));
+      else
+        parameters_[slot.index].tensor.mutable_grad() = came[slot.index];  // to be packed
+    }
+    if (reduces()) reduce_joined(bucket);
+  }
 }
 
-// Between the sum and its first use. Old and new memory exist side by side for a moment.
-void Bucketed::rebuild() {
-  const auto order = agree_on_order(came_, parameters_.size(), policy_.groups.all);
-  if (order.empty()) return;  // no rank had a gradient: the next step may tell
-  watches_order_ = false;
-  came_ = {};
-  std::vector<std::string> names;
-  for (std::size_t index : order) names.push_back(parameters_[index].name);
-  if (names == bucket_order()) return;
-  std::map<std::size_t, at::Tensor> sums;  // whole, by parameter
-  for (const Bucket& bucket : buckets_) {
-    const at::Tensor whole = gather_whole(bucket, bucket.gradients);
-    for (const Slot& slot : bucket.plan.slots) sums[slot.index] = slot_view(whole, slot);
+void Bucketed::reduce_joined(std::size_t bucket) {
+  FlatBucket& flat = *flats_[bucket];
+  flat.launch(/*turn=*/0, parameters_);
+  flat.wait();
+  if (policy_.every_round) {
+    flat.sum_over_replicas();
+    flat.wait();
   }
-  const auto old_flats = std::move(flats_);  // the sums may be views of them
-  const auto old_buckets = std::move(buckets_);
-  disconnect();
-  build(order);
-  for (const Bucket& bucket : buckets_)
-    for (const Slot& slot : bucket.plan.slots)
-      write_slot(bucket.gradients, bucket.held, slot, sums.at(slot.index));
-  connect();
-  // Nobody gives back what another still reads.
-  policy_.groups.all.barrier();
+  flat.to_host();
+}
+
+// Where a bucket's last gradient came, there it is sent from here on. All ranks follow the first that saw
+// any.
+void Bucketed::learn_order() {
+  const std::int64_t before = bytes_sent();
+  const auto order = agree_on_order(came_, parameters_.size(), policy_.groups.all);
+  asking_bytes_ += bytes_sent() - before;
+  if (order.empty()) return;  // no rank had a gradient: the next step may tell
+  learns_order_ = false;
+  came_ = {};
+  std::vector<std::size_t> place(parameters_.size()), complete(buckets_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) place[order[i]] = i;
+  for (std::size_t b = 0; b < buckets_.size(); ++b)
+    for (const Slot& slot : buckets_[b].plan.slots) complete[b] = std::max(complete[b], place[slot.index]);
+  std::sort(launch_order_.begin(), launch_order_.end(),
+            [&](std::size_t a, std::size_t b) { return complete[a] < complete[b]; });
 }
 
 void Bucketed::zero_gradients() {
   // Given up in mid-backward: ranks may have come differently far with it, yet all issue the same
   // collectives.
   if (in_round_) finish_round();
+  if (parameters_.check) parameters_.check();
   check_views();
-  in_round_ = in_last_ = false;
+  for (auto& flat : flats_) flat->take_over_writes();
+  in_round_ = in_last_ = may_be_updated_ = false;
   completed_ = launched_ = 0;
   came_.clear();
   for (auto& flat : flats_) flat->zero();
   if (policy_.every_round)  // a backward whose gradients nobody has packed
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
+  for (NamedParameter& parameter : parameters_.frozen)
+    if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
 }
 
 void Bucketed::begin_backward(bool last) {
@@ -207,8 +244,12 @@ void Bucketed::begin_backward(bool last) {
   in_round_ = true;
   completed_ = launched_ = 0;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
-    arrivals_[b].missing = buckets_[b].plan.slots.size();
-    arrivals_[b].slots.assign(arrivals_[b].missing, false);
+    const auto& slots = buckets_[b].plan.slots;
+    arrivals_[b].slots.assign(slots.size(), false);
+    arrivals_[b].missing =
+        static_cast<std::size_t>(std::count_if(slots.begin(), slots.end(), [&](const Slot& slot) {
+          return parameters_[slot.index].tensor.requires_grad();
+        }));
   }
 }
 
@@ -217,7 +258,7 @@ void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tenso
   if (flats_[bucket]->keeps_gradients() &&
       !is_slot_view(parameter.grad(), flats_[bucket]->gradients(), place))
     refuse_gradient(place.name);
-  if (watches_order_) {
+  if (learns_order_) {
     if (std::exchange(new_backward_, false)) came_.clear();
     came_.push_back(place.index);
   }
@@ -228,14 +269,14 @@ void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tenso
            "one backward after begin_backward()", "Add the losses up and call backward once");
   arrived.slots[slot] = true;
   --arrived.missing;
-  while (launched_ < buckets_.size() && arrivals_[launched_].missing == 0) launch_next();
-  while (completed_ < launched_ && flats_[completed_]->progress()) ++completed_;
+  while (launched_ < buckets_.size() && arrivals_[launch_order_[launched_]].missing == 0) launch_next();
+  while (completed_ < launched_ && flats_[launch_order_[completed_]]->progress()) ++completed_;
 }
 
 void Bucketed::launch_next() {
   // A buffer that buckets take turns with must be free again.
-  while (launched_ - completed_ >= policy_.most_in_flight()) flats_[completed_++]->wait();
-  flats_[launched_]->launch(launched_, parameters_);
+  while (launched_ - completed_ >= policy_.most_in_flight()) flats_[launch_order_[completed_++]]->wait();
+  flats_[launch_order_[launched_]]->launch(launched_, parameters_);
   ++launched_;
 }
 
@@ -246,52 +287,63 @@ void Bucketed::finish_round(const Reduced& reduced) {
   policy_.waited.during([&] {
     while (launched_ < buckets_.size()) launch_next();
   });
-  for (std::size_t b = 0; b < launched_; ++b) {
-    if (b == completed_) flats_[completed_++]->wait();
+  // Handed over in the order of buckets(): what adds up by bucket has the same bits whatever was sent first.
+  std::vector<bool> final(buckets_.size());
+  std::size_t next = 0;
+  for (std::size_t place = 0; place < launched_; ++place) {
+    const std::size_t b = launch_order_[place];
+    if (place == completed_) {
+      flats_[b]->wait();
+      ++completed_;
+    }
     flats_[b]->to_host();
-    reduced(buckets_[b], flats_[b]->squares());
+    for (final[b] = true; next < final.size() && final[next]; ++next)
+      reduced(buckets_[next], flats_[next]->squares());
   }
   in_round_ = false;
 }
 
 void Bucketed::finish_reduction_with(const Reduced& reduced) {
-  const auto all_reduced = [&] {
-    for (const Bucket& bucket : buckets_) reduced(bucket, std::nullopt);
+  const auto hand_over_from = [&](std::size_t first) {
+    for (std::size_t b = first; b < buckets_.size(); ++b) reduced(buckets_[b], std::nullopt);
   };
-  if (reduces()) {
+  const std::size_t known = buckets_.size();
+  if (!reduces()) {
+    for (auto& flat : flats_) flat->to_host();
+    hand_over_from(0);
+  } else {
     if (!in_round_) completed_ = launched_ = 0;
     in_last_ = true;
-    const bool rebuilds = watches_order_;
-    if (policy_.every_round || rebuilds) {  // replicas add up once a step, not in every round
-      finish_round();
-      if (policy_.every_round) {
-        policy_.waited.during([&] {
-          for (auto& flat : flats_) flat->sum_over_replicas();
-          for (auto& flat : flats_) flat->wait();
-        });
-      }
-      if (rebuilds) {
-        const std::int64_t before = bytes_sent();
-        rebuild();
-        rebuilding_bytes_ += bytes_sent() - before;
-      }
-      all_reduced();
-    } else {
+    if (!policy_.every_round) {
       finish_round(reduced);
+    } else {  // replicas add up once a step, not in every round
+      finish_round();
+      policy_.waited.during([&] {
+        for (auto& flat : flats_) flat->sum_over_replicas();
+        for (auto& flat : flats_) flat->wait();
+      });
+      hand_over_from(0);
     }
-    // Nobody reads parameters any more, so that their owners may write to them.
-    if (policy_.one_copy) policy_.meet();
-  } else {
-    for (auto& flat : flats_) flat->to_host();
-    all_reduced();
+    if (learns_order_) learn_order();
   }
+  if (const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.groups.all); !unfrozen.empty()) {
+    join(unfrozen);
+    hand_over_from(known);
+  }
+  // Nobody reads parameters any more, so that their owners may write to them.
+  if (reduces() && policy_.one_copy) policy_.meet();
   in_round_ = in_last_ = false;
   check_views();
+  for (auto& flat : flats_) flat->take_over_writes();
+  may_be_updated_ = true;
 }
 
 void Bucketed::publish_parameters() {
-  keep_buckets();  // the optimizer's state and the masters belong to them now
-  for (auto& flat : flats_) flat->to_device();
+  const bool updated = std::exchange(may_be_updated_, false);
+  for (auto& flat : flats_) {
+    updated ? flat->refuse_writes() : flat->take_over_writes();
+    flat->to_device();
+  }
   if (policy_.shards() == 1) return;
   if (policy_.one_copy) return policy_.meet();
   policy_.waited.during([&] {
@@ -311,13 +363,14 @@ void Bucketed::check_views() const {
       if (!is_slot_view(parameter, flats_[b]->parameters(), slot))
         refuse(slot.name, "values that no longer live in the layout's flat buffer",
                "the tensor left in place",
-               "Convert, move and load the model before making the layout; afterwards copy values in place");
+               "Convert, move and load the model before making the layout; afterwards write values with its "
+               "write()");
     }
 }
 
 }  // namespace
 
-std::unique_ptr<DataParallel> bucketed(std::vector<NamedParameter> parameters, DataGroups groups,
+std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, DataGroups groups,
                                        DataParallelOptions options) {
   return std::make_unique<Bucketed>(std::move(parameters), std::move(groups), options);
 }

@@ -91,6 +91,24 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
   held_ = HeldPart(bucket_, policy.offload, keeps_gradients());
+  writes_ = Writes(bucket_.plan, parameters);
+}
+
+void FlatBucket::take_over_writes() {
+  for (std::size_t place : writes_.take()) {
+    const Slot& slot = bucket_.plan.slots[place];
+    if (policy_.one_copy) refuse_write_to_one_copy(slot.name, policy_.groups.shard.size());
+    held_.take_over(bucket_, slot);
+  }
+}
+
+void FlatBucket::refuse_writes() {
+  if (!held_.keeps_copies(bucket_)) return;
+  for (std::size_t place : writes_.take())
+    throw ConfigError({.where = fmt::format("parameter '{}'", bucket_.plan.slots[place].name),
+                       .found = "values written between finish_reduction() and publish_parameters()",
+                       .expected = "none: the update has replaced them by those of its own copy",
+                       .action = "Write values after publish_parameters(), before the next step"});
 }
 
 void FlatBucket::zero() {
@@ -112,7 +130,7 @@ void FlatBucket::pack(const at::Tensor& buffer, const std::vector<NamedParameter
     at::Tensor parameter = parameters[slot.index].tensor;
     if (!parameter.grad().defined()) continue;
     zero_to(slot.offset);
-    slot_view(buffer, slot).copy_(parameter.grad());
+    slot_view(buffer, slot).copy_(as_dense(parameter.grad()));
     parameter.mutable_grad() = at::Tensor();
     at = slot.offset + slot.numel;
   }

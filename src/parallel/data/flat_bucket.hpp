@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "layout/storage.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/wait_clock.hpp"
 
@@ -52,6 +53,10 @@ class FlatBucket {
   void sum_over_replicas();
   void to_host() const { held_.gradients_to_host(); }
   void to_device() const { held_.parameters_to_device(); }
+  // Takes values over that somebody has written into the parameters. ConfigError where ranks share one copy.
+  void take_over_writes();
+  // After the update, which has replaced them: ConfigError.
+  void refuse_writes();
   void gather_parameters();
   // What can be done now; true once all that was begun is complete.
   bool progress();
@@ -66,6 +71,7 @@ class FlatBucket {
   BucketPolicy& policy_;
   Bucket bucket_;
   HeldPart held_;
+  Writes writes_;
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
   bool then_replicas_ = false;

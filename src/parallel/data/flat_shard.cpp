@@ -55,20 +55,11 @@ void write_values(const at::Tensor& to, Range held, const Slot& slot, const at::
   write_slot(to, held, slot, values);
 }
 
-// `parameter` stays the same tensor, of the same name and autograd state.
-void become(at::Tensor parameter, const at::Tensor& view) {
-  const at::NoGradGuard no_grad;
-  if (parameter.is_meta())
-    parameter.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
-  else
-    parameter.set_data(view);
-}
-
 }  // namespace
 
 FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
                      bool trained, bool fp32_gradients, const Initialize& initialize, ShardContext& context)
-    : context_(context), trained_(trained), pieces_(plan.slots.size()) {
+    : context_(context), trained_(trained), fp32_gradients_(fp32_gradients), pieces_(plan.slots.size()) {
   Group& shard = context.groups.shard;
   const at::NoGradGuard no_grad;
   const Range all{0, plan.numel};
@@ -92,7 +83,10 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
       for (const Slot& slot : plan.slots)
         write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
     if (context.one_copy) shard.barrier();  // nobody looks before they are there
-    for (const Slot& slot : plan.slots) become(parameters.at(slot.index).tensor, slot_view(whole, slot));
+    for (const Slot& slot : plan.slots)
+      if (at::Tensor parameter = parameters.at(slot.index).tensor; parameter.is_meta())
+        parameter.unsafeGetTensorImpl()->shallow_copy_from(slot_view(whole, slot).getIntrusivePtr());
+    move_parameters(plan, parameters, whole);
     bucket_.parameters = whole.narrow(0, held.begin, held.size());
     state_ = State::kWhole;
   } else {
@@ -106,21 +100,43 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
     for (const Slot& slot : plan.slots) {
       const at::Tensor& parameter = parameters.at(slot.index).tensor;
       write_values(bucket_.parameters, held, slot, parameter, initialize);
-      become(parameter, storage_->view(slot));
+      storage_->adopt(parameter, slot);
     }
   }
   bucket_.master = plan.dtype == at::kBFloat16 ? bucket_.parameters.to(at::kFloat) : bucket_.parameters;
-  if (trained) {
-    const at::ScalarType type = gradient_type(plan.dtype, fp32_gradients);
-    if (context.reduce_once) {
-      whole_gradients_ = shard.empty_shared(plan.numel, type, plan.device);
-      bucket_.gradients = whole_gradients_.narrow(0, held.begin, held.size());
+  writes_ = Writes(plan, parameters);
+  bucket_.plan = std::move(plan);
+  make_gradients();
+}
+
+void FlatShard::make_gradients() {
+  if (trained_) {
+    const BucketPlan& plan = bucket_.plan;
+    const at::ScalarType type = gradient_type(plan.dtype, fp32_gradients_);
+    const std::int64_t kept = bucket_.held.size();
+    if (context_.reduce_once) {
+      whole_gradients_ = context_.groups.shard.empty_shared(plan.numel, type, plan.device);
+      bucket_.gradients = whole_gradients_.narrow(0, bucket_.held.begin, kept);
     } else {
-      bucket_.gradients = context.groups.replicate.empty_shared(held.size(), type, plan.device);
+      bucket_.gradients = context_.groups.replicate.empty_shared(kept, type, plan.device);
     }
   }
-  held_ = HeldPart(bucket_, context.offload && trained, context.reduce_once);
-  bucket_.plan = std::move(plan);
+  held_ = HeldPart(bucket_, context_.offload && trained_, context_.reduce_once);
+}
+
+void FlatShard::train() {
+  trained_ = true;
+  make_gradients();
+}
+
+void FlatShard::take_over_writes() {
+  const at::NoGradGuard no_grad;
+  for (std::size_t place : writes_.take()) {
+    const Slot& slot = bucket_.plan.slots[place];
+    if (context_.one_copy) refuse_write_to_one_copy(slot.name, context_.shards());
+    if (storage_) write_slot(held_.parameters(), bucket_.held, slot, slot_view(memory_, slot));
+    held_.take_over(bucket_, slot);
+  }
 }
 
 std::int64_t FlatShard::gathered_bytes() const {
@@ -144,12 +160,14 @@ void FlatShard::finish_gather() {
 
 void FlatShard::free() {
   if (state_ != State::kWhole || !storage_) return;
+  take_over_writes();  // as long as they can be read
   storage_->take_out();
   context_.pool.give(std::move(memory_));
   state_ = State::kFreed;
 }
 
 void FlatShard::drop() noexcept {
+  writes_.take();  // of a pass that is given up
   if (state_ == State::kGathering) {
     try {
       finish_gather();  // the others have begun it too; a group that failed throws at once
@@ -163,6 +181,7 @@ void FlatShard::drop() noexcept {
 
 void FlatShard::add(std::size_t slot, at::Tensor gradient) {
   const at::NoGradGuard no_grad;
+  gradient = as_dense(gradient);
   if (whole_gradients_.defined()) {
     slot_view(whole_gradients_, bucket_.plan.slots[slot]).add_(gradient);
     return;
@@ -253,6 +272,7 @@ void FlatShard::sum_over_replicas() {
 }
 
 void FlatShard::zero() {
+  if (!storage_) take_over_writes();
   fresh_ = true;
   forget();
   if (whole_gradients_.defined())

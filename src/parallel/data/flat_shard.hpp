@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "layout/storage.hpp"
 #include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/unit_storage.hpp"
@@ -57,6 +58,8 @@ class FlatShard {
 
   const Bucket& bucket() const { return bucket_; }
   bool trained() const { return trained_; }
+  // Parameters that were frozen when the layout was made get gradients from here on. Collective.
+  void train();
   const UnitStorage* storage() const { return storage_.get(); }  // none where always whole
 
   // Collective, in the same order on all ranks.
@@ -79,6 +82,9 @@ class FlatShard {
   void to_device() const { held_.parameters_to_device(); }
   void zero();
   void forget();  // what was added and not reduced
+  // Values that somebody has written into the parameters, while they are whole. ConfigError where ranks share
+  // one copy.
+  void take_over_writes();
 
  private:
   enum class State { kFreed, kGathering, kWhole };
@@ -86,13 +92,15 @@ class FlatShard {
     at::Tensor sum;
     bool own = false;  // memory nobody else sees
   };
+  void make_gradients();
   void settle();
   void pack(const at::Tensor& buffer);
 
   ShardContext& context_;
-  bool trained_;
+  bool trained_, fp32_gradients_;
   Bucket bucket_;
   HeldPart held_;
+  Writes writes_;
   std::unique_ptr<UnitStorage> storage_;
   State state_ = State::kFreed;
   at::Tensor memory_;           // gathered into

@@ -4,11 +4,15 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <unordered_map>
 
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "layout/storage.hpp"
+#include "parallel/data/freezing.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/unit_handle.hpp"
 #include "parallel/data/unit_passes.hpp"
@@ -29,20 +33,20 @@ using Handles = std::vector<UnitHandle>;
 // Trained and frozen parameters of the model, tied ones once. What is frozen and of another type or layout
 // than parameters are trained in stays as it is, whole on every rank.
 struct Members {
-  std::vector<NamedParameter> trained, frozen;
+  TrainableParameters trained;
+  std::vector<NamedParameter> frozen;
+
+  std::array<const std::vector<NamedParameter>*, 2> lists() const { return {&trained, &frozen}; }
 };
 
 Members members_of(const Named& named) {
   Members members;
   members.trained = trainable_parameters(named);
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& [name, tensor] : named) {
-    if (!tensor.defined() || tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second)
-      continue;
+  for (const NamedParameter& parameter : members.trained.frozen) {
+    const at::Tensor& tensor = parameter.tensor;
     const auto type = tensor.scalar_type();
     const bool floating = type == at::kFloat || type == at::kDouble || type == at::kBFloat16;
-    if (floating && tensor.layout() == at::kStrided && tensor.is_leaf())
-      members.frozen.push_back({.name = name, .tensor = tensor, .decays = false});
+    if (floating && tensor.layout() == at::kStrided && tensor.is_leaf()) members.frozen.push_back(parameter);
   }
   return members;
 }
@@ -132,7 +136,7 @@ std::vector<UnitPlan> plan_units(const Uses& uses, const Named& named, const Mem
   std::vector<UnitPlan> units(uses.units.size());
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<std::string> names;
-    for (const auto* list : {&members.trained, &members.frozen}) {
+    for (const auto* list : members.lists()) {
       std::vector<NamedParameter> mine;
       std::vector<std::size_t> places;
       for (std::size_t i = 0; i < list->size(); ++i)
@@ -193,6 +197,10 @@ class Layout final : public FullySharded {
         for (const auto& [flat, trained] : plan.flats)
           if (trained) check_can_be_offloaded(flat.device);
     if (!options.initialize) check_values();
+    members_.trained.check = options.check;
+    if (options.check) options.check();
+    claims_.emplace_back(members_.trained);
+    claims_.emplace_back(members_.frozen);
     if (options.check_parameters) check_same(members_, context->groups.all);
     std::vector<ShardedUnit> units;
     for (UnitPlan& plan : plans) {
@@ -201,7 +209,10 @@ class Layout final : public FullySharded {
         unit.flats.push_back(std::make_unique<FlatShard>(
             std::move(flat), trained ? members_.trained : members_.frozen, plan.name, trained,
             plan.fp32_gradients, options.initialize, *context));
-        if (trained) buckets_.push_back(unit.flats.back()->bucket());
+        if (trained)
+          buckets_.push_back(unit.flats.back()->bucket());
+        else
+          frozen_flats_.push_back(unit.flats.back().get());
       }
     }
     passes_ = std::make_shared<UnitPasses>(
@@ -221,9 +232,16 @@ class Layout final : public FullySharded {
   Layout(const Layout&) = delete;
   Layout& operator=(const Layout&) = delete;
 
-  void zero_gradients() override { passes_->zero_gradients(); }
+  void zero_gradients() override {
+    if (members_.trained.check) members_.trained.check();
+    passes_->zero_gradients();
+    follow(/*joining=*/true);
+  }
   void begin_backward(bool last) override { passes_->begin_backward(last); }
-  void finish_reduction() override { passes_->finish_reduction(); }
+  void finish_reduction() override {
+    passes_->finish_reduction();
+    follow(/*joining=*/false);
+  }
   void publish_parameters() override { passes_->publish_parameters(); }
   bool takes_every_round() const override { return passes_->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return buckets_; }
@@ -245,8 +263,47 @@ class Layout final : public FullySharded {
   }
 
  private:
+  // A parameter that is unfrozen in mid-step joins at the next one's beginning: its forward must know of it.
+  void follow(bool joining) {
+    TrainableParameters& trained = members_.trained;
+    std::vector<NamedParameter> later;
+    if (!joining) later.swap(trained.frozen);
+    const auto unfrozen = follow_freezing(trained, buckets_, group());
+    if (!joining) later.swap(trained.frozen);
+    for (const NamedParameter& parameter : unfrozen) join(parameter);
+  }
+
+  // With all parameters of its flat, of which the others stay frozen.
+  void join(const NamedParameter& parameter) {
+    const auto has_it = [&](const FlatShard* flat) {
+      const auto& slots = flat->bucket().plan.slots;
+      return std::any_of(slots.begin(), slots.end(), [&](const Slot& slot) {
+        return members_.frozen[slot.index].tensor.is_same(parameter.tensor);
+      });
+    };
+    const auto found = std::find_if(frozen_flats_.begin(), frozen_flats_.end(), has_it);
+    if (found == frozen_flats_.end()) {
+      for (const NamedParameter& member : members_.trained)
+        if (member.tensor.is_same(parameter.tensor)) return;  // with another of its flat
+      refuse(fmt::format("parameter '{}', unfrozen, of {} {}", parameter.name,
+                         c10::toString(parameter.tensor.scalar_type()), c10::str(parameter.tensor.layout())),
+             "a dense leaf in float64, float32 or bfloat16", "Convert the model before making the layout");
+    }
+    passes_->train(**found, members_.frozen);
+    Bucket& bucket = buckets_.emplace_back((*found)->bucket());
+    for (Slot& slot : bucket.plan.slots) {
+      const NamedParameter& member = members_.frozen[slot.index];
+      slot.index = members_.trained.size();
+      slot.trained = member.tensor.requires_grad();
+      members_.trained.push_back(member);
+      std::erase_if(members_.trained.frozen,
+                    [&](const NamedParameter& one) { return one.tensor.is_same(member.tensor); });
+    }
+    frozen_flats_.erase(found);
+  }
+
   void check_values() const {
-    for (const auto* list : {&members_.trained, &members_.frozen})
+    for (const auto* list : members_.lists())
       for (const NamedParameter& parameter : *list)
         if (parameter.tensor.is_meta())
           refuse(fmt::format("parameter '{}' on the meta device, without values", parameter.name),
@@ -256,7 +313,9 @@ class Layout final : public FullySharded {
 
   Handles handles_;
   Members members_;
+  std::vector<Claim> claims_;
   std::vector<Bucket> buckets_;
+  std::vector<FlatShard*> frozen_flats_;  // of units, in an order that all ranks share
   std::shared_ptr<UnitPasses> passes_;
 };
 

@@ -18,20 +18,12 @@ DataGroups::DataGroups(Group all_, Group shard_, Group replicate_)
                        .action = "Choose the number of replicas so that it divides the ranks"});
 }
 
+DataGroups data_groups(const Mesh& mesh, const AxisSet& sharded) {
+  return DataGroups(mesh.along(kDataAxes), mesh.along(sharded), mesh.along(without(kDataAxes, sharded)));
+}
+
 DataGroups hybrid_groups(const World& world, int replicas) {
-  if (replicas < 1 || world.size % replicas != 0)
-    throw ConfigError({.where = "replicas",
-                       .found = fmt::format("{} for {} ranks", replicas, world.size),
-                       .expected = "a number of 1 or more that divides the ranks",
-                       .action = "Change the number of replicas or of ranks"});
-  if (replicas == 1) return DataGroups(world.group);
-  const int shards = world.size / replicas;
-  const int replica = world.rank / shards, shard = world.rank % shards;
-  std::vector<int> row, column;
-  for (int i = 0; i < shards; ++i) row.push_back(replica * shards + i);
-  for (int i = 0; i < replicas; ++i) column.push_back(i * shards + shard);
-  return DataGroups(world.group, world.subgroup(row, fmt::format("dp_shard of replica {}", replica)),
-                    world.subgroup(column, fmt::format("dp_replicate of shard {}", shard)));
+  return data_groups(Mesh(world, data_grid(world.size, {.dp_replicate = replicas})), {"dp_shard"});
 }
 
 }  // namespace isograd

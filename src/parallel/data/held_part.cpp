@@ -1,6 +1,9 @@
 #include "parallel/data/held_part.hpp"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
 
 #include "isograd/error.hpp"
 
@@ -23,6 +26,20 @@ void check_can_be_offloaded(at::Device parameters) {
                      .action = "Leave offload out, or move the model to a GPU first"});
 }
 
+void refuse_write_to_one_copy(const std::string& parameter, int ranks) {
+  throw ConfigError(
+      {.where = fmt::format("parameter '{}'", parameter),
+       .found = fmt::format("an in-place operation on the one copy that {} ranks share, to which "
+                            "each rank's would be applied",
+                            ranks),
+       .expected = "values written by the layout",
+       .action = "Call write() of the layout on every rank, or set share_parameters to off"});
+}
+
+at::Tensor as_dense(const at::Tensor& gradient) {
+  return gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
+}
+
 HeldPart::HeldPart(Bucket& bucket, bool offload, bool gradients_on_device)
     : parameters_(bucket.parameters), gradients_(bucket.gradients) {
   if (!offload) return;
@@ -32,6 +49,26 @@ HeldPart::HeldPart(Bucket& bucket, bool offload, bool gradients_on_device)
   bucket.master = own_master ? bucket.master.to(at::kCPU) : bucket.parameters;
   bucket.gradients = host_gradients_ = in_host_memory(gradients_);
   if (!gradients_on_device) gradients_ = at::Tensor();
+}
+
+bool HeldPart::keeps_copies(const Bucket& bucket) const {
+  return host_parameters_.defined() || bucket.master.scalar_type() != bucket.parameters.scalar_type();
+}
+
+void HeldPart::take_over(const Bucket& bucket, const Slot& slot) const {
+  const std::int64_t begin = std::max(bucket.held.begin, slot.offset);
+  const std::int64_t end = std::min(bucket.held.end, slot.offset + slot.numel);
+  if (begin >= end || !keeps_copies(bucket)) return;
+  const at::NoGradGuard no_grad;
+  const auto part = [&](const at::Tensor& flat) {
+    return flat.narrow(0, begin - bucket.held.begin, end - begin);
+  };
+  const at::Tensor written = part(parameters_);
+  if (host_parameters_.defined()) part(host_parameters_).copy_(written);
+  if (bucket.master.scalar_type() == bucket.parameters.scalar_type()) return;
+  const at::Tensor master = part(bucket.master), values = written.to(master.options());
+  master.copy_(
+      at::where(master.to(written.scalar_type()).to(master.scalar_type()).eq(values), master, values));
 }
 
 void HeldPart::gradients_to_host() const {

@@ -9,6 +9,12 @@ namespace isograd {
 // ConfigError where parameters are in host memory already.
 void check_can_be_offloaded(at::Device parameters);
 
+// One rank has written in place to a parameter of which `ranks` keep one copy. ConfigError.
+[[noreturn]] void refuse_write_to_one_copy(const std::string& parameter, int ranks);
+
+// Embeddings can make sparse gradients; buffers are dense.
+at::Tensor as_dense(const at::Tensor& gradient);
+
 class HeldPart {
  public:
   HeldPart() = default;
@@ -19,6 +25,11 @@ class HeldPart {
   const at::Tensor& parameters() const { return parameters_; }  // what ranks gather
   // Where gradients are reduced. Undefined: rounds add up in host memory alone.
   const at::Tensor& gradients() const { return gradients_; }
+
+  // Somebody has written to the slot's part of parameters(): what is kept beside it in another type or place
+  // takes the values on. A master that rounds to them stays as it is.
+  void take_over(const Bucket& bucket, const Slot& slot) const;
+  bool keeps_copies(const Bucket& bucket) const;  // in another type or place
 
   // Nothing without offload. Copies wait for the device.
   void gradients_to_host() const;     // once they are summed

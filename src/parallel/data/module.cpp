@@ -1,7 +1,15 @@
 #include "isograd/module.hpp"
 
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/rnn.h>
+
+#include <algorithm>
 
 #include "isograd/error.hpp"
 #include "parallel/data/same_parameters.hpp"
@@ -9,46 +17,155 @@
 namespace isograd {
 namespace {
 
-bool is_batch_norm(const torch::nn::Module& module) {
-  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) ||
-         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) ||
-         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module);
+template <typename... Types>
+bool is_one_of(const torch::nn::Module& module) {
+  return (... || (dynamic_cast<const Types*>(&module) != nullptr));
 }
 
-void check_batch_norm(const std::string& name, const torch::nn::Module& module) {
-  if (!is_batch_norm(module) || !module.is_training()) return;
-  throw ConfigError({.where = fmt::format("module '{}'", name),
-                     .found = "batch normalisation over the rows of one rank",
-                     .expected = "the same function of the batch on any number of ranks",
-                     .action = "Use isograd::SyncBatchNorm, or freeze its statistics with eval()"});
+bool is_batch_norm(const torch::nn::Module& module) {
+  return is_one_of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(
+      module);
+}
+
+template <typename... Types>
+bool tracks_statistics(const torch::nn::Module& module) {
+  const auto tracks = [&](const auto* found) { return found && found->options.track_running_stats(); };
+  return (... || tracks(dynamic_cast<const Types*>(&module)));
+}
+
+bool is_tracking_instance_norm(const torch::nn::Module& module) {
+  return tracks_statistics<torch::nn::InstanceNorm1dImpl, torch::nn::InstanceNorm2dImpl,
+                           torch::nn::InstanceNorm3dImpl>(module);
+}
+
+// The probability with which it drops something.
+double dropout_of(const torch::nn::Module& module) {
+  double p = 0;
+  const auto look = [&](const auto* found) {
+    if (found) p = found->options.p();
+  };
+  look(dynamic_cast<const torch::nn::DropoutImpl*>(&module));
+  look(dynamic_cast<const torch::nn::Dropout2dImpl*>(&module));
+  look(dynamic_cast<const torch::nn::Dropout3dImpl*>(&module));
+  look(dynamic_cast<const torch::nn::AlphaDropoutImpl*>(&module));
+  look(dynamic_cast<const torch::nn::FeatureAlphaDropoutImpl*>(&module));
+  if (const auto* attention = dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(&module))
+    p = attention->options.dropout();
+  if (const auto* rnn = dynamic_cast<const torch::nn::RNNImpl*>(&module)) p = rnn->options.dropout();
+  if (const auto* lstm = dynamic_cast<const torch::nn::LSTMImpl*>(&module)) p = lstm->options.dropout();
+  if (const auto* gru = dynamic_cast<const torch::nn::GRUImpl*>(&module)) p = gru->options.dropout();
+  return p;
+}
+
+[[noreturn]] void refuse(const std::string& where, std::string found, std::string expected,
+                         std::string action) {
+  throw ConfigError({.where = where,
+                     .found = std::move(found),
+                     .expected = std::move(expected),
+                     .action = std::move(action)});
+}
+
+void check_statistics(const std::string& name, const torch::nn::Module& module) {
+  if (!module.is_training()) return;
+  const char* law = "the same function of the batch on any number of ranks";
+  if (is_batch_norm(module))
+    refuse(
+        fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", law,
+        "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), or freeze "
+        "its statistics with eval(), after every train() of the model");
+  if (is_tracking_instance_norm(module))
+    refuse(
+        fmt::format("module '{}'", name),
+        "instance normalisation that tracks running statistics of one rank's rows", law,
+        "Make it with track_running_stats(false), or freeze its statistics with eval(), after every train() "
+        "of the model");
+}
+
+void check_dropout(const std::string& name, const torch::nn::Module& module) {
+  const double p = dropout_of(module);
+  if (p > 0)
+    refuse(fmt::format("module '{}'", name),
+           fmt::format("dropout of {} from the default generator, with other masks for every number of ranks",
+                       p),
+           "the same function of the batch on any number of ranks",
+           "Draw masks from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or accept "
+           "it: prepare_module(module, group, {.accept_dropout = true})");
+}
+
+template <typename Check>
+void for_each_module(const torch::nn::Module& module, Check&& check) {
+  check(module.name(), module);
+  for (const auto& item : module.named_modules({}, /*include_self=*/false)) check(item.key(), *item.value());
+}
+
+void add_buffers(const torch::nn::Module& module, std::vector<NamedParameter>& all) {
+  for (const auto& item : module.named_buffers())
+    if (item.value().defined()) all.push_back({item.key(), item.value()});
 }
 
 // Parameters and buffers, frozen ones too.
 std::vector<NamedParameter> everything_of(const torch::nn::Module& module) {
   std::vector<NamedParameter> all;
   for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
-  for (const auto& item : module.named_buffers())
-    if (item.value().defined()) all.push_back({item.key(), item.value()});
+  add_buffers(module, all);
   return all;
+}
+
+// Names and shapes agree already, so that all ranks name the same one.
+void check_can_be_written(const std::vector<NamedParameter>& all, Group& group) {
+  const auto overlaps = [](const NamedParameter& one) {
+    return at::has_internal_overlap(one.tensor) == at::MemOverlap::Yes;
+  };
+  at::Tensor first = at::full({1}, std::find_if(all.begin(), all.end(), overlaps) - all.begin(), at::kLong);
+  group.all_reduce(first, ReduceOp::kMin);
+  const auto place = static_cast<std::size_t>(first.item<std::int64_t>());
+  if (place < all.size())
+    refuse(fmt::format("'{}'", all[place].name),
+           "a parameter or buffer made with expand(), several elements in one place of memory",
+           "memory for each element, into which rank 0's values can be copied",
+           "Register it with contiguous() after expand()");
 }
 
 }  // namespace
 
-std::vector<NamedParameter> trainable_parameters(const torch::nn::Module& module) {
+TrainableParameters trainable_parameters(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const auto& item : module.named_parameters()) named.emplace_back(item.key(), item.value());
-  return trainable_parameters(named);
+  TrainableParameters parameters = trainable_parameters(named);
+  parameters.check = module_check(module);
+  return parameters;
+}
+
+std::function<void()> module_check(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> watched;
+  for (const auto& item : module.named_modules({}, /*include_self=*/false))
+    if (is_batch_norm(*item.value()) || is_tracking_instance_norm(*item.value()))
+      watched.emplace_back(item.key(), item.value());
+  if (watched.empty()) return [] {};
+  return [watched] {
+    for (const auto& [name, child] : watched) check_statistics(name, *child);
+  };
 }
 
 void prepare_module(torch::nn::Module& module, Group group, InitialValues initial) {
-  check_batch_norm(module.name(), module);
-  for (const auto& item : module.named_modules({}, /*include_self=*/false))
-    check_batch_norm(item.key(), *item.value());
+  prepare_module(module, std::move(group), PrepareOptions{.initial = initial});
+}
+
+void prepare_module(torch::nn::Module& module, Group group, const PrepareOptions& options) {
+  for_each_module(module, check_statistics);
+  if (!options.accept_dropout) for_each_module(module, check_dropout);
   const std::vector<NamedParameter> all = everything_of(module);
-  check_same_parameters(all, group, initial == InitialValues::kMustAgree);
-  if (initial != InitialValues::kFromRankZero) return;
+  check_same_parameters(all, group, options.initial == InitialValues::kMustAgree);
+  if (options.initial != InitialValues::kFromRankZero) return;
+  if (group.size() > 1) check_can_be_written(all, group);
   at::NoGradGuard no_grad;
   for (const NamedParameter& one : all) group.broadcast(one.tensor.detach(), 0);
+}
+
+void check_buffers(const torch::nn::Module& module, Group group) {
+  std::vector<NamedParameter> all;
+  add_buffers(module, all);
+  check_same_parameters(all, group);
 }
 
 }  // namespace isograd

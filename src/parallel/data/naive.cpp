@@ -5,6 +5,8 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "layout/storage.hpp"
+#include "parallel/data/freezing.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/wait_clock.hpp"
@@ -14,42 +16,39 @@ namespace {
 
 class Naive final : public DataParallel {
  public:
-  Naive(std::vector<NamedParameter> parameters, DataGroups groups, const DataParallelOptions& options)
-      : parameters_(std::move(parameters)), group_(std::move(groups.all)) {
+  Naive(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options)
+      : parameters_(std::move(parameters)), group_(std::move(groups.all)), options_(options) {
     if (options.stage != 0 || options.share_parameters)
       throw ConfigError(
           {.where = "naive",
            .found = fmt::format("stage {}, share_parameters {}", options.stage, options.share_parameters),
            .expected = "stage 0 with parameters of each rank's own",
            .action = "Use bucketed() for sharded state or shared parameters"});
-    if (options.offload)
-      for (const NamedParameter& parameter : parameters_) check_can_be_offloaded(parameter.tensor.device());
-    if (options.check_parameters) check_same_parameters(parameters_, group_);
-    for (BucketPlan& plan : plan_buckets(parameters_, options.bucket_bytes)) {
-      const at::ScalarType type = gradient_type(plan.dtype, options.fp32_gradients);
-      at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
-      buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
-      held_.emplace_back(buckets_.back(), options.offload, /*gradients_on_device=*/true);
-    }
+    if (parameters_.check) parameters_.check();
+    refuse_early(parameters_);
+    add_buckets(plan_buckets(parameters_, options.bucket_bytes));
   }
 
   void zero_gradients() override {
     for (const HeldPart& held : held_) held.gradients().zero_();
+    if (parameters_.check) parameters_.check();
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
+    for (NamedParameter& parameter : parameters_.frozen)
+      if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
+    take_over_writes();
   }
 
   void begin_backward(bool) override { collect(); }
 
   void finish_reduction() override {
-    collect();
-    for (std::size_t b = 0; b < buckets_.size(); ++b) {
-      waited_.during([&] {
-        if (group_.size() > 1)
-          for (const Slot& slot : buckets_[b].plan.slots)
-            if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
-      });
-      held_[b].gradients_to_host();
+    reduce_from(0);
+    if (const auto unfrozen = follow_freezing(parameters_, buckets_, group_); !unfrozen.empty()) {
+      refuse_early(unfrozen);
+      const std::size_t first = buckets_.size();
+      add_buckets(plan_joined(parameters_, unfrozen, options_.bucket_bytes));
+      reduce_from(first);
     }
+    take_over_writes();
   }
 
   void publish_parameters() override {
@@ -61,6 +60,41 @@ class Naive final : public DataParallel {
   double exposed_seconds() const override { return waited_.seconds(); }
 
  private:
+  void refuse_early(const std::vector<NamedParameter>& parameters) {
+    if (options_.offload)
+      for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
+    claims_.emplace_back(parameters);
+    if (options_.check_parameters) check_same_parameters(parameters, group_);
+  }
+
+  void add_buckets(std::vector<BucketPlan> plans) {
+    for (BucketPlan& plan : plans) {
+      const at::ScalarType type = gradient_type(plan.dtype, options_.fp32_gradients);
+      at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
+      buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
+      held_.emplace_back(buckets_.back(), options_.offload, /*gradients_on_device=*/true);
+      writes_.emplace_back(buckets_.back().plan, parameters_);
+    }
+  }
+
+  void reduce_from(std::size_t first) {
+    collect();
+    for (std::size_t b = first; b < buckets_.size(); ++b) {
+      waited_.during([&] {
+        if (group_.size() > 1)
+          for (const Slot& slot : buckets_[b].plan.slots)
+            if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
+      });
+      held_[b].gradients_to_host();
+    }
+  }
+
+  void take_over_writes() {
+    for (std::size_t b = 0; b < buckets_.size(); ++b)
+      for (std::size_t place : writes_[b].take())
+        held_[b].take_over(buckets_[b], buckets_[b].plan.slots[place]);
+  }
+
   // Moves what the last backward left in .grad to the buckets, where micro-batches add up in their type.
   void collect() {
     at::NoGradGuard no_grad;
@@ -68,21 +102,24 @@ class Naive final : public DataParallel {
       for (const Slot& slot : buckets_[b].plan.slots) {
         at::Tensor& gradient = parameters_[slot.index].tensor.mutable_grad();
         if (!gradient.defined()) continue;  // unused in this backward
-        slot_view(held_[b].gradients(), slot) += gradient.detach();
+        slot_view(held_[b].gradients(), slot) += as_dense(gradient.detach());
         gradient = at::Tensor();
       }
   }
 
-  std::vector<NamedParameter> parameters_;
+  TrainableParameters parameters_;
+  std::vector<Claim> claims_;
   Group group_;
+  DataParallelOptions options_;
   std::vector<Bucket> buckets_;
   std::vector<HeldPart> held_;  // per bucket
+  std::vector<Writes> writes_;  // per bucket
   WaitClock waited_;
 };
 
 }  // namespace
 
-std::unique_ptr<DataParallel> naive(std::vector<NamedParameter> parameters, DataGroups groups,
+std::unique_ptr<DataParallel> naive(TrainableParameters parameters, DataGroups groups,
                                     DataParallelOptions options) {
   return std::make_unique<Naive>(std::move(parameters), std::move(groups), options);
 }

@@ -19,7 +19,7 @@ struct Strategy {
   // Over the shard group, so that there may be replicas beside it.
   bool sharded() const { return stage > 0 || share; }
 
-  std::unique_ptr<DataParallel> make(std::vector<NamedParameter> parameters, DataGroups groups,
+  std::unique_ptr<DataParallel> make(TrainableParameters parameters, DataGroups groups,
                                      DataParallelOptions options = {}) const {
     options.stage = stage;
     options.share_parameters = share;

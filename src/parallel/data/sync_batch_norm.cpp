@@ -3,6 +3,7 @@
 
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/module.hpp"
 
 namespace isograd {
@@ -49,7 +50,7 @@ at::Tensor SyncBatchNorm::forward(const at::Tensor& input) {
   const at::Tensor centred = x - spread(mean);
   const at::Tensor variance =
       differentiable::all_reduce(group_, centred.square().sum(others)) / std::max(n, 1.0);
-  if (n > 0) {
+  if (n > 0 && !recomputing()) {  // these rows were counted by the forward that is computed again
     at::NoGradGuard no_grad;
     const double m = options_.momentum;
     running_mean.mul_(1 - m).add_(mean.to(running_mean.scalar_type()), m);

@@ -14,7 +14,9 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "comm/anchor.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 
 namespace isograd {
 namespace {
@@ -46,6 +48,8 @@ class AbandonUnlessDone {
   bool done_ = false;
 };
 
+thread_local bool computes_again = false;
+
 // What a recomputation must find as the forward found it: autocast and the like, and the random numbers of
 // the default generators, the CPU's and those of the devices that the inputs are on.
 class Ambience {
@@ -73,6 +77,10 @@ class Ambience {
     const at::AutoGradMode with_graph(true);
     const PutBack put_back(random_);
     for (const Random& one : random_) set_state(one);
+    struct Mark {
+      bool before = std::exchange(computes_again, true);
+      ~Mark() { computes_again = before; }
+    } const mark;
     action();
   }
 
@@ -110,7 +118,7 @@ struct InnerGraph {
   variable_list inputs;   // leaves; undefined where the caller's are
   variable_list outputs;  // with history inside
   variable_list parameters;
-  bool anchored = false;  // another node is inside
+  bool anchored = false;  // another node or a collective is inside
 };
 
 // Finds the parameters that the outputs depend on, wherever they belong.
@@ -133,10 +141,16 @@ void find_leaves(InnerGraph& graph, std::uint64_t first_inside, const UnitCall& 
     if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node)) {
       const c10::TensorImpl* tensor = leaf->variable.unsafeGetTensorImpl();
       if (inputs.contains(tensor)) continue;
-      if (tensor == call.host->anchor().unsafeGetTensorImpl())
+      if (tensor == differentiable::anchor().unsafeGetTensorImpl())
         graph.anchored = true;
       else if (call.host->is_trained(tensor))
         graph.parameters.push_back(leaf->variable);
+      else if (call.host->is_freed_memory(leaf->variable.storage().unsafeGetStorageImpl()))
+        refuse(call,
+               fmt::format("a frozen parameter {} that needs a gradient in mid-step",
+                           c10::str(leaf->variable.sizes())),
+               "parameters unfrozen between steps",
+               "Set requires_grad before zero_gradients() of the layout");
       else
         refuse(call,
                fmt::format("a leaf {} that needs a gradient and is neither an argument nor a parameter",
@@ -182,7 +196,8 @@ class UnitNode final : public autograd::Node {
     for (const Tensor& input : inputs)
       edges.push_back(input.defined() && input.requires_grad() ? autograd::impl::gradient_edge(input)
                                                                : autograd::Edge());
-    edges.push_back(autograd::impl::gradient_edge(call_.host->anchor()));
+    // Backward reaches a block none of whose inputs needs a gradient.
+    edges.push_back(autograd::impl::gradient_edge(differentiable::anchor()));
     set_next_edges(std::move(edges));
     if (call_.checkpoint) ambience_ = std::make_unique<Ambience>(inputs);
   }
@@ -248,7 +263,7 @@ variable_list UnitNode::apply(variable_list&& gradients) {
     }
   if (for_parameters) {
     wanted.insert(wanted.end(), graph.parameters.begin(), graph.parameters.end());
-    if (graph.anchored) wanted.push_back(host.anchor());
+    if (graph.anchored) wanted.push_back(differentiable::anchor());
   }
 
   variable_list results(num_inputs + 1);
@@ -302,6 +317,10 @@ variable_list call_with_graph(const UnitCall& call, std::size_t use, const varia
 }
 
 }  // namespace
+
+bool recomputing() {
+  return computes_again;
+}
 
 std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& inputs, const UnitBody& body) {
   if (!at::GradMode::is_enabled() && call.host->everything_is_held()) return body(inputs);

@@ -43,9 +43,6 @@ class UnitHost {
   virtual bool is_trained(const c10::TensorImpl* leaf) const = 0;
   // Whether this memory goes away when a unit is freed.
   virtual bool is_freed_memory(const c10::StorageImpl* storage) const = 0;
-  // A leaf that every node leads to, so that backward reaches a block none of whose inputs needs a gradient.
-  // Never gets a gradient itself.
-  virtual const at::Tensor& anchor() const = 0;
 };
 
 using UnitBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;

@@ -30,26 +30,46 @@ UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<Sharde
       uses_(std::move(uses)),
       first_use_(units_.size()),
       options_(options),
-      anchor_(at::zeros({0}).requires_grad_()),
       reduced_(units_.size()) {
   for (std::size_t use = uses_.size(); use-- > 0;) first_use_[uses_[use]] = use;
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) {
+      if (flat->storage())
+        for (const c10::StorageImpl* storage : flat->storage()->storages()) storages_.insert(storage);
+      if (flat->trained()) add_places(*flat, trained);
+    }
+  make_buffers();
+}
+
+void UnitPasses::add_places(FlatShard& flat, const std::vector<NamedParameter>& parameters) {
+  const BucketPlan& plan = flat.bucket().plan;
+  for (std::size_t slot = 0; slot < plan.slots.size(); ++slot)
+    places_[parameters.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl()] = {&flat, slot};
+}
+
+void UnitPasses::make_buffers() {
   std::map<std::pair<bool, at::ScalarType>, std::int64_t> largest;
   at::Device device = at::kCPU;
   for (std::size_t unit = 0; unit < units_.size(); ++unit)
     for (auto& flat : units_[unit].flats) {
-      const BucketPlan& plan = flat->bucket().plan;
-      if (flat->storage()) storages_.insert(flat->storage()->impl());
-      if (!flat->trained()) continue;
-      for (std::size_t slot = 0; slot < plan.slots.size(); ++slot)
-        places_[trained.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl()] = {flat.get(), slot};
-      if (!flat->needs_buffer()) continue;
+      if (!flat->trained() || !flat->needs_buffer()) continue;
       std::int64_t& numel = largest[{unit == kRootUnit, flat->bucket().gradients.scalar_type()}];
-      numel = std::max(numel, plan.numel);
-      device = plan.device;
+      numel = std::max(numel, flat->bucket().plan.numel);
+      device = flat->bucket().plan.device;
     }
-  for (const auto& [key, numel] : largest)
+  for (const auto& [key, numel] : largest) {
+    auto& ring = buffers_[key];
+    if (!ring.empty() && ring.front().numel() >= numel) continue;
+    ring.clear();
     for (std::size_t i = 0; i < (key.first ? 1 : kBuffers); ++i)
-      buffers_[key].push_back(context_->groups.shard.empty_shared(numel, key.second, device));
+      ring.push_back(context_->groups.shard.empty_shared(numel, key.second, device));
+  }
+}
+
+void UnitPasses::train(FlatShard& flat, const std::vector<NamedParameter>& parameters) {
+  flat.train();
+  add_places(flat, parameters);
+  make_buffers();
 }
 
 std::size_t UnitPasses::next_use(std::size_t unit) const {

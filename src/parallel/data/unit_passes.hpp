@@ -39,6 +39,9 @@ class UnitPasses final : public UnitHost {
   void hold_everything();  // whole until release_everything(), collective
   void release_everything();
   void close();  // the layout is gone
+  // `flat`, of parameters that were frozen so far, is trained from here on; its slots index `parameters`.
+  // Collective, between steps.
+  void train(FlatShard& flat, const std::vector<NamedParameter>& parameters);
   bool takes_every_round() const;
   std::int64_t gather_bound() const;
   std::int64_t whole_numel() const;
@@ -55,13 +58,14 @@ class UnitPasses final : public UnitHost {
   void abandon() noexcept override;
   bool is_trained(const c10::TensorImpl* leaf) const override { return places_.contains(leaf); }
   bool is_freed_memory(const c10::StorageImpl* storage) const override { return storages_.contains(storage); }
-  const at::Tensor& anchor() const override { return anchor_; }
 
  private:
   struct Place {
     FlatShard* flat;
     std::size_t slot;
   };
+  void add_places(FlatShard& flat, const std::vector<NamedParameter>& parameters);
+  void make_buffers();
   std::size_t next_use(std::size_t unit) const;
   void hold(std::size_t use);
   void ahead(std::size_t use);
@@ -80,7 +84,6 @@ class UnitPasses final : public UnitHost {
   std::vector<std::size_t> uses_;       // unit by use
   std::vector<std::size_t> first_use_;  // use by unit
   PassOptions options_;
-  at::Tensor anchor_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   std::unordered_set<const c10::StorageImpl*> storages_;
 

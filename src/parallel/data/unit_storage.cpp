@@ -4,34 +4,69 @@
 #include <fmt/format.h>
 
 #include "isograd/error.hpp"
+#include "layout/storage.hpp"
 
 namespace isograd {
 
 UnitStorage::UnitStorage(std::int64_t numel, at::ScalarType dtype, at::Device device, std::string why_not)
-    : numel_(numel), dtype_(dtype), device_(device), why_not_(std::move(why_not)) {
-  storage_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes(),
-                                                   c10::DataPtr(nullptr, device_),
-                                                   /*allocator=*/nullptr, /*resizable=*/false);
-  take_out();
-}
+    : numel_(numel), dtype_(dtype), device_(device), why_not_(std::move(why_not)) {}
 
 std::int64_t UnitStorage::bytes() const {
   return numel_ * static_cast<std::int64_t>(c10::elementSize(dtype_));
 }
 
-at::Tensor UnitStorage::view(const Slot& slot) const {
+std::vector<const c10::StorageImpl*> UnitStorage::storages() const {
+  std::vector<const c10::StorageImpl*> all;
+  for (const Part& part : parts_) all.push_back(part.storage.get());
+  return all;
+}
+
+at::Tensor UnitStorage::view(const Slot& slot) {
   ISOGRAD_INVARIANT(slot.offset + slot.numel <= numel_,
                     fmt::format("slot '{}' ends at {} of {}", slot.name, slot.offset + slot.numel, numel_));
+  const auto bytes = static_cast<std::size_t>(slot.numel) * c10::elementSize(dtype_);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                       c10::DataPtr(nullptr, device_),
+                                                       /*allocator=*/nullptr, /*resizable=*/false);
   std::vector<std::int64_t> strides(slot.shape.size());
   std::int64_t stride = 1;
   for (std::size_t dim = slot.shape.size(); dim-- > 0; stride *= std::max<std::int64_t>(1, slot.shape[dim]))
     strides[dim] = stride;
   // set_() would look at the memory, and there may be none.
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage_), c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, device_)),
+      c10::Storage(storage), c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, device_)),
       c10::scalarTypeToTypeMeta(dtype_));
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(slot.shape, strides, slot.offset);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(slot.shape, strides, 0);
+  add({std::move(storage), slot.offset});
   return made;
+}
+
+void UnitStorage::adopt(at::Tensor parameter, const Slot& slot) {
+  const at::NoGradGuard no_grad;
+  if (parameter.is_meta())  // stays the same tensor, of the same name and autograd state
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(view(slot).getIntrusivePtr());
+  else if (fills_its_storage(parameter))
+    add({c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(parameter.storage().unsafeGetStorageImpl()),
+         slot.offset});
+  else
+    parameter.set_data(view(slot));
+}
+
+void UnitStorage::add(Part part) {
+  parts_.push_back(std::move(part));
+  is_in() ? fill(parts_.back()) : empty(parts_.back());
+}
+
+void UnitStorage::fill(const Part& part) const {
+  auto* begin = static_cast<char*>(memory_.mutable_data_ptr()) +
+                part.offset * static_cast<std::int64_t>(c10::elementSize(dtype_));
+  part.storage->clear_data_ptr_access_error_msg_();
+  part.storage->set_data_ptr_noswap(c10::DataPtr(begin, device_));
+}
+
+void UnitStorage::empty(const Part& part) const {
+  part.storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  part.storage->release_data_and_set_meta_custom_data_ptr_error_msg_(why_not_);
 }
 
 void UnitStorage::put_in(at::Tensor memory) {
@@ -41,13 +76,11 @@ void UnitStorage::put_in(at::Tensor memory) {
                     fmt::format("{} {} for {} of {}", c10::str(memory.sizes()),
                                 c10::toString(memory.scalar_type()), numel_, c10::toString(dtype_)));
   memory_ = std::move(memory);
-  storage_->clear_data_ptr_access_error_msg_();
-  storage_->set_data_ptr_noswap(c10::DataPtr(memory_.mutable_data_ptr(), memory_.device()));
+  for (const Part& part : parts_) fill(part);
 }
 
 at::Tensor UnitStorage::take_out() {
-  storage_->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
-  storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(why_not_);
+  for (const Part& part : parts_) empty(part);
   return std::exchange(memory_, at::Tensor());
 }
 

@@ -67,10 +67,11 @@ class FakeHost final : public UnitHost {
   }
   bool is_trained(const c10::TensorImpl* leaf) const override { return trained_.contains(leaf); }
   bool is_freed_memory(const c10::StorageImpl* storage) const override {
-    return std::any_of(units_.begin(), units_.end(),
-                       [&](const auto& unit) { return unit.second.storage->impl() == storage; });
+    return std::any_of(units_.begin(), units_.end(), [&](const auto& unit) {
+      const auto own = unit.second.storage->storages();
+      return std::find(own.begin(), own.end(), storage) != own.end();
+    });
   }
-  const at::Tensor& anchor() const override { return anchor_; }
 
   std::size_t whole() const {
     return std::count_if(units_.begin(), units_.end(),
@@ -103,7 +104,6 @@ class FakeHost final : public UnitHost {
   std::map<std::size_t, Unit> units_;
   std::set<const c10::TensorImpl*> taken_, trained_;
   std::vector<std::size_t> uses_;
-  at::Tensor anchor_ = at::zeros({0}).requires_grad_();
 };
 
 }  // namespace isograd::testing

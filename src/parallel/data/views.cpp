@@ -1,9 +1,13 @@
 // Whole tensors by parameter, from whatever a layout holds.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/error.hpp"
 #include "layout/flat.hpp"
 
 namespace isograd {
@@ -28,6 +32,39 @@ std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& repli
   if (replicate.name() != all.name() && replicate.name() != shard.name())
     bytes += replicate.traffic().bytes();
   return bytes;
+}
+
+std::vector<std::size_t> DataParallel::launch_order() {
+  std::vector<std::size_t> order(buckets().size());
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& values) {
+  std::map<std::string, std::pair<const Bucket*, const Slot*>> places;
+  for (const Bucket& bucket : buckets())
+    for (const Slot& slot : bucket.plan.slots) places[slot.name] = {&bucket, &slot};
+  for (const auto& [name, tensor] : values) {
+    const auto found = places.find(name);
+    const auto refuse = [&](std::string what, std::string expected) {
+      throw ConfigError({.where = fmt::format("write() of parameter '{}'", name),
+                         .found = std::move(what),
+                         .expected = std::move(expected),
+                         .action = "Give names and shapes as views() of the layout has them"});
+    };
+    if (found == places.end()) refuse("no trained parameter of this name", "one of the layout's");
+    if (!tensor.defined() || tensor.sizes() != found->second.second->shape)
+      refuse(tensor.defined() ? c10::str(tensor.sizes()) : "no tensor",
+             c10::str(at::IntArrayRef(found->second.second->shape)));
+  }
+  if (group().size() > 1) group().barrier();  // nobody reads them any more
+  for (const auto& [name, tensor] : values) {
+    const auto& [bucket, slot] = places.at(name);
+    write_slot(bucket->master, bucket->held, *slot, tensor.detach());
+    if (bucket->master.scalar_type() != bucket->parameters.scalar_type())
+      write_slot(bucket->parameters, bucket->held, *slot, tensor.detach());
+  }
+  publish_parameters();
 }
 
 std::vector<std::string> DataParallel::bucket_order() {

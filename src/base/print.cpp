@@ -1,0 +1,63 @@
+#include "base/print.hpp"
+
+#include <utf8.h>
+
+#include <cstdint>
+
+namespace isograd {
+namespace {
+
+bool is_shown(std::uint32_t character) {
+  const bool control = character < 0x20 || (character >= 0x7F && character < 0xA0);
+  const bool separator = character == 0x2028 || character == 0x2029 || character == 0xFEFF;
+  const bool direction = character == 0x061C || character == 0x200E || character == 0x200F ||
+                         (character >= 0x202A && character <= 0x202E) ||
+                         (character >= 0x2066 && character <= 0x2069);
+  return !control && !separator && !direction;
+}
+
+std::string hex(std::uint32_t number, std::size_t least) {
+  std::string digits;
+  for (; number != 0 || digits.size() < least; number >>= 4)
+    digits.insert(0, 1, "0123456789abcdef"[number & 15]);
+  return digits;
+}
+
+std::string escaped(std::string_view text, bool keep_lines, std::size_t most) {
+  std::string result;
+  result.reserve(text.size());
+  std::size_t count = 0;
+  const char *at = text.data(), *end = at + text.size(), *bad = utf8::find_invalid(at, end);
+  for (; at != end; ++count) {
+    if (count == most) return result + "…";
+    if (at == bad) {
+      result += "\\x" + hex(static_cast<unsigned char>(*at), 2);
+      bad = utf8::find_invalid(++at, end);
+      continue;
+    }
+    const char* begin = at;
+    const std::uint32_t character = utf8::next(at, end);
+    if (is_shown(character) || (keep_lines && (character == '\n' || character == '\t')))
+      result.append(begin, at);
+    else if (character == '\n')
+      result += "\\n";
+    else if (character == '\t')
+      result += "\\t";
+    else
+      result += "\\u{" + hex(character, 1) + "}";
+  }
+  return result;
+}
+
+}  // namespace
+
+std::string printable(std::string_view foreign, std::size_t most) {
+  return escaped(foreign, /*keep_lines=*/false, most);
+}
+
+void print(std::FILE* out, std::string_view text) {
+  const std::string shown = escaped(text, /*keep_lines=*/true, std::string_view::npos);
+  std::fwrite(shown.data(), 1, shown.size(), out);  // whoever flushes looks at what came of it
+}
+
+}  // namespace isograd

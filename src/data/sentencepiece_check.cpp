@@ -1,0 +1,203 @@
+#include "data/sentencepiece_check.hpp"
+
+#include <fmt/format.h>
+#include <utf8.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <protozero/pbf_reader.hpp>
+#include <vector>
+
+namespace isograd {
+namespace {
+
+constexpr std::size_t kMostRules = 32, kMostSymbols = 64;     // of libsentencepiece's arrays
+constexpr std::size_t kLargestTable = std::size_t{16} << 20;  // spm_train's own has 0.2 MiB
+constexpr std::size_t kLongestReplacement = 1024;  // bytes for one match, or a text could grow without bound
+
+// A normaliser table: u32 bytes of a trie, the trie as a double array of u32 units, replacements that end in
+// 0. Darts-clone's reading of a unit: bits 0 to 7 and 31 are its label, bit 8 says that a value lies at the
+// place that it leads to, the others say how far that is.
+class Table {
+ public:
+  // Empty where every walk over it stays inside.
+  std::string problem(std::string_view blob) {
+    std::uint32_t bytes = 0;
+    if (blob.size() < sizeof bytes || blob.size() > kLargestTable)
+      return fmt::format("a normaliser table of {} bytes", blob.size());
+    std::memcpy(&bytes, blob.data(), sizeof bytes);
+    blob.remove_prefix(sizeof bytes);
+    if (bytes < sizeof bytes || bytes % sizeof bytes != 0 || bytes > blob.size())
+      return fmt::format("a normaliser's trie of {} bytes in {}", bytes, blob.size());
+    units_.resize(bytes / sizeof bytes);
+    std::memcpy(units_.data(), blob.data(), bytes);
+    const std::string_view texts = blob.substr(bytes);
+    if (!utf8::is_valid(texts.begin(), texts.end()) || (!texts.empty() && texts.back() != 0))
+      return "a normaliser whose replacements are cut off or no UTF-8";
+    for (std::size_t at = 0; at < texts.size();) {
+      const std::size_t end = texts.find('\0', at);
+      if (end - at > kLongestReplacement)
+        return fmt::format("a normaliser's replacement of {} bytes", end - at);
+      at = end + 1;
+    }
+    texts_ = texts.size();
+    return walk();
+  }
+
+ private:
+  enum class State : std::uint8_t { kUnseen, kOpen, kDone };
+  struct Frame {
+    std::size_t place;
+    std::size_t byte = 0;  // the next to follow
+    std::uint8_t rules = 0;
+  };
+
+  static std::size_t offset(std::uint32_t unit) { return (unit >> 10) << ((unit & (1u << 9)) >> 6); }
+
+  // Depth first, each place once: the most rules that one text can match, counted from each place's end.
+  std::string walk() {
+    std::vector<State> states(units_.size(), State::kUnseen);
+    std::vector<std::uint8_t> rules(units_.size(), 0);
+    std::vector<Frame> open;
+    const auto enter = [&](std::size_t place) {  // any byte may follow
+      if ((place | 0xFF) >= units_.size()) return false;
+      states[place] = State::kOpen;
+      open.push_back({place});
+      return true;
+    };
+    if (!enter(offset(units_[0]))) return kOutside;
+    while (!open.empty()) {
+      Frame& frame = open.back();
+      if (frame.byte > 0xFF) {
+        states[frame.place] = State::kDone;
+        rules[frame.place] = frame.rules;
+        open.pop_back();
+        continue;
+      }
+      const std::size_t from = frame.place ^ frame.byte;
+      const std::uint32_t unit = units_[from];
+      if ((unit & ((1u << 31) | 0xFF)) != frame.byte) {
+        ++frame.byte;
+        continue;
+      }
+      const std::size_t to = from ^ offset(unit);
+      if (to >= units_.size()) return kOutside;
+      if (states[to] == State::kOpen) return "a normaliser's trie that leads back to where it came from";
+      if (states[to] == State::kUnseen) {
+        if (!enter(to)) return kOutside;
+        continue;  // this byte again when that place is done
+      }
+      const bool value = (unit >> 8 & 1) != 0;
+      if (value && (units_[to] & 0x7FFFFFFF) >= texts_) return kOutside;
+      const std::size_t count = rules[to] + std::size_t{value};
+      if (count > kMostRules) return fmt::format("more than {} rules for one text", kMostRules);
+      frame.rules = std::max(frame.rules, static_cast<std::uint8_t>(count));
+      ++frame.byte;
+    }
+    return {};
+  }
+
+  static constexpr const char* kOutside = "a normaliser's trie that leads out of its table";
+  std::vector<std::uint32_t> units_;
+  std::size_t texts_ = 0;
+};
+
+struct Piece {
+  std::string_view text;
+  bool symbol = false;  // of the user
+};
+
+using protozero::pbf_wire_type;
+
+// As protobuf reads it: the last of a field that comes twice, types that it does not know left out.
+std::string problem_of_piece(protozero::pbf_reader message, Piece& piece) {
+  constexpr std::int64_t kNormal = 1, kUserDefined = 4, kLast = 6;
+  while (message.next()) switch (message.tag_and_type()) {
+      case protozero::tag_and_type(1, pbf_wire_type::length_delimited): {
+        const auto view = message.get_view();
+        piece.text = {view.data(), view.size()};
+        break;
+      }
+      case protozero::tag_and_type(2, pbf_wire_type::fixed32):
+        if (std::isnan(message.get_float())) return "a piece whose score is no number";
+        break;
+      case protozero::tag_and_type(3, pbf_wire_type::varint):
+        if (const std::int64_t type = message.get_int32(); type >= kNormal && type <= kLast)
+          piece.symbol = type == kUserDefined;
+        break;
+      default:
+        message.skip();
+    }
+  if (piece.text.find('\0') != std::string_view::npos) return "a piece with a zero in it";
+  return {};
+}
+
+std::string problem_of_normaliser(protozero::pbf_reader message) {
+  while (message.next()) {
+    if (message.tag_and_type() != protozero::tag_and_type(2, pbf_wire_type::length_delimited)) {
+      message.skip();
+      continue;
+    }
+    const auto table = message.get_view();
+    if (table.empty()) continue;
+    if (std::string problem = Table().problem({table.data(), table.size()}); !problem.empty()) return problem;
+  }
+  return {};
+}
+
+// The user's symbols are looked for at every place of a text, all that fit at once.
+std::string problem_of_symbols(std::vector<std::string_view> symbols) {
+  std::sort(symbols.begin(), symbols.end());
+  std::vector<std::string_view> alike;  // each the beginning of the next
+  for (const auto symbol : symbols) {
+    while (!alike.empty() && !symbol.starts_with(alike.back())) alike.pop_back();
+    alike.push_back(symbol);
+    if (alike.size() > kMostSymbols)
+      return fmt::format("more than {} symbols that begin alike", kMostSymbols);
+  }
+  return {};
+}
+
+}  // namespace
+
+CheckedModel check_sentencepiece(std::string_view model) {
+  CheckedModel result;
+  std::vector<std::string_view> symbols;
+  const auto fail = [&](std::string problem) { return CheckedModel{{}, std::move(problem)}; };
+  try {
+    protozero::pbf_reader message(model.data(), model.size());
+    for (;;) {
+      const char* begin = message.data().data();
+      if (!message.next()) break;
+      bool keep = true;
+      std::string problem;
+      switch (message.tag_and_type()) {
+        case protozero::tag_and_type(1, pbf_wire_type::length_delimited): {
+          Piece piece;
+          problem = problem_of_piece(message.get_message(), piece);
+          if (piece.symbol) symbols.push_back(piece.text);
+          break;
+        }
+        case protozero::tag_and_type(3, pbf_wire_type::length_delimited):
+        case protozero::tag_and_type(5, pbf_wire_type::length_delimited):
+          problem = problem_of_normaliser(message.get_message());
+          break;
+        case protozero::tag_and_type(4, pbf_wire_type::length_delimited):  // test sentences
+          keep = false;
+          [[fallthrough]];
+        default:
+          message.skip();
+      }
+      if (!problem.empty()) return fail(std::move(problem));
+      if (keep) result.bytes.append(begin, message.data().data());
+    }
+  } catch (const protozero::exception& error) {
+    return fail(fmt::format("no protocol buffer ({})", error.what()));
+  }
+  result.problem = problem_of_symbols(std::move(symbols));
+  return result;
+}
+
+}  // namespace isograd

@@ -1,0 +1,238 @@
+// A Hugging Face tokenizer.json, encoded and decoded by the Python package `tokenizers` in a process of its
+// own.
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <utf8.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/python.hpp"
+#include "data/tokenizer_json_script.hpp"
+#include "isograd/error.hpp"
+#include "isograd/text_data.hpp"
+
+extern char** environ;
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kFile = "tokenizer.json";
+constexpr const char* kConfigFile = "tokenizer_config.json";
+
+[[noreturn]] void bad(const std::string& where, const std::string& found, const std::string& expected,
+                      const std::string& action) {
+  throw ConfigError({.where = where, .found = found, .expected = expected, .action = action});
+}
+
+// The Python process (tokenizer_json.py): one request, one answer at a time.
+class Helper {
+ public:
+  explicit Helper(std::string where) : where_(std::move(where)), python_(find_python()) {
+    int ends[2] = {-1, -1};
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+      bad(where_, std::strerror(errno), "a pair of sockets", "Raise the limit of open files (ulimit -n)");
+    socket_ = ends[0];
+    posix_spawn_file_actions_t files;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_adddup2(&files, ends[1], 0);
+    posix_spawn_file_actions_adddup2(&files, ends[1], 1);
+    posix_spawn_file_actions_addopen(&files, 2, "/dev/null", O_WRONLY, 0);
+    posix_spawnattr_t attributes;
+    posix_spawnattr_init(&attributes);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // Ctrl-C is for us
+    std::string script = kTokenizerScript;
+    char flag[] = "-c";
+    char* arguments[] = {python_.data(), flag, script.data(), nullptr};
+    const int error = posix_spawnp(&process_, python_.c_str(), &files, &attributes, arguments, environ);
+    posix_spawn_file_actions_destroy(&files);
+    posix_spawnattr_destroy(&attributes);
+    close(ends[1]);
+    if (error != 0) {
+      close(socket_);
+      no_package(std::string("starting it: ") + std::strerror(error));
+    }
+  }
+
+  // The end of its input ends it.
+  ~Helper() {
+    close(socket_);
+    for (int i = 0; i < 200; ++i) {
+      if (waitpid(process_, nullptr, WNOHANG) != 0) return;
+      usleep(10'000);
+    }
+    kill(process_, SIGKILL);
+    waitpid(process_, nullptr, 0);
+  }
+  Helper(const Helper&) = delete;
+  Helper& operator=(const Helper&) = delete;
+
+  std::string ask(char request, std::string_view data) {
+    // The slowest tokenizers manage some 100 kB a second.
+    const auto patience = std::chrono::seconds(60 + data.size() / 10'000);
+    until_ = std::chrono::steady_clock::now() + patience;
+    std::string head(1, request);
+    append_size(head, data.size());
+    send_all(head);
+    send_all(data);
+    std::string answer = receive(kHead);
+    std::uint64_t size = 0;
+    std::memcpy(&size, answer.data() + 1, sizeof size);
+    if (size > kMostBytes) bad(where_, "an answer that is none", "tokens or text", kReport);
+    std::string result = receive(size);
+    if (answer[0] == 'm') no_package(result);
+    if (answer[0] != 'o')
+      bad(where_, result, "a Hugging Face tokenizer.json and UTF-8 text", "Check data.tokenizer");
+    return result;
+  }
+
+  static void append_size(std::string& text, std::uint64_t size) {
+    text.append(reinterpret_cast<const char*>(&size), sizeof size);
+  }
+
+ private:
+  static constexpr std::size_t kHead = 9;
+  static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 40;
+  static constexpr const char* kReport = "Report it, with the version of the package tokenizers";
+
+  [[noreturn]] void no_package(const std::string& found) const {
+    bad(where_, found + " (" + python_ + ")", "a Python with the package tokenizers",
+        "Install it (python3 -m pip install tokenizers), or name a Python that has it in the variable "
+        "PYTHON");
+  }
+
+  // For `events`, a second at most; an error once the time is up.
+  void wait(short events) {
+    if (std::chrono::steady_clock::now() > until_)
+      bad(where_, "no answer from " + python_, "tokens within a minute", "Look at the machine's load");
+    pollfd waiting{socket_, events, 0};
+    poll(&waiting, 1, 1000);
+  }
+
+  void send_all(std::string_view data) {
+    while (!data.empty()) {
+      wait(POLLOUT);
+      const ssize_t sent = send(socket_, data.data(), data.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent > 0)
+        data.remove_prefix(static_cast<std::size_t>(sent));
+      else if (errno != EAGAIN && errno != EINTR)
+        ended();
+    }
+  }
+
+  std::string receive(std::size_t size) {
+    std::string data;
+    char buffer[1 << 16];
+    while (data.size() < size) {
+      wait(POLLIN);
+      const ssize_t got = recv(socket_, buffer, std::min(sizeof buffer, size - data.size()), MSG_DONTWAIT);
+      if (got > 0)
+        data.append(buffer, static_cast<std::size_t>(got));
+      else if (got == 0 || (errno != EAGAIN && errno != EINTR))
+        ended();
+    }
+    return data;
+  }
+
+  [[noreturn]] void ended() const { no_package("a process that ended without an answer"); }
+
+  std::string where_, python_;
+  pid_t process_ = -1;
+  int socket_ = -1;
+  std::chrono::steady_clock::time_point until_;
+};
+
+class JsonTokenizer final : public Tokenizer {
+ public:
+  explicit JsonTokenizer(const fs::path& path) : where_("tokenizer " + path.string()), file_(path) {
+    const fs::path config = path.parent_path() / kConfigFile;
+    if (fs::exists(config)) config_ = read_file(config);
+    name_ = "tokenizer.json:" + checksum(file_.data(), file_.size());
+    // A run's other ranks want to know no more: their process ends here.
+    Helper helper(where_);
+    const auto [facts, problem] = parse_json(load(helper));
+    if (!problem.empty()) bad(where_, problem, "facts about the tokenizer", "Report it");
+    vocabulary_ = facts.value("vocabulary", std::int64_t{0});
+    bos_ = facts.value("bos", std::int64_t{-1});
+    eos_ = facts.value("eos", std::int64_t{-1});
+    if (vocabulary_ < 1) bad(where_, "no tokens", "a vocabulary", "Check data.tokenizer");
+  }
+
+  std::string name() const override { return name_; }
+  std::int64_t vocabulary() const override { return vocabulary_; }
+  std::int64_t bos() const override { return bos_; }
+  std::int64_t eos() const override { return eos_; }
+
+  std::vector<std::uint32_t> encode(std::string_view text) const override {
+    const std::string answer = ask('e', text);
+    std::vector<std::uint32_t> tokens(answer.size() / sizeof(std::uint32_t));
+    std::memcpy(tokens.data(), answer.data(), tokens.size() * sizeof(std::uint32_t));
+    return tokens;
+  }
+
+  std::string decode(std::span<const std::uint32_t> tokens) const override {
+    const std::string bytes =
+        ask('d', {reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(std::uint32_t)});
+    std::string text;
+    utf8::replace_invalid(bytes.begin(), bytes.end(), std::back_inserter(text));
+    return text;
+  }
+
+  void write(const fs::path& directory) const override {
+    write_file(directory / kFile, {reinterpret_cast<const char*>(file_.data()), file_.size()});
+    // Without one transformers would choose a class by the model, which may put other tokens around a text.
+    write_file(directory / kConfigFile,
+               config_.empty() ? "{\n  \"tokenizer_class\": \"PreTrainedTokenizerFast\"\n}\n" : config_);
+  }
+
+ private:
+  std::string load(Helper& helper) const {
+    std::string request;
+    Helper::append_size(request, file_.size());
+    request.append(reinterpret_cast<const char*>(file_.data()), file_.size());
+    return helper.ask('l', request + config_);
+  }
+
+  std::string ask(char request, std::string_view data) const {
+    const std::lock_guard lock(mutex_);
+    if (!helper_) {
+      auto helper = std::make_unique<Helper>(where_);
+      load(*helper);
+      helper_ = std::move(helper);
+    }
+    return helper_->ask(request, data);
+  }
+
+  std::string where_;
+  MappedFile file_;
+  std::string config_;  // empty: none beside the file
+  std::string name_;
+  std::int64_t vocabulary_ = 0, bos_ = -1, eos_ = -1;
+  mutable std::mutex mutex_;
+  mutable std::unique_ptr<Helper> helper_;
+};
+
+}  // namespace
+
+std::unique_ptr<Tokenizer> json_tokenizer(const fs::path& file) {
+  return std::make_unique<JsonTokenizer>(file);
+}
+
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name) {
+  if (name == "bytes") return byte_tokenizer();
+  return name.ends_with(".json") ? json_tokenizer(name) : sentencepiece_tokenizer(name);
+}
+
+}  // namespace isograd

@@ -1,0 +1,236 @@
+#include "isograd/grid.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+// Coordinates of the `index`-th point, by axes, the outermost first.
+std::vector<int> unravel(int index, const std::vector<Axis>& axes) {
+  std::vector<int> result(axes.size());
+  for (std::size_t i = axes.size(); i-- > 0;) {
+    result[i] = index % axes[i].size;
+    index /= axes[i].size;
+  }
+  return result;
+}
+
+std::string text_of(const std::vector<Axis>& axes) {
+  std::vector<std::string> parts;
+  for (const Axis& axis : axes) parts.push_back(fmt::format("{} {}", axis.name, axis.size));
+  return parts.empty() ? "no axis" : fmt::format("{}", fmt::join(parts, " x "));
+}
+
+// Which single change makes the product right; empty where none does.
+std::vector<std::string> possible(const std::vector<Axis>& axes, std::int64_t ranks) {
+  std::vector<std::string> changes;
+  for (const Axis& axis : axes) {
+    std::int64_t others = 1;
+    for (const Axis& other : axes)
+      if (&other != &axis) others *= other.size;
+    if (others > 0 && ranks % others == 0)
+      changes.push_back(fmt::format("{} {}", axis.name, ranks / others));
+  }
+  return changes;
+}
+
+void check_sizes(const std::vector<Axis>& axes, std::int64_t ranks, const std::string& where) {
+  std::int64_t product = 1;
+  bool sound = true;
+  for (const Axis& axis : axes) {
+    sound = sound && axis.size >= 1;
+    // A product beyond any number of ranks is wrong however it goes on.
+    product = std::min<std::int64_t>(product * std::max(axis.size, 1), std::int64_t{1} << 32);
+  }
+  if (sound && product == ranks) return;
+  const auto changes = sound ? possible(axes, ranks) : std::vector<std::string>{};
+  throw ConfigError(
+      {.where = where,
+       .found = fmt::format("{} for {} ranks", text_of(axes), ranks),
+       .expected = fmt::format("sizes of 1 or more whose product is {}{}{}", ranks,
+                               changes.empty() ? "" : ", with one of them changed: ",
+                               fmt::join(changes, " or ")),
+       .action = sound ? fmt::format("Change a size, or take {} ranks", product) : "Change the size"});
+}
+
+}  // namespace
+
+Grid::Grid(std::vector<Axis> axes, int ranks) : axes_(std::move(axes)), ranks_(ranks) {
+  check_sizes(axes_, ranks_, "the axes of the ranks");
+  AxisSet seen;
+  for (const Axis& axis : axes_)
+    if (!seen.insert(axis.name).second)
+      throw ConfigError({.where = "the axes of the ranks",
+                         .found = fmt::format("'{}' twice", axis.name),
+                         .expected = "every name once",
+                         .action = "Rename one of them"});
+}
+
+static int product_of(const std::vector<Axis>& axes) {
+  int product = 1;
+  for (const Axis& axis : axes) product *= axis.size;
+  return product;
+}
+Grid::Grid(std::vector<Axis> axes) : Grid(axes, product_of(axes)) {}
+
+Grid Grid::viewed(const AxisSet& of, std::vector<Axis> factors) const {
+  for (const auto& name : of)
+    if (!names().count(name))
+      throw ConfigError({.where = "a view of axes",
+                         .found = fmt::format("'{}'", name),
+                         .expected = fmt::format("one of {}", fmt::join(names(), ", ")),
+                         .action = "Name axes of the grid"});
+  check_sizes(factors, size(of), fmt::format("the view of {}", text(of)));
+  Grid result = *this;
+  for (const Axis& factor : factors) {
+    const bool twice =
+        std::count_if(factors.begin(), factors.end(), [&](const Axis& a) { return a.name == factor.name; }) > 1;
+    if (twice || has(factor.name))
+      throw ConfigError({.where = fmt::format("the view of {}", text(of)),
+                         .found = fmt::format("'{}' again", factor.name),
+                         .expected = "a name that no axis and no factor has",
+                         .action = "Rename the factor"});
+  }
+  result.views_.push_back({of, std::move(factors)});
+  return result;
+}
+
+AxisSet Grid::names() const {
+  AxisSet result;
+  for (const Axis& axis : axes_) result.insert(axis.name);
+  return result;
+}
+
+const Grid::View* Grid::view_of(const std::string& factor) const {
+  for (const View& view : views_)
+    for (const Axis& own : view.factors)
+      if (own.name == factor) return &view;
+  return nullptr;
+}
+
+bool Grid::has(const std::string& name) const {
+  return names().count(name) || view_of(name);
+}
+
+void Grid::check(const AxisSet& along) const {
+  const View* taken = nullptr;
+  for (const auto& name : along) {
+    if (!has(name)) {
+      AxisSet all = names();
+      for (const View& view : views_)
+        for (const Axis& factor : view.factors) all.insert(factor.name);
+      throw ConfigError({.where = "an axis of the ranks",
+                         .found = fmt::format("'{}'", name),
+                         .expected = fmt::format("one of {}", fmt::join(all, ", ")),
+                         .action = "Correct the name"});
+    }
+    const View* view = view_of(name);
+    if (!view) continue;
+    const bool overlaps = std::any_of(view->of.begin(), view->of.end(),
+                                      [&](const std::string& axis) { return along.count(axis); }) ||
+                          (taken && taken != view &&
+                           std::any_of(view->of.begin(), view->of.end(),
+                                       [&](const std::string& axis) { return taken->of.count(axis); }));
+    if (overlaps)
+      throw ConfigError({.where = "axes of the ranks",
+                         .found = fmt::format("{}", fmt::join(along, ", ")),
+                         .expected = fmt::format("'{}' without other names of its ranks", name),
+                         .action = "Name the axes, or the factors of one view"});
+    taken = view;
+  }
+}
+
+std::vector<int> Grid::coordinates(int rank) const {
+  return unravel(rank, axes_);
+}
+
+std::vector<int> Grid::elsewhere(const AxisSet& along, int rank) const {
+  const std::vector<int> own = coordinates(rank);
+  AxisSet viewed;  // axes that `along` names by factors
+  std::vector<int> result;
+  for (const View& view : views_) {
+    const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
+    if (std::none_of(view.factors.begin(), view.factors.end(), named)) continue;
+    int index = 0;  // of the rank among those along the axes of the view
+    for (std::size_t i = 0; i < axes_.size(); ++i)
+      if (view.of.count(axes_[i].name)) index = index * axes_[i].size + own[i];
+    viewed.insert(view.of.begin(), view.of.end());
+    const std::vector<int> places = unravel(index, view.factors);
+    for (std::size_t i = 0; i < places.size(); ++i)
+      if (!named(view.factors[i])) result.push_back(places[i]);
+  }
+  for (std::size_t i = 0; i < axes_.size(); ++i)
+    if (!along.count(axes_[i].name) && !viewed.count(axes_[i].name)) result.push_back(own[i]);
+  return result;
+}
+
+int Grid::size(const AxisSet& along) const {
+  check(along);
+  int product = 1;
+  for (const Axis& axis : axes_)
+    if (along.count(axis.name)) product *= axis.size;
+  for (const View& view : views_)
+    for (const Axis& factor : view.factors)
+      if (along.count(factor.name)) product *= factor.size;
+  return product;
+}
+
+std::vector<int> Grid::ranks_along(const AxisSet& along, int rank) const {
+  check(along);
+  const std::vector<int> own = elsewhere(along, rank);
+  std::vector<int> result;
+  for (int other = 0; other < ranks_; ++other)
+    if (elsewhere(along, other) == own) result.push_back(other);
+  return result;
+}
+
+int Grid::place(const AxisSet& along, int rank) const {
+  const std::vector<int> ranks = ranks_along(along, rank);
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+std::string Grid::text() const {
+  return text_of(axes_);
+}
+
+std::string Grid::text(const AxisSet& along) const {
+  std::vector<Axis> chosen;
+  for (const Axis& axis : axes_)
+    if (along.count(axis.name)) chosen.push_back(axis);
+  for (const View& view : views_)
+    for (const Axis& factor : view.factors)
+      if (along.count(factor.name)) chosen.push_back(factor);
+  return text_of(chosen);
+}
+
+Grid data_grid(int ranks, const DataAxes& sizes) {
+  const std::vector<Axis> asked{
+      {"dp_replicate", sizes.dp_replicate}, {"cp_ring", sizes.cp_ring}, {"cp_ulysses", sizes.cp_ulysses}};
+  std::int64_t product = 1;
+  for (const Axis& axis : asked) product = axis.size < 1 || product > ranks ? 0 : product * axis.size;
+  if (product == 0 || ranks % product != 0) {
+    std::vector<int> possible;
+    for (int size = 1; size <= ranks; ++size)
+      if (ranks % size == 0) possible.push_back(size);
+    throw ConfigError({.where = "the axes of the ranks",
+                       .found = fmt::format("{} for {} ranks", text_of(asked), ranks),
+                       .expected = fmt::format("sizes of 1 or more whose product divides the ranks: {}",
+                                               fmt::join(possible, ", ")),
+                       .action = "Change parallel.replicas, parallel.cp_ring, parallel.cp_ulysses or the ranks"});
+  }
+  const auto shards = static_cast<int>(ranks / product);
+  return Grid({asked[0], {"dp_shard", shards}, asked[1], asked[2]}, ranks);
+}
+
+AxisSet without(AxisSet of, const AxisSet& but) {
+  for (const auto& name : but) of.erase(name);
+  return of;
+}
+
+}  // namespace isograd

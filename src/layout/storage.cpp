@@ -1,0 +1,136 @@
+#include "layout/storage.hpp"
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+// The tensors that autograd keeps because `tensor` was made as a view of them.
+std::vector<const at::Tensor*> bases_of(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(tensor);
+  std::vector<const at::Tensor*> bases;
+  if (!meta) return bases;
+  if (meta->has_bw_view()) bases.push_back(&meta->get_backward_view().base_);
+  if (meta->has_fw_view() && !meta->shared_view_info()) bases.push_back(&meta->get_forward_view().base_);
+  return bases;
+}
+
+std::int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+}  // namespace
+
+bool fills_its_storage(const at::Tensor& parameter) {
+  return parameter.is_contiguous() && parameter.storage_offset() == 0 &&
+         parameter.storage().nbytes() == parameter.nbytes();
+}
+
+namespace {
+
+bool has_memory(const at::Tensor& tensor) {
+  return !tensor.is_meta() && tensor.numel() > 0;
+}
+
+void check_nothing_stays_behind(const std::vector<NamedParameter>& parameters) {
+  const auto stays = [](const at::Tensor& tensor) {
+    return has_memory(tensor) && !fills_its_storage(tensor);
+  };
+  // Who shares a storage and is no reason to refuse: the parameters themselves, and the tensors they were
+  // made from as views, where nobody else holds those.
+  std::unordered_map<const c10::StorageImpl*, std::size_t> known;
+  std::unordered_map<const c10::TensorImpl*, std::pair<const at::Tensor*, std::size_t>> bases;
+  for (const NamedParameter& parameter : parameters) {
+    if (!stays(parameter.tensor)) continue;
+    ++known[parameter.tensor.storage().unsafeGetStorageImpl()];
+    for (const at::Tensor* base : bases_of(parameter.tensor)) {
+      auto& [tensor, views] = bases[base->unsafeGetTensorImpl()];
+      tensor = base;
+      ++views;
+    }
+  }
+  for (const auto& [impl, base] : bases)
+    if (base.first->use_count() == base.second) ++known[base.first->storage().unsafeGetStorageImpl()];
+  for (const auto& [name, tensor, decays] : parameters) {
+    if (!stays(tensor)) continue;
+    const std::size_t others =
+        tensor.storage().use_count() - known.at(tensor.storage().unsafeGetStorageImpl());
+    if (others > 0)
+      throw ConfigError(
+          {.where = fmt::format("parameter '{}'", name),
+           .found = fmt::format("{} other tensor{} in the memory that it is a part or another order of",
+                                others, others == 1 ? "" : "s"),
+           .expected = "memory of its own, which the layout can move with all that share it",
+           .action =
+               "Make the parameter with clone() or contiguous(), and what shares it from the parameter"});
+  }
+}
+
+struct Claimed {
+  std::mutex mutex;
+  std::unordered_set<const c10::StorageImpl*> storages;
+};
+
+Claimed& claimed() {
+  static auto* all = new Claimed;  // outlives all threads
+  return *all;
+}
+
+}  // namespace
+
+Claim::Claim(const std::vector<NamedParameter>& parameters) {
+  check_nothing_stays_behind(parameters);
+  for (const auto& [name, tensor, decays] : parameters) {
+    if (!has_memory(tensor) || !fills_its_storage(tensor)) continue;
+    c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    const std::lock_guard<std::mutex> lock(claimed().mutex);
+    if (claimed().storages.insert(storage).second) {
+      storages_.push_back(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+      continue;
+    }
+    for (const auto& own : storages_) claimed().storages.erase(own.get());
+    throw ConfigError(
+        {.where = fmt::format("parameter '{}'", name),
+         .found = "memory that another parameter or layout uses, of this model or of another rank's",
+         .expected = "a model of its own for each layout",
+         .action = "Destroy the other layout first; on ranks that are threads give each a clone()"});
+  }
+}
+
+Claim::~Claim() {
+  const std::lock_guard<std::mutex> lock(claimed().mutex);
+  for (const auto& storage : storages_) claimed().storages.erase(storage.get());
+}
+
+void give_memory(c10::StorageImpl& storage, const at::Tensor& memory) {
+  auto* owner = new at::Tensor(memory);
+  storage.set_data_ptr_noswap(c10::DataPtr(
+      memory.mutable_data_ptr(), owner, [](void* held) { delete static_cast<at::Tensor*>(held); },
+      memory.device()));
+}
+
+Writes::Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters) {
+  for (const Slot& slot : plan.slots) {
+    parameters_.push_back(parameters.at(slot.index).tensor);
+    versions_.push_back(version_of(parameters_.back()));
+  }
+}
+
+std::vector<std::size_t> Writes::take() {
+  std::vector<std::size_t> written;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (const auto now = version_of(parameters_[i]); now != versions_[i]) {
+      versions_[i] = now;
+      written.push_back(i);
+    }
+  return written;
+}
+
+}  // namespace isograd

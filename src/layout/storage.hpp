@@ -1,0 +1,50 @@
+// The memory under parameters, changed so that whatever shares it follows, and written to by others.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+
+#include <vector>
+
+#include "isograd/parameters.hpp"
+
+namespace isograd {
+
+// Whether the parameter is all that its storage holds, in row-major order. Such a storage can be given other
+// memory: tensors that share it (detach(), views, ties through them) then see that memory too.
+bool fills_its_storage(const at::Tensor& parameter);
+
+// The storages whose memory a layout changes, as long as it lives: no other layout may meanwhile.
+class Claim {
+ public:
+  // Changes nothing. ConfigError that names the first parameter which cannot be moved without leaving a
+  // tensor behind (others share its storage, and it does not fill it), or whose storage another layout has
+  // claimed: of this model, or of a rank that is a thread and has its values from the same tensor.
+  explicit Claim(const std::vector<NamedParameter>& parameters);
+  ~Claim();
+  Claim(Claim&& other) noexcept = default;
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+  Claim& operator=(Claim&&) = delete;
+
+ private:
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;
+};
+
+// `storage` has the memory of `memory` from here on, and keeps it alive.
+void give_memory(c10::StorageImpl& storage, const at::Tensor& memory);
+
+// Notices values that somebody else than the layout has written into the parameters of a plan, by the version
+// counters of autograd: in-place operations raise them, what goes through flat buffers does not.
+class Writes {
+ public:
+  Writes() = default;
+  Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters);
+  // Places in plan.slots of the parameters written to since the last call.
+  std::vector<std::size_t> take();
+
+ private:
+  std::vector<at::Tensor> parameters_;  // by slot
+  std::vector<std::int64_t> versions_;
+};
+
+}  // namespace isograd

@@ -1,0 +1,97 @@
+// The product and its plain twin against fp64, in every form. Runs once more at each level of instruction
+// sets.
+#include "matmul/product.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+namespace isograd {
+namespace {
+
+std::vector<at::Tensor> draw(const std::vector<std::vector<std::int64_t>>& shapes, at::ScalarType type,
+                             std::uint64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  std::vector<at::Tensor> drawn;
+  for (const auto& shape : shapes) drawn.push_back(at::randn(shape, generator, at::kDouble).to(type));
+  return drawn;
+}
+
+// Of what is stored, in fp64 and without a matrix product; and the same of magnitudes.
+at::Tensor summed(const std::vector<at::Tensor>& x, bool adds, bool has_bias, bool of_magnitudes) {
+  const auto wide = [&](const at::Tensor& t) {
+    return of_magnitudes ? t.to(at::kDouble).abs() : t.to(at::kDouble);
+  };
+  at::Tensor result = (wide(x[0]).unsqueeze(1) * wide(x[1]).unsqueeze(0)).sum(2);
+  if (adds) result = result + wide(x[2]);
+  return has_bias ? result + wide(x[3]) : result;
+}
+
+double unit(at::ScalarType type) {  // half the distance from 1 to the next number
+  return std::ldexp(1.0, type == at::kDouble ? -53 : type == at::kFloat ? -24 : -8);
+}
+
+// An accumulator of `wide` makes at most an error of u(wide) at each of the k products and their sums, addend
+// and bias, in the size of the sum of magnitudes; then the result is rounded: twice where the plain twin adds
+// onto a stored product.
+double worst_error(const at::Tensor& found, const std::vector<at::Tensor>& x, bool adds, bool has_bias) {
+  const at::ScalarType type = x[0].scalar_type(), wide = type == at::kDouble ? type : at::kFloat;
+  const at::Tensor magnitudes = summed(x, adds, has_bias, true);
+  const double allowed = 2 * (static_cast<double>(x[0].size(1)) + 3) * unit(wide) + 2 * unit(type);
+  if (magnitudes.numel() == 0) return 0;
+  return ((found.to(at::kDouble) - summed(x, adds, has_bias, false)).abs() / (magnitudes * allowed))
+      .max()
+      .item<double>();
+}
+
+TEST(Product, EveryFormIsExactToRounding) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t m : {0, 1, 7, 8, 65})
+      for (const bool turned : {false, true}) {
+        const auto x = draw({{m, 33}, {50, 33}, {m, 50}, {50}}, type, 7);
+        const at::Tensor a = turned ? x[0].t().contiguous().t() : x[0];
+        const at::Tensor b = turned ? x[1].t().contiguous().t() : x[1];
+        for (const bool adds : {false, true})
+          for (const bool has_bias : {false, true}) {
+            const at::Tensor addend = adds ? x[2] : at::Tensor(), bias = has_bias ? x[3] : at::Tensor();
+            for (const at::Tensor& found :
+                 {product(a, b, addend, bias), naive::product(a, b, addend, bias)}) {
+              ASSERT_EQ(found.scalar_type(), type);
+              EXPECT_LE(worst_error(found, x, adds, has_bias), 1)
+                  << c10::toString(type) << ", rows " << m << ", turned " << turned << ", seed 7";
+            }
+          }
+      }
+}
+
+TEST(Product, TheComparisonSeesALostProduct) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    auto x = draw({{65, 33}, {50, 33}}, type, 7);
+    const at::Tensor whole = product(x[0], x[1]);
+    x[0] = x[0].clone();
+    x[0].select(1, 32).zero_();
+    EXPECT_GT(worst_error(whole, x, false, false), 1) << c10::toString(type);
+  }
+}
+
+TEST(Product, LeavesItsOperandsAlone) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const auto x = draw({{9, 33}, {50, 33}, {9, 50}, {50}}, type, 9),
+               before = draw({{9, 33}, {50, 33}, {9, 50}, {50}}, type, 9);
+    product(x[0], x[1], x[2], x[3]);
+    for (std::size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(x[i].equal(before[i])) << i;
+  }
+}
+
+TEST(Product, SameBitsRunToRun) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const auto x = draw({{65, 130}, {50, 130}}, type, 8);
+    const at::Tensor first = product(x[0], x[1]);
+    for (int i = 0; i < 20; ++i) {
+      const at::Tensor elsewhere = at::empty({i * 3 + 1});  // another place in memory for what follows
+      EXPECT_TRUE(product(x[0].clone(), x[1].clone()).equal(first));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,69 @@
+#include "parallel/data/freezing.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+bool changed(const TrainableParameters& parameters, const std::vector<Bucket>& buckets) {
+  for (const Bucket& bucket : buckets)
+    for (const Slot& slot : bucket.plan.slots)
+      if (parameters[slot.index].tensor.requires_grad() != slot.trained) return true;
+  for (const NamedParameter& parameter : parameters.frozen)
+    if (parameter.tensor.requires_grad()) return true;
+  return false;
+}
+
+void check_same_on_all_ranks(const TrainableParameters& parameters, Group& group) {
+  std::vector<const NamedParameter*> all;
+  std::vector<std::int64_t> trained;
+  for (const auto* list : {static_cast<const std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+    for (const NamedParameter& parameter : *list) {
+      all.push_back(&parameter);
+      trained.push_back(parameter.tensor.requires_grad());
+    }
+  const at::Tensor by_rank = group.all_gather(at::tensor(trained, at::kLong));  // [W, P]
+  const auto table = by_rank.accessor<std::int64_t, 2>();
+  for (int rank = 1; rank < group.size(); ++rank)
+    for (std::size_t i = 0; i < all.size(); ++i)
+      if (const auto p = static_cast<std::int64_t>(i); table[rank][p] != table[0][p])
+        throw ConfigError({.where = fmt::format("parameter '{}'", all[i]->name),
+                           .found = fmt::format("requires_grad {} on rank {} and {} on rank 0",
+                                                table[rank][p] != 0, rank, table[0][p] != 0),
+                           .expected = "the same on every rank",
+                           .action = "Freeze and unfreeze parameters on all ranks in the same step"});
+}
+
+}  // namespace
+
+std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
+                                    const std::vector<NamedParameter>& unfrozen, std::int64_t bucket_bytes) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const NamedParameter& parameter : unfrozen) named.emplace_back(parameter.name, parameter.tensor);
+  const auto joined = trainable_parameters(named);  // refuses what cannot be trained
+  std::vector<BucketPlan> plans = plan_buckets(joined, bucket_bytes);
+  for (BucketPlan& plan : plans)
+    for (Slot& slot : plan.slots) slot.index += parameters.size();
+  parameters.insert(parameters.end(), joined.begin(), joined.end());
+  return plans;
+}
+
+std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std::vector<Bucket>& buckets,
+                                            Group& group) {
+  if (!changed(parameters, buckets)) return {};
+  if (group.size() > 1) check_same_on_all_ranks(parameters, group);
+  for (Bucket& bucket : buckets)
+    for (Slot& slot : bucket.plan.slots) slot.trained = parameters[slot.index].tensor.requires_grad();
+  std::vector<NamedParameter> unfrozen;
+  std::erase_if(parameters.frozen, [&](const NamedParameter& parameter) {
+    if (!parameter.tensor.requires_grad()) return false;
+    unfrozen.push_back(parameter);
+    return true;
+  });
+  return unfrozen;
+}
+
+}  // namespace isograd

@@ -1,0 +1,37 @@
+// The axes of a configuration: which ranks see which samples, which parts of them, and where shards lie.
+#include "isograd/error.hpp"
+#include "train/config.hpp"
+
+namespace isograd {
+
+int stage_of(const std::string& strategy) {
+  if (strategy == "zero1") return 1;
+  if (strategy == "zero3") return 3;
+  return strategy == "zero2" ? 2 : 0;
+}
+
+Grid grid_of(const RunConfig& config, int ranks) {
+  const auto& parallel = config.parallel;
+  DataAxes sizes{.dp_replicate = static_cast<int>(parallel.replicas),
+                 .cp_ring = static_cast<int>(parallel.cp_ring),
+                 .cp_ulysses = static_cast<int>(parallel.cp_ulysses)};
+  const Grid grid = data_grid(ranks, sizes);
+  if (stage_of(parallel.strategy) > 0) return grid;
+  sizes.dp_replicate = grid.size(kSampleAxes);  // each keeps everything
+  return data_grid(ranks, sizes);
+}
+
+AxisSet sharded_axes(const RunConfig& config) {
+  if (stage_of(config.parallel.strategy) == 0) return kDataAxes;  // gradients are summed over all at once
+  const std::string& mode = config.parallel.cp_fsdp_mode;
+  if (mode == "all") return {"dp_shard", "cp_ring", "cp_ulysses"};
+  if (mode == "ulysses_only") return {"dp_shard", "cp_ulysses"};
+  if (mode == "ring_only") return {"dp_shard", "cp_ring"};
+  if (mode == "none") return {"dp_shard"};
+  throw ConfigError({.where = "parallel.cp_fsdp_mode",
+                     .found = mode,
+                     .expected = "all, ulysses_only, ring_only or none",
+                     .action = "Choose one of them"});
+}
+
+}  // namespace isograd

@@ -1,0 +1,83 @@
+// The validation loss: the declared mean over what the loader gives, whatever the step under way divides by.
+#include "train/evaluate.hpp"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "isograd/optimizer.hpp"
+#include "isograd/step.hpp"
+#include "isograd/world.hpp"
+#include "toy.hpp"
+
+namespace isograd {
+namespace {
+
+class Fixed final : public BatchLoader {
+ public:
+  explicit Fixed(MicroBatches batches) : batches_(std::move(batches)) {}
+  std::int64_t steps_per_epoch() const override { return 1; }
+  MicroBatches next() override { return batches_; }
+  MicroBatches whole_step(LoaderPosition) const override { return batches_; }
+  LoaderPosition position() const override { return {}; }
+  void seek(LoaderPosition) override {}
+
+ private:
+  MicroBatches batches_;
+};
+
+MicroBatches same(MicroBatches batches) {
+  return batches;
+}
+
+// Before a deferred step, in its middle and after it: the same number, and the step does not notice.
+TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
+  const auto trained = toy::make_step(3, 2), held_out = toy::make_step(3, 3, /*seed=*/5);
+  const double wanted = toy::reference(toy::Model(), held_out).loss;
+  const auto wanted_step = toy::reference(toy::Model(), trained);
+  run_ranks(3, [&](World& world) {
+    const auto rank = static_cast<std::size_t>(world.rank);
+    toy::Model model;
+    auto layout = bucketed(trainable_parameters(model.named()), world.group);
+    auto optimizer = sgd({.learning_rate = 0});
+    Deferred mean(std::make_unique<TokenMean>());
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+    };
+    Fixed loader(held_out[rank]);
+    const auto loss = [&] {
+      const auto evaluation = evaluate(&loader, same, forward, mean, *layout, 3);
+      EXPECT_EQ(evaluation->step, 3);
+      return evaluation->loss;
+    };
+    Step step(forward, *layout, mean, *optimizer, {.max_norm = 0});
+    EXPECT_NEAR(loss(), wanted, 1e-12);
+    const MicroBatches& own = trained[rank];
+    const auto middle = own.begin() + static_cast<std::ptrdiff_t>(own.size() / 2);
+    step.accumulate({own.begin(), middle});
+    EXPECT_NEAR(loss(), wanted, 1e-12);
+    step.accumulate({middle, own.end()});
+    const StepReport report = step.finish();
+    EXPECT_NEAR(report.loss, wanted_step.loss, 1e-12);
+    EXPECT_EQ(report.census.targets, toy::concatenate(trained).num_targets());
+    EXPECT_NEAR(loss(), wanted, 1e-12);
+  });
+}
+
+// A value that is the whole on every rank counts once, beside a share that counts on each.
+TEST(Evaluate, CountsAReplicatedTermOnce) {
+  run_ranks(3, [](World& world) {
+    toy::Model model;
+    auto layout = bucketed(trainable_parameters(model.named()), world.group);
+    NoDenominator mean;
+    Fixed loader({toy::make_batch({4}, world.rank)});
+    const ForwardLossTerms forward = [&](const Batch&) -> LossTerms {
+      return {{"whole", at::full({}, 5.0), Mean::kNone, 2.0, 1, /*replicated=*/true},
+              {"share", at::full({}, 1.0 + world.rank), Mean::kNone}};
+    };
+    EXPECT_EQ(evaluate(&loader, same, forward, mean, *layout, 0)->loss, 2 * 5 + 1 + 2 + 3);
+  });
+}
+
+}  // namespace
+}  // namespace isograd

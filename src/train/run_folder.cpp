@@ -1,0 +1,242 @@
+#include "train/run_folder.hpp"
+
+#include <fcntl.h>
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/files.hpp"
+#include "base/paths.hpp"
+#include "isograd/checkpoint.hpp"
+#include "isograd/error.hpp"
+#include "train/checkpoint_files.hpp"
+#include "train/resume.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+
+// The checkpoint that a run continues; empty: it starts anew. `own`: one of its own folder.
+struct RunFolder::Continued {
+  fs::path checkpoint{};
+  bool own = false;
+};
+
+namespace {
+
+constexpr const char* kLock = "LOCK";
+
+std::string here(const fs::path& directory) {
+  return fmt::format("run.directory = \"{}\"", directory.string());
+}
+
+bool same_file(const struct stat& a, const struct stat& b) {
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+// Lines of a file, as far as it can be read.
+std::size_t lines_in(const fs::path& file) {
+  std::error_code error;
+  if (!fs::is_regular_file(file, error) || fs::file_size(file, error) == 0) return 0;
+  const MappedFile mapped(file);
+  return static_cast<std::size_t>(std::count(mapped.data(), mapped.data() + mapped.size(), '\n'));
+}
+
+std::string first_line(int file) {
+  char text[200] = {};
+  const ssize_t length = ::pread(file, text, sizeof(text) - 1, 0);
+  const std::string line(text, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  return line.substr(0, line.find('\n'));
+}
+
+[[noreturn]] void refuse_living_run(const fs::path& directory, const std::string& who) {
+  throw ConfigError({.where = here(directory),
+                     .found = "another run that is writing there" + (who.empty() ? "" : ": " + who),
+                     .expected = "a folder that no other run uses",
+                     .action = "Wait for that run to end, or give this one a folder of its own (--set "
+                               "run.directory=...)"});
+}
+
+// Before anything is said of an earlier run's files: they may be those of one that lives.
+void check_no_run_lives(const fs::path& directory) {
+  const int file = ::open((directory / kLock).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (file < 0) return;
+  const bool held = ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  const std::string who = held ? first_line(file) : "";
+  ::close(file);
+  if (held) refuse_living_run(directory, who);
+}
+
+std::vector<fs::path> event_files(const fs::path& directory) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory / "tensorboard", error), end; !error && entry != end;
+       entry.increment(error))
+    if (entry->path().filename().string().starts_with("events.out.tfevents.")) found.push_back(entry->path());
+  return found;
+}
+
+}  // namespace
+
+fs::path json_log_of(const RunConfig& config) {
+  return config.run.json_log.empty() ? fs::path(config.run.directory) / "metrics.jsonl"
+                                     : fs::path(config.run.json_log);
+}
+
+std::string earlier_run(const RunConfig& config) {
+  const fs::path directory = config.run.directory, log = json_log_of(config);
+  std::string found;
+  const auto add = [&](const std::string& what) { found += (found.empty() ? "" : ", ") + what; };
+  if (const auto checkpoints = list_checkpoints(checkpoint_root(config)); checkpoints.size() == 1)
+    add("the checkpoint " + checkpoints[0].filename().string());
+  else if (!checkpoints.empty())
+    add(fmt::format("{} checkpoints up to {}", checkpoints.size(), checkpoints.back().filename().string()));
+  if (const auto rows = lines_in(log))
+    add(fmt::format("{} rows of metrics{}", rows,
+                    config.run.json_log.empty() ? std::string() : " in " + log.string()));
+  std::error_code error;
+  if (fs::exists(directory / "report.html", error)) add("report.html");
+  return found;
+}
+
+RunFolder::Continued RunFolder::continued(const RunConfig& config) {
+  // A scorer's run saves no checkpoints: to resume one is refused elsewhere.
+  if (config.checkpoint.resume.empty() || config.model.kind == "scorer") return {};
+  const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
+  std::error_code error;
+  const fs::path folder = (found.has_filename() ? found : found.parent_path()).lexically_normal();
+  return {folder, fs::equivalent(fs::absolute(folder).parent_path(), root, error)};
+}
+
+void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {
+  if (from.own || config.overwrite) return;
+  const std::string found = earlier_run(config);
+  if (found.empty()) return;
+  const bool resumable = !list_checkpoints(checkpoint_root(config)).empty();
+  throw ConfigError(
+      {.where = here(config.run.directory),
+       .found = found + " of an earlier run",
+       .expected = from.checkpoint.empty() ? "a folder for this new run, which would write over them"
+                                           : fmt::format("a folder for the run that continues {} elsewhere",
+                                                         from.checkpoint.string()),
+       .action = fmt::format(
+           "Give it a folder of its own (--set run.directory=...){}, or replace the earlier run: --overwrite",
+           resumable && from.checkpoint.empty()
+               ? ", continue the earlier one (--set checkpoint.resume=latest)"
+               : "")});
+}
+
+void RunFolder::check_free(const RunConfig& config) {
+  check_no_run_lives(config.run.directory);
+  refuse_earlier_run(config, continued(config));
+}
+
+RunFolder::RunFolder(const RunConfig& config)
+    : directory_(config.run.directory),
+      checkpoints_(checkpoint_root(config)),
+      json_log_(json_log_of(config)) {
+  check_no_run_lives(directory_);
+  const Continued from = continued(config);
+  refuse_earlier_run(config, from);
+  std::error_code error;
+  made_ = !fs::exists(directory_, error);
+  make_folders(directory_);
+  lock();
+  try {
+    take(config, from);
+  } catch (...) {
+    ::close(std::exchange(file_, -1));
+    throw;
+  }
+}
+
+// With the lock held.
+void RunFolder::take(const RunConfig& config, const Continued& from) {
+  refuse_earlier_run(config, from);  // of a run that has ended since it was looked for
+  const std::string who = fmt::format("process {} since {:%Y-%m-%d %H:%M:%S} UTC{}\n", ::getpid(),
+                                      fmt::gmtime(std::time(nullptr)),
+                                      config.source.empty() ? std::string() : ", " + config.source.string());
+  if (::ftruncate(file_, 0) == 0) (void)!::pwrite(file_, who.data(), who.size(), 0);  // help for people only
+  if (from.own) {
+    const auto step = checkpoint_step(from.checkpoint);
+    std::string later;
+    for (const auto& other : list_checkpoints(checkpoints_))
+      if (step && *checkpoint_step(other) > *step)
+        later += (later.empty() ? "" : ", ") + other.filename().string();
+    if (!later.empty())
+      notice_ =
+          fmt::format("continuing from {}: {} of the same folder go when this run saves its first checkpoint",
+                      from.checkpoint.filename().string(), later);
+  } else if (const std::string found = earlier_run(config); !found.empty()) {
+    replaces_ = true;
+    notice_ = fmt::format("--overwrite: {} of an earlier run in {} are removed", found, directory_.string());
+  }
+}
+
+void RunFolder::lock() {
+  const fs::path path = directory_ / kLock;
+  for (;;) {
+    file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
+    if (file_ < 0)
+      throw ConfigError({.where = path.string(),
+                         .found = std::strerror(errno),
+                         .expected = "a file that this run can lock",
+                         .action = "Choose another folder (run.directory) or look at its permissions"});
+    if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
+      const int problem = errno;
+      const std::string who = first_line(file_);
+      ::close(std::exchange(file_, -1));
+      if (problem == EINTR) continue;
+      if (problem != EWOULDBLOCK)
+        throw ConfigError(
+            {.where = path.string(),
+             .found = fmt::format("a file system that does not lock: {}", std::strerror(problem)),
+             .expected = "flock(), which keeps a second run out",
+             .action = "Choose a folder on another file system (run.directory)"});
+      refuse_living_run(directory_, who);
+    }
+    // Whoever held it before may have removed the file in between.
+    struct stat locked {};
+    struct stat named {};
+    if (::fstat(file_, &locked) == 0 && ::stat(path.c_str(), &named) == 0 && same_file(locked, named)) return;
+    ::close(std::exchange(file_, -1));
+  }
+}
+
+RunFolder::~RunFolder() {
+  if (file_ < 0) return;
+  if (!begun_ && made_) {  // a run that was refused before it wrote anything
+    std::error_code ignored;
+    fs::remove(directory_ / kLock, ignored);
+    fs::remove(directory_, ignored);
+  }
+  ::close(file_);
+}
+
+void RunFolder::begin() {
+  begun_ = true;
+  if (!replaces_) return;
+  prune_checkpoints(checkpoints_, -1, 1);
+  std::error_code ignored;
+  for (const auto& file : event_files(directory_)) fs::remove(file, ignored);
+  for (const auto& file : {directory_ / "report.html", json_log_}) fs::remove(file, ignored);
+}
+
+void RunFolder::check() const {
+  struct stat held {};
+  struct stat named {};
+  if (::fstat(file_, &held) == 0 && ::stat((directory_ / kLock).c_str(), &named) == 0 &&
+      same_file(held, named))
+    return;
+  throw ConfigError({.where = here(directory_),
+                     .found = "a folder that was removed or moved while the run wrote to it",
+                     .expected = "the folder that the run began in",
+                     .action = "Put it back and continue from its last checkpoint (--set "
+                               "checkpoint.resume=latest), or start anew"});
+}
+
+}  // namespace isograd

@@ -1,0 +1,196 @@
+// One run at a time writes to a folder, and none writes over another's files unasked.
+#include "train/run_folder.hpp"
+
+#include <gmock/gmock.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <fstream>
+
+#include "isograd/checkpoint.hpp"
+#include "train/checkpoint_files.hpp"
+#include "train/resume.hpp"
+#include "train/trainer_testing.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+using testing_runs::config_error_of;
+
+class RunFolders : public testing_runs::TinyRuns {
+ protected:
+  void SetUp() override {
+    TinyRuns::SetUp();
+    config_ = tiny("run");
+    directory_ = config_.run.directory;
+  }
+  // As a run leaves it.
+  void leave_a_run(const std::vector<std::int64_t>& steps) {
+    for (const auto step : steps)
+      publish_directory(checkpoint_path(checkpoint_root(config_), step),
+                        [](const fs::path& folder) { write_file(folder / "state.json", "{}"); });
+    write_file(directory_ / "metrics.jsonl", "{\"step\":1}\n{\"step\":2}\n");
+    write_file(directory_ / "report.html", "a report");
+    fs::create_directories(directory_ / "tensorboard");
+    write_file(directory_ / "tensorboard/events.out.tfevents.1.isograd", "events");
+    write_file(directory_ / "notes.txt", "the user's own");
+  }
+  std::string taking() {
+    return config_error_of([&] { RunFolder folder(config_); });
+  }
+  std::size_t checkpoints() { return list_checkpoints(checkpoint_root(config_)).size(); }
+
+  RunConfig config_;
+  fs::path directory_;
+};
+
+TEST_F(RunFolders, ASecondRunIsKeptOutAndToldByWhom) {
+  {
+    RunFolder first(config_);
+    EXPECT_THAT(taking(),
+                AllOf(HasSubstr("another run that is writing there"),
+                      HasSubstr("process " + std::to_string(getpid())), HasSubstr("run.directory")));
+    config_.overwrite = true;  // is no way around a run that lives
+    EXPECT_THAT(taking(), HasSubstr("another run that is writing there"));
+  }
+  EXPECT_EQ(taking(), "no error");
+}
+
+TEST_F(RunFolders, TheLockEndsWithItsProcessHoweverThatEnds) {
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    RunFolder folder(config_);
+    folder.begin();
+    (void)!::write(ready[1], "", 1);
+    ::pause();
+  }
+  char byte;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_THAT(taking(), HasSubstr("process " + std::to_string(child)));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_EQ(taking(), "no error");
+  for (const int end : ready) ::close(end);
+}
+
+TEST_F(RunFolders, ANewRunDoesNotTouchAnEarlierOnesFiles) {
+  leave_a_run({30, 40});
+  const std::string said = taking();
+  EXPECT_THAT(said, AllOf(HasSubstr("2 checkpoints up to step-00000040"), HasSubstr("2 rows of metrics"),
+                          HasSubstr("report.html"), HasSubstr("--set run.directory="),
+                          HasSubstr("checkpoint.resume=latest"), HasSubstr("--overwrite")));
+  EXPECT_EQ(config_error_of([&] { RunFolder::check_free(config_); }), said) << "before ranks are started too";
+  EXPECT_EQ(checkpoints(), 2u);
+  EXPECT_EQ(read_file(directory_ / "report.html"), "a report");
+  EXPECT_FALSE(fs::exists(directory_ / "LOCK"));
+}
+
+TEST_F(RunFolders, OverwriteReplacesARunAndNothingElse) {
+  leave_a_run({30, 40});
+  config_.overwrite = true;
+  {
+    RunFolder folder(config_);
+    EXPECT_EQ(checkpoints(), 2u) << "nothing is removed before this run writes";
+    EXPECT_THAT(folder.notice(), AllOf(HasSubstr("--overwrite"), HasSubstr("step-00000040")));
+    folder.begin();
+  }
+  EXPECT_EQ(checkpoints(), 0u);
+  for (const char* name : {"metrics.jsonl", "report.html", "tensorboard/events.out.tfevents.1.isograd"})
+    EXPECT_FALSE(fs::exists(directory_ / name)) << name;
+  EXPECT_EQ(read_file(directory_ / "notes.txt"), "the user's own");
+}
+
+TEST_F(RunFolders, ARunThatGoesOnKeepsItsFolder) {
+  leave_a_run({30, 40});
+  config_.checkpoint.resume = "latest";
+  {
+    RunFolder folder(config_);
+    EXPECT_EQ(folder.notice(), "");
+  }
+  config_.checkpoint.resume = (directory_ / "checkpoints/step-00000030/").string();
+  {
+    RunFolder folder(config_);
+    EXPECT_THAT(folder.notice(), AllOf(HasSubstr("step-00000030"), HasSubstr("step-00000040")));
+  }
+  EXPECT_EQ(checkpoints(), 2u);
+}
+
+TEST_F(RunFolders, ARunThatGoesOnElsewhereIsNewThere) {
+  leave_a_run({30});
+  RunConfig other = tiny("other");
+  other.checkpoint.resume = (directory_ / "checkpoints/step-00000030").string();
+  { RunFolder folder(other); }
+  other.run.directory = config_.run.directory + "2";
+  fs::copy(directory_, other.run.directory, fs::copy_options::recursive);
+  EXPECT_THAT(config_error_of([&] { RunFolder folder(other); }),
+              AllOf(HasSubstr("--overwrite"), Not(HasSubstr("resume=latest"))));
+}
+
+TEST_F(RunFolders, MetricsOfAnotherFolderAreARunsFilesToo) {
+  config_.run.json_log = (root_ / "logs.jsonl").string();
+  write_file(config_.run.json_log, "{\"step\":1}\n");
+  EXPECT_THAT(taking(), AllOf(HasSubstr("logs.jsonl"), HasSubstr("--overwrite")));
+  EXPECT_EQ(read_file(config_.run.json_log), "{\"step\":1}\n");
+}
+
+TEST_F(RunFolders, ARefusedRunLeavesNoFolder) {
+  { RunFolder folder(config_); }
+  EXPECT_FALSE(fs::exists(directory_));
+}
+
+TEST_F(RunFolders, AFolderThatGoesAwayIsNoticed) {
+  RunFolder folder(config_);
+  folder.begin();
+  folder.check();
+  fs::rename(directory_, root_ / "moved");
+  EXPECT_THAT(config_error_of([&] { folder.check(); }), HasSubstr("removed or moved"));
+  fs::create_directories(directory_);
+  write_file(directory_ / "LOCK", "");
+  EXPECT_THAT(config_error_of([&] { folder.check(); }), HasSubstr("removed or moved"))
+      << "another of that name";
+}
+
+// Over thread ranks: what fails on rank 0 alone is every rank's error, and nothing is written any more.
+TEST_F(RunFolders, ARunWhoseFolderIsRemovedEndsWithAnErrorOnAllRanks) {
+  config_.train.steps = 50;
+  config_.checkpoint.every = 10;
+  std::atomic<int> told{0};
+  const auto what = config_error_of([&] {
+    run_ranks(3, [&](World& world) {
+      TrainerHooks hooks;
+      hooks.on_step = [&](const StepEvent& event) {
+        if (world.rank == 0 && event.step == 4) fs::remove_all(directory_);
+      };
+      try {
+        Trainer(config_, world, hooks).run();
+      } catch (const ConfigError&) {
+        ++told;
+        throw;
+      }
+    });
+  });
+  EXPECT_THAT(what, HasSubstr("removed or moved while the run wrote to it"));
+  EXPECT_EQ(told, 3);
+  EXPECT_FALSE(fs::exists(directory_));
+}
+
+TEST_F(RunFolders, ALogThatIsRemovedIsAnError) {
+  config_.train.steps = 50;
+  const auto what = config_error_of([&] {
+    run(config_, 2, [&](World& world, TrainerHooks& hooks) {
+      hooks.on_step = [&, rank = world.rank](const StepEvent& event) {
+        if (rank == 0 && event.step == 4) fs::remove(directory_ / "metrics.jsonl");
+      };
+    });
+  });
+  EXPECT_THAT(what, AllOf(HasSubstr("metrics.jsonl"), HasSubstr("removed while the run wrote to it")));
+}
+
+}  // namespace
+}  // namespace isograd

@@ -1,0 +1,39 @@
+// How a gradient that is off is held against causes: what the diagnosing files share.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "verify/case.hpp"
+
+namespace isograd {
+
+std::vector<std::string> all_names(const Case& one);
+// "all parameters", "only 1 of 12 parameters (b)"
+std::string subject(const Case& one, const std::vector<std::string>& names);
+// Ratios, cosine and error of the named parameters, in words.
+std::string numbers_of(const Case& one, const std::vector<std::string>& names);
+bool same_ids(const std::vector<Cause>& causes);
+// Whether the loss found is what a trainer with this mistake logs.
+bool logs_as(const Cause& cause, const Case& one);
+// What a person can do where nothing can be run again.
+std::string would_tell(const std::vector<Cause>& fitting);
+
+// Leaves of causes that explain the gradient within rounding those to which it lies nearest.
+void prefer_nearest(Case& one, std::vector<Cause>& fitting, const std::vector<std::string>& names);
+
+// The weights of the micro-batches' parts that come nearest, by least squares.
+struct Fitted {
+  std::vector<double> weights;  // by cells()
+  std::vector<double> norms;    // of the parts
+  double left = 0;              // of the gradient found, as a share of its norm, that they do not explain
+};
+// Nothing: the parts cannot be had, or are too many for the elements.
+std::optional<Fitted> fit_weights(Case& one, const std::vector<std::string>& names);
+std::string text_of(const Case& one, const Fitted& fitted);
+// Parts that were cut to one length before they were added up.
+std::optional<Finding> diagnose_clipped_parts(Case& one, const std::vector<std::string>& names,
+                                              const Fitted& fitted);
+
+}  // namespace isograd

@@ -1,0 +1,132 @@
+#include "verify/resolution.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
+
+// The products that a fit takes from one piece of a parameter.
+struct Piece {
+  double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
+  double elements = 0;
+};
+
+double product(const at::Tensor& a, const at::Tensor& b) {
+  return (a * b).sum().item<double>();
+}
+
+std::vector<Piece> pieces_of(const Tensors& errors, const Tensors& direction, const Tensors& values) {
+  std::vector<Piece> pieces;
+  for (std::size_t i = 0; i < errors.size(); ++i) {
+    const std::int64_t numel = errors[i].numel();
+    if (numel == 0) continue;
+    const std::int64_t number = std::clamp<std::int64_t>(numel / kLeastPiece, 1, kPieces);
+    const auto cut = [&](const at::Tensor& tensor) { return tensor.reshape({-1}).tensor_split(number); };
+    const auto e = cut(errors[i]), d = cut(direction[i]), v = cut(values[i]);
+    for (std::size_t p = 0; p < e.size(); ++p)
+      pieces.push_back({.error_direction = product(e[p], d[p]),
+                        .direction = product(d[p], d[p]),
+                        .error = product(e[p], e[p]),
+                        .value = product(v[p], v[p]),
+                        .elements = static_cast<double>(e[p].numel())});
+  }
+  return pieces;
+}
+
+Along fit(const std::vector<Piece>& pieces, double unit) {
+  double along = 0, all = 0;
+  const auto weight = [&](const Piece& piece) {
+    // A number rounded once is off by up to u of itself: u²/12 in the mean square, at least.
+    const double least = unit * unit / 12 * piece.value;
+    return piece.elements / std::max(piece.error, least);
+  };
+  for (const Piece& piece : pieces) {
+    if (piece.direction <= 0) continue;
+    along += piece.error_direction * weight(piece);
+    all += piece.direction * weight(piece);
+  }
+  if (all == 0) return {0, std::numeric_limits<double>::infinity()};
+  if (!std::isfinite(all)) return {all - all, all - all};  // NaN: what is not finite lies nowhere
+  Along result{.share = along / all};
+  double squares = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.direction <= 0) continue;
+    const double left = (piece.error_direction - result.share * piece.direction) * weight(piece);
+    squares += left * left;
+  }
+  // Few pieces may agree by chance: no better than elements that are off each by itself.
+  result.scatter = std::max(std::sqrt(squares) / all, 1 / std::sqrt(all));
+  return result;
+}
+
+Tensors minus(const Tensors& a, const Tensors& b) {
+  Tensors difference;
+  for (std::size_t i = 0; i < a.size(); ++i) difference.push_back(a[i] - b[i]);
+  return difference;
+}
+
+double scale_allowed(const Along& fitted, double unit, double alone = 0) {
+  return 4 * (unit + fitted.scatter + std::abs(alone));
+}
+
+// The same pieces with the gradient times 1 + δ.
+std::vector<Piece> scaled(std::vector<Piece> pieces, double more) {
+  for (Piece& piece : pieces) {
+    const double e = piece.error, ed = piece.error_direction, d = piece.direction;
+    piece.error_direction = (1 + more) * ed + more * d;
+    piece.error = (1 + more) * (1 + more) * e + 2 * more * (1 + more) * ed + more * more * d;
+  }
+  return pieces;
+}
+
+}  // namespace
+
+Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit) {
+  return fit(pieces_of(errors, direction, values), unit);
+}
+
+bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit) {
+  const Along fitted = along(minus(gradient, reference), reference, reference, unit);
+  return std::abs(fitted.share) <= scale_allowed(fitted, unit);
+}
+
+WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone) {
+  const auto pieces = pieces_of(minus(gradient, reference), reference, reference);
+  const Along fitted = fit(pieces, unit);
+  WholeScale result{.tested = true, .error = fitted.share, .allowed = scale_allowed(fitted, unit, alone)};
+  result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
+  // The largest that still passes on a fine grid: above it all fail.
+  constexpr double kStep = 1.05;
+  for (double more = unit / 8; more < 1; more *= kStep)
+    for (const double signed_more : {more, -more}) {
+      const Along other = fit(scaled(pieces, signed_more), unit);
+      if (std::abs(other.share) <= scale_allowed(other, unit, alone)) result.found_from = more * kStep;
+    }
+  return result;
+}
+
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed) {
+  const at::Tensor error = gradient - reference;
+  const double square = product(gradient, gradient), cross = product(gradient, error);
+  // ‖e + δ g‖² = allowed²
+  const double rest = product(error, error) - allowed * allowed;
+  if (!(rest <= 0)) return 0;  // fails as it is
+  if (!(square > 0)) return std::numeric_limits<double>::infinity();
+  return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
+}
+
+double norm_of(const at::Tensor& tensor) {
+  return std::sqrt(tensor.square().sum().item<double>());
+}
+
+double norm_of(const Tensors& tensors) {
+  double squares = 0;
+  for (const at::Tensor& tensor : tensors) squares += tensor.square().sum().item<double>();
+  return std::sqrt(squares);
+}
+
+}  // namespace isograd

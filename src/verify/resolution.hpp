@@ -1,0 +1,42 @@
+// What a comparison can see: how far errors lie along a direction, and the smallest mistake of scale that
+// still shows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "isograd/verify.hpp"
+
+namespace isograd {
+
+using Tensors = std::vector<at::Tensor>;  // by parameter, fp64
+
+// How far errors lie along a direction, over all parameters together: rounding averages out there.
+struct Along {
+  double share = 0;    // 0: not at all; 1: as far as the whole direction
+  double scatter = 0;  // standard error of `share`, from how much pieces of the parameters differ
+};
+
+// Fits errors by a multiple of `direction`, of the same shapes. Each parameter is cut into up to 16 pieces; a
+// piece counts by the inverse of the mean square of its error, which is at least that of numbers of the size
+// of `values` rounded once to a type with unit round-off `unit`. A direction that is zero everywhere: {0,
+// inf}.
+Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
+
+// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). What multiplies a gradient is
+// rounded once for each factor, always in the same direction for all elements: four of them are allowed for.
+// `alone`: how far off one process is in the same precision (Along::share), where that is known: a loss may
+// round a factor of all its elements further, as a ranking loss does.
+WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
+// Only whether it passes.
+bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);
+
+// The smallest δ for which (1 + δ) g or (1 − δ) g is further than `allowed` (a norm) from the reference;
+// infinity where the reference is zero.
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed);
+
+double norm_of(const at::Tensor& tensor);
+double norm_of(const Tensors& tensors);
+
+}  // namespace isograd

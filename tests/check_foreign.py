@@ -1,0 +1,66 @@
+"""Fails when JSON is parsed, or text is printed, past the one function that is made for untrusted input.
+
+`parse_json` (src/base/json.hpp) has the limits that keep a hostile file from ending the program; `print` and
+`printable` (src/base/print.hpp) keep escape sequences and forged lines off the terminal. Programs that only test
+or measure, and print nothing but their own numbers, are listed with their reason.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from check_one_division import code_lines  # noqa: E402
+
+PARSING = re.compile(r"\b[Jj]son::(?:sax_)?parse\s*\(|\b[Jj]son::(?:from_\w+|accept)\s*\(")
+PRINTING = re.compile(r"\bfmt::print\s*\(|\bstd::(?:cout|cerr|clog)\s*<<|\b(?:f?puts|f?printf|putc(?:har)?|perror)\s*\(|"
+                      r"\bfwrite\s*\([^;]*std(?:out|err)\s*\)")
+
+# (path or folder, rule, why)
+ALLOWED = [
+    ("src/base/json.cpp", PARSING, "it is the one"),
+    ("src/bench/", PRINTING, "numbers, and names that are written down in the code"),
+    ("src/cli/museum.cpp", PRINTING, "exhibits that are written down in the code"),
+    ("src/cli/sample.cpp", PRINTING, "a sample goes as it is where no terminal is"),
+    ("src/comm/soak.cpp", PRINTING, "a test's program"),
+    ("src/comm/rank_program.cpp", PRINTING, "a test's program"),
+    ("src/train/progress.cpp", PRINTING, "the sequence that clears its own line"),
+]
+WRONG = ['const auto j = nlohmann::json::parse(text);', 'auto o = json::parse(t, nullptr, false);', 'fmt::print("x");',
+         'std::puts(name.c_str());', 'std::cerr << name;', 'std::fprintf(stderr, "%s", s);',
+         'std::fwrite(t.data(), 1, t.size(), stdout);']
+RIGHT = ['print(stdout, text);', 'const auto [value, problem] = parse_json(text);', 'std::fwrite(p, 1, n, file_);',
+         'fields.inputs(1);', '// std::cout']
+
+
+def findings(text):
+    return [(number, line.strip(), rule) for number, line in enumerate(code_lines(text), 1)
+            for rule in (PARSING, PRINTING) if rule.search(line)]
+
+
+def main():
+    problems = [f"planted mistake not found: {code}" for code in WRONG if not findings(code)]
+    problems += [f"false alarm: {code}" for code in RIGHT if findings(code)]
+    used, files = set(), 0
+    for path in sorted([*ROOT.glob("src/**/*.[hc]pp"), *ROOT.glob("include/**/*.hpp")]):
+        name = path.relative_to(ROOT).as_posix()
+        if re.search(r"_(test|testing|probe)\.[hc]pp$", name):
+            continue
+        files += 1
+        for number, code, rule in findings(path.read_text()):
+            allowed = next((i for i, (place, of, _) in enumerate(ALLOWED) if name.startswith(place) and of is rule), None)
+            if allowed is None:
+                one = "parse_json (base/json.hpp)" if rule is PARSING else "print (base/print.hpp)"
+                problems.append(f"{name}:{number}: past {one}: {code}")
+            else:
+                used.add(allowed)
+    problems += [f"ALLOWED names {place}, where nothing is found any more: remove the entry"
+                 for i, (place, _, _) in enumerate(ALLOWED) if i not in used]
+    for problem in problems:
+        print(problem)
+    print(f"{files} files, {len(WRONG)} planted mistakes, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

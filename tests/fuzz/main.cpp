@@ -1,0 +1,347 @@
+// isograd_fuzz [--inputs N] [--seed S] [--only READER] [--input I] [--seconds S] [--megabytes M]: changed
+// files for every reader of foreign files. Input I of seed S is the same file on every machine. Children
+// read, so that one that dies or hangs is told from the others by its number; what was wrong is kept in a
+// folder.
+#include <ATen/Parallel.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <fstream>
+#include <map>
+#include <thread>
+
+#include "base/files.hpp"
+#include "base/print.hpp"
+#include "fuzz/mutate.hpp"
+#include "fuzz/readers.hpp"
+#include "isograd/error.hpp"
+
+// One allocation above 2 GiB is a finding, as memory that is left is not: children end with _exit.
+extern "C" const char* __asan_default_options() {
+  return "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048:handle_abort=1:symbolize=1";
+}
+
+namespace isograd::fuzz {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint64_t kBatch = 1000;  // inputs of one child
+
+// What a child says of itself while it works.
+struct Progress {
+  std::atomic<std::uint64_t> input{0};    // the one that is being read
+  std::atomic<bool> reading{false};       // false: between two inputs
+  std::atomic<std::uint64_t> refused{0};  // of this child
+};
+
+struct Options {
+  std::uint64_t inputs = 20'000, seed = 1;
+  std::string only;
+  std::int64_t input = -1;
+  double cpu_seconds = 10;         // of one input; twelve times that in all, for one that sleeps
+  std::uint64_t megabytes = 2048;  // of the process that reads it
+};
+
+struct Sound {
+  fs::path file;  // in the reader's folder
+  std::string bytes;
+};
+
+struct Tally {
+  std::uint64_t read = 0, refused = 0, wrong = 0;
+  double slowest = 0;  // CPU seconds
+};
+
+fs::path folder_of(const fs::path& root, const Reader& reader) {
+  std::string name = reader.name;
+  for (char& c : name)
+    if (c == ' ') c = '_';
+  return root / name;
+}
+
+std::vector<Sound> sound_files(const fs::path& folder) {
+  std::vector<Sound> files;
+  for (const auto& entry : fs::recursive_directory_iterator(folder))
+    if (entry.is_regular_file()) files.push_back({entry.path(), read_file(entry.path())});
+  std::sort(files.begin(), files.end(), [](const Sound& a, const Sound& b) { return a.file < b.file; });
+  return files;
+}
+
+// CPU time and resident memory of a process; zeros when it has just ended.
+std::pair<double, std::uint64_t> used_by(pid_t process) {
+  clockid_t clock;
+  timespec time{};
+  if (clock_getcpuclockid(process, &clock) != 0 || clock_gettime(clock, &time) != 0) return {};
+  std::ifstream file(fmt::format("/proc/{}/statm", process));
+  std::uint64_t size = 0, resident = 0;
+  file >> size >> resident;
+  return {static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec),
+          resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE))};
+}
+
+class Fuzzer {
+ public:
+  explicit Fuzzer(Options options) : options_(std::move(options)) {
+    std::string name = (fs::temp_directory_path() / "isograd-fuzz-XXXXXX").string();
+    if (!mkdtemp(name.data())) throw std::runtime_error("no folder for inputs");
+    root_ = name;
+    void* page = mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw std::runtime_error("no shared page");
+    progress_ = new (page) Progress;
+    for (const Reader& reader : readers())
+      if (options_.only.empty() ? !reader.planted : reader.name == options_.only) chosen_.push_back(&reader);
+    if (chosen_.empty()) throw std::runtime_error("no reader of that name");
+  }
+  ~Fuzzer() {
+    std::error_code ignored;
+    fs::remove_all(root_, ignored);
+  }
+
+  int run() {
+    // LibTorch and its threads stay out of this process, which forks.
+    if (in_child([&] { prepare(); }) != 0) return 2;
+    for (const Reader* reader : chosen_) sound_.push_back(sound_files(folder_of(root_, *reader)));
+    if (options_.input >= 0) {
+      read_one(static_cast<std::uint64_t>(options_.input), /*alone=*/true);
+      return 0;
+    }
+    print(stdout,
+          fmt::format("{} inputs of {} readers, seed {}\n", options_.inputs, chosen_.size(), options_.seed));
+    std::fflush(stdout);
+    for (std::uint64_t next = 0; next < options_.inputs;) next = one_child(next);
+    return report();
+  }
+
+ private:
+  template <typename Work>
+  int in_child(Work work) {
+    std::fflush(stdout);
+    const pid_t child = fork();
+    if (child < 0) throw std::runtime_error("no child");
+    if (child == 0) {
+      int status = 1;
+      try {
+        at::set_num_threads(1);
+        work();
+        status = 0;
+      } catch (const std::exception& error) {
+        print(stderr, std::string(error.what()) + "\n");
+      }
+      _exit(status);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+  }
+
+  void prepare() {
+    for (const Reader* reader : chosen_) {
+      const fs::path folder = folder_of(root_, *reader);
+      fs::create_directories(folder);
+      reader->prepare(folder);
+      for (const Sound& sound : sound_files(folder)) {
+        try {
+          reader->read(sound.file);
+        } catch (const std::exception& error) {
+          throw std::runtime_error("a sound file was refused: " + sound.file.string() + ": " + error.what());
+        }
+      }
+    }
+  }
+
+  std::size_t reader_of(std::uint64_t input) const { return input % chosen_.size(); }
+
+  // The changed file in its place; the place.
+  const Sound& write(std::uint64_t input) const {
+    const std::size_t index = reader_of(input);
+    const Reader& reader = *chosen_[index];
+    const auto& files = sound_[index];
+    Random random(options_.seed * 0x9E3779B97F4A7C15 + input);
+    const Sound &sound = files[random.below(files.size())], &other = files[random.below(files.size())];
+    std::string bytes = mutated(sound.bytes, other.bytes, reader.words, random);
+    if (reader.mend && random.one_in(2)) bytes = reader.mend(std::move(bytes));
+    put(sound.file, bytes);
+    return sound;
+  }
+
+  static void put(const fs::path& file, const std::string& bytes) {
+    fs::create_directories(file.parent_path());
+    std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
+  }
+
+  void read_one(std::uint64_t input, bool alone) {
+    const Sound& sound = write(input);
+    const Reader& reader = *chosen_[reader_of(input)];
+    progress_->input = input;
+    progress_->reading = true;
+    try {
+      reader.read(sound.file);
+      if (alone) print(stdout, "read: " + printable(sound.file.string()) + "\n");
+    } catch (const std::exception& error) {
+      if (exit_status(error) != 2) {
+        print(stderr, fmt::format("not foreseen: {}\n", error.what()));
+        _exit(3);
+      }
+      if (alone) print(stdout, fmt::format("refused: {}\n", error.what()));
+      ++progress_->refused;
+    }
+    progress_->reading = false;
+    put(sound.file, sound.bytes);  // whatever reads beside it finds it sound
+  }
+
+  // Reads from `next` on in a child; where to go on, behind what it ended at.
+  std::uint64_t one_child(std::uint64_t next) {
+    const std::uint64_t end = std::min(next + kBatch, options_.inputs);
+    const fs::path log = root_ / "log";
+    progress_->input = next;
+    progress_->reading = false;
+    progress_->refused = 0;
+    std::fflush(stdout);
+    const pid_t child = fork();
+    if (child < 0) throw std::runtime_error("no child");
+    if (child == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const int file = open(log.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+      dup2(file, STDERR_FILENO);
+      at::set_num_threads(1);
+      for (std::uint64_t input = next; input < end; ++input) read_one(input, false);
+      progress_->input = end;
+      _exit(0);
+    }
+    std::uint64_t input = next;
+    double began_cpu = 0;
+    auto began = Clock::now();
+    std::string wrong;
+    int status = 0;
+    while (waitpid(child, &status, WNOHANG) == 0) {
+      const auto [cpu, bytes] = used_by(child);
+      const std::uint64_t now = progress_->input;
+      if (now != input) {
+        note(input, now, cpu - began_cpu);
+        input = now, began_cpu = cpu, began = Clock::now();
+      }
+      const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+      if (progress_->reading &&
+          (cpu - began_cpu > options_.cpu_seconds || seconds > 12 * options_.cpu_seconds))
+        wrong = fmt::format("{:.0f} s of CPU time, {:.0f} s in all", cpu - began_cpu, seconds);
+      if (bytes >> 20 > options_.megabytes) wrong = fmt::format("{} MiB of memory", bytes >> 20);
+      if (!wrong.empty()) {
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
+        break;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    const std::uint64_t reached = progress_->input;
+    refused_ += progress_->refused;
+    if (wrong.empty() && WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+      note(input, end, 0);
+      return end;
+    }
+    if (wrong.empty())
+      wrong = WIFSIGNALED(status) ? fmt::format("signal {}", WTERMSIG(status))
+                                  : fmt::format("status {}", WEXITSTATUS(status));
+    note(input, reached, 0);
+    keep(reached, wrong, log);
+    return reached + 1;
+  }
+
+  void note(std::uint64_t from, std::uint64_t to, double cpu) {
+    for (std::uint64_t input = from; input < to; ++input) ++tallies_[chosen_[reader_of(input)]->name].read;
+    if (to == from + 1) {
+      double& slowest = tallies_[chosen_[reader_of(from)]->name].slowest;
+      slowest = std::max(slowest, cpu);
+    }
+  }
+
+  // The input, what it was made from and what was said, in a folder that stays.
+  void keep(std::uint64_t input, const std::string& wrong, const fs::path& log) {
+    const Reader& reader = *chosen_[reader_of(input)];
+    ++tallies_[reader.name].wrong;
+    ++wrong_;
+    const fs::path kept = fs::current_path() / fmt::format("fuzz-findings/{}-{}-{}", options_.seed, input,
+                                                           folder_of("", reader).string());
+    fs::create_directories(kept);
+    const Sound& sound = write(input);
+    std::error_code ignored;
+    fs::copy_file(sound.file, kept / sound.file.filename(), fs::copy_options::overwrite_existing, ignored);
+    fs::copy_file(log, kept / "log", fs::copy_options::overwrite_existing, ignored);
+    put(sound.file, sound.bytes);
+    std::string said = read_file(log);
+    if (said.size() > 3000) said.resize(3000);
+    print(stdout,
+          fmt::format("WRONG: {}, input {} (--input {} --seed {}{}): {}\n  {}\n{}\n", reader.name, input,
+                      input, options_.seed, options_.only.empty() ? "" : " --only '" + options_.only + "'",
+                      wrong, printable(kept.string()), said));
+    std::fflush(stdout);
+  }
+
+  int report() const {
+    for (const auto& [name, tally] : tallies_)
+      print(stdout,
+            fmt::format("{:<16} {:>7} inputs, {} wrong{}\n", name, tally.read + tally.wrong, tally.wrong,
+                        tally.slowest > 0.1 ? fmt::format(", slowest {:.1f} s", tally.slowest) : ""));
+    print(stdout, fmt::format("{} inputs with seed {}: {} refused, {} wrong\n", options_.inputs,
+                              options_.seed, refused_, wrong_));
+    return wrong_ == 0 ? 0 : 1;
+  }
+
+  Options options_;
+  fs::path root_;
+  Progress* progress_ = nullptr;
+  std::vector<const Reader*> chosen_;
+  std::vector<std::vector<Sound>> sound_;
+  std::map<std::string, Tally> tallies_;
+  std::uint64_t refused_ = 0, wrong_ = 0;
+};
+
+Options options_of(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (i + 1 == argc)
+      throw std::runtime_error(
+          "usage: isograd_fuzz [--inputs N] [--seed S] [--only READER] [--input I] [--seconds S] "
+          "[--megabytes M]");
+    const std::string value = argv[++i];
+    if (name == "--inputs")
+      options.inputs = std::stoull(value);
+    else if (name == "--seed")
+      options.seed = std::stoull(value);
+    else if (name == "--only")
+      options.only = value;
+    else if (name == "--seconds")
+      options.cpu_seconds = std::stod(value);
+    else if (name == "--megabytes")
+      options.megabytes = std::stoull(value);
+    else if (name == "--input")
+      options.input = std::stoll(value);
+    else
+      throw std::runtime_error("unknown flag " + name);
+  }
+  return options;
+}
+
+}  // namespace
+}  // namespace isograd::fuzz
+
+int main(int argc, char** argv) {
+  try {
+    return isograd::fuzz::Fuzzer(isograd::fuzz::options_of(argc, argv)).run();
+  } catch (const std::exception& error) {
+    isograd::print(stderr, std::string(error.what()) + "\n");
+    return 2;
+  }
+}

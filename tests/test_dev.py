@@ -1,0 +1,68 @@
+"""./dev's first command, with a stand-in for cmake: what it says before and while it builds, and that a build which
+fails ends it."""
+import os
+import pathlib
+import shutil
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+CMAKE = """#!/bin/bash
+case "$1" in
+  --version) echo "cmake version 3.30.0" ;;
+  --preset) while [ $# -gt 0 ]; do case "$1" in -B) folder=$2 ;; -DISOGRAD_TORCH=*) torch=${1#*=} ;; esac; shift; done
+    mkdir -p "$folder"; touch "$folder/build.ninja"; echo "ISOGRAD_TORCH:PATH=$torch" >"$folder/CMakeCache.txt" ;;
+  --build)
+    for i in 1 2 3; do echo "[$i/3] compiling part $i"; done
+    if [ -e broken ]; then echo "part 3: error: expected ';'"; exit 1; fi
+    mkdir -p "$2/bin"; printf '#!/bin/sh\\necho trained "$@"\\n' >"$2/bin/isograd"; chmod +x "$2/bin/isograd" ;;
+  --install) mkdir -p "$4/bin"; cp "$2/bin/isograd" "$4/bin" ;;
+esac
+"""
+
+
+def checkout(tmp_path):
+    shutil.copy(ROOT / "dev", tmp_path / "dev")
+    for name, text in {"tools/cmake": CMAKE, "tools/dpkg-query": "#!/bin/sh\necho install ok installed\n",
+                       ".venv/bin/python": "#!/bin/sh\n"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    return tmp_path
+
+
+def dev(folder, *arguments):
+    environment = dict(os.environ, PATH=f"{folder / 'tools'}:{os.environ['PATH']}", ISOGRAD_TORCH=str(folder / "torch"),
+                       ISOGRAD_JOBS="2")
+    environment.pop("ISOGRAD_BUILD", None)
+    return subprocess.run([folder / "dev", *arguments], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_first_build_says_what_it_does_how_long_and_where_its_log_is(tmp_path):
+    folder = checkout(tmp_path)
+    done = dev(folder, "run")
+    assert done.returncode == 0, done.stderr
+    for part in ["LibTorch into .venv", "minutes with 2 jobs", "build/release.build.log", "[1/3] building"]:
+        assert part in done.stderr, done.stderr
+    assert "part 2" not in done.stderr and "part 2" in (folder / "build/release.build.log").read_text()
+    assert "trained train examples/first_light.toml" in done.stdout
+    assert "first build" not in dev(folder, "run").stderr  # only once
+
+
+def test_a_build_that_fails_ends_the_command_and_shows_why(tmp_path):
+    folder = checkout(tmp_path)
+    assert dev(folder, "run").returncode == 0
+    (folder / "broken").touch()
+    done = dev(folder, "run")  # an older program is there, and must not run
+    assert done.returncode == 2 and "expected ';'" in done.stderr, done.stderr
+    assert "release.build.log" in done.stderr and done.stdout == ""
+    assert dev(folder, "build").returncode != 0
+
+
+def test_install_says_where_everything_is(tmp_path):
+    folder = checkout(tmp_path)
+    done = dev(folder, "install", folder / "prefix")
+    assert done.returncode == 0 and (folder / "prefix/bin/isograd").exists(), done.stderr
+    assert f"{folder}/prefix/bin/isograd" in done.stderr and f"LibTorch in {folder}/torch" in done.stderr

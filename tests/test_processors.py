@@ -1,0 +1,49 @@
+"""`isograd` as on lesser processors: a proof and a run in bf16 and fp32 at each level of instruction sets."""
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+import processors
+from test_verify import BUILD, config  # noqa: F401  (a fixture)
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def isograd(*arguments, **variables):
+    return subprocess.run([BUILD / "bin/isograd", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True,
+                          timeout=300, env={**os.environ, **variables})
+
+
+@pytest.fixture(params=processors.LEVELS)
+def level(request):
+    if processors.missing(request.param):
+        pytest.skip(f"needs a processor with {', '.join(processors.missing(request.param))}")
+    return processors.LEVELS[request.param]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_is_proved_and_repeats_its_bits(config, level, dtype, tmp_path):  # noqa: F811
+    settings = ["--set", f"train.dtype={dtype}", "--set", "train.steps=3", "--set", "train.evaluate_every=0",
+                "--set", "verify.at_end=false", "--set", "sample.tokens=0", "--ranks", 2]
+    weights = []
+    for fused, name in (("on", "first"), ("on", "second"), ("off", "unfused")):
+        done = isograd("train", config, *settings, "--set", f"loss.fused={fused}",
+                       "--set", f"run.directory={tmp_path / name}", **level)
+        assert done.returncode == 0, done.stdout + done.stderr
+        saved, = (tmp_path / name / "checkpoints").glob("step-*/model.safetensors")
+        weights.append(saved.read_bytes())
+    assert weights[0] == weights[1]
+    proved = isograd("verify", config, "--ranks", 2, "--set", f"train.dtype={dtype}", "--set", "loss.fused=on",
+                     "--json", tmp_path / "verdict.json", **level)
+    assert proved.returncode == 0, proved.stdout + proved.stderr
+    assert json.loads((tmp_path / "verdict.json").read_text())["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("level_name", ["avx1024", "AVX2"])
+def test_a_level_that_does_not_exist_is_named(config, level_name):  # noqa: F811
+    done = isograd("verify", config, "--ranks", 2, ISOGRAD_PROCESSOR=level_name)
+    assert done.returncode == 2
+    assert level_name in done.stderr and "scalar, avx2 or avx512" in done.stderr
