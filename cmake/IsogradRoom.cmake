@@ -10,6 +10,18 @@ foreach(_line IN LISTS _lines)
   list(APPEND ISOGRAD_ROOM_ORDER "${_room}")
 endforeach()
 
+# Files of a room are compiled several at once: each alone spends more time on LibTorch's templates than on
+# itself. 0: each alone (to compile one file quickly again and again).
+set(ISOGRAD_UNITY 8 CACHE STRING "source files compiled together; 0 or 1: each alone")
+
+function(isograd_unity target)
+  if(ISOGRAD_UNITY GREATER 1)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ISOGRAD_UNITY})
+    # GCC warns of an Impl that holds what its own file has for itself: it takes that file for a header.
+    target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
+  endif()
+endfunction()
+
 function(isograd_room name)
   cmake_parse_arguments(ROOM "NO_TORCH" "" "SOURCES;TESTS;DEPENDS;LIBRARIES" ${ARGN})
   list(FIND ISOGRAD_ROOM_ORDER "${name}" _place)
@@ -19,6 +31,7 @@ function(isograd_room name)
   set(_target isograd_${name})
   add_library(${_target} STATIC ${ROOM_SOURCES})
   add_library(isograd::${name} ALIAS ${_target})
+  isograd_unity(${_target})
   set_target_properties(${_target} PROPERTIES EXPORT_NAME ${name})
   foreach(_room IN LISTS ROOM_DEPENDS)
     list(FIND ISOGRAD_ROOM_ORDER "${_room}" _other)
@@ -39,6 +52,7 @@ function(isograd_room name)
   set_property(GLOBAL APPEND PROPERTY ISOGRAD_ROOMS ${name})
   if(ROOM_TESTS AND ISOGRAD_TESTS)
     isograd_test(${name} SOURCES ${ROOM_TESTS} ROOMS ${name} ${ROOM_DEPENDS})
+    isograd_unity(test_${name})
   endif()
 endfunction()
 

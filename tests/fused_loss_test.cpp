@@ -112,8 +112,8 @@ TEST(FusedLoss, IsChosenByTheMemoryOfTheLogits) {
 
 // Many ranks with the fused loss against one process with its logits; from five ranks on one rank has
 // nothing.
-class FusedLossAtRanks : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FusedLossAtRanks, testing::Values(1, 2, 3, 4, 5, 8));
+class FusedLossAtRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FusedLossAtRanks, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(FusedLossAtRanks, GivesTheGradientOfOneProcess) {
   for (const bool tied : {false, true}) {

@@ -21,8 +21,8 @@ constexpr double kExact = 1e-10;  // E1: in fp64, of the scale s of each paramet
 const Mean kMeans[] = {Mean::kTargets, Mean::kSamples, Mean::kWeights, Mean::kFixed, Mean::kNone};
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 8};
-class EveryMean : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, EveryMean, testing::ValuesIn(kRanks));
+class EveryMean : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, EveryMean, ::testing::ValuesIn(kRanks));
 
 TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
   const int ranks = GetParam();

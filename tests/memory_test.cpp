@@ -133,7 +133,7 @@ TEST(Memory, AndTrafficAreTheFormulas) {
       run_ranks(ranks, [&](World& world) {
         const Measured measured = measure(world, setup);
         const auto plan = plan_of(setup, ranks, measured.numel);
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << "stage " << plan.stage << " shared " << plan.share_parameters << " once "
                      << plan.reduce_once << ", " << plan.shards << " shards x " << plan.replicas << ", "
                      << plan.micro_batches << " micro-batches, " << setup.dtype);
@@ -248,7 +248,7 @@ TEST(Memory, OfStage3AndItsTrafficAreTheFormulas) {
           return plan;
         };
         const DataParallelPlan plan = plan_for(numel);
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << "shared " << setup.share << " once " << setup.once << ", " << ranks << " ranks, "
                      << setup.replicas << " replicas, " << setup.micro_batches << " micro-batches, "
                      << setup.dtype << " " << setup.fp32_gradients);

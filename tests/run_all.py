@@ -85,6 +85,7 @@ def main():
 
     # A folder as output: each executable names its own file in it.
     environment = dict(os.environ, GTEST_OUTPUT=f"xml:{results}/", OMP_NUM_THREADS="1")
+    environment.setdefault("PYTHON", sys.executable)  # has what the tests' requirements name
     command = ["ctest", "--test-dir", str(build), "--output-on-failure",
                "--output-junit", str(results / "ctest.xml")]
     if options.verbose:

@@ -4,6 +4,6 @@
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
-  testing::InitGoogleTest(&argc, argv);
+  ::testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

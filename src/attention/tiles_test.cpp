@@ -71,14 +71,15 @@ TEST(Tiles, EqualNeighboursAreOneTile) {
             (std::vector<Tile>{{0, 4, 0, 4, true, 3}, {12, 5, 12, 5, true, 1}}));
 }
 
-struct Problem {
+struct TiledProblem {
   at::Tensor q, k, v, gradient;
   std::vector<std::int64_t> cu_seqlens;
 };
 
-Problem make_problem(std::int64_t heads, std::int64_t key_heads, at::ScalarType type, std::uint64_t seed) {
+TiledProblem make_problem(std::int64_t heads, std::int64_t key_heads, at::ScalarType type,
+                          std::uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  Problem problem;
+  TiledProblem problem;
   problem.cu_seqlens = {0, 3, 3, 40, 41, 80, 84, 88};
   const auto draw = [&](std::int64_t n) {
     return at::randn({88, n, 16}, generator, at::TensorOptions().dtype(at::kDouble)).to(type);
@@ -89,7 +90,7 @@ Problem make_problem(std::int64_t heads, std::int64_t key_heads, at::ScalarType 
 }
 
 // out, dq, dk, dv of the whole by its naive twin and autograd.
-std::vector<at::Tensor> whole(const Problem& problem, bool causal) {
+std::vector<at::Tensor> whole(const TiledProblem& problem, bool causal) {
   std::vector<at::Tensor> leaves;
   for (const auto& x : {problem.q, problem.k, problem.v})
     leaves.push_back(x.detach().clone().requires_grad_());
@@ -103,7 +104,7 @@ std::vector<at::Tensor> whole(const Problem& problem, bool causal) {
 // The same in blocks: tokens are dealt to `parts` holders by random cuts, and each holder's queries meet each
 // holder's keys, in any order.
 template <typename Attend, typename Backward>
-std::vector<at::Tensor> in_parts(const Problem& problem, bool causal, int parts, Attend&& attend_tile,
+std::vector<at::Tensor> in_parts(const TiledProblem& problem, bool causal, int parts, Attend&& attend_tile,
                                  Backward&& backward_tile) {
   std::mt19937 random(static_cast<unsigned>(parts));
   struct Holder {
@@ -162,7 +163,7 @@ std::vector<at::Tensor> in_parts(const Problem& problem, bool causal, int parts,
   return results;
 }
 
-double relative(const at::Tensor& a, const at::Tensor& b) {
+double relative_distance(const at::Tensor& a, const at::Tensor& b) {
   return ((a.to(at::kDouble) - b.to(at::kDouble)).norm() / b.to(at::kDouble).norm()).item<double>();
 }
 
@@ -184,7 +185,7 @@ TEST(Tiles, PartsMergedAreTheWhole) {
                 by_products ? in_parts(problem, causal, parts, products::attend, products::attend_backward)
                             : in_parts(problem, causal, parts, attend, attend_backward);
             for (std::size_t i = 0; i < wanted.size(); ++i)
-              EXPECT_LT(relative(results[i], wanted[i]), tolerance)
+              EXPECT_LT(relative_distance(results[i], wanted[i]), tolerance)
                   << c10::toString(type) << " heads " << heads << "/" << key_heads << " causal " << causal
                   << " parts " << parts << " by products " << by_products << " result " << i;
           }
@@ -201,8 +202,8 @@ TEST(Tiles, OwnLogSumsInBackwardAreSeen) {
     attend_backward(q, k, v, {attended.out, own.log_sums, attended.gradient}, tile, gradients);
   };
   const auto wanted = whole(problem, true), results = in_parts(problem, true, 3, attend, wrong);
-  EXPECT_LT(relative(results[0], wanted[0]), 1e-13);
-  for (std::size_t i = 1; i < wanted.size(); ++i) EXPECT_GT(relative(results[i], wanted[i]), 0.01);
+  EXPECT_LT(relative_distance(results[0], wanted[0]), 1e-13);
+  for (std::size_t i = 1; i < wanted.size(); ++i) EXPECT_GT(relative_distance(results[i], wanted[i]), 0.01);
 }
 
 // More queries than one product takes.
@@ -220,7 +221,7 @@ TEST(Tiles, LongOnes) {
       return std::vector{attended.out, gradients.q, gradients.k, gradients.v};
     };
     const auto ours = run(attend, attend_backward), twin = run(products::attend, products::attend_backward);
-    for (std::size_t i = 0; i < ours.size(); ++i) EXPECT_LT(relative(ours[i], twin[i]), 1e-13);
+    for (std::size_t i = 0; i < ours.size(); ++i) EXPECT_LT(relative_distance(ours[i], twin[i]), 1e-13);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "base/file_error.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 
 namespace isograd {
 namespace {
@@ -21,6 +22,10 @@ std::string join(const char* family, const ErrorText& text) {
 
 Error::Error(const char* family, ErrorText text)
     : std::runtime_error(join(family, text)), text_(std::move(text)) {}
+
+void refuse(std::string where, std::string found, std::string expected, std::string action) {
+  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+}
 
 void throw_broken_invariant(const char* condition, const std::string& found, const char* file, int line) {
   std::string path(file);

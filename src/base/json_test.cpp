@@ -8,7 +8,7 @@ namespace {
 
 using nlohmann::json;
 using nlohmann::ordered_json;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 std::string problem(std::string_view text, JsonRules rules = {}) {
   const std::string first = parse_json(text, rules).problem;

@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Paths : public testing::Test {
+class Paths : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string name = (fs::temp_directory_path() / "isograd-paths-XXXXXX").string();

@@ -14,6 +14,7 @@
 #include "base/files.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
+#include "bench/process_memory.hpp"
 #include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "model/fused.hpp"
@@ -27,7 +28,7 @@ struct LossCase {
   bool standard = true;
   bool turns = true;  // false: one run, the one that memory is measured with
 };
-std::vector<LossCase> make_cases() {
+std::vector<LossCase> loss_cases() {
   std::vector<LossCase> cases = {
       {.name = "tiny", .tokens = 100, .hidden = 32, .vocabulary = 1000, .standard = false},
       {.name = "projection", .tokens = 4096, .hidden = 512, .vocabulary = 32768},
@@ -43,7 +44,7 @@ std::vector<LossCase> make_cases() {
                          .standard = false});
   return cases;
 }
-const std::vector<LossCase> kCases = make_cases();
+const std::vector<LossCase> kCases = loss_cases();
 
 struct Inputs {
   at::Tensor hidden, weight, targets;
@@ -72,18 +73,18 @@ at::Tensor loss_of(Side side, const Inputs& in) {
   }
 }
 
-struct Measured {
+struct LossMeasurement {
   double seconds = 0, loss = 0, hidden_norm = 0, weight_norm = 0;  // the norms of the gradients
   double peak_bytes = 0;
 };
 
 // One forward and backward as a training step makes them: the loss is what the backward starts from.
-Measured run_once(Side side, const Inputs& inputs) {
+LossMeasurement run_once(Side side, const Inputs& inputs) {
   inputs.hidden.mutable_grad().reset(), inputs.weight.mutable_grad().reset();
   const auto start = std::chrono::steady_clock::now();
   const at::Tensor loss = loss_of(side, inputs);
   loss.backward();
-  Measured result;
+  LossMeasurement result;
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   result.loss = loss.item<double>();
   result.hidden_norm = inputs.hidden.grad().norm().item<double>();
@@ -91,30 +92,19 @@ Measured run_once(Side side, const Inputs& inputs) {
   return result;
 }
 
-// A line of /proc/self/status in bytes, e.g. VmRSS.
-double status_bytes(const std::string& name) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with(name + ":")) return 1024 * std::stod(line.substr(name.size() + 1));
-  throw ConfigError({.where = "bench loss",
-                     .found = "no " + name + " in /proc/self/status",
-                     .expected = "Linux's account of a process's memory",
-                     .action = "Run it on Linux"});
-}
-
-Measured run_alone(Side side, const LossCase& of) {
+LossMeasurement run_alone(Side side, const LossCase& of) {
   run_once(side, make_inputs(kCases.front()));  // code and scratch memory of the libraries
   const Inputs inputs = make_inputs(of);
   std::ofstream("/proc/self/clear_refs")
       << "5";  // the peak starts anew; without it, it began with the inputs
-  const double before = status_bytes("VmRSS");
-  Measured result = run_once(side, inputs);
-  result.peak_bytes = status_bytes("VmHWM") - before;
+  const double before = status_bytes("bench loss", "VmRSS");
+  LossMeasurement result = run_once(side, inputs);
+  result.peak_bytes = status_bytes("bench loss", "VmHWM") - before;
   return result;
 }
 
 // In a process of its own, so that no allocator's past counts.
-Measured run_in_child(Side side, const LossCase& of) {
+LossMeasurement run_in_child(Side side, const LossCase& of) {
   int ends[2];
   if (pipe(ends) != 0)
     throw ConfigError({.where = "bench loss",
@@ -127,7 +117,7 @@ Measured run_in_child(Side side, const LossCase& of) {
     close(ends[0]);
     int status = 1;
     try {
-      const Measured result = run_alone(side, of);
+      const LossMeasurement result = run_alone(side, of);
       if (write(ends[1], &result, sizeof result) == sizeof result) status = 0;
     } catch (const std::exception& error) {
       fmt::print(stderr, "{}: {}\n", kNames[side], error.what());
@@ -135,7 +125,7 @@ Measured run_in_child(Side side, const LossCase& of) {
     _exit(status);
   }
   close(ends[1]);
-  Measured result;
+  LossMeasurement result;
   const bool whole = child > 0 && read(ends[0], &result, sizeof result) == sizeof result;
   close(ends[0]);
   int status = 0;
@@ -150,15 +140,15 @@ Measured run_in_child(Side side, const LossCase& of) {
 }
 
 struct Result {
-  Measured alone[kSides];
+  LossMeasurement alone[kSides];
   double seconds[kSides] = {}, spread[kSides] = {};  // median, (third − first quartile) / median
   std::size_t turns = 0;
 };
 
 double worst_difference(const Result& result) {
   double worst = 0;
-  const Measured& ours = result.alone[kOurs];
-  for (const Measured& peer : {result.alone[kLibTorch], result.alone[kTwoOperations]})
+  const LossMeasurement& ours = result.alone[kOurs];
+  for (const LossMeasurement& peer : {result.alone[kLibTorch], result.alone[kTwoOperations]})
     for (const auto& [a, b] : {std::pair{ours.loss, peer.loss},
                                {ours.hidden_norm, peer.hidden_norm},
                                {ours.weight_norm, peer.weight_norm}})

@@ -10,6 +10,7 @@
 #include "base/files.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
+#include "bench/process_memory.hpp"
 #include "bench/rounds.hpp"
 #include "isograd/error.hpp"
 #include "isograd/ranking.hpp"
@@ -58,22 +59,12 @@ double seconds_of(const std::function<void()>& run) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-double status_bytes(const std::string& name) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with(name + ":")) return 1024 * std::stod(line.substr(name.size() + 1));
-  throw ConfigError({.where = "bench ranking",
-                     .found = "no " + name + " in /proc/self/status",
-                     .expected = "Linux's account of a process's memory",
-                     .action = "Run it on Linux"});
-}
-
 // Growth of the resident set at its peak, the gradients included.
 double peak_bytes_of(const std::function<void()>& run) {
   std::ofstream("/proc/self/clear_refs") << "5";
-  const double before = status_bytes("VmRSS");
+  const double before = status_bytes("bench ranking", "VmRSS");
   run();
-  return status_bytes("VmHWM") - before;
+  return status_bytes("bench ranking", "VmHWM") - before;
 }
 
 struct Spread {

@@ -11,14 +11,14 @@
 namespace isograd {
 namespace {
 
-struct Outcome {
+struct WrappingOutcome {
   double ours = 0, peer = 0, floor = 0;  // seconds of the median step
   double lowest = 0, highest = 0;
   int rounds = 0;
   bool equal = true;  // the losses
 };
 
-Outcome compare(const std::string& wrapper, const BenchWrappedOptions& options) {
+WrappingOutcome compare(const std::string& wrapper, const BenchWrappedOptions& options) {
   const ExchangeFolder exchange;
   const auto side = [&](const std::string& name, const std::string& backend) {
     return std::vector<std::string>{find_python(options.python),
@@ -36,7 +36,7 @@ Outcome compare(const std::string& wrapper, const BenchWrappedOptions& options) 
   Contestant ours("ours", side("ours", "isograd"), exchange.path(), options.ranks);
   Contestant peer("peer", side("peer", "gloo"), exchange.path(), options.ranks);
   Contestant floor("floor", side("floor", "fake"), exchange.path(), options.ranks);
-  Outcome outcome;
+  WrappingOutcome outcome;
   std::vector<double> our_seconds, peer_seconds, floor_seconds, ratios;
   const auto start = std::chrono::steady_clock::now();
   // The first round warms up. A B, B A, ...: neither side always comes first.
@@ -81,7 +81,7 @@ int bench_wrapped(const BenchWrappedOptions& options) {
   bool equal = true;
   for (const std::string& wrapper :
        options.cases.empty() ? std::vector<std::string>{"ddp", "fsdp2"} : options.cases) {
-    const Outcome outcome = compare(wrapper, options);
+    const WrappingOutcome outcome = compare(wrapper, options);
     const std::string name = fmt::format("{}, {}, {} ranks", wrapper, options.size, options.ranks);
     const double ratio = outcome.peer / outcome.ours;
     fmt::print("{:<36} {:>10.1f} {:>10.1f} {:>10.1f}   {:>5.2f}  {:>5.2f}  {:.2f} .. {:.2f} in {}\n", name,

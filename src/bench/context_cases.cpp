@@ -22,7 +22,7 @@ std::vector<std::int64_t> pack_of(std::int64_t tokens) {
   return lengths;
 }
 
-std::vector<ContextCase> make_cases() {
+std::vector<ContextCase> make_context_cases() {
   DecoderConfig tiny = small_model(), narrow = small_model();
   tiny.hidden = 32, tiny.layers = 1, tiny.head_dim = 8, tiny.feed_forward = 48;
   narrow.hidden = 64, narrow.layers = 2, narrow.heads = narrow.key_value_heads = 2, narrow.head_dim = 32;
@@ -58,7 +58,7 @@ std::vector<ContextCase> make_cases() {
 }  // namespace
 
 const std::vector<ContextCase>& context_cases() {
-  static const std::vector<ContextCase> cases = make_cases();
+  static const std::vector<ContextCase> cases = make_context_cases();
   return cases;
 }
 

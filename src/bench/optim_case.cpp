@@ -31,7 +31,7 @@ OptimCase llama(std::string name, std::int64_t vocabulary, std::int64_t hidden, 
   return of;
 }
 
-std::vector<OptimCase> make_cases() {
+std::vector<OptimCase> make_optim_cases() {
   auto tiny = llama("tiny", 131, 48, 128, 2);
   tiny.standard = false;
   return {llama("communication", 256, 768, 2048, 6), std::move(tiny)};
@@ -50,7 +50,7 @@ std::int64_t OptimCase::numel() const {
 }
 
 const std::vector<OptimCase>& optim_cases() {
-  static const std::vector<OptimCase> cases = make_cases();
+  static const std::vector<OptimCase> cases = make_optim_cases();
   return cases;
 }
 

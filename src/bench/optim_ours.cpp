@@ -95,7 +95,7 @@ double timed(Group& group, Action&& action) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-void run_rank(const std::filesystem::path& exchange, const std::string& name) {
+void run_optim_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   World world = join();
   const auto description = parse_json(read_file(exchange / "case.json")).value;
@@ -140,7 +140,7 @@ int bench_optim_ours(const std::filesystem::path& exchange, int ranks, const std
   if (ranks > 1 && !std::getenv("RANK"))
     return launch_ranks({bench_self(), "bench", "optim-ours", exchange.string(), std::to_string(ranks), name},
                         {.ranks = ranks});
-  run_rank(exchange, name);
+  run_optim_rank(exchange, name);
   return 0;
 }
 

@@ -16,7 +16,7 @@
 namespace isograd {
 namespace {
 
-void run_rank(const std::filesystem::path& exchange, const std::string& name) {
+void run_step_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   const bool on_gpu = read_device(exchange) == "cuda";
   World world = join({.backend = on_gpu ? "nccl" : "shm"});
@@ -59,7 +59,7 @@ int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std:
     return launch_ranks(
         {bench_self(), "bench", "step-ours", exchange.string(), std::to_string(ranks), strategy},
         {.ranks = ranks, .backend = read_device(exchange) == "cuda" ? "nccl" : "shm"});
-  run_rank(exchange, strategy);
+  run_step_rank(exchange, strategy);
   return 0;
 }
 

@@ -17,14 +17,14 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-struct Flags {
+struct SampleFlags {
   std::string checkpoint, prompt, tokenizer;
   SampleOptions options;
   VideoSampleOptions videos;
   std::vector<CLI::Option*> of_text, of_videos;
 };
 
-// Flags of the other kind of model would have no effect.
+// SampleFlags of the other kind of model would have no effect.
 void refuse(const std::vector<CLI::Option*>& flags, const std::string& kind, const std::string& model) {
   for (const CLI::Option* flag : flags)
     if (flag->count() > 0)
@@ -43,7 +43,7 @@ fs::path find_model(const fs::path& given) {
   return resolve_checkpoint(given, "latest");
 }
 
-int run(const Flags& flags) {
+int run(const SampleFlags& flags) {
   const fs::path directory = find_model(flags.checkpoint);
   if (is_video_model(directory)) {
     refuse(flags.of_text, "text", "videos");
@@ -92,7 +92,7 @@ int run(const Flags& flags) {
 
 Verb sample_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("sample", "Generate text or videos from a checkpoint");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<SampleFlags>();
   SampleOptions& options = flags->options;
   verb->add_option("CHECKPOINT", flags->checkpoint,
                    "a checkpoint, a run's folder (its latest), or a Hugging Face directory")

@@ -25,15 +25,15 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using Backend = c10::intrusive_ptr<ShmBackend>;
 
 constexpr std::int64_t kShared = 5000;
 
 // A folder of its own and child processes; both are gone afterwards, whatever happens.
-class Processes : public testing::Test {
+class Processes : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = std::filesystem::temp_directory_path() / fmt::format("isograd-adversarial-{}", ::getpid());

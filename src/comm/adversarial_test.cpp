@@ -21,8 +21,8 @@ using namespace std::chrono_literals;
 using shm::Kind;
 using shm::Phase;
 using shm::Task;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using Observer = std::function<void(int rank, Phase, const Task&)>;
 

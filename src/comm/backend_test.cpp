@@ -14,7 +14,7 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
 // Thread ranks that each hold the backend itself.

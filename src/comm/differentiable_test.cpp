@@ -15,7 +15,7 @@ namespace {
 namespace d = differentiable;
 using Map = std::function<at::Tensor(const at::Tensor&)>;
 
-const std::vector<int> kSizes = {1, 2, 3, 4, 5};
+const std::vector<int> kGroupSizes = {1, 2, 3, 4, 5};
 
 // Whole numbers that depend on the rank, the slot and the index: all products and sums are exact.
 at::Tensor encode(int rank, int slot, at::IntArrayRef sizes) {
@@ -29,7 +29,7 @@ at::Tensor encode(int rank, int slot, at::IntArrayRef sizes) {
       .view(sizes);
 }
 
-struct Case {
+struct AdjointCase {
   std::string name;
   Map map;
   std::vector<std::int64_t> input;  // sizes on this rank
@@ -49,7 +49,7 @@ std::int64_t total(const Group::Rows& rows) {
   return sum;
 }
 
-std::vector<Case> cases(Group group) {
+std::vector<AdjointCase> cases(Group group) {
   const int size = group.size(), rank = group.rank(), root = size - 1;
   const Group::Rows rows = uneven(size);
   // Rank a has 1 + a + 2b rows for rank b.
@@ -104,9 +104,9 @@ at::Tensor adjoint(const at::Tensor& ax, const at::Tensor& x, const at::Tensor& 
 }
 
 TEST(Differentiable, BackwardIsTheAdjoint) {
-  for (int size : kSizes) {
+  for (int size : kGroupSizes) {
     run_ranks(size, [](World& world) {
-      for (const Case& each : cases(world.group)) {
+      for (const AdjointCase& each : cases(world.group)) {
         if (world.size < each.ranks) continue;  // a message needs two ranks
         const at::Tensor x = encode(world.rank, 1, each.input).requires_grad_();
         const at::Tensor ax = each.map(x);
@@ -125,7 +125,7 @@ TEST(Differentiable, BackwardIsTheAdjoint) {
 TEST(Differentiable, BackwardsCanBeDifferentiatedAgain) {
   for (int size : {1, 2, 3}) {
     run_ranks(size, [](World& world) {
-      for (const Case& each : cases(world.group)) {
+      for (const AdjointCase& each : cases(world.group)) {
         if (world.size < each.ranks) continue;
         const at::Tensor x = encode(world.rank, 1, each.input).requires_grad_();
         const at::Tensor ax = each.map(x);
@@ -143,7 +143,7 @@ TEST(Differentiable, WrongBackwardsAreNoticed) {
   run_ranks(3, [](World& world) {
     Group group = world.group;
     const int root = 2;
-    const std::vector<std::pair<Case, Map>> wrong = {
+    const std::vector<std::pair<AdjointCase, Map>> wrong = {
         {{"all_reduce", [=](const at::Tensor& x) { return d::all_reduce(group, x); }, {4}},
          [](const at::Tensor& y) { return y; }},
         {{"a mean", [=](const at::Tensor& x) { return d::all_reduce(group, x); }, {4}},

@@ -14,10 +14,10 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using Variables = std::vector<std::pair<const char*, const char*>>;
 
-class Environment : public testing::Test {
+class Environment : public ::testing::Test {
  protected:
   static constexpr const char* kNames[] = {"RANK",
                                            "WORLD_SIZE",

@@ -15,9 +15,9 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::AnyOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
 
 // The message of the PeerError that `action` must throw.
 template <typename Action>
@@ -128,7 +128,7 @@ TEST(Failure, LateRankIsNamedAtTheTimeout) {
   for (int r : {0, 1}) {
     EXPECT_THAT(messages[r], AllOf(HasSubstr("all_reduce #1"), HasSubstr("rank 2 (a thread of this process)"),
                                    HasSubstr("did not arrive within 200 ms")));
-    EXPECT_THAT(messages[r], testing::Not(HasSubstr(r == 0 ? "rank 1 (" : "rank 0 (")));
+    EXPECT_THAT(messages[r], ::testing::Not(HasSubstr(r == 0 ? "rank 1 (" : "rank 0 (")));
     EXPECT_GT(waited[r], 0.19);
     EXPECT_LT(waited[r], 0.55) << "named long before the late rank came";
   }

@@ -248,7 +248,7 @@ std::set<std::string> shared_memory_names() {
   return names;
 }
 
-class Faults : public testing::TestWithParam<Case> {};
+class Faults : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Faults, EndWithTheRightName) {
   const Case& test = GetParam();
@@ -302,7 +302,7 @@ TEST_P(Faults, EndWithTheRightName) {
       EXPECT_EQ(message, "planted failure");
       continue;
     }
-    EXPECT_THAT(message, testing::StartsWith("PeerError: "));
+    EXPECT_THAT(message, ::testing::StartsWith("PeerError: "));
     EXPECT_TRUE(std::regex_search(message, std::regex(" of group 'faulty' on rank [0-2] of 3")));
     const double waited = std::atof(outcome.c_str()) - struck;
     const double timeout = static_cast<double>(test.timeout().count());
@@ -310,12 +310,12 @@ TEST_P(Faults, EndWithTheRightName) {
       case Fault::kKill:
       case Fault::kExit:
         EXPECT_LT(waited, 1000);
-        EXPECT_THAT(message, testing::HasSubstr(fmt::format("pid {}) has ended", ranks[test.victim])));
+        EXPECT_THAT(message, ::testing::HasSubstr(fmt::format("pid {}) has ended", ranks[test.victim])));
         EXPECT_TRUE(std::regex_search(message, std::regex(victim + " \\(host [^ ,]+, pid ")));
         break;
       case Fault::kThrow:
         EXPECT_LT(waited, 1000);
-        EXPECT_THAT(message, testing::HasSubstr(victim + " failed: planted failure"));
+        EXPECT_THAT(message, ::testing::HasSubstr(victim + " failed: planted failure"));
         break;
       case Fault::kStop:
         EXPECT_GT(waited, timeout - 200);
@@ -323,23 +323,23 @@ TEST_P(Faults, EndWithTheRightName) {
         EXPECT_TRUE(std::regex_search(message, std::regex(fmt::format("{} \\(host [^ ,]+, pid {}, stopped\\)",
                                                                       victim, ranks[test.victim]))));
         EXPECT_THAT(text(fmt::format("{}.stderr", r)),
-                    testing::ContainsRegex(fmt::format("waits for {} .*stopped", victim)));
+                    ::testing::ContainsRegex(fmt::format("waits for {} .*stopped", victim)));
         break;
       case Fault::kLate:
         EXPECT_LT(waited, 3 * timeout + 1000);
         if (r == test.victim) break;
-        EXPECT_THAT(message, testing::ContainsRegex(victim + " .*did not arrive within"));
+        EXPECT_THAT(message, ::testing::ContainsRegex(victim + " .*did not arrive within"));
         break;
       case Fault::kMismatch:
         EXPECT_LT(waited, 5000) << "long before the timeout";
-        EXPECT_THAT(message, testing::HasSubstr("the ranks disagreed"));
-        EXPECT_THAT(message, testing::HasSubstr(victim));
+        EXPECT_THAT(message, ::testing::HasSubstr("the ranks disagreed"));
+        EXPECT_THAT(message, ::testing::HasSubstr(victim));
         break;
       case Fault::kMissing:
-        EXPECT_THAT(message, testing::HasSubstr(victim));
+        EXPECT_THAT(message, ::testing::HasSubstr(victim));
         if (!test.is_message()) {
           EXPECT_LT(waited, 5000) << "long before the timeout";
-          EXPECT_THAT(message, testing::HasSubstr("the ranks disagreed"));
+          EXPECT_THAT(message, ::testing::HasSubstr("the ranks disagreed"));
         }
         break;
     }
@@ -349,8 +349,8 @@ TEST_P(Faults, EndWithTheRightName) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Matrix, Faults,
-                         testing::ValuesIn(matrix(std::getenv("ISOGRAD_FAULTS") != nullptr &&
-                                                  std::getenv("ISOGRAD_FAULTS") == std::string("all"))),
+                         ::testing::ValuesIn(matrix(std::getenv("ISOGRAD_FAULTS") != nullptr &&
+                                                    std::getenv("ISOGRAD_FAULTS") == std::string("all"))),
                          [](const auto& test) { return name_of(test.param); });
 
 }  // namespace

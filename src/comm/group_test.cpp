@@ -17,7 +17,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 const std::vector<int> kSizes = {1, 2, 3, 4, 5, 8};
 const std::vector<std::int64_t> kNumels = {0, 1, 7, 1000, (1 << 20) + 3};

@@ -15,7 +15,7 @@ namespace {
 // A prime, so that no power of two bytes is a whole number of periods: a wrapped offset shows.
 constexpr std::int64_t kPeriod = 251;
 constexpr std::int64_t kSlice = kPeriod << 18;  // looked at in one go, to keep the test's own memory small
-constexpr int kRanks = 2;
+constexpr int kLargeBufferRanks = 2;
 
 std::int64_t buffer_bytes() {
   return (testing::full_tests() ? std::int64_t{1} << 31 : std::int64_t{1} << 21) + 64;
@@ -53,12 +53,12 @@ class LargeBuffers : public ::testing::TestWithParam<bool> {};  // in shared mem
 
 TEST_P(LargeBuffers, AreReducedScatteredBroadcastAndSent) {
   const bool shared = GetParam();
-  const std::int64_t bytes = buffer_bytes(), half = bytes / kRanks;
-  const std::uint64_t needed = static_cast<std::uint64_t>(bytes) * kRanks * 2;
+  const std::int64_t bytes = buffer_bytes(), half = bytes / kLargeBufferRanks;
+  const std::uint64_t needed = static_cast<std::uint64_t>(bytes) * kLargeBufferRanks * 2;
   if (const auto available = shm::available_memory(); available < needed) {
     GTEST_SKIP() << "missing: memory (" << available << " bytes available, " << needed << " needed)";
   }
-  run_ranks(kRanks, [&](World& world) {
+  run_ranks(kLargeBufferRanks, [&](World& world) {
     const at::Tensor tensor =
         shared ? world.group.empty_shared(bytes, at::kByte) : at::empty(bytes, at::kByte);
     fill(tensor, world.rank);

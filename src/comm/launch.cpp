@@ -26,8 +26,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kStatusPeerLost = 3;
-
 // For programs whose rank 0 serves a store of its own, such as torch.distributed's. Nobody listens there yet.
 int free_port() {
   const Listener listener = listen_on("127.0.0.1", 0);

@@ -24,8 +24,6 @@
 namespace isograd {
 namespace {
 
-constexpr int kStatusPeerLost = 3;
-
 // The processes that `parent` has started: on one host mpirun starts the ranks itself.
 std::vector<pid_t> children_of(pid_t parent) {
   std::vector<pid_t> found;

@@ -10,8 +10,8 @@
 namespace isograd {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 class EachBackend : public Launch, public testing::WithParamInterface<std::string> {
  protected:
@@ -36,7 +36,7 @@ TEST_P(EachBackend, SubgroupsOverlapAndCoexist) {
   for (const int ranks : {2, 3, 4}) all_right(ranks, "subgroups");
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, EachBackend, testing::ValuesIn(backends()));
+INSTANTIATE_TEST_SUITE_P(Backends, EachBackend, ::testing::ValuesIn(backends()));
 
 class Mpi : public Launch {
  protected:

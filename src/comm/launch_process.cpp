@@ -21,8 +21,6 @@ extern char** environ;
 namespace isograd {
 namespace {
 
-constexpr int kStatusPeerLost = 3;
-
 std::vector<char*> pointers(const std::vector<std::string>& texts) {
   std::vector<char*> list;
   for (const std::string& text : texts) list.push_back(const_cast<char*>(text.c_str()));

@@ -8,6 +8,8 @@
 
 namespace isograd {
 
+constexpr int kStatusPeerLost = 3;  // of a rank that lost another (docs/errors.md)
+
 struct Child {
   pid_t pid = -1;
   int pidfd = -1;  // -1 on old kernels: polled by time

@@ -24,8 +24,8 @@ extern char** environ;
 namespace isograd {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 TEST_F(Launch, RankZeroHostsTheStoreWhereNobodyDoes) {
   const Listener free = listen_on("127.0.0.1", 0);
@@ -34,7 +34,7 @@ TEST_F(Launch, RankZeroHostsTheStoreWhereNobodyDoes) {
   ASSERT_EQ(launch_ranks({"env", "-u", kLaunchedVariable, port, kProgram, "shm", "operations", folder_},
                          {.ranks = 2}),
             0);
-  EXPECT_THAT(left("0.done") + left("1.done"), AllOf(HasSubstr("right"), testing::Not(HasSubstr("wrong"))));
+  EXPECT_THAT(left("0.done") + left("1.done"), AllOf(HasSubstr("right"), ::testing::Not(HasSubstr("wrong"))));
 }
 
 struct Loss {

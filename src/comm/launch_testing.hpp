@@ -15,8 +15,8 @@
 
 namespace isograd {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 namespace fs = std::filesystem;
 
 inline const std::string kProgram = ISOGRAD_RANK_PROGRAM;
@@ -35,7 +35,7 @@ inline std::set<std::string> names_in(const fs::path& folder) {
 }
 
 // A folder for what the ranks leave, and a look at what they must not leave.
-class Launch : public testing::Test {
+class Launch : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string pattern = (fs::temp_directory_path() / "isograd-launch-XXXXXX").string();

@@ -24,8 +24,8 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 std::string message_of(const std::function<void()>& work) {
   try {
@@ -177,7 +177,8 @@ TEST(ForgedSegment, FilesPipesAndDevicesAreNotOpened) {
   EXPECT_THAT(opening(file), HasSubstr("no shared memory of isograd"));
   ::close(file);
   const int null = ::open("/dev/null", O_RDWR);
-  EXPECT_THAT(opening(null), testing::AnyOf(HasSubstr("no shared memory of isograd"), HasSubstr("of user")));
+  EXPECT_THAT(opening(null),
+              ::testing::AnyOf(HasSubstr("no shared memory of isograd"), HasSubstr("of user")));
   ::close(null);
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);

@@ -15,11 +15,11 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
-struct Case {
+struct OperationCase {
   int size;
   shm::EngineOptions options;
   bool shared;  // this rank's buffers lie in shared memory; 3 ranks: only those of rank 1
@@ -33,7 +33,7 @@ void run_cases(Body&& body) {
       for (const int shared : {0, 1, 2}) {
         shm::EngineOptions options;
         if (small) options = {.chunk_bytes = 320, .chunks = 2, .ring_bytes = 128};
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << size << " ranks, " << (small ? "small" : "default") << " chunks, shared memory on "
                      << (shared == 0   ? "none"
                          : shared == 1 ? "all"
@@ -56,12 +56,12 @@ void run_cases(Body&& body) {
 }
 
 // What rank `rank` gives rank `to` at `index`: distinct along all three.
-double value(int rank, int to, std::int64_t index) {
+double sent_value(int rank, int to, std::int64_t index) {
   return rank * 1e6 + to * 1e4 + static_cast<double>(index);
 }
 
 at::Tensor values(int rank, int to, std::int64_t count) {
-  return at::arange(count, at::kDouble).add(value(rank, to, 0));
+  return at::arange(count, at::kDouble).add(sent_value(rank, to, 0));
 }
 
 TEST(Operations, ReduceChangesTheRootAlone) {
@@ -285,7 +285,7 @@ TEST(Messages, FromAnyRankTellWhoseTheyAre) {
           ASSERT_TRUE(any[0].eq(work->sourceRank()).all().item<bool>());
           seen.push_back(work->sourceRank());
         }
-        EXPECT_THAT(seen, testing::UnorderedElementsAre(1, 2, 3));
+        EXPECT_THAT(seen, ::testing::UnorderedElementsAre(1, 2, 3));
       },
       4);
 }
@@ -389,7 +389,7 @@ TEST(History, NamesTheLastOperations) {
     const std::string history = backend.history();
     EXPECT_THAT(history, HasSubstr("#37 to #99 all_reduce(sum) of 10 Float at trainer.cpp:77"));
     EXPECT_THAT(history, HasSubstr("#100 broadcast from rank 0 of 10 Float"));
-    EXPECT_THAT(history, testing::Not(HasSubstr("#36 ")));
+    EXPECT_THAT(history, ::testing::Not(HasSubstr("#36 ")));
     backend.barrier()->wait();
   });
 }

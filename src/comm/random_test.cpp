@@ -30,8 +30,8 @@ void run_with(int size, shm::EngineOptions options,
 }
 
 constexpr int kBuffers = 4;  // 0 and 1 in shared memory of the whole group, 2 and 3 not
-constexpr std::int64_t kNumel = 70;
-constexpr int kRanks = 6;      // at most
+constexpr std::int64_t kMostNumel = 70;
+constexpr int kMostRanks = 6;  // at most
 constexpr int kSubgroups = 3;  // besides the group of all
 
 enum class Verb {
@@ -87,15 +87,15 @@ rc::Gen<Step> step_generator() {
                     buffer,
                     spread,
                     begin,
-                    std::min(length, kNumel - begin),
+                    std::min(length, kMostNumel - begin),
                     root,
                     shift,
                     static_cast<ReduceOp>(op),
                     async};
       },
       inRange(0, static_cast<int>(Verb::kVerbs)), inRange(0, kSubgroups + 1), inRange(0, kBuffers),
-      inRange(0, 2), inRange<std::int64_t>(0, kNumel), inRange<std::int64_t>(0, kNumel + 1), inRange(0, 60),
-      inRange(0, 6), inRange(0, 4), rc::gen::arbitrary<bool>());
+      inRange(0, 2), inRange<std::int64_t>(0, kMostNumel), inRange<std::int64_t>(0, kMostNumel + 1),
+      inRange(0, 60), inRange(0, 6), inRange(0, 4), rc::gen::arbitrary<bool>());
 }
 
 // Which ranks, in which order; the first is that of all.
@@ -120,7 +120,7 @@ struct RankState {
 };
 
 at::Tensor initial(int rank, int buffer) {
-  return at::arange(kNumel, at::kLong).mul(rank * 31 + buffer * 7 + 1).remainder(101);
+  return at::arange(kMostNumel, at::kLong).mul(rank * 31 + buffer * 7 + 1).remainder(101);
 }
 
 void change(at::Tensor tensor, int rank, std::size_t step) {
@@ -293,7 +293,7 @@ void run_rank(const std::vector<Step>& steps, int rank, std::vector<std::optiona
     at::Tensor buffer = state.buffers[static_cast<std::size_t>(step.buffer_of(rank))];
     if (step.verb == Verb::kChange) change(buffer, rank, s);
     if (step.verb == Verb::kDelay) {  // another rank is late each time
-      if (static_cast<int>(s) % kRanks == rank) std::this_thread::sleep_for(300us);
+      if (static_cast<int>(s) % kMostRanks == rank) std::this_thread::sleep_for(300us);
       for (auto& each : pending) each.progress();
     }
     start_step(step, *group, buffer.narrow(0, step.begin, step.length), state.results, pending);
@@ -304,7 +304,7 @@ void run_rank(const std::vector<Step>& steps, int rank, std::vector<std::optiona
 
 TEST(RandomSequences, AgreeWithTheSequentialModel) {
   const bool passed = rc::check("random operations on random groups", [] {
-    const int size = *rc::gen::inRange(1, kRanks + 1).as("ranks");
+    const int size = *rc::gen::inRange(1, kMostRanks + 1).as("ranks");
     const Members members = random_members(size);
     const auto steps = *rc::gen::container<std::vector<Step>>(step_generator());
     const shm::EngineOptions options{.chunk_bytes = 64 * static_cast<std::uint64_t>(*rc::gen::inRange(1, 4)),
@@ -326,8 +326,8 @@ TEST(RandomSequences, AgreeWithTheSequentialModel) {
         groups[g].emplace(backend, name, 60s);
       }
       for (int b = 0; b < kBuffers; ++b) {
-        state.buffers.push_back(b < 2 ? groups[0]->empty_shared(kNumel, at::kLong)
-                                      : at::empty({kNumel}, at::kLong));
+        state.buffers.push_back(b < 2 ? groups[0]->empty_shared(kMostNumel, at::kLong)
+                                      : at::empty({kMostNumel}, at::kLong));
         state.buffers.back().copy_(initial(world.rank, b));
       }
       run_rank(steps, world.rank, groups, state);

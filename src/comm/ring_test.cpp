@@ -16,7 +16,7 @@ using isograd::testing::MessagesOnly;
 using isograd::testing::run_over_shm;
 using ::testing::HasSubstr;
 
-const std::vector<int> kSizes = {1, 2, 3, 4, 5, 8};
+const std::vector<int> kRingSizes = {1, 2, 3, 4, 5, 8};
 
 // Small whole numbers: sums over eight ranks are exact in every type (8 * 15 < 128).
 at::Tensor encode(int rank, std::int64_t numel, at::ScalarType dtype) {
@@ -45,7 +45,7 @@ void run_with_messages(int size, const std::function<void(Group&, MessagesOnly&)
 }
 
 TEST(Ring, CombinesAndGathersWhateverTheSegments) {
-  for (int size : kSizes) {
+  for (int size : kRingSizes) {
     run_with_messages(size, [&](Group& group, MessagesOnly&) {
       for (auto dtype : {at::kFloat, at::kInt, at::kBool}) {
         for (std::int64_t numel : {0, 1, 7, 1000}) {
@@ -82,7 +82,7 @@ TEST(Ring, RoundsSumsOf16BitFloatsOnce) {
 
 // Not timed: what travels is exactly what the model says.
 TEST(Ring, SendsTheMessagesAndBytesOfTheModel) {
-  for (int size : kSizes) {
+  for (int size : kRingSizes) {
     run_with_messages(size, [&](Group& group, MessagesOnly& backend) {
       for (std::int64_t numel : {0, 1, 7, 1000, 120 * 8 * 5}) {
         for (auto dtype : {at::kFloat, at::kBFloat16, at::kByte}) {

@@ -62,6 +62,7 @@ class Exam {
   at::Tensor input(std::int64_t numel, int slot) const {
     return tensor(numel, [&](std::int64_t i) { return value(rank(), slot, i); });
   }
+  // For outputs: memory used before may hold the very answer that a collective fails to give.
   at::Tensor blank(std::int64_t numel) const { return at::full({numel}, -1.0f, device_); }
 
   void check(const at::Tensor& output, const Answer& answer) {
@@ -137,7 +138,11 @@ class Exam {
     const auto by_rank = [](int slot) {
       return [slot](std::int64_t i) { return value(static_cast<int>(i / 5), slot, i % 5); };
     };
-    ask("all_gather", [&](int slot) { check(group_.all_gather(input(5, slot)), by_rank(slot)); });
+    ask("all_gather", [&](int slot) {
+      const at::Tensor output = blank(5 * size());
+      group_.all_gather_async(output.view({size(), 5}), input(5, slot)).wait();
+      check(output, by_rank(slot));
+    });
     ask("all_gather of uneven rows", [&](int slot) {
       Rows rows(static_cast<std::size_t>(size()), 5);
       rows.back() = 2;
@@ -146,7 +151,8 @@ class Exam {
       check(output, by_rank(slot));
     });
     ask("gather", [&](int slot) {
-      const at::Tensor output = group_.gather(input(5, slot), root);
+      const at::Tensor output = rank() == root ? blank(5 * size()) : at::Tensor();
+      group_.gather_async(rank() == root ? output.view({size(), 5}) : output, input(5, slot), root).wait();
       if (rank() == root) check(output, by_rank(slot));
     });
     ask("scatter", [&](int slot) {
@@ -158,8 +164,9 @@ class Exam {
 
   void parts() {
     ask("all_to_all", [&](int slot) {
-      check(group_.all_to_all(input(2 * size(), slot)),
-            [&](auto i) { return value(static_cast<int>(i / 2), slot, 2 * rank() + i % 2); });
+      const at::Tensor output = blank(2 * size());
+      group_.all_to_all_async(output, input(2 * size(), slot)).wait();
+      check(output, [&](auto i) { return value(static_cast<int>(i / 2), slot, 2 * rank() + i % 2); });
     });
     ask("all_to_all of uneven rows", [&](int slot) {  // rank r is sent 1 + r % 2 rows by everyone
       const std::int64_t mine = 1 + rank() % 2;
@@ -170,8 +177,9 @@ class Exam {
         if (r < rank()) first += to.back();
         total += to.back();
       }
-      check(group_.all_to_all(input(total, slot), from, to),
-            [&](auto i) { return value(static_cast<int>(i / mine), slot, first + i % mine); });
+      const at::Tensor output = blank(mine * size());
+      group_.all_to_all_async(output, input(total, slot), from, to).wait();
+      check(output, [&](auto i) { return value(static_cast<int>(i / mine), slot, first + i % mine); });
     });
   }
 
@@ -232,7 +240,8 @@ class Exam {
     summed[rank()].copy_(mine);
     summed = summed.to(device_);
     ask("agreement", [&](int) { group_.all_reduce(summed); });
-    ask("agreement", [&](int) { gathered = group_.all_gather(mine.to(device_)); });
+    gathered = gathered.to(device_);
+    ask("agreement", [&](int) { group_.all_gather_async(gathered, mine.to(device_)).wait(); });
     const auto sum_failed = report(gathered.cpu());
     const bool sum_is_wrong = sum_failed && names_[static_cast<std::size_t>(sum_failed->second.question)] ==
                                                 std::string_view("all_reduce(sum)");

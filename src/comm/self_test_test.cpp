@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -193,6 +194,46 @@ TEST(SelfTest, NamesTheCollectiveThatIsWrongOnEveryRank) {
         EXPECT_THAT(message, HasSubstr("; expected "));
       }
     }
+  }
+}
+
+// Keeps what the first all_gather, gather and all_to_all are handed over as outputs. (Those of uneven rows
+// may go through scratch memory of the group's.)
+class FirstOutputs final : public PassingOn {
+ public:
+  using Outputs = std::map<Operation, at::Tensor>;
+  FirstOutputs(Inner inner, Outputs& before) : PassingOn(std::move(inner)), before_(before) {}
+
+  Works _allgather_base(at::Tensor& output, at::Tensor& input,
+                        const c10d::AllgatherOptions& options) override {
+    before_.try_emplace(Operation::kAllGather, output.clone());
+    return PassingOn::_allgather_base(output, input, options);
+  }
+  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    if (!outputs.empty()) before_.try_emplace(Operation::kGather, at::cat(outputs[0]));
+    return PassingOn::gather(outputs, inputs, options);
+  }
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
+                      const c10d::AllToAllOptions& options) override {
+    before_.try_emplace(Operation::kAllToAll, output.clone());
+    return PassingOn::alltoall_base(output, input, output_splits, input_splits, options);
+  }
+
+ private:
+  Outputs& before_;
+};
+
+// A collective that does nothing would pass if its output happened to be memory that held the answer.
+TEST(SelfTest, HandsOverOutputsThatAreNoAnswer) {
+  std::vector<FirstOutputs::Outputs> before(3);
+  run_over_shm(3, [&](const c10::intrusive_ptr<ShmBackend>& shm) {
+    Group(c10::make_intrusive<FirstOutputs>(shm, before[static_cast<std::size_t>(shm->getRank())]), "seen",
+          60s);
+  });
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(before[rank].size(), rank == 2 ? 3u : 2u) << "the last rank is the root";
+    for (const auto& [operation, output] : before[rank])
+      EXPECT_TRUE(output.eq(-1).all().item<bool>()) << static_cast<int>(operation) << "\n" << output;
   }
 }
 

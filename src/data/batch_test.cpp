@@ -10,9 +10,9 @@
 namespace isograd {
 namespace {
 
-using testing::AllOf;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 TEST(BatchOfSamples, CountsOneTargetForEach) {
   const at::Tensor images = at::arange(24).view({3, 2, 2, 2}).to(at::kByte);

@@ -16,7 +16,7 @@ using testing::config_error;
 using testing::MemoryStore;
 
 // A corpus whose every token says which document and place it comes from.
-struct Corpus {
+struct PackedCorpus {
   std::shared_ptr<MemoryStore> store;
   std::vector<std::int64_t> documents;  // those that the loader gets
 };
@@ -25,21 +25,21 @@ std::int64_t token_of(std::int64_t document, std::int64_t place) {
   return document * 1000 + place;
 }
 
-Corpus corpus_of(const std::vector<std::int64_t>& lengths) {
+PackedCorpus corpus_of(const std::vector<std::int64_t>& lengths) {
   std::vector<std::vector<std::int64_t>> documents;
   for (std::size_t d = 0; d < lengths.size(); ++d) {
     documents.emplace_back();
     for (std::int64_t i = 0; i < lengths[d]; ++i)
       documents.back().push_back(token_of(static_cast<std::int64_t>(d), i));
   }
-  Corpus corpus{std::make_shared<MemoryStore>(documents), {}};
+  PackedCorpus corpus{std::make_shared<MemoryStore>(documents), {}};
   corpus.documents.resize(lengths.size());
   std::iota(corpus.documents.begin(), corpus.documents.end(), 0);
   return corpus;
 }
 
 // Random lengths (some documents longer than a pack, some of one token), options and seed.
-Corpus any_corpus() {
+PackedCorpus any_corpus() {
   return corpus_of(*rc::gen::nonEmpty(
       rc::gen::container<std::vector<std::int64_t>>(rc::gen::inRange<std::int64_t>(1, 30))));
 }
@@ -91,7 +91,7 @@ Batch joined(const MicroBatches& batches) {
 // Concatenating the ranks gives the one-rank step, whatever the micro-batches; ranks differ by one pack at
 // most.
 RC_GTEST_PROP(Loader, RanksTogetherHoldTheStepOfOneRank, ()) {
-  const Corpus corpus = any_corpus();
+  const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
   options.size = *rc::gen::inRange(1, 9);
   std::vector<std::unique_ptr<TextLoader>> ranks;
@@ -122,7 +122,7 @@ RC_GTEST_PROP(Loader, RanksTogetherHoldTheStepOfOneRank, ()) {
 // An epoch, token by token, against the obvious construction: documents end to end, cut, shifted before the
 // cut.
 RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
-  const Corpus corpus = any_corpus();
+  const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
   options.shuffle_packs = false;
   TextLoader loader(corpus.store, corpus.documents, options);
@@ -173,7 +173,7 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
 
 // What packs() says of a step is what each rank's micro-batches hold, token by token.
 RC_GTEST_PROP(Loader, PacksSayWhatEachMicroBatchHolds, ()) {
-  const Corpus corpus = any_corpus();
+  const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
   options.size = *rc::gen::inRange(1, 6);
   const TextLoader first(corpus.store, corpus.documents, options);
@@ -208,7 +208,7 @@ RC_GTEST_PROP(Loader, PacksSayWhatEachMicroBatchHolds, ()) {
 // Shuffled packs are the same packs in another order: same tokens, targets and positions, none lost or
 // repeated; a sample's targets in the step are counted over the packs that the step really took.
 RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {
-  const Corpus corpus = any_corpus();
+  const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
   auto packs_of = [&](bool shuffle_packs) {
     options.shuffle_packs = shuffle_packs;
@@ -235,7 +235,7 @@ RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {
 
 // The naive shift, within the fragment, is what the properties above must catch.
 TEST(Loader, TargetsCrossPacksAndSteps) {
-  const Corpus corpus = corpus_of({7, 2});
+  const PackedCorpus corpus = corpus_of({7, 2});
   TextLoader loader(corpus.store, corpus.documents,
                     {.pack_length = 3, .packs_per_step = 2, .packs_per_micro_batch = 2, .shuffle = false});
   MicroBatches step = loader.next();
@@ -255,7 +255,7 @@ TEST(Loader, TargetsCrossPacksAndSteps) {
 }
 
 RC_GTEST_PROP(Loader, ResumesAnywhere, ()) {
-  const Corpus corpus = any_corpus();
+  const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
   options.size = *rc::gen::inRange(1, 4);
   options.rank = *rc::gen::inRange(0, options.size);
@@ -275,7 +275,7 @@ RC_GTEST_PROP(Loader, ResumesAnywhere, ()) {
 
 TEST(Loader, OrderFollowsSeedAndEpochOnly) {
   std::vector<std::int64_t> lengths(200, 3);
-  const Corpus corpus = corpus_of(lengths);
+  const PackedCorpus corpus = corpus_of(lengths);
   auto ids = [&](std::uint64_t seed, std::int64_t epoch, std::int64_t packs_per_step) {
     TextLoader loader(corpus.store, corpus.documents,
                       {.pack_length = 5, .packs_per_step = packs_per_step, .seed = seed});
@@ -290,7 +290,7 @@ TEST(Loader, OrderFollowsSeedAndEpochOnly) {
 }
 
 TEST(Loader, ALateErrorReachesTheCallerAndThePositionStays) {
-  const Corpus corpus = corpus_of({10, 10, 10});
+  const PackedCorpus corpus = corpus_of({10, 10, 10});
   TextLoader loader(corpus.store, corpus.documents, {.pack_length = 5, .packs_per_step = 1});
   loader.next();
   loader.seek({0, 2});  // waits for the thread: nothing reads while the store starts to fail
@@ -318,7 +318,7 @@ TEST(Loader, ALateErrorReachesTheCallerAndThePositionStays) {
 }
 
 TEST(Loader, BadOptionsAreNamed) {
-  const Corpus corpus = corpus_of({4, 4});
+  const PackedCorpus corpus = corpus_of({4, 4});
   auto error = [&](LoaderOptions options, std::vector<std::int64_t> documents = {0, 1}) {
     return config_error([&] { TextLoader(corpus.store, documents, options); });
   };
@@ -338,7 +338,7 @@ TEST(Loader, BadOptionsAreNamed) {
 }
 
 TEST(Loader, AStepWithoutTargetsAndARankWithoutPacks) {
-  const Corpus corpus = corpus_of({1, 1, 1});
+  const PackedCorpus corpus = corpus_of({1, 1, 1});
   LoaderOptions options{.pack_length = 8, .packs_per_step = 4, .rank = 0, .size = 3};
   std::size_t batches = 0;
   for (; options.rank < options.size; ++options.rank) {
@@ -358,7 +358,7 @@ TEST(Loader, AStepWithoutTargetsAndARankWithoutPacks) {
 RC_GTEST_PROP(Split, EveryDocumentOnceAndByTheSeedOnly, (std::uint64_t seed)) {
   const auto documents = *rc::gen::inRange<std::size_t>(1, 60);
   const double fraction = *rc::gen::inRange(0, 100) / 100.0;
-  const Corpus corpus = corpus_of(std::vector<std::int64_t>(documents, 2));
+  const PackedCorpus corpus = corpus_of(std::vector<std::int64_t>(documents, 2));
   const Split split = split_documents(*corpus.store, fraction, seed),
               again = split_documents(*corpus.store, fraction, seed);
   RC_ASSERT(split.train == again.train && split.validation == again.validation);
@@ -374,7 +374,7 @@ RC_GTEST_PROP(Split, EveryDocumentOnceAndByTheSeedOnly, (std::uint64_t seed)) {
 }
 
 TEST(Split, SeedsDifferAndFractionsAreChecked) {
-  const Corpus corpus = corpus_of(std::vector<std::int64_t>(100, 2));
+  const PackedCorpus corpus = corpus_of(std::vector<std::int64_t>(100, 2));
   EXPECT_NE(split_documents(*corpus.store, 0.2, 1).validation,
             split_documents(*corpus.store, 0.2, 2).validation);
   for (double bad : {-0.1, 1.0, std::nan("")})

@@ -104,7 +104,7 @@ class Table {
   std::size_t texts_ = 0;
 };
 
-struct Piece {
+struct VocabularyEntry {
   std::string_view text;
   bool symbol = false;  // of the user
 };
@@ -112,7 +112,7 @@ struct Piece {
 using protozero::pbf_wire_type;
 
 // As protobuf reads it: the last of a field that comes twice, types that it does not know left out.
-std::string problem_of_piece(protozero::pbf_reader message, Piece& piece) {
+std::string problem_of_piece(protozero::pbf_reader message, VocabularyEntry& piece) {
   constexpr std::int64_t kNormal = 1, kUserDefined = 4, kLast = 6;
   while (message.next()) switch (message.tag_and_type()) {
       case protozero::tag_and_type(1, pbf_wire_type::length_delimited): {
@@ -175,7 +175,7 @@ CheckedModel check_sentencepiece(std::string_view model) {
       std::string problem;
       switch (message.tag_and_type()) {
         case protozero::tag_and_type(1, pbf_wire_type::length_delimited): {
-          Piece piece;
+          VocabularyEntry piece;
           problem = problem_of_piece(message.get_message(), piece);
           if (piece.symbol) symbols.push_back(piece.text);
           break;

@@ -8,18 +8,11 @@
 #include <cstring>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
-
-[[noreturn]] void refuse(const std::string& where, std::string found, std::string expected,
-                         std::string action) {
-  throw ConfigError({.where = where,
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
-}
 
 std::vector<std::string_view> cells(std::string_view line) {
   std::vector<std::string_view> result;

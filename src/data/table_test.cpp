@@ -12,9 +12,9 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class TableFile : public testing::Test {
+class TableFile : public ::testing::Test {
  protected:
   TableFile() {
     folder_ = std::filesystem::temp_directory_path() / ("isograd-table-" + std::to_string(getpid()));

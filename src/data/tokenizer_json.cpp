@@ -19,6 +19,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/python.hpp"
+#include "base/refuse.hpp"
 #include "data/tokenizer_json_script.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
@@ -32,18 +33,13 @@ namespace {
 constexpr const char* kFile = "tokenizer.json";
 constexpr const char* kConfigFile = "tokenizer_config.json";
 
-[[noreturn]] void bad(const std::string& where, const std::string& found, const std::string& expected,
-                      const std::string& action) {
-  throw ConfigError({.where = where, .found = found, .expected = expected, .action = action});
-}
-
 // The Python process (tokenizer_json.py): one request, one answer at a time.
 class Helper {
  public:
   explicit Helper(std::string where) : where_(std::move(where)), python_(find_python()) {
     int ends[2] = {-1, -1};
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
-      bad(where_, std::strerror(errno), "a pair of sockets", "Raise the limit of open files (ulimit -n)");
+      refuse(where_, std::strerror(errno), "a pair of sockets", "Raise the limit of open files (ulimit -n)");
     socket_ = ends[0];
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
@@ -90,11 +86,11 @@ class Helper {
     std::string answer = receive(kHead);
     std::uint64_t size = 0;
     std::memcpy(&size, answer.data() + 1, sizeof size);
-    if (size > kMostBytes) bad(where_, "an answer that is none", "tokens or text", kReport);
+    if (size > kMostBytes) refuse(where_, "an answer that is none", "tokens or text", kReport);
     std::string result = receive(size);
     if (answer[0] == 'm') no_package(result);
     if (answer[0] != 'o')
-      bad(where_, result, "a Hugging Face tokenizer.json and UTF-8 text", "Check data.tokenizer");
+      refuse(where_, result, "a Hugging Face tokenizer.json and UTF-8 text", "Check data.tokenizer");
     return result;
   }
 
@@ -108,15 +104,15 @@ class Helper {
   static constexpr const char* kReport = "Report it, with the version of the package tokenizers";
 
   [[noreturn]] void no_package(const std::string& found) const {
-    bad(where_, found + " (" + python_ + ")", "a Python with the package tokenizers",
-        "Install it (python3 -m pip install tokenizers), or name a Python that has it in the variable "
-        "PYTHON");
+    refuse(where_, found + " (" + python_ + ")", "a Python with the package tokenizers",
+           "Install it (python3 -m pip install tokenizers), or name a Python that has it in the variable "
+           "PYTHON");
   }
 
   // For `events`, a second at most; an error once the time is up.
   void wait(short events) {
     if (std::chrono::steady_clock::now() > until_)
-      bad(where_, "no answer from " + python_, "tokens within a minute", "Look at the machine's load");
+      refuse(where_, "no answer from " + python_, "tokens within a minute", "Look at the machine's load");
     pollfd waiting{socket_, events, 0};
     poll(&waiting, 1, 1000);
   }
@@ -163,11 +159,11 @@ class JsonTokenizer final : public Tokenizer {
     // A run's other ranks want to know no more: their process ends here.
     Helper helper(where_);
     const auto [facts, problem] = parse_json(load(helper));
-    if (!problem.empty()) bad(where_, problem, "facts about the tokenizer", "Report it");
+    if (!problem.empty()) refuse(where_, problem, "facts about the tokenizer", "Report it");
     vocabulary_ = facts.value("vocabulary", std::int64_t{0});
     bos_ = facts.value("bos", std::int64_t{-1});
     eos_ = facts.value("eos", std::int64_t{-1});
-    if (vocabulary_ < 1) bad(where_, "no tokens", "a vocabulary", "Check data.tokenizer");
+    if (vocabulary_ < 1) refuse(where_, "no tokens", "a vocabulary", "Check data.tokenizer");
   }
 
   std::string name() const override { return name_; }

@@ -16,7 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 using namespace libav;
 
-[[noreturn]] void refuse(const fs::path& file, std::string found, std::string expected, std::string action) {
+[[noreturn]] void refuse_video(const fs::path& file, std::string found, std::string expected,
+                               std::string action) {
   throw ConfigError({.where = "video " + file.string(),
                      .found = std::move(found),
                      .expected = std::move(expected),
@@ -24,8 +25,8 @@ using namespace libav;
 }
 
 [[noreturn]] void damaged(const fs::path& file, const std::string& found) {
-  refuse(file, found, "a file that decodes whole and without an error",
-         "Fetch it again, mend it with `ffmpeg -i FILE -c:v libx264 mended.mp4`, or leave it out");
+  refuse_video(file, found, "a file that decodes whole and without an error",
+               "Fetch it again, mend it with `ffmpeg -i FILE -c:v libx264 mended.mp4`, or leave it out");
 }
 
 constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
@@ -37,7 +38,8 @@ class Reader {
  public:
   Reader(const fs::path& file, const VideoOptions& options) : file_(file), options_(options) {
     if (!fs::is_regular_file(file))
-      refuse(file, fs::exists(file) ? "no regular file" : "no such file", "a video file", "Check the path");
+      refuse_video(file, fs::exists(file) ? "no regular file" : "no such file", "a video file",
+                   "Check the path");
     AVDictionary* settings = nullptr;
     av_dict_set(&settings, "protocol_whitelist", "file", 0);
     AVFormatContext* opened = nullptr;
@@ -84,12 +86,12 @@ class Reader {
     const AVCodec* decoder = nullptr;
     const int index = av_find_best_stream(format_.get(), AVMEDIA_TYPE_VIDEO, -1, -1, &decoder, 0);
     if (index == AVERROR_DECODER_NOT_FOUND)
-      refuse(file_, "a codec that these libraries of FFmpeg do not have", "one that they can decode",
-             "Re-encode the file with `ffmpeg -i FILE -c:v libx264 out.mp4`, or leave it out");
+      refuse_video(file_, "a codec that these libraries of FFmpeg do not have", "one that they can decode",
+                   "Re-encode the file with `ffmpeg -i FILE -c:v libx264 out.mp4`, or leave it out");
     if (index < 0 ||
         (format_->streams[index]->disposition & AV_DISPOSITION_ATTACHED_PIC) != 0)  // a cover of music
-      refuse(file_, "no video stream", "a video file",
-             "Leave the file out; a glob such as dir/*.mp4 chooses files");
+      refuse_video(file_, "no video stream", "a video file",
+                   "Leave the file out; a glob such as dir/*.mp4 chooses files");
     stream_ = format_->streams[index];
     codec_.reset(avcodec_alloc_context3(decoder));
     avcodec_parameters_to_context(codec_.get(), stream_->codecpar);
@@ -143,9 +145,9 @@ class Reader {
   void choose_size(const AVFrame* frame) {
     const VideoGrid patch = options_.patch;
     if (frame->height < patch.h || frame->width < patch.w)
-      refuse(file_, fmt::format("frames of {} x {} pixels", frame->width, frame->height),
-             fmt::format("at least one patch, {} x {}", patch.w, patch.h),
-             "Leave the file out, or use smaller patches");
+      refuse_video(file_, fmt::format("frames of {} x {} pixels", frame->width, frame->height),
+                   fmt::format("at least one patch, {} x {}", patch.w, patch.h),
+                   "Leave the file out, or use smaller patches");
     rows_ = std::min<std::int64_t>(options_.height, frame->height) / patch.h * patch.h;
     const double wide = static_cast<double>(frame->width) * static_cast<double>(rows_) / frame->height;
     columns_ = std::max<std::int64_t>(1, std::llround(wide / static_cast<double>(patch.w))) * patch.w;
@@ -153,7 +155,8 @@ class Reader {
     scaled_.reset(av_frame_alloc());
     scaled_->format = AV_PIX_FMT_RGB24;
     scaled_->width = static_cast<int>(columns_), scaled_->height = static_cast<int>(rows_);
-    if (av_frame_get_buffer(scaled_.get(), 0) < 0) refuse(file_, "no memory for a frame", "some", "Use less");
+    if (av_frame_get_buffer(scaled_.get(), 0) < 0)
+      refuse_video(file_, "no memory for a frame", "some", "Use less");
   }
 
   void take(const AVFrame* frame) {
@@ -175,14 +178,14 @@ class Reader {
   }
 
   at::Tensor result() const {
-    if (seen_ == 0) refuse(file_, "no frame", "a video with frames", "Leave the file out");
+    if (seen_ == 0) refuse_video(file_, "no frame", "a video with frames", "Leave the file out");
     const std::int64_t whole = taken_ / options_.patch.t * options_.patch.t;
     if (whole == 0)
-      refuse(file_,
-             fmt::format("{} frames of {} taken at {} frames per second", taken_, seen_,
-                         options_.frames_per_second),
-             fmt::format("at least one patch, {} frames", options_.patch.t),
-             "Leave the file out, take more frames per second, or use patches of fewer frames");
+      refuse_video(file_,
+                   fmt::format("{} frames of {} taken at {} frames per second", taken_, seen_,
+                               options_.frames_per_second),
+                   fmt::format("at least one patch, {} frames", options_.patch.t),
+                   "Leave the file out, take more frames per second, or use patches of fewer frames");
     at::Tensor frames = at::empty({whole, rows_, columns_, 3}, at::kByte);
     std::memcpy(frames.data_ptr(), pixels_.data(), static_cast<std::size_t>(frames.numel()));
     return frames;

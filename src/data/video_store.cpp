@@ -5,16 +5,13 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "data/video.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
-
-[[noreturn]] void refuse(std::string where, std::string found, std::string expected, std::string action) {
-  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
-}
 
 VideoGrid grid_of(const at::Tensor& frames, VideoGrid patch) {
   const bool fits = frames.dim() == 4 && frames.size(3) == 3 && frames.scalar_type() == at::kByte &&

@@ -26,8 +26,8 @@ std::vector<T> random_values(std::int64_t count, unsigned seed, double scale = 1
 }
 
 template <typename T>
-class Flat : public testing::Test {};
-using Types = testing::Types<float, double>;
+class Flat : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(Flat, Types);
 
 TYPED_TEST(Flat, SquaredNormIsExactToDoubleRounding) {

@@ -56,8 +56,8 @@ std::string bytes_of(const std::vector<T>& values) {
 }
 
 template <typename T>
-class Passes : public testing::Test {};
-using Types = testing::Types<float, double, Bfloat16>;
+class Passes : public ::testing::Test {};
+using Types = ::testing::Types<float, double, Bfloat16>;
 TYPED_TEST_SUITE(Passes, Types);
 
 TYPED_TEST(Passes, MaxAbsSeesEveryElement) {

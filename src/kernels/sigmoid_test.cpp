@@ -14,8 +14,8 @@ namespace isograd::kernels {
 namespace {
 
 template <typename T>
-class Sigmoid : public testing::Test {};
-using Types = testing::Types<float, double>;
+class Sigmoid : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(Sigmoid, Types);
 
 template <typename T>

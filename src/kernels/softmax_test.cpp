@@ -39,8 +39,8 @@ constexpr double kStored = std::is_same_v<T, double>  ? 0x1p-53
                                                       : 0x1p-8;
 
 template <typename T>
-class Softmax : public testing::Test {};
-using Types = testing::Types<float, double, Bfloat16>;
+class Softmax : public ::testing::Test {};
+using Types = ::testing::Types<float, double, Bfloat16>;
 TYPED_TEST_SUITE(Softmax, Types);
 
 TYPED_TEST(Softmax, SumsAndGradientsAreThoseOfTheTwin) {

@@ -50,8 +50,8 @@ void append(std::string& bytes, const std::vector<T>& values) {
 }
 
 template <typename T>
-class Versions : public testing::Test {};
-using Types = testing::Types<float, double>;
+class Versions : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(Versions, Types);
 
 TYPED_TEST(Versions, OfFlatPassesGiveTheSameBits) {

@@ -12,8 +12,8 @@
 namespace isograd {
 namespace {
 
-[[noreturn]] void refuse(const std::string& name, std::string found, std::string expected,
-                         std::string action) {
+[[noreturn]] void refuse_parameter(const std::string& name, std::string found, std::string expected,
+                                   std::string action) {
   throw ConfigError({.where = fmt::format("parameter '{}'", name),
                      .found = std::move(found),
                      .expected = std::move(expected),
@@ -22,14 +22,16 @@ namespace {
 
 void check_one(const std::string& name, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta()))
-    refuse(name, fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
-           "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
+    refuse_parameter(name,
+                     fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
+                     "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
   if (!tensor.is_leaf())
-    refuse(name, "a tensor computed from others", "a leaf of the autograd graph",
-           "Register the leaf that it is computed from");
+    refuse_parameter(name, "a tensor computed from others", "a leaf of the autograd graph",
+                     "Register the leaf that it is computed from");
   const auto type = tensor.scalar_type();
   if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16)
-    refuse(name, c10::toString(type), "float64, float32 or bfloat16", "Convert the model before this call");
+    refuse_parameter(name, c10::toString(type), "float64, float32 or bfloat16",
+                     "Convert the model before this call");
 }
 
 // First and last byte a strided tensor can touch; they say whether two parameters share memory.
@@ -47,10 +49,10 @@ void check_one_device(const std::vector<NamedParameter>& parameters) {
     if (parameter.tensor.is_meta()) continue;
     if (!first) first = &parameter;
     if (parameter.tensor.device() != first->tensor.device())
-      refuse(parameter.name,
-             fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(), first->name,
-                         first->tensor.device().str()),
-             "all parameters on one device", "Move the whole model with model.to(device)");
+      refuse_parameter(parameter.name,
+                       fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(),
+                                   first->name, first->tensor.device().str()),
+                       "all parameters on one device", "Move the whole model with model.to(device)");
   }
 }
 
@@ -65,9 +67,9 @@ void check_disjoint(const std::vector<NamedParameter>& parameters) {
       if (next != by_begin.begin() && std::prev(next)->second.first > begin)
         other = std::prev(next)->second.second;
       if (other)
-        refuse(parameter.name, fmt::format("memory shared with '{}', a different tensor", *other),
-               "memory of its own, or the very same tensor for tied weights",
-               "Tie weights by registering one tensor under both names");
+        refuse_parameter(parameter.name, fmt::format("memory shared with '{}', a different tensor", *other),
+                         "memory of its own, or the very same tensor for tied weights",
+                         "Tie weights by registering one tensor under both names");
       by_begin[begin] = {end, &parameter.name};
     }
 }
@@ -91,7 +93,8 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
     }
     check_one(name, tensor);
     if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
-      refuse(name, "two different tensors of this name", "a name for each parameter", "Rename one of them");
+      refuse_parameter(name, "two different tensors of this name", "a name for each parameter",
+                       "Rename one of them");
     parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
   }
   check_disjoint(parameters);

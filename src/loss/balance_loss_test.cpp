@@ -12,7 +12,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr std::int64_t kExperts = 5, kWidth = 4;
 
@@ -43,8 +43,8 @@ at::Tensor plain(const std::vector<at::Tensor>& tokens, const at::Tensor& weight
   return kExperts * (places.mean(0) / 2 * routed.probabilities.mean(0)).sum();
 }
 
-class BalanceAt : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, BalanceAt, testing::Values(1, 2, 3, 5));
+class BalanceAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, BalanceAt, ::testing::Values(1, 2, 3, 5));
 
 TEST_P(BalanceAt, IsTheLossOfTheWholeBatchInBothScopes) {
   const int ranks = GetParam(), rounds = 3;

@@ -23,13 +23,6 @@ at::ScalarType computing_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-void refuse(const std::string& where, std::string found, std::string expected, std::string action) {
-  throw ConfigError({.where = where,
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
-}
-
 void check_type(const std::string& where, const std::string& name, const at::Tensor& values) {
   if (!values.defined()) refuse(where, name + " undefined", "a tensor", "Pass it");
   const auto type = values.scalar_type();

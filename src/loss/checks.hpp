@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "base/refuse.hpp"  // what its users call where a check fails
+
 namespace isograd {
 
 // The valid tokens of a loss and what each weighs.
@@ -16,9 +18,6 @@ struct TokenWeights {
 
 // fp64 for fp64, else fp32.
 at::ScalarType computing_type(at::ScalarType type);
-
-[[noreturn]] void refuse(const std::string& where, std::string found, std::string expected,
-                         std::string action);
 
 // fp64, fp32 or bf16.
 void check_type(const std::string& where, const std::string& name, const at::Tensor& values);

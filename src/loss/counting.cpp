@@ -239,7 +239,8 @@ struct CutSample {
   int owner = 0;
 };
 
-[[noreturn]] void refuse(std::int64_t id, std::string found, std::string expected, std::string action) {
+[[noreturn]] void refuse_sample(std::int64_t id, std::string found, std::string expected,
+                                std::string action) {
   throw ConfigError({.where = fmt::format("sample {}", id),
                      .found = std::move(found),
                      .expected = std::move(expected),
@@ -262,30 +263,33 @@ std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector
         sample.owner = rank;
       }
       if (sample.declared != row[kDeclared])
-        refuse(id,
-               fmt::format("fragments that declare {} valid targets on rank {} and {} on rank {}",
-                           sample.declared, sample.owner, row[kDeclared], rank),
-               "one sample_targets for all fragments of a sample",
-               "Declare each sample's length in the whole step, and give different samples different ids");
+        refuse_sample(
+            id,
+            fmt::format("fragments that declare {} valid targets on rank {} and {} on rank {}",
+                        sample.declared, sample.owner, row[kDeclared], rank),
+            "one sample_targets for all fragments of a sample",
+            "Declare each sample's length in the whole step, and give different samples different ids");
       if (sample.owner / ranks_of_replica != rank / ranks_of_replica)
-        refuse(id,
-               fmt::format("fragments on ranks {} and {}, of different replicas, though the mean is taken "
-                           "inside each replica",
-                           sample.owner, rank),
-               "one of two readings: the mean over all samples, or the mean of per-replica means of whole "
-               "samples",
-               "Add dp_replicate to loss.normalise_over for the first, or keep each sample on one replica");
+        refuse_sample(
+            id,
+            fmt::format("fragments on ranks {} and {}, of different replicas, though the mean is taken "
+                        "inside each replica",
+                        sample.owner, rank),
+            "one of two readings: the mean over all samples, or the mean of per-replica means of whole "
+            "samples",
+            "Add dp_replicate to loss.normalise_over for the first, or keep each sample on one replica");
       sample.held += row[kHeld];
       sample.weight += number(row[kWeight]);
     }
   for (const auto& [id, sample] : samples)
     if (sample.held != sample.declared)
-      refuse(id,
-             fmt::format("{} valid targets on all ranks together, {} declared for the whole step",
-                         sample.held, sample.declared),
-             "every fragment of a sample in the step, under one id",
-             "Look for a fragment that carries another id, lies in another step or call, or was dropped; or "
-             "declare the length that this step holds");
+      refuse_sample(
+          id,
+          fmt::format("{} valid targets on all ranks together, {} declared for the whole step", sample.held,
+                      sample.declared),
+          "every fragment of a sample in the step, under one id",
+          "Look for a fragment that carries another id, lies in another step or call, or was dropped; or "
+          "declare the length that this step holds");
   return samples;
 }
 

@@ -13,8 +13,8 @@ namespace {
 
 using namespace std::chrono_literals;
 using namespace normalizer_testing;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 // ---- counts ----
 

@@ -21,7 +21,7 @@ double mark_of(const std::vector<TermValue>& terms) {
   return mark;
 }
 
-[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+[[noreturn]] void refuse_terms(std::string found, std::string expected, std::string action) {
   throw ConfigError({.where = "loss terms",
                      .found = std::move(found),
                      .expected = std::move(expected),
@@ -40,23 +40,24 @@ void TermLedger::add(const LossTerms& terms, double share, const Denominator& de
   loss_ += share;
   if (terms_.empty()) {
     if (terms.size() > kMostTerms)
-      refuse(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
-             "Add some of them up");
+      refuse_terms(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
+                   "Add some of them up");
     for (const LossTerm& term : terms) {
       if (term.name.empty() || term.name.size() > kLongestName)
-        refuse(fmt::format("a term named '{}'", term.name), fmt::format("1 to {} letters", kLongestName),
-               "Rename it");
+        refuse_terms(fmt::format("a term named '{}'", term.name),
+                     fmt::format("1 to {} letters", kLongestName), "Rename it");
       terms_.push_back({term.name, 0});
     }
   }
   if (terms.size() != terms_.size())
-    refuse(fmt::format("{} terms after {} in the step's first micro-batch", terms.size(), terms_.size()),
-           "the same terms in every micro-batch", "Return a sum of 0 for a term that has nothing to add");
+    refuse_terms(
+        fmt::format("{} terms after {} in the step's first micro-batch", terms.size(), terms_.size()),
+        "the same terms in every micro-batch", "Return a sum of 0 for a term that has nothing to add");
   for (std::size_t i = 0; i < terms.size(); ++i) {
     const LossTerm& term = terms[i];
     if (term.name != terms_[i].name)
-      refuse(fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
-             "the same terms in the same order in every micro-batch", "Return them in one order");
+      refuse_terms(fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
+                   "the same terms in the same order in every micro-batch", "Return them in one order");
     const double divisor = denominator.of_term(term);
     if (divisor == 0) continue;
     const double value = term.sum.item<double>() / divisor;
@@ -89,8 +90,8 @@ std::vector<double> TermLedger::message(const Census& census) const {
 
 std::vector<TermValue> TermLedger::read(const std::vector<double>& sums) {
   if (sums[kMarks] != sums[kRanks] * sums[kMark])
-    refuse("terms with other names or in another order on some rank", "the same terms on every rank",
-           "Return a sum of 0 for a term that has nothing to add");
+    refuse_terms("terms with other names or in another order on some rank", "the same terms on every rank",
+                 "Return a sum of 0 for a term that has nothing to add");
   std::vector<TermValue> terms;
   for (std::size_t i = 0; i < kMostTerms; ++i) {
     const double* term = &sums[kFirstTerm + i * kNumbersOfTerm];

@@ -72,14 +72,14 @@ double worst(const Gradients& a, const Gradients& b) {
   return std::isnan(result) ? INFINITY : result;
 }
 
-struct Case {
+struct Precision {
   at::ScalarType type;
   double bound;
 };
 // fp32: logits are sums of up to 24 products of size up to 9, off by 24 · 9 · 2^-24 = 1.3e-5 at the very most
 // and a tenth of that usually; probabilities are off by as much, relatively. bf16: logits of size up to 16
 // are rounded by 2^-9 · 16 = 0.03, half of that usually; so are probabilities and gradients.
-const Case kCases[] = {{at::kDouble, 1e-12}, {at::kFloat, 1.3e-5}, {at::kBFloat16, 0.03}};
+const Precision kPrecisions[] = {{at::kDouble, 1e-12}, {at::kFloat, 1.3e-5}, {at::kBFloat16, 0.03}};
 
 std::vector<LinearCrossEntropyOptions> all_options(const Problem& p) {
   return {{},
@@ -91,7 +91,7 @@ std::vector<LinearCrossEntropyOptions> all_options(const Problem& p) {
 
 TEST(LinearCrossEntropy, EqualsTheUnfusedTwinHoweverItIsTiled) {
   at::manual_seed(21);
-  for (const Case& c : kCases)
+  for (const Precision& c : kPrecisions)
     for (auto [tokens, width, vocabulary] :
          {std::array<std::int64_t, 3>{37, 24, 101}, {1, 3, 2}, {64, 16, 1}})
       for (auto [tile_tokens, tile_vocabulary] :
@@ -189,7 +189,7 @@ TEST(LinearCrossEntropy, HasTheGradientOfFiniteDifferences) {
 }
 
 TEST(LinearCrossEntropy, LeavesOutWhatIsInvalidEvenWhereItIsNaN) {
-  for (const Case& c : kCases) {
+  for (const Precision& c : kPrecisions) {
     at::manual_seed(26);
     Problem p = problem(10, 8, 50, c.type);
     const Gradients wanted = unfused(p, {.weights = p.weights}, 1);

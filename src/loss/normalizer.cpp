@@ -1,5 +1,6 @@
 // The one division.
 #include "isograd/normalizer.hpp"
+#include "base/refuse.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -14,10 +15,6 @@
 
 namespace isograd {
 namespace {
-
-[[noreturn]] void refuse(std::string where, std::string found, std::string expected, std::string action) {
-  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
-}
 
 // Σ over terms of factor · sum. A node of its own, so that a share is known for what it is wherever it turns
 // up again.

@@ -8,8 +8,8 @@ namespace isograd {
 namespace {
 
 using namespace normalizer_testing;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 at::Tensor loss_sum(const Batch& prepared, Mean mean = Mean::kStep) {
   const at::Tensor valid = prepared.targets.ne(kIgnoreIndex).to(at::kDouble);

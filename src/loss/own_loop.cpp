@@ -32,7 +32,7 @@ struct AccumulatedShare : torch::autograd::Function<AccumulatedShare> {
   }
 };
 
-[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+[[noreturn]] void refuse_loop(std::string found, std::string expected, std::string action) {
   throw ConfigError({.where = "gradient_accumulate_loss",
                      .found = std::move(found),
                      .expected = std::move(expected),
@@ -52,20 +52,20 @@ std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data) 
 at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
                                     std::int64_t global_valid, Group& data) {
   if (!mean_loss.defined() || mean_loss.numel() != 1)
-    refuse(mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
-           "a scalar: the mean over this micro-batch's valid tokens",
-           "Take the mean, and pass its token count");
+    refuse_loop(
+        mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
+        "a scalar: the mean over this micro-batch's valid tokens", "Take the mean, and pass its token count");
   if (local_valid < 0 || local_valid > global_valid)
-    refuse(fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
-           "0 to as many as in the whole step",
-           "Count with count_valid_tokens over all micro-batches and ranks");
+    refuse_loop(fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
+                "0 to as many as in the whole step",
+                "Count with count_valid_tokens over all micro-batches and ranks");
   if (is_share(mean_loss))
-    refuse("a value that was divided already", "the mean over this micro-batch's valid tokens",
-           "Divide once: pass the plain mean");
+    refuse_loop("a value that was divided already", "the mean over this micro-batch's valid tokens",
+                "Divide once: pass the plain mean");
   if (local_valid > 0 && begins_in_16_bits(mean_loss))
-    refuse("a mean whose gradient begins in 16 bits, to which the division would be rounded",
-           "losses in float32 or float64, and their mean",
-           "Convert what the loss is computed from (logits.to(at::kFloat))");
+    refuse_loop("a mean whose gradient begins in 16 bits, to which the division would be rounded",
+                "losses in float32 or float64, and their mean",
+                "Convert what the loss is computed from (logits.to(at::kFloat))");
   double value = 0;
   if (local_valid > 0)
     value = mean_loss.detach().to(at::kDouble).item<double>() * static_cast<double>(local_valid);
@@ -89,7 +89,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
     for (int i = 0; i < 3; ++i) sums[i] = message.const_data_ptr<double>()[i];
     const double ranks = data.size();
     if (sums[1] != ranks * valid || std::abs(sums[2] - ranks * valid * valid) > 1e-9 * ranks * valid * valid)
-      refuse(
+      refuse_loop(
           fmt::format(
               "{} valid tokens in the step on this rank, {:.17g} on the ranks together, each counting all",
               global_valid, sums[1]),

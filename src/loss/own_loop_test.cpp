@@ -14,8 +14,8 @@ namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 Batch batch_of(std::int64_t valid, std::int64_t ignored = 0, std::int64_t id = 1) {
   Batch batch = empty_batch();

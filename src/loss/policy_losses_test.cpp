@@ -12,11 +12,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Problem {
+struct PolicyProblem {
   at::Tensor log_p, old, advantages, weights;
 };
 
-Problem problem(std::int64_t tokens, at::ScalarType type = at::kDouble) {
+PolicyProblem problem(std::int64_t tokens, at::ScalarType type = at::kDouble) {
   at::manual_seed(11);
   const at::Tensor old = -at::rand({tokens}, at::kDouble) * 3;
   return {.log_p = leaf((old + at::randn({tokens}, at::kDouble) * 0.4).to(type)),
@@ -26,7 +26,7 @@ Problem problem(std::int64_t tokens, at::ScalarType type = at::kDouble) {
 }
 
 // The paper's formula as it stands there: a minimum of two products, in fp64.
-at::Tensor plain_ppo(const at::Tensor& log_p, const Problem& p, double low, double high) {
+at::Tensor plain_ppo(const at::Tensor& log_p, const PolicyProblem& p, double low, double high) {
   const at::Tensor ratio = (log_p - p.old.to(at::kDouble)).exp(), a = p.advantages.to(at::kDouble);
   return -(at::minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a) * p.weights).sum();
 }
@@ -36,7 +36,7 @@ TEST(PolicyGradient, EqualsItsTwins) {
   for (const auto& [type, bound, gradient_bound] : {std::tuple{at::kDouble, 1e-14, 1e-14},
                                                     {at::kFloat, 10 * 0x1p-24, 10 * 0x1p-24},
                                                     {at::kBFloat16, 10 * 0x1p-24, 0x1p-8}}) {
-    const Problem p = problem(200, type);
+    const PolicyProblem p = problem(200, type);
     const at::Tensor twin = leaf(p.log_p.to(at::kDouble));
     const at::Tensor old = p.old.to(at::kDouble), advantages = p.advantages.to(at::kDouble);
     const auto compare = [&](const at::Tensor& found, const at::Tensor& wanted) {
@@ -62,7 +62,7 @@ TEST(PolicyGradient, EqualsItsTwins) {
 }
 
 TEST(PolicyGradient, HasTheGradientOfFiniteDifferences) {
-  const Problem p = problem(30);
+  const PolicyProblem p = problem(30);
   for (const PolicyGradientOptions& options : std::vector<PolicyGradientOptions>{
            {.weights = p.weights},
            {.old_log_probabilities = p.old},
@@ -96,7 +96,7 @@ TEST(PolicyGradient, ByHand) {
 
 // On the sampling policy itself (ratio 1) all three have one gradient, and nothing is clipped.
 TEST(PolicyGradient, AgreesWithReinforceOnTheSamplingPolicy) {
-  const Problem p = problem(50);
+  const PolicyProblem p = problem(50);
   const at::Tensor on_policy = leaf(p.old);
   const at::Tensor wanted = gradient_of(policy_gradient(on_policy, p.advantages).sum, on_policy);
   const PolicyLoss clipped = policy_gradient(on_policy, p.advantages,
@@ -134,7 +134,7 @@ TEST(PolicyGradient, LeavesOutWhatIsInvalidAndShowsWhatIsNot) {
 }
 
 TEST(PolicyGradient, TakesGradientsOfNothingButTheLogProbabilities) {
-  const Problem p = problem(5);
+  const PolicyProblem p = problem(5);
   const at::Tensor old = leaf(p.old), advantages = leaf(p.advantages);
   policy_gradient(p.log_p, advantages, {.old_log_probabilities = old}).sum.backward();
   EXPECT_TRUE(p.log_p.grad().defined());
@@ -142,7 +142,7 @@ TEST(PolicyGradient, TakesGradientsOfNothingButTheLogProbabilities) {
 }
 
 TEST(PolicyGradient, RefusesBadArguments) {
-  const Problem p = problem(4);
+  const PolicyProblem p = problem(4);
   const auto message = [&](PolicyGradientOptions options) {
     return error_of([&] { policy_gradient(p.log_p, p.advantages, options); });
   };

@@ -51,7 +51,7 @@ void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tens
              const at::Tensor& mask, RowStatistics& rows) {
   const std::int64_t columns = logits.size(1);
   if (columns == 0) return;
-  if (!logits.is_cpu()) return naive::take_in(logits, first_column, targets, mask, rows);
+  if (!logits.is_cpu()) return naive_twin::take_in(logits, first_column, targets, mask, rows);
   const bool* valid = mask_of(mask);
   const auto* target = targets.const_data_ptr<std::int64_t>();
   auto* sums = static_cast<kernels::RowSum*>(rows.sums.mutable_data_ptr());
@@ -119,7 +119,7 @@ void write_gradient(const at::Tensor& logits, std::int64_t first_column, const a
                     const at::Tensor& mask, const at::Tensor& coefficients, at::Tensor& gradient) {
   const std::int64_t columns = logits.size(1);
   if (!logits.is_cpu())
-    return naive::write_gradient(logits, first_column, targets, mask, coefficients, gradient);
+    return naive_twin::write_gradient(logits, first_column, targets, mask, coefficients, gradient);
   const at::Tensor here = first_column == 0 ? targets : targets - first_column;
   const auto* target = here.const_data_ptr<std::int64_t>();
   const bool* valid = mask_of(mask);
@@ -134,7 +134,7 @@ void write_gradient(const at::Tensor& logits, std::int64_t first_column, const a
   });
 }
 
-namespace naive {
+namespace naive_twin {
 
 void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,
              const at::Tensor& mask, RowStatistics& rows) {
@@ -180,5 +180,5 @@ void write_gradient(const at::Tensor& logits, std::int64_t first_column, const a
   gradient.copy_(result);
 }
 
-}  // namespace naive
+}  // namespace naive_twin
 }  // namespace isograd

@@ -1,6 +1,6 @@
 // Rows of logits, whole or seen one tile of columns after another: what a first pass finds out about them,
 // the losses that follow, and the gradient that a second pass writes. On the CPU by the kernels of
-// kernels/softmax.hpp; on other devices, and under `naive`, in plain ATen.
+// kernels/softmax.hpp; on other devices, and under `naive_twin`, in plain ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,11 +42,11 @@ at::Tensor gradient_coefficients(const RowStatistics& rows, const RowLoss& loss,
 void write_gradient(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,
                     const at::Tensor& mask, const at::Tensor& coefficients, at::Tensor& gradient);
 
-namespace naive {
+namespace naive_twin {
 void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,
              const at::Tensor& mask, RowStatistics& rows);
 void write_gradient(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,
                     const at::Tensor& mask, const at::Tensor& coefficients, at::Tensor& gradient);
-}  // namespace naive
+}  // namespace naive_twin
 
 }  // namespace isograd

@@ -14,12 +14,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Case {
+struct TokenLossCase {
   at::ScalarType type;
   double value_bound, gradient_bound;
 };
 // fp32: some 50 roundings of logits of size 10 (kernels/softmax_test.cpp); bf16 rounds its gradient once.
-const Case kCases[] = {{at::kDouble, 1e-13, 1e-13}, {at::kFloat, 2e-6, 4e-6}, {at::kBFloat16, 2e-6, 0x1p-8}};
+const TokenLossCase kTokenLossCases[] = {
+    {at::kDouble, 1e-13, 1e-13}, {at::kFloat, 2e-6, 4e-6}, {at::kBFloat16, 2e-6, 0x1p-8}};
 
 // The naive twin in fp64: every term written out of log_softmax.
 at::Tensor plain(const at::Tensor& logits, const at::Tensor& targets, const CrossEntropyOptions& options) {
@@ -44,7 +45,7 @@ std::vector<CrossEntropyOptions> all_options(std::int64_t rows) {
 
 TEST(CrossEntropyOptions, EqualTheTwin) {
   at::manual_seed(1);
-  for (const Case& c : kCases)
+  for (const TokenLossCase& c : kTokenLossCases)
     for (auto [rows, vocabulary] :
          {std::pair<std::int64_t, std::int64_t>{1, 1}, {5, 3}, {64, 258}, {7, 5000}})
       for (const CrossEntropyOptions& options : all_options(rows)) {
@@ -109,7 +110,7 @@ TEST(ZLossSum, IsTheTermThatTheOptionAdds) {
 
 TEST(TokenLogProbabilities, EqualLogSoftmaxAndPassAnyUpstreamBack) {
   at::manual_seed(5);
-  for (const Case& c : kCases) {
+  for (const TokenLossCase& c : kTokenLossCases) {
     const at::Tensor logits = leaf((at::randn({11, 100}, at::kDouble) * 3).to(c.type));
     const at::Tensor twin = leaf(logits.to(at::kDouble)), targets = some_targets(11, 100);
     const at::Tensor upstream = at::randn({11}, at::kDouble);
@@ -187,7 +188,7 @@ TEST(CrossEntropyOptions, WriteOverLogitsOnlyWhenNobodyElseSeesThem) {
 TEST(Rows, OfPlainAtenAreThoseOfTheKernels) {
   at::manual_seed(7);
   const RowLoss loss{.cross_entropy = 1, .label_smoothing = 0.2, .z_loss = 0.1};
-  for (const Case& c : kCases)
+  for (const TokenLossCase& c : kTokenLossCases)
     for (const std::int64_t tile : {77, 20}) {
       at::Tensor logits = (at::randn({9, 77}, at::kDouble) * 3).to(c.type);
       logits[4].narrow(0, 20, 20).fill_(-std::numeric_limits<double>::infinity());  // one whole tile
@@ -204,13 +205,13 @@ TEST(Rows, OfPlainAtenAreThoseOfTheKernels) {
             visit(first, logits.narrow(1, first, std::min<std::int64_t>(tile, 77 - first)).contiguous());
         };
         each_tile([&](std::int64_t first, const at::Tensor& columns) {
-          (kernels ? take_in : naive::take_in)(columns, first, targets, mask, rows);
+          (kernels ? take_in : naive_twin::take_in)(columns, first, targets, mask, rows);
         });
         const at::Tensor coefficients = gradient_coefficients(rows, loss, 77, upstream);
         each_tile([&](std::int64_t first, const at::Tensor& columns) {
           at::Tensor gradient = at::empty_like(columns);
-          (kernels ? write_gradient : naive::write_gradient)(columns, first, targets, mask, coefficients,
-                                                             gradient);
+          (kernels ? write_gradient : naive_twin::write_gradient)(columns, first, targets, mask, coefficients,
+                                                                  gradient);
           gradients[kernels].narrow(1, first, columns.size(1)).copy_(gradient);
         });
         totals[kernels] = rows.total.index_select(0, at::tensor({0, 2, 3, 8}, at::kLong));
@@ -227,7 +228,7 @@ TEST(Rows, OfPlainAtenAreThoseOfTheKernels) {
 
 TEST(Rows, ANaNAmongMaskedColumnsShows) {
   const double inf = std::numeric_limits<double>::infinity();
-  for (const auto& pass : {take_in, naive::take_in}) {
+  for (const auto& pass : {take_in, naive_twin::take_in}) {
     RowStatistics rows = begin_rows(2, {}, at::kCPU);
     const at::Tensor targets = at::zeros({2}, at::kLong);
     pass(at::tensor({1.0, 2.0, 1.0, 2.0}, at::kDouble).view({2, 2}), 0, targets, {}, rows);

@@ -65,7 +65,7 @@ bool one_dnn_computes(at::ScalarType type) {
           const at::Tensor plus = adds ? addend : at::Tensor(), row = has_bias ? bias : at::Tensor();
           const at::Tensor found =
               by_one_dnn(of(a), of(b), adds ? addend.to(type) : plus, has_bias ? bias.to(type) : row);
-          if (!found.to(at::kDouble).equal(naive::product(a, b, plus, row))) return false;
+          if (!found.to(at::kDouble).equal(naive_twin::product(a, b, plus, row))) return false;
         }
   } catch (const std::exception&) {
     return false;
@@ -95,10 +95,10 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
     if (takes_one_dnn(a.scalar_type())) return by_one_dnn(a, b, addend, bias);
     if (a.scalar_type() == at::kBFloat16) return widened(a, b, addend, bias);
   }
-  return naive::product(a, b, addend, bias);
+  return naive_twin::product(a, b, addend, bias);
 }
 
-namespace naive {
+namespace naive_twin {
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                    const at::Tensor& bias) {
@@ -110,5 +110,5 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
   return addend.defined() ? result.add_(addend) : result;
 }
 
-}  // namespace naive
+}  // namespace naive_twin
 }  // namespace isograd

@@ -13,7 +13,7 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
                    const at::Tensor& bias = {});
 
 // The same by at::addmm alone.
-namespace naive {
+namespace naive_twin {
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 }

@@ -54,7 +54,7 @@ TEST(Product, EveryFormIsExactToRounding) {
           for (const bool has_bias : {false, true}) {
             const at::Tensor addend = adds ? x[2] : at::Tensor(), bias = has_bias ? x[3] : at::Tensor();
             for (const at::Tensor& found :
-                 {product(a, b, addend, bias), naive::product(a, b, addend, bias)}) {
+                 {product(a, b, addend, bias), naive_twin::product(a, b, addend, bias)}) {
               ASSERT_EQ(found.scalar_type(), type);
               EXPECT_LE(worst_error(found, x, adds, has_bias), 1)
                   << c10::toString(type) << ", rows " << m << ", turned " << turned << ", seed 7";

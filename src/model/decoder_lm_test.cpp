@@ -20,8 +20,8 @@ at::Tensor plain_logits(DecoderLM& model, const Batch& batch) {
   std::map<std::string, at::Tensor> w;
   for (auto& [name, tensor] : model.named()) w[name] = tensor;
   const auto linear = [&](const at::Tensor& x, const std::string& name) {
-    return naive::linear(x, w.at(name + ".weight"),
-                         w.contains(name + ".bias") ? w.at(name + ".bias") : at::Tensor());
+    return naive_twin::linear(x, w.at(name + ".weight"),
+                              w.contains(name + ".bias") ? w.at(name + ".bias") : at::Tensor());
   };
   const auto type = model.named()[0].second.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto [frequencies, factor] = rotary_frequencies(c, 0, type);
@@ -30,23 +30,23 @@ at::Tensor plain_logits(DecoderLM& model, const Batch& batch) {
   at::Tensor x = at::embedding(w.at("model.embed_tokens.weight"), batch.tokens);
   for (std::int64_t layer = 0; layer < c.layers; ++layer) {
     const std::string at = fmt::format("model.layers.{}.", layer);
-    at::Tensor n = naive::rms_norm(x, w.at(at + "input_layernorm.weight"), c.norm_epsilon);
+    at::Tensor n = naive_twin::rms_norm(x, w.at(at + "input_layernorm.weight"), c.norm_epsilon);
     at::Tensor q = linear(n, at + "self_attn.q_proj").view({-1, c.heads, c.head_dim});
     at::Tensor k = linear(n, at + "self_attn.k_proj").view({-1, c.key_value_heads, c.head_dim});
     const at::Tensor v = linear(n, at + "self_attn.v_proj").view({-1, c.key_value_heads, c.head_dim});
     if (c.query_key_norm) {
-      q = naive::rms_norm(q, w.at(at + "self_attn.q_norm.weight"), c.norm_epsilon);
-      k = naive::rms_norm(k, w.at(at + "self_attn.k_norm.weight"), c.norm_epsilon);
+      q = naive_twin::rms_norm(q, w.at(at + "self_attn.q_norm.weight"), c.norm_epsilon);
+      k = naive_twin::rms_norm(k, w.at(at + "self_attn.k_norm.weight"), c.norm_epsilon);
     }
-    const at::Tensor a = naive_variable_length_attention(naive::rotary(q, cos, sin),
-                                                         naive::rotary(k, cos, sin), v, batch.cu_seqlens);
+    const at::Tensor a = naive_variable_length_attention(
+        naive_twin::rotary(q, cos, sin), naive_twin::rotary(k, cos, sin), v, batch.cu_seqlens);
     x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
-    n = naive::rms_norm(x, w.at(at + "post_attention_layernorm.weight"), c.norm_epsilon);
-    x = x + linear(naive::swiglu(linear(n, at + "mlp.gate_proj"), linear(n, at + "mlp.up_proj")),
+    n = naive_twin::rms_norm(x, w.at(at + "post_attention_layernorm.weight"), c.norm_epsilon);
+    x = x + linear(naive_twin::swiglu(linear(n, at + "mlp.gate_proj"), linear(n, at + "mlp.up_proj")),
                    at + "mlp.down_proj");
   }
-  x = naive::rms_norm(x, w.at("model.norm.weight"), c.norm_epsilon);
-  return naive::linear(x, w.at(c.tied_output ? "model.embed_tokens.weight" : "lm_head.weight"), {});
+  x = naive_twin::rms_norm(x, w.at("model.norm.weight"), c.norm_epsilon);
+  return naive_twin::linear(x, w.at(c.tied_output ? "model.embed_tokens.weight" : "lm_head.weight"), {});
 }
 
 // Logits, then the gradient of every parameter.

@@ -238,23 +238,23 @@ class LinearOnto : public torch::autograd::Function<LinearOnto> {
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
-  if (!has_rows(x)) return naive::rms_norm(x, weight, epsilon);
+  if (!has_rows(x)) return naive_twin::rms_norm(x, weight, epsilon);
   return RmsNorm::apply(x.contiguous(), weight, epsilon);
 }
 
 std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, const at::Tensor& weight,
                                                         double epsilon) {
-  if (!has_rows(x)) return {naive::rms_norm(x, weight, epsilon), x};
+  if (!has_rows(x)) return {naive_twin::rms_norm(x, weight, epsilon), x};
   const auto both = RmsNormAndResidual::apply(x.contiguous(), weight, epsilon);
   return {both[0], both[1]};
 }
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  return has_rows(x) ? Rotary::apply(x, cos, sin) : naive::rotary(x, cos, sin);
+  return has_rows(x) ? Rotary::apply(x, cos, sin) : naive_twin::rotary(x, cos, sin);
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return has_rows(gate) ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive::swiglu(gate, up);
+  return has_rows(gate) ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive_twin::swiglu(gate, up);
 }
 
 std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
@@ -275,7 +275,7 @@ at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at
                            bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
-namespace naive {
+namespace naive_twin {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
   const auto type = computing_type(x);
@@ -299,5 +299,5 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   return bias.defined() ? at::linear(x, weight, bias) : at::linear(x, weight);
 }
 
-}  // namespace naive
+}  // namespace naive_twin
 }  // namespace isograd

@@ -1,5 +1,5 @@
 // The differentiable pieces of a block. On the CPU each is one pass over memory or one matrix product; on
-// other devices, and under `naive`, the same written out in plain ATen. Differentiable once: a second
+// other devices, and under `naive_twin`, the same written out in plain ATen. Differentiable once: a second
 // derivative throws.
 #pragma once
 
@@ -33,11 +33,11 @@ std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tenso
 at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias);
 
-namespace naive {
+namespace naive_twin {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon);
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
-}  // namespace naive
+}  // namespace naive_twin
 
 }  // namespace isograd

@@ -44,27 +44,27 @@ std::vector<at::Tensor> run(const Piece& piece, const Inputs& inputs) {
   return results;
 }
 
-double relative(const at::Tensor& a, const at::Tensor& b) {
+double relative_distance(const at::Tensor& a, const at::Tensor& b) {
   EXPECT_EQ(a.sizes(), b.sizes());
   EXPECT_EQ(a.scalar_type(), b.scalar_type());
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
   return ((x - y).norm() / y.norm().clamp_min(1e-300)).item<double>();
 }
 
-struct Case {
+struct FusedCase {
   const char* name;
   Piece fused, twin;
   std::vector<std::vector<std::int64_t>> shapes;
 };
 
-std::vector<Case> cases(at::ScalarType type) {
+std::vector<FusedCase> cases(at::ScalarType type) {
   const auto wide = type == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor angle = (at::arange(70 * 6, at::kDouble) * 0.37).view({70, 6}).to(wide);
   const at::Tensor cos = angle.cos() * 1.25, sin = angle.sin() * 1.25;
   return {
       {"rms_norm",
        [](const Inputs& x) { return Outputs{rms_norm(x[0], x[1], 1e-5)}; },
-       [](const Inputs& x) { return Outputs{naive::rms_norm(x[0], x[1], 1e-5)}; },
+       [](const Inputs& x) { return Outputs{naive_twin::rms_norm(x[0], x[1], 1e-5)}; },
        {{70, 3, 37}, {37}}},
       {"rms_norm_and_residual",
        [](const Inputs& x) {
@@ -72,32 +72,32 @@ std::vector<Case> cases(at::ScalarType type) {
          return Outputs{normed, kept};
        },
        [](const Inputs& x) {
-         return Outputs{naive::rms_norm(x[0], x[1], 1e-5), x[0]};
+         return Outputs{naive_twin::rms_norm(x[0], x[1], 1e-5), x[0]};
        },
        {{130, 64}, {64}}},
       {"rotary",
        [=](const Inputs& x) { return Outputs{rotary(x[0], cos, sin)}; },
-       [=](const Inputs& x) { return Outputs{naive::rotary(x[0], cos, sin)}; },
+       [=](const Inputs& x) { return Outputs{naive_twin::rotary(x[0], cos, sin)}; },
        {{70, 3, 12}}},
       {"rotary of a view",
        [=](const Inputs& x) { return Outputs{rotary(x[0].narrow(1, 1, 2), cos, sin)}; },
-       [=](const Inputs& x) { return Outputs{naive::rotary(x[0].narrow(1, 1, 2), cos, sin)}; },
+       [=](const Inputs& x) { return Outputs{naive_twin::rotary(x[0].narrow(1, 1, 2), cos, sin)}; },
        {{70, 3, 12}}},
       {"swiglu",
        [](const Inputs& x) { return Outputs{swiglu(x[0] * 8, x[1])}; },
-       [](const Inputs& x) { return Outputs{naive::swiglu(x[0] * 8, x[1])}; },
+       [](const Inputs& x) { return Outputs{naive_twin::swiglu(x[0] * 8, x[1])}; },
        {{33, 41}, {33, 41}}},
       {"linears",
        [](const Inputs& x) {
          return linears(x[0], {x[1], x[2]}, {x[3], at::Tensor()});
        },
        [](const Inputs& x) {
-         return Outputs{naive::linear(x[0], x[1], x[3]), naive::linear(x[0], x[2], {})};
+         return Outputs{naive_twin::linear(x[0], x[1], x[3]), naive_twin::linear(x[0], x[2], {})};
        },
        {{20, 24}, {16, 24}, {40, 24}, {16}}},
       {"linear_onto",
        [](const Inputs& x) { return Outputs{linear_onto(x[0], x[1], x[2], x[3])}; },
-       [](const Inputs& x) { return Outputs{x[0] + naive::linear(x[1], x[2], x[3])}; },
+       [](const Inputs& x) { return Outputs{x[0] + naive_twin::linear(x[1], x[2], x[3])}; },
        {{20, 16}, {20, 24}, {16, 24}, {16}}},
   };
 }
@@ -112,7 +112,7 @@ TEST(Fused, AgreesWithPlainAten) {
         const auto ours = run(fused, inputs), theirs = run(twin, inputs);
         ASSERT_EQ(ours.size(), theirs.size());
         for (std::size_t i = 0; i < ours.size(); ++i)
-          EXPECT_LT(relative(ours[i], theirs[i]), tolerance)
+          EXPECT_LT(relative_distance(ours[i], theirs[i]), tolerance)
               << name << " " << c10::toString(type) << " result " << i << " seed " << seed;
       }
 }
@@ -174,7 +174,7 @@ TEST(Fused, UnusedAndFrozenInputs) {
                    second = x[2];
   const auto both = linears(input, {first, second}, {at::Tensor(), at::Tensor()});
   both[1].sum().backward();  // the first output is not used, the second weight is frozen
-  EXPECT_LT(relative(input.grad(), second.sum(0).expand({20, 24})), 1e-6);
+  EXPECT_LT(relative_distance(input.grad(), second.sum(0).expand({20, 24})), 1e-6);
   EXPECT_FALSE(second.grad().defined());
   EXPECT_TRUE(!first.grad().defined());
 

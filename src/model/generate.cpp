@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-[[noreturn]] void bad(const char* where, const std::string& found, const std::string& expected) {
+[[noreturn]] void refuse_request(const char* where, const std::string& found, const std::string& expected) {
   throw ConfigError({.where = where, .found = found, .expected = expected, .action = "Change the request"});
 }
 
@@ -55,7 +55,7 @@ std::uint32_t draw_token(const std::vector<double>& logits, const SampleOptions&
   const auto best = std::max_element(logits.begin(), logits.end());
   if (best == logits.end() || !std::isfinite(*best) ||
       std::any_of(logits.begin(), logits.end(), [](double x) { return std::isnan(x); }))
-    bad("generate", "logits that are not finite", "a model whose weights are finite");
+    refuse_request("generate", "logits that are not finite", "a model whose weights are finite");
   if (options.temperature == 0) return static_cast<std::uint32_t>(best - logits.begin());
 
   // Likeliest first; equal ones by token, so that the order is one.
@@ -84,16 +84,16 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
                                     const SampleOptions& options,
                                     const std::function<void(std::uint32_t)>& on_token) {
   const DecoderConfig& config = model.config();
-  if (prompt.empty()) bad("generate: prompt", "no token", "at least one, for example bos");
+  if (prompt.empty()) refuse_request("generate: prompt", "no token", "at least one, for example bos");
   for (const auto token : prompt)
     if (token >= config.vocabulary)
-      bad("generate: prompt", fmt::format("token {}", token),
-          fmt::format("a vocabulary of {}", config.vocabulary));
+      refuse_request("generate: prompt", fmt::format("token {}", token),
+                     fmt::format("a vocabulary of {}", config.vocabulary));
   if (!(options.temperature >= 0) || !std::isfinite(options.temperature))
-    bad("generate: temperature", fmt::format("{}", options.temperature), "0 or more");
+    refuse_request("generate: temperature", fmt::format("{}", options.temperature), "0 or more");
   if (!(options.top_p > 0 && options.top_p <= 1))
-    bad("generate: top_p", fmt::format("{}", options.top_p), "above 0, at most 1");
-  if (options.top_k < 0) bad("generate: top_k", std::to_string(options.top_k), "0 (off) or more");
+    refuse_request("generate: top_p", fmt::format("{}", options.top_p), "above 0, at most 1");
+  if (options.top_k < 0) refuse_request("generate: top_k", std::to_string(options.top_k), "0 (off) or more");
 
   const at::NoGradGuard no_grad;
   auto& impl = *model.impl_;
@@ -105,8 +105,8 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
   while (static_cast<std::int64_t>(answer.size()) < options.max_tokens) {
     const auto length = static_cast<std::int64_t>(text.size());
     if (config.sliding_window > 0 && length > config.sliding_window)
-      bad("generate", fmt::format("a text of {} tokens", length),
-          fmt::format("at most {}, the sliding window of the model", config.sliding_window));
+      refuse_request("generate", fmt::format("a text of {} tokens", length),
+                     fmt::format("at most {}, the sliding window of the model", config.sliding_window));
     // Where all angles change with the length, the cached keys are of no use: compute the whole text again.
     if (impl.rotary.depends_on_length(length))
       cache = Cache(static_cast<std::size_t>(config.layers)), done = 0;

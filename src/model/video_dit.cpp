@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/attention.hpp"
+#include "base/refuse.hpp"
 #include "data/move.hpp"
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
@@ -58,11 +59,7 @@ at::Tensor features_of(const at::Tensor& times, std::int64_t features) {
   return at::cat({angles.cos(), angles.sin()}, 1);
 }
 
-[[noreturn]] void bad(std::string where, std::string found, std::string expected, std::string action) {
-  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
-}
-
-struct Block {
+struct DiTBlock {
   Linear modulation, q, k, v, o, in, out;
   at::Tensor q_norm, k_norm;  // [head_dim]
 };
@@ -71,7 +68,7 @@ struct Block {
 
 void check(const VideoDiTConfig& config) {
   const auto wrong = [](const char* key, const std::string& found, const std::string& expected) {
-    bad(std::string("model.") + key, found, expected, "Correct the model's shape");
+    refuse(std::string("model.") + key, found, expected, "Correct the model's shape");
   };
   constexpr std::int64_t kMost = std::int64_t{1} << 28;  // bytes of a product of two stay far from overflow
   const std::pair<const char*, std::int64_t> sizes[] = {{"patch_elements", config.patch_elements},
@@ -106,7 +103,7 @@ struct VideoDiT::Impl {
   std::vector<std::pair<std::string, at::Tensor>> in_order{};
   Linear patch{}, time_in{}, time_out{}, final_modulation{}, final_linear{};
   at::Tensor frame{}, row{}, column{};  // [max_frames, hidden], ...
-  std::vector<Block> blocks{};
+  std::vector<DiTBlock> blocks{};
   AroundBlock around{};  // empty: nothing
   Attention given_attention{};
 
@@ -130,7 +127,7 @@ struct VideoDiT::Impl {
     time_out = linear("timestep.out", hidden, hidden);
     for (std::int64_t layer = 0; layer < config.layers; ++layer) {
       const std::string prefix = fmt::format("blocks.{}.", layer);
-      Block block;
+      DiTBlock block;
       block.modulation = linear(prefix + "modulation", 6 * hidden, hidden);
       block.q = linear(prefix + "attention.q", inner, hidden);
       block.k = linear(prefix + "attention.k", inner, hidden);
@@ -170,7 +167,7 @@ struct VideoDiT::Impl {
   at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& condition, const Batch& batch,
                    const Lengths& lengths) const {
     const std::int64_t count = stream.size(0), dim = config.width_of_head();
-    const Block& block = blocks[static_cast<std::size_t>(layer)];
+    const DiTBlock& block = blocks[static_cast<std::size_t>(layer)];
     const auto modulation =
         linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
     const auto projected =
@@ -198,28 +195,28 @@ struct VideoDiT::Impl {
     if (noised.dim() != 2 || noised.size(0) != count || noised.size(1) != config.patch_elements ||
         coordinates.dim() != 2 || coordinates.size(0) != count || coordinates.size(1) != 3 ||
         coordinates.scalar_type() != at::kLong || times.dim() != 1 || times.size(0) != fragments)
-      bad(where,
-          c10::str("noised ", noised.sizes(), ", coordinates ", coordinates.sizes(), ", times ",
-                   times.sizes()),
-          fmt::format("[{0}, {1}], [{0}, 3] int64 and [{2}]", count, config.patch_elements, fragments),
-          "Pass what belongs to the batch, cut into the patches that the model was made for");
+      refuse(where,
+             c10::str("noised ", noised.sizes(), ", coordinates ", coordinates.sizes(), ", times ",
+                      times.sizes()),
+             fmt::format("[{0}, {1}], [{0}, 3] int64 and [{2}]", count, config.patch_elements, fragments),
+             "Pass what belongs to the batch, cut into the patches that the model was made for");
     if (batch.cut && !given_attention)
-      bad(where,
-          fmt::format(
-              "a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
-              batch.cut->pieces.size()),
-          "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
+      refuse(where,
+             fmt::format(
+                 "a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
+                 batch.cut->pieces.size()),
+             "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
     if (count == 0) return;
     const at::Tensor places = coordinates.cpu(), most = places.amax(0), least = places.amin(0);
     const at::Tensor largest =
         at::tensor({config.max_frames, config.max_height, config.max_width}, at::kLong);
     if (least.lt(0).any().item<bool>() || most.ge(largest).any().item<bool>())
-      bad(where,
-          fmt::format("a patch at frame {}, row {}, column {}", most[0].item<std::int64_t>(),
-                      most[1].item<std::int64_t>(), most[2].item<std::int64_t>()),
-          fmt::format("videos of at most {} x {} x {} patches (model.max_frames, max_height, max_width)",
-                      config.max_frames, config.max_height, config.max_width),
-          "Raise the model's limits, or scale and cut the videos");
+      refuse(where,
+             fmt::format("a patch at frame {}, row {}, column {}", most[0].item<std::int64_t>(),
+                         most[1].item<std::int64_t>(), most[2].item<std::int64_t>()),
+             fmt::format("videos of at most {} x {} x {} patches (model.max_frames, max_height, max_width)",
+                         config.max_frames, config.max_height, config.max_width),
+             "Raise the model's limits, or scale and cut the videos");
   }
 };
 

@@ -13,14 +13,14 @@ namespace {
 using namespace testing;
 using ::testing::HasSubstr;
 
-struct Inputs {
+struct VideoInputs {
   std::shared_ptr<const VideoStore> store;
   Batch batch;
   at::Tensor noised, coordinates, times;
 };
 
-Inputs inputs_of(const std::vector<VideoGrid>& grids) {
-  Inputs in;
+VideoInputs inputs_of(const std::vector<VideoGrid>& grids) {
+  VideoInputs in;
   in.store = small_videos(grids.empty() ? std::vector<VideoGrid>{{1, 1, 1}} : grids);
   std::vector<std::int64_t> videos;
   for (std::size_t i = 0; i < grids.size(); ++i) videos.push_back(static_cast<std::int64_t>(i));
@@ -59,7 +59,7 @@ TEST(VideoDiT, IsThePlainModel) {
   VideoDiT model(small_video_dit(), at::kDouble, 3);
   perturb(model);
   for (const auto& grids : kPacks) {
-    const Inputs in = inputs_of(grids);
+    const VideoInputs in = inputs_of(grids);
     const auto ours = run(model, model.velocity(in.batch, in.noised, in.coordinates, in.times));
     const auto plain = run(model, plain_velocity(model, in.batch, in.noised, in.coordinates, in.times));
     const auto named = model.named();
@@ -79,7 +79,7 @@ TEST(VideoDiT, IsThePlainModel) {
 }
 
 TEST(VideoDiT, LowerPrecisionIsCloseByItsRatio) {
-  const Inputs in = inputs_of(kPacks[2]);
+  const VideoInputs in = inputs_of(kPacks[2]);
   VideoDiT exact(small_video_dit(), at::kDouble, 3);
   for (const auto& [type, allowed] : {std::pair{at::kFloat, 1e-4}, {at::kBFloat16, 1e-2}}) {
     VideoDiT model(small_video_dit(), type, 3);
@@ -98,7 +98,7 @@ TEST(VideoDiT, LowerPrecisionIsCloseByItsRatio) {
 
 // Why parity must start elsewhere.
 TEST(VideoDiT, ZeroGatesMakeBlocksTheIdentity) {
-  const Inputs in = inputs_of(kPacks[2]);
+  const VideoInputs in = inputs_of(kPacks[2]);
   VideoDiT model(small_video_dit(0), at::kDouble, 3);
   const auto results = run(model, model.velocity(in.batch, in.noised, in.coordinates, in.times));
   EXPECT_EQ(results[0].abs().max().item<double>(), 0);
@@ -111,7 +111,7 @@ TEST(VideoDiT, ZeroGatesMakeBlocksTheIdentity) {
 
 TEST(VideoDiT, AnEmptyBatchHangsOnAllParameters) {
   VideoDiT model(small_video_dit(), at::kFloat, 3);
-  Inputs in = inputs_of({});
+  VideoInputs in = inputs_of({});
   for (const bool fragment : {false, true}) {
     if (fragment)
       in.batch.cu_seqlens = {0, 0}, in.batch.sample_ids = {0}, in.times = at::full({1}, 0.5, at::kDouble);
@@ -147,7 +147,7 @@ TEST(VideoDiT, InitialValuesFollowFromNames) {
 
 TEST(VideoDiT, WhatStandsAroundBlocksSeesThemAll) {
   VideoDiT model(small_video_dit(), at::kDouble, 3);
-  const Inputs in = inputs_of(kPacks[2]);
+  const VideoInputs in = inputs_of(kPacks[2]);
   const auto velocity = [&] { return model.velocity(in.batch, in.noised, in.coordinates, in.times); };
   const auto wanted = run(model, velocity());
   std::vector<std::int64_t> layers;
@@ -165,7 +165,7 @@ TEST(VideoDiT, WhatStandsAroundBlocksSeesThemAll) {
 
 TEST(VideoDiT, NothingLeaksBetweenVideos) {
   VideoDiT model(small_video_dit(), at::kFloat, 3);
-  const Inputs in = inputs_of(kPacks[2]);
+  const VideoInputs in = inputs_of(kPacks[2]);
   const at::Tensor before = model.velocity(in.batch, in.noised, in.coordinates, in.times).detach();
   const auto& ends = in.batch.cu_seqlens;
   for (std::size_t victim = 0; victim + 1 < ends.size(); ++victim) {
@@ -201,7 +201,7 @@ TEST(VideoDiT, BadInputIsNamed) {
   EXPECT_THAT(with([](auto& c) { c.gate_init = std::nan(""); }), HasSubstr("model.gate_init"));
   EXPECT_THAT(error_of([] { VideoDiT(small_video_dit(), at::kHalf, 1); }), HasSubstr("BFloat16"));
   VideoDiT model(small_video_dit(), at::kFloat, 3);
-  Inputs in = inputs_of({{10, 1, 1}});
+  VideoInputs in = inputs_of({{10, 1, 1}});
   const auto velocity = [&] {
     return error_of([&] { model.velocity(in.batch, in.noised, in.coordinates, in.times); });
   };

@@ -85,7 +85,7 @@ void everywhere(Body&& body) {
           for (bool whole : {false, true}) {
             if (ranks % replicas != 0) continue;
             auto buckets = make_buckets(gradient, world.rank, replicas, ranks / replicas, whole);
-            SCOPED_TRACE(testing::Message() << replicas << " of " << ranks << " ranks, whole " << whole);
+            SCOPED_TRACE(::testing::Message() << replicas << " of " << ranks << " ranks, whole " << whole);
             body(buckets, world, gradient);
           }
       });

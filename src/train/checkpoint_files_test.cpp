@@ -32,14 +32,15 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
-class CheckpointFiles : public testing::Test {
+class CheckpointFiles : public ::testing::Test {
  protected:
   void SetUp() override {
-    root_ = fs::path(testing::TempDir()) / ("isograd-" + std::to_string(getpid()) + "-" +
-                                            testing::UnitTest::GetInstance()->current_test_info()->name());
+    root_ =
+        fs::path(::testing::TempDir()) / ("isograd-" + std::to_string(getpid()) + "-" +
+                                          ::testing::UnitTest::GetInstance()->current_test_info()->name());
     fs::create_directories(root_);
   }
   void TearDown() override { fs::remove_all(root_); }

@@ -16,8 +16,8 @@
 namespace isograd {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 std::string refused(const std::string& toml, const std::vector<std::string>& overrides = {}) {
   try {
@@ -43,7 +43,7 @@ TEST(Config, EveryDefaultIsAllowed) {
 TEST(Config, EveryKeyBelongsToADocumentedSectionAndIsNamedOnce) {
   std::vector<std::string> seen;
   for (const auto& key : config_keys()) {
-    EXPECT_THAT(seen, testing::Not(testing::Contains(key.name)));
+    EXPECT_THAT(seen, ::testing::Not(::testing::Contains(key.name)));
     seen.push_back(key.name);
     const std::string section = key.name.substr(0, key.name.rfind('.'));
     EXPECT_TRUE(std::any_of(config_sections().begin(), config_sections().end(), [&](const auto& known) {
@@ -107,7 +107,7 @@ TEST(Config, UnknownKeyNamesLineAndNearestKey) {
   EXPECT_THAT(refused("[model.rope_scalling]\nfactor = 3\n"),
               HasSubstr("Did you mean \"model.rope_scaling\"?"));
   // Nothing is near: no guess.
-  EXPECT_THAT(refused("[data]\nzzzzzzzzzzzz = 3\n"), testing::Not(HasSubstr("Did you mean")));
+  EXPECT_THAT(refused("[data]\nzzzzzzzzzzzz = 3\n"), ::testing::Not(HasSubstr("Did you mean")));
   // A quoted key is no path, or it could be given twice.
   EXPECT_THAT(refused("\"data.pack_length\" = 3\n"), HasSubstr("unknown key"));
 }
@@ -232,14 +232,14 @@ TEST(Config, BadOverridesNameTheFlag) {
 
 TEST(Config, FilesAreReadAndMissingOnesNamed) {
   const auto file =
-      std::filesystem::path(testing::TempDir()) / ("config-" + std::to_string(getpid()) + ".toml");
+      std::filesystem::path(::testing::TempDir()) / ("config-" + std::to_string(getpid()) + ".toml");
   write_file(file, "[run]\nseed = 9\n");
   const RunConfig config = load_config(file);
   EXPECT_EQ(config.run.seed, 9);
   EXPECT_EQ(config.source, file);
   std::filesystem::remove(file);
   EXPECT_THROW(load_config(file), ConfigError);
-  EXPECT_THROW(load_config(testing::TempDir()), ConfigError);
+  EXPECT_THROW(load_config(::testing::TempDir()), ConfigError);
 }
 
 TEST(Config, MoreRanksThanPacksIsRefused) {
@@ -325,7 +325,7 @@ TEST(Config, MarkdownNamesEveryKey) {
   for (const auto& key : config_keys()) {
     EXPECT_THAT(text, HasSubstr("| `" + key.name.substr(key.name.rfind('.') + 1) + "` |"));
     EXPECT_THAT(text, HasSubstr(key.description));
-    EXPECT_THAT(key.description, testing::Not(HasSubstr("|"))) << "breaks the table";
+    EXPECT_THAT(key.description, ::testing::Not(HasSubstr("|"))) << "breaks the table";
   }
 }
 

@@ -52,13 +52,6 @@ std::string_view raw(const auto& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
-[[noreturn]] void cannot_write(const fs::path& file) {
-  throw ConfigError({.where = file.string(),
-                     .found = std::strerror(errno),
-                     .expected = "a file that can be written",
-                     .action = "Free space or give another folder (run.directory)"});
-}
-
 }  // namespace
 
 std::uint32_t crc32c(std::string_view bytes) {

@@ -49,14 +49,14 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
   return rows;
 }
 
-[[noreturn]] void cannot_write(const fs::path& file) {
+}  // namespace
+
+void cannot_write(const fs::path& file) {
   throw ConfigError({.where = file.string(),
                      .found = std::strerror(errno),
                      .expected = "a file that can be written",
                      .action = "Free space or give another folder (run.directory, run.json_log)"});
 }
-
-}  // namespace
 
 void require_name(std::FILE* file, const fs::path& path) {
   struct stat status {};

@@ -63,6 +63,8 @@ class EventFile {
 // ConfigError when `file` has no name any more: what is written to it would vanish with this process.
 void require_name(std::FILE* file, const std::filesystem::path& path);
 
+[[noreturn]] void cannot_write(const std::filesystem::path& file);  // ConfigError with errno's text
+
 // CRC-32 of Castagnoli (RFC 3720, appendix B.4).
 std::uint32_t crc32c(std::string_view bytes);
 

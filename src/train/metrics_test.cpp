@@ -16,13 +16,13 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class MetricsFiles : public testing::Test {
+class MetricsFiles : public ::testing::Test {
  protected:
   void SetUp() override { fs::create_directories(root_); }
   void TearDown() override { fs::remove_all(root_); }
-  fs::path root_ = fs::path(testing::TempDir()) / ("metrics-" + std::to_string(getpid()));
+  fs::path root_ = fs::path(::testing::TempDir()) / ("metrics-" + std::to_string(getpid()));
   MetricsOptions options(std::int64_t first_step = 0) const {
     return {.json_log = root_ / "log/metrics.jsonl",
             .events_directory = root_ / "events",

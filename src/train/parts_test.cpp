@@ -13,8 +13,8 @@
 namespace isograd {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 class Parts : public testing_runs::TinyVideos {
  protected:

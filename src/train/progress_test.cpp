@@ -9,8 +9,8 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 StepEvent event(std::int64_t step, std::int64_t total) {
   StepEvent event;
@@ -64,7 +64,7 @@ TEST(Progress, NotFiniteIsSaidFirst) {
   bad.report.finite = false;
   bad.report.loss = std::numeric_limits<double>::quiet_NaN();
   EXPECT_THAT(progress_line(bad, std::nullopt, 1, 160, false),
-              testing::StartsWith("step 3/10  not finite: nothing updated  loss nan"));
+              ::testing::StartsWith("step 3/10  not finite: nothing updated  loss nan"));
 }
 
 TEST(Progress, TerminalLineRenewsItself) {

@@ -13,8 +13,8 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
@@ -90,11 +90,11 @@ TEST(Report, TagsAreClosedInOrder) {
       open.push_back(name);
     }
   }
-  EXPECT_THAT(open, testing::IsEmpty());
+  EXPECT_THAT(open, ::testing::IsEmpty());
 }
 
 TEST(Report, WritesTheWholeFile) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / ("report-" + std::to_string(getpid()));
+  const auto folder = std::filesystem::path(::testing::TempDir()) / ("report-" + std::to_string(getpid()));
   Report report("run");
   report.write(folder / "deep/report.html");
   EXPECT_EQ(read_file(folder / "deep/report.html"), report.html());

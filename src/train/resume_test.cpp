@@ -13,7 +13,7 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 
 class Resume : public testing_runs::TinyRuns {};
@@ -59,7 +59,8 @@ TEST_P(BitwiseResume, SavedAndReloadedEqualsUninterrupted) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, BitwiseResume,
-                         testing::Combine(testing::Values(1, 2, 3), testing::Values("float32", "bfloat16")),
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Values("float32", "bfloat16")),
                          [](const auto& given) {
                            return std::to_string(std::get<0>(given.param)) + "_" + std::get<1>(given.param);
                          });
@@ -105,11 +106,11 @@ TEST_F(Resume, AnotherNumberOfStepsIsSaidToChangeTheLearningRate) {
   was.total = 40, is.total = 80;
   EXPECT_THAT(
       schedule_change(then, config),
-      testing::AllOf(testing::HasSubstr("in step 21"), testing::HasSubstr("train.steps = 80 (was 40)"),
-                     testing::HasSubstr(fmt::format("{:.4g}, not {:.4g}", is.at(20), was.at(20)))));
+      ::testing::AllOf(::testing::HasSubstr("in step 21"), ::testing::HasSubstr("train.steps = 80 (was 40)"),
+                       ::testing::HasSubstr(fmt::format("{:.4g}, not {:.4g}", is.at(20), was.at(20)))));
   config.train.steps = 40;
   config.schedule.peak *= 0.5;
-  EXPECT_THAT(schedule_change(then, config), testing::HasSubstr("schedule.peak"));
+  EXPECT_THAT(schedule_change(then, config), ::testing::HasSubstr("schedule.peak"));
   config.schedule.kind = Schedule::Kind::kConstant;
   then.config = to_toml(config);
   config.train.steps = 80;

@@ -16,9 +16,9 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
 using testing_runs::config_error_of;
 
 class RunFolders : public testing_runs::TinyRuns {

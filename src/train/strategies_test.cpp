@@ -118,7 +118,7 @@ TEST_F(Strategies, ANanOnOneRankMovesNothingAnywhere) {
 }
 
 TEST_F(Strategies, WhatCannotBeIsRefused) {
-  using testing::HasSubstr;
+  using ::testing::HasSubstr;
   using testing_runs::config_error_of;
   RunConfig config = tiny("refused");
   config.parallel.strategy = "zero1";

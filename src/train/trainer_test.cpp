@@ -22,8 +22,8 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::AnyOf;
-using testing::HasSubstr;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 
 class TrainerTest : public testing_runs::TinyRuns {

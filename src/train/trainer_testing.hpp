@@ -20,12 +20,13 @@
 
 namespace isograd::testing_runs {
 
-class TinyRuns : public testing::Test {
+class TinyRuns : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string test = testing::UnitTest::GetInstance()->current_test_info()->name();
+    std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
     std::replace(test.begin(), test.end(), '/', '-');  // of parameters: one folder, removed at the end
-    root_ = std::filesystem::path(testing::TempDir()) / ("isograd-" + std::to_string(getpid()) + "-" + test);
+    root_ =
+        std::filesystem::path(::testing::TempDir()) / ("isograd-" + std::to_string(getpid()) + "-" + test);
     std::filesystem::create_directories(root_ / "text");
     // Documents of 5 to 164 letters, so that packs are uneven and some documents are cut.
     for (std::uint64_t i = 0; i < 24; ++i) {

@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // Multiplications and additions of the model's products, one by one: each matrix that a token goes through,
 // forward and twice in backward; for each attended pair a product of two heads' channels and a weighted sum

@@ -15,8 +15,8 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 using testing_runs::kVideoLayouts;
 using testing_runs::write_video;

@@ -13,8 +13,8 @@
 namespace isograd {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 using ChangeLogits = std::function<at::Tensor(const toy::Model&, const Batch&)>;
 

@@ -25,7 +25,7 @@ std::vector<std::string> long_axes(const Case& one) {
     names.push_back(kAllRanks);
   return names;
 }
-std::string number(double value) {
+std::string figure(double value) {
   return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
 }
 bool without_axes(const Case& one) {
@@ -45,7 +45,7 @@ std::string factors_of(const Case& one, double value) {
   for (const auto& axis : long_axes(one)) add(one.size_of(axis), name_of(one, axis));
   if (without_axes(one)) add(one.ranks(), name_of(one, kAllRanks));
   add(one.rounds(), fmt::format("accumulation ({})", one.rounds()));
-  add(one.targets(), fmt::format("the {} of the step ({})", one.counted(), number(one.targets())));
+  add(one.targets(), fmt::format("the {} of the step ({})", one.counted(), figure(one.targets())));
   return text;
 }
 
@@ -244,7 +244,7 @@ std::vector<Cause> causes_of(const Case& one) {
                     .sentence =
                         [](const Case& c) {
                           return fmt::format("{}: the {} of the step, by which nothing divides",
-                                             number(c.targets()), c.counted());
+                                             figure(c.targets()), c.counted());
                         },
                     .loss = Cause::Loss::kScaled});
   causes.push_back({.id = "gradient_scaled_by_count",
@@ -252,7 +252,7 @@ std::vector<Cause> causes_of(const Case& one) {
                     .sentence =
                         [](const Case& c) {
                           return fmt::format("{}: the {} of the step; the loss that is logged is right",
-                                             number(c.targets()), c.counted());
+                                             figure(c.targets()), c.counted());
                         },
                     .loss = Cause::Loss::kRight});
   causes.push_back(
@@ -331,9 +331,8 @@ std::vector<Cause> causes_of(const Case& one) {
                           }});
   // Ranks that all hold the same gradient have reduced it.
   const auto& views = one.found().ranks;
-  const bool reduced = views.size() > 1 && std::all_of(views.begin(), views.end(), [](const auto& view) {
-    return view.spread == 0;
-  });
+  const bool reduced = views.size() > 1 && std::all_of(views.begin(), views.end(),
+                                                       [](const auto& view) { return view.spread == 0; });
   for (int rank = 0; rank < one.ranks(); ++rank) {
     if (one.targets_of(rank) == 0 || one.ranks() == 1) continue;
     // Alone what one rank has, as it is before a reduction: multiplied by the ranks for a reducer that

@@ -14,7 +14,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // Three ranks of 3, 5 and 12 targets, the first in two micro-batches; shares that are random but fixed.
 const std::vector<std::vector<std::int64_t>> kCounts = {{1, 2}, {5}, {12}};
@@ -78,7 +78,7 @@ TEST(CompareDumps, TheSameStepIsTheSame) {
   const std::string text =
       to_text(same.verdict, {.left = "A", .right = "B", .reference = "B", .subject = "A"});
   EXPECT_THAT(text, HasSubstr("parity PASS: A = B"));
-  EXPECT_THAT(text, testing::Not(HasSubstr("nan")));  // the norm was not recorded
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("nan")));  // the norm was not recorded
 }
 
 TEST(CompareDumps, MeansOfRankMeansAreNamedFromTheShares) {

@@ -12,7 +12,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 at::Tensor random_gradient(std::int64_t n, std::int64_t seed) {
   return at::randn({n}, at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed)),

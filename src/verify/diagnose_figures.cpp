@@ -10,7 +10,7 @@
 namespace isograd {
 namespace {
 
-bool close(double a, double b, double limit) {
+bool close_together(double a, double b, double limit) {
   return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
 }
 
@@ -42,7 +42,7 @@ std::vector<Finding> diagnose_not_finite(const Case& one) {
 std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   if (std::isnan(expected) || std::isnan(found)) return {};  // not recorded
-  if (close(found, expected, tolerance(one))) return {};
+  if (close_together(found, expected, tolerance(one))) return {};
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
   return {{factor.empty() ? "loss_differs" : "loss_scaled",
@@ -66,11 +66,11 @@ std::vector<Finding> diagnose_norm(const Case& one) {
     squares += rank.owned_norm * rank.owned_norm;
     sum += rank.owned_norm;
   }
-  bool right = close(found, expected, limit), agree = true, own = norms.size() > 1;
+  bool right = close_together(found, expected, limit), agree = true, own = norms.size() > 1;
   for (std::size_t r = 0; r < norms.size(); ++r) {
-    right = right && close(norms[r], expected, limit);
-    agree = agree && close(norms[r], norms[0], limit);
-    own = own && close(norms[r], owned[r], limit);
+    right = right && close_together(norms[r], expected, limit);
+    agree = agree && close_together(norms[r], norms[0], limit);
+    own = own && close_together(norms[r], owned[r], limit);
   }
   std::int64_t least = 1, most = 1;
   for (const auto& [low, high] : one.found().owners) {
@@ -89,7 +89,7 @@ std::vector<Finding> diagnose_norm(const Case& one) {
              numbers + ": each rank has the norm of the part it keeps",
              {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))}}};
   if (!agree) return {{"norm_differs", numbers + ", and other norms on other ranks", {}}};
-  if (most > 1 && close(found * found, squares, limit))
+  if (most > 1 && close_together(found * found, squares, limit))
     return {{"norm_counts_replicas", numbers + ": " + once, {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
   const std::string factor = factors_of(one, ratio * ratio);
   if (!factor.empty())
@@ -97,7 +97,7 @@ std::vector<Finding> diagnose_norm(const Case& one) {
         {"norm_counts_replicas",
          fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
          {once}}};
-  if (owned.size() > 1 && close(found * static_cast<double>(owned.size()), sum, limit))
+  if (owned.size() > 1 && close_together(found * static_cast<double>(owned.size()), sum, limit))
     return {{"norms_averaged",
              numbers + ": the mean of the norms of the ranks' parts",
              {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
@@ -139,7 +139,7 @@ std::vector<Finding> diagnose_clip(const Case& one) {
       const double ratio =
           ((applied * parameter.found).sum() / parameter.found.square().sum()).item<double>();
       auto group = std::find_if(groups.begin(), groups.end(),
-                                [&](const auto& g) { return close(g.first, ratio, 10 * limit); });
+                                [&](const auto& g) { return close_together(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
       // Only a word for what is known to be wrong hangs on this.
@@ -157,11 +157,12 @@ std::vector<Finding> diagnose_clip(const Case& one) {
     clips = clips && ratio <= 1 + 10 * limit && ratio > 10 * limit;
     evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
   }
-  const bool reports = close(own, coefficient, limit) && coefficient > 0;
-  const bool wrong = groups.size() > 1 || !bent.empty() ||
-                     (groups.size() == 1 && reports && !close(groups[0].first, coefficient, 10 * limit));
+  const bool reports = close_together(own, coefficient, limit) && coefficient > 0;
+  const bool wrong =
+      groups.size() > 1 || !bent.empty() ||
+      (groups.size() == 1 && reports && !close_together(groups[0].first, coefficient, 10 * limit));
   if (wrong && (reports || !bent.empty()) &&
-      (!clips || (groups.size() == 1 && !close(groups[0].first, 1, 10 * limit)))) {
+      (!clips || (groups.size() == 1 && !close_together(groups[0].first, 1, 10 * limit)))) {
     const std::string how =
         !bent.empty() ? "is no multiple of the gradient, in " + list_names(bent)
         : groups.size() == 1
@@ -179,15 +180,16 @@ std::vector<Finding> diagnose_clip(const Case& one) {
                          groups.size()),
              evidence}};
   }
-  if (groups.size() == 1 && !std::isnan(coefficient) && !close(groups[0].first, coefficient, 10 * limit)) {
-    if (close(groups[0].first, 1, 10 * limit))
+  if (groups.size() == 1 && !std::isnan(coefficient) &&
+      !close_together(groups[0].first, coefficient, 10 * limit)) {
+    if (close_together(groups[0].first, 1, 10 * limit))
       return {{"clip_not_applied",
                "the gradient is applied as it is, though its norm exceeds the limit",
                {numbers}}};
     return {
         {"clip_differs", fmt::format("the gradient is applied {:.9g} times", groups[0].first), {numbers}}};
   }
-  if (!std::isnan(own) && !std::isnan(coefficient) && !close(own, coefficient, limit))
+  if (!std::isnan(own) && !std::isnan(coefficient) && !close_together(own, coefficient, limit))
     return {{"clip_differs", "another clip coefficient is reported: " + numbers, {}}};
   return {};
 }
@@ -201,7 +203,7 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
   if (std::abs(found - expected) <= rounding) return {};
   constexpr double kSame = 1e-3;
   const double ratio = found / expected;
-  const bool rounds = one.rounds() > 1 && close(ratio, one.rounds(), kSame);
+  const bool rounds = one.rounds() > 1 && close_together(ratio, one.rounds(), kSame);
   return {{rounds ? "reduced_every_micro_batch" : "traffic_differs",
            fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.6g}{})", found,
                        expected, ratio,

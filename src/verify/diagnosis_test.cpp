@@ -11,14 +11,14 @@ namespace {
 
 using namespace diagnosis_test;
 
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
-using Counts = Trainer::Counts;
+using Counts = ToyTrainer::Counts;
 
 TEST(Diagnosis, SaysNothingWhenAllIsWell) {
-  EXPECT_THAT(Trainer().diagnosis(), IsEmpty());
-  EXPECT_THAT(Trainer().diagnosis(false), IsEmpty());
+  EXPECT_THAT(ToyTrainer().diagnosis(), IsEmpty());
+  EXPECT_THAT(ToyTrainer().diagnosis(false), IsEmpty());
 }
 
 TEST(Diagnosis, NamesEveryWeighting) {
@@ -27,7 +27,7 @@ TEST(Diagnosis, NamesEveryWeighting) {
     std::function<double(const Counts&, std::size_t, std::size_t)> weight;
     double loss = 1;
   };
-  const auto all = [](const Counts& c) { return Trainer::all(c); };
+  const auto all = [](const Counts& c) { return ToyTrainer::all(c); };
   const std::vector<Known> known = {
       {"averaged_over_axis", [](auto&, auto, auto) { return 1.0 / 3; }},
       {"multiplied_by_axis", [](auto&, auto, auto) { return 3.0; }},
@@ -39,9 +39,10 @@ TEST(Diagnosis, NamesEveryWeighting) {
        }},
       {"unscaled_sum", [&](const Counts& c, auto, auto) { return all(c); }, 105},
       {"gradient_scaled_by_count", [&](const Counts& c, auto, auto) { return all(c); }},
-      {"count_not_reduced", [&](const Counts& c, auto k, auto) { return all(c) / Trainer::of(c[k]); }},
-      {"count_not_reduced", [&](const Counts& c, auto, auto) { return all(c) / Trainer::of(c[0]); }},
-      {"mean_of_rank_means", [&](const Counts& c, auto k, auto) { return all(c) / Trainer::of(c[k]) / 3; }},
+      {"count_not_reduced", [&](const Counts& c, auto k, auto) { return all(c) / ToyTrainer::of(c[k]); }},
+      {"count_not_reduced", [&](const Counts& c, auto, auto) { return all(c) / ToyTrainer::of(c[0]); }},
+      {"mean_of_rank_means",
+       [&](const Counts& c, auto k, auto) { return all(c) / ToyTrainer::of(c[k]) / 3; }},
       {"mean_of_micro_batch_means",
        [&](const Counts& c, auto k, auto j) {
          double number = 0;
@@ -60,7 +61,7 @@ TEST(Diagnosis, NamesEveryWeighting) {
       {"missing_rank_part", [](auto&, auto k, auto) { return k == 1 ? 0.0 : 1.0; }},
   };
   for (const auto& one : known) {
-    Trainer trainer;
+    ToyTrainer trainer;
     trainer.weight = one.weight;
     trainer.loss_ratio = one.loss;
     // The sum's loss grows with whatever is in the batch.
@@ -77,7 +78,7 @@ TEST(Diagnosis, NamesEveryWeighting) {
 }
 
 TEST(Diagnosis, NamesTheFactor) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.weight = [](auto&, auto, auto) { return 1.0 / 3; };
   EXPECT_EQ(trainer.diagnosis()[0].sentence, "all parameters scaled by 1/3: averaged over dp_shard (3)");
   trainer.axes = {{"dp_replicate", 3}, {"dp_shard", 5}};
@@ -89,13 +90,13 @@ TEST(Diagnosis, NamesTheFactor) {
 // Two of everything: as given, a sum over micro-batches, a sum over ranks and a count of one's own are the
 // same numbers. Experiments tell them apart; without experiments nothing is guessed.
 TEST(Diagnosis, TellsApartWhatIsTheSameAsGiven) {
-  Trainer trainer{.counts = {{10, 10}, {10, 10}}, .axes = {{"dp_shard", 2}}};
+  ToyTrainer trainer{.counts = {{10, 10}, {10, 10}}, .axes = {{"dp_shard", 2}}};
   const std::vector<std::pair<const char*, decltype(trainer.weight)>> weights = {
       {"multiplied_by_axis", [](auto&, auto, auto) { return 2.0; }},
       {"summed_over_micro_batches",
        [](const Counts& c, auto, auto) { return static_cast<double>(c[0].size()); }},
       {"count_not_reduced",
-       [](const Counts& c, auto k, auto) { return Trainer::all(c) / Trainer::of(c[k]); }},
+       [](const Counts& c, auto k, auto) { return ToyTrainer::all(c) / ToyTrainer::of(c[k]); }},
   };
   for (const auto& [id, weight] : weights) {
     trainer.weight = weight;
@@ -105,7 +106,7 @@ TEST(Diagnosis, TellsApartWhatIsTheSameAsGiven) {
 }
 
 TEST(Diagnosis, WhatFitsNothingIsUnknownWithItsNumbers) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.weight = [](auto&, auto k, auto) { return k == 0 ? 0.7 : k == 1 ? 1.9 : 1.2; };
   const auto findings = trainer.diagnosis();
   ASSERT_EQ(ids(findings), "unknown");
@@ -118,7 +119,7 @@ TEST(Diagnosis, WhatFitsNothingIsUnknownWithItsNumbers) {
 }
 
 TEST(Diagnosis, SomeParameters) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.change = [](RunPair& pair, const Experiment&) { pair.found.gradients[1].second *= 1.0 / 3; };
   auto findings = trainer.diagnosis();
   ASSERT_EQ(ids(findings), "some_parameters_scaled");
@@ -133,7 +134,7 @@ TEST(Diagnosis, SomeParameters) {
   ASSERT_EQ(ids(findings), "term_scaled");
   EXPECT_EQ(findings[0].sentence, "the loss term router is scaled by 3, dp_shard (3): it reaches b");
   // One parameter without one rank's part.
-  const Trainer without{.weight = [](auto&, auto k, auto) { return k == 2 ? 0.0 : 1.0; }};
+  const ToyTrainer without{.weight = [](auto&, auto k, auto) { return k == 2 ? 0.0 : 1.0; }};
   trainer.change = [&](RunPair& pair, const Experiment& experiment) {
     pair.found.gradients[0] = without.run(experiment)->found.gradients[0];
   };
@@ -144,7 +145,7 @@ TEST(Diagnosis, SomeParameters) {
 
 TEST(Diagnosis, Structure) {
   const auto with = [](std::function<void(RunPair&)> change) {
-    Trainer trainer;
+    ToyTrainer trainer;
     trainer.change = [change](RunPair& pair, const Experiment&) { change(pair); };
     const auto findings = trainer.diagnosis();
     return findings.empty() ? std::string() : ids(findings) + ": " + findings[0].sentence;
@@ -180,7 +181,7 @@ TEST(Diagnosis, Structure) {
 
 TEST(Diagnosis, Ranks) {
   const auto with = [](std::function<void(RunPair&)> change) {
-    Trainer trainer;
+    ToyTrainer trainer;
     trainer.change = [change](RunPair& pair, const Experiment&) { change(pair); };
     return ids(trainer.diagnosis());
   };
@@ -206,7 +207,7 @@ TEST(Diagnosis, Ranks) {
 }
 
 TEST(Diagnosis, WhatChangesFromRunToRunIsNotCalledAnythingElse) {
-  Trainer trainer;
+  ToyTrainer trainer;
   int runs = 0;
   trainer.change = [&runs](RunPair& pair, const Experiment&) {
     pair.found.gradients[1].second *= 1 + ++runs;
@@ -217,7 +218,7 @@ TEST(Diagnosis, WhatChangesFromRunToRunIsNotCalledAnythingElse) {
 // The gradient is right; something else is not.
 TEST(Diagnosis, Figures) {
   const auto with = [](std::function<void(StepDump&, StepDump&)> change) {
-    Trainer trainer;
+    ToyTrainer trainer;
     trainer.change = [change](RunPair& pair, const Experiment&) {
       double squares = 0;
       for (auto& [name, gradient] : pair.expected.gradients) {
@@ -295,13 +296,15 @@ TEST(Diagnosis, Figures) {
 
 // Dumps of other trainers are in fp32: what rounding hides there is not called a difference.
 TEST(Diagnosis, InSinglePrecision) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.change = [](RunPair& pair, const Experiment&) {
     pair.found.precision = "fp32";
     for (auto& [name, gradient] : pair.found.gradients) gradient = gradient.to(at::kFloat);
   };
   EXPECT_THAT(trainer.diagnosis(), IsEmpty());
-  trainer.weight = [](const Counts& c, auto k, auto) { return Trainer::all(c) / Trainer::of(c[k]) / 3; };
+  trainer.weight = [](const Counts& c, auto k, auto) {
+    return ToyTrainer::all(c) / ToyTrainer::of(c[k]) / 3;
+  };
   EXPECT_EQ(ids(trainer.diagnosis()), "mean_of_rank_means");
 }
 

@@ -23,7 +23,7 @@ inline constexpr double kNorm = 2, kClip = 0.25;  // of the dumps that say nothi
 
 // A trainer whose gradient is Σ over ranks k and micro-batches j of weight(k, j) / N · (sum of n_kj tokens),
 // on parameters a, b and c.
-struct Trainer {
+struct ToyTrainer {
   using Counts = std::vector<std::vector<std::int64_t>>;
   Counts counts = {{40, 10}, {5}, {30, 20}};
   std::function<double(const Counts&, std::size_t k, std::size_t j)> weight = [](const Counts&, std::size_t,

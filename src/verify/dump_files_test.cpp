@@ -16,7 +16,7 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using verify_test::ScratchFolder;
 
 StepDump full_dump() {

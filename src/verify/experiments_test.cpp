@@ -8,20 +8,20 @@ namespace isograd {
 namespace {
 
 using namespace diagnosis_test;
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::StartsWith;
-using Counts = Trainer::Counts;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Counts = ToyTrainer::Counts;
 
 TEST(Experiments, ARankEmptiedTellsWhoIsAveragedOver) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.weight = [](auto&, auto, auto) { return 1.0 / 3; };
   EXPECT_THAT(sentence_of(trainer.diagnosis()),
               AllOf(StartsWith("averaged_over_axis\n"), HasSubstr("rank 2 emptied"),
                     HasSubstr("not averaged_over_holders")));
   trainer.weight = [](const Counts& c, auto, auto) {
     return 1.0 / static_cast<double>(
-                     std::count_if(c.begin(), c.end(), [](auto& own) { return Trainer::of(own) > 0; }));
+                     std::count_if(c.begin(), c.end(), [](auto& own) { return ToyTrainer::of(own) > 0; }));
   };
   EXPECT_THAT(sentence_of(trainer.diagnosis()),
               AllOf(StartsWith("averaged_over_holders\n"),
@@ -30,7 +30,7 @@ TEST(Experiments, ARankEmptiedTellsWhoIsAveragedOver) {
 }
 
 TEST(Experiments, RanksSwappedTellARankFromItsData) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.weight = [](auto&, auto k, auto) { return k == 1 ? 0.0 : 1.0; };
   EXPECT_THAT(sentence_of(trainer.diagnosis()),
               AllOf(StartsWith("missing_rank_part\n"), HasSubstr("without the part of rank 1"),
@@ -43,9 +43,9 @@ TEST(Experiments, RanksSwappedTellARankFromItsData) {
 }
 
 TEST(Experiments, EachAxisAloneTellsAxesOfOneSizeApart) {
-  Trainer trainer{.counts = {{40, 10}, {5}, {30, 20}, {7}}, .axes = {{"dp_shard", 2}, {"cp_ring", 2}}};
+  ToyTrainer trainer{.counts = {{40, 10}, {5}, {30, 20}, {7}}, .axes = {{"dp_shard", 2}, {"cp_ring", 2}}};
   for (const char* axis : {"dp_shard", "cp_ring"}) {
-    trainer.of_axes = [&](const Trainer::Axes& axes) {
+    trainer.of_axes = [&](const ToyTrainer::Axes& axes) {
       return axes[0].first == axis ? 1.0 / axes[0].second : 1.0 / axes[1].second;
     };
     const auto findings = trainer.diagnosis();
@@ -64,7 +64,7 @@ TEST(Experiments, EachAxisAloneTellsAxesOfOneSizeApart) {
 }
 
 TEST(Experiments, APerturbedDocumentTellsALeakFromTheUnknown) {
-  Trainer trainer;
+  ToyTrainer trainer;
   bool leaks = true;
   trainer.change = [&leaks](RunPair& pair, const Experiment& experiment) {
     pair.found.samples = pair.expected.samples = {4, 5, 6};
@@ -79,7 +79,7 @@ TEST(Experiments, APerturbedDocumentTellsALeakFromTheUnknown) {
 }
 
 TEST(Experiments, RightAloneAndWrongTogether) {
-  Trainer trainer{.counts = {{40, 10}, {5}, {30, 20}, {7}}, .axes = {{"dp_shard", 2}, {"cp_ring", 2}}};
+  ToyTrainer trainer{.counts = {{40, 10}, {5}, {30, 20}, {7}}, .axes = {{"dp_shard", 2}, {"cp_ring", 2}}};
   const auto wrong_where = [&](std::function<bool(const RunPair&, const Experiment&)> where) {
     trainer.change = [where](RunPair& pair, const Experiment& experiment) {
       if (where(pair, experiment)) pair.found.gradients[1].second[3] += 0.5;
@@ -98,7 +98,7 @@ TEST(Experiments, RightAloneAndWrongTogether) {
 }
 
 TEST(Experiments, CountedOnPeersMakesTheLossTooSmallAsWell) {
-  Trainer trainer;
+  ToyTrainer trainer;
   trainer.weight = [](auto&, auto, auto) { return 1.0 / 3; };
   trainer.loss_ratio = 1.0 / 3;
   EXPECT_EQ(ids(trainer.diagnosis()), "counted_on_peers");

@@ -9,8 +9,8 @@
 namespace isograd {
 namespace {
 
-using testing::Contains;
-using testing::HasSubstr;
+using ::testing::Contains;
+using ::testing::HasSubstr;
 using verify_test::Small;
 using verify_test::verify_on;
 
@@ -128,8 +128,8 @@ void with_normalizer(VerifyProblem& problem, World&) {
   problem.make_normalizer = [] { return std::make_unique<Wrong>(); };
 }
 
-class FaultAtRanks : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FaultAtRanks, testing::Values(2, 3, 4, 5));
+class FaultAtRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FaultAtRanks, ::testing::Values(2, 3, 4, 5));
 
 TEST_P(FaultAtRanks, MeanOfPerRankMeansIsFound) {
   const Verdict verdict = verify_on(GetParam(), Small{}, with_normalizer<MeanOfRankMeans>);

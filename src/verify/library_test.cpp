@@ -15,8 +15,8 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr std::int64_t kVocabulary = 13, kHidden = 6;
 
@@ -86,7 +86,7 @@ TEST(Library, BuffersThatRanksChangeApartAreNoPass) {
   }
 }
 
-struct UnreducedCount : TokenMean {
+struct CountOfOneRank : TokenMean {
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
     wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]);
@@ -94,8 +94,8 @@ struct UnreducedCount : TokenMean {
   }
 };
 
-class LibraryAtRanks : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, LibraryAtRanks, testing::Values(1, 2, 3, 4, 5, 8));
+class LibraryAtRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, LibraryAtRanks, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(LibraryAtRanks, AModelOfOnesOwnEqualsASingleDevice) {
   const auto layouts = verify_layouts({"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"});
@@ -113,7 +113,7 @@ TEST_P(LibraryAtRanks, AModelOfOnesOwnEqualsASingleDevice) {
 TEST(Library, AWrongLoopIsFoundAndTheMatcherSaysWhat) {
   const Verdict verdict =
       verify(mine, batches_of(6), verify_layouts({"bucketed"}),
-             {.ranks = 3, .make_normalizer = [] { return std::make_unique<UnreducedCount>(); }});
+             {.ranks = 3, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
   EXPECT_THAT(verdict, Not(EqualsSingleDevice()));
   testing::StringMatchResultListener said;
   EXPECT_FALSE(testing::ExplainMatchResult(EqualsSingleDevice(), verdict, &said));
@@ -221,7 +221,7 @@ TEST(Page, StandsAloneEscapesAndExplains) {
   const verify_test::ScratchFolder folder;
   Verdict verdict =
       verify(mine, batches_of(5), verify_layouts({"bucketed", "zero2"}),
-             {.ranks = 2, .make_normalizer = [] { return std::make_unique<UnreducedCount>(); }});
+             {.ranks = 2, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
   verdict.layouts[0].name = "<script>alert(1)</script>";
   verdict.layouts[1].parameters[0].exact.error = std::nan("");
   verdict.layouts[1].parameters[0].exact.ratio = std::nan("");

@@ -16,8 +16,8 @@
 namespace isograd {
 namespace {
 
-using testing::Contains;
-using testing::HasSubstr;
+using ::testing::Contains;
+using ::testing::HasSubstr;
 
 RunConfig large() {
   RunConfig config;
@@ -122,7 +122,7 @@ TEST(Minimise, TheFileSaysTheSameAsTheTrial) {
 class RunsVerified : public testing_runs::TinyRuns {};
 
 // Every rank divides by its own tokens, then by the number of ranks.
-struct MeanOfRankMeans : TokenMean {
+struct RankMeans : TokenMean {
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
     wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]) *
@@ -132,7 +132,7 @@ struct MeanOfRankMeans : TokenMean {
 };
 
 const ChangeProblem kPlanted = [](VerifyProblem& problem, World&) {
-  problem.make_normalizer = [] { return std::make_unique<MeanOfRankMeans>(); };
+  problem.make_normalizer = [] { return std::make_unique<RankMeans>(); };
 };
 
 TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {

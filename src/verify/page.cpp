@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-std::string number(double value) {
+std::string recorded(double value) {
   return std::isnan(value) ? "not recorded" : fmt::format("{:.9g}", value);
 }
 std::string count(std::int64_t value) {
@@ -106,8 +106,8 @@ void steps(Report& report, const Verdict& verdict, const Wording& wording) {
   table.title = "The step";
   table.columns = {"", "loss", "targets", "tokens", "gradient norm", "clip coefficient"};
   const auto row = [&](const std::string& name, const StepFigures& figures) {
-    table.rows.push_back({name, number(figures.loss), count(figures.targets), count(figures.tokens),
-                          number(figures.norm), number(figures.clip_coefficient)});
+    table.rows.push_back({name, recorded(figures.loss), count(figures.targets), count(figures.tokens),
+                          recorded(figures.norm), recorded(figures.clip_coefficient)});
   };
   row(wording.reference, verdict.oracle);
   for (const auto& layout : verdict.layouts) {
@@ -131,8 +131,8 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
                     : fmt::format("{} against {}", wording.left, wording.right));
   report.verdict(verdict.passed, answer(verdict, wording));
   report.fact("targets in the step", count(verdict.oracle.targets));
-  report.fact("loss", number(verdict.oracle.loss));
-  report.fact("gradient norm", number(verdict.oracle.norm));
+  report.fact("loss", recorded(verdict.oracle.loss));
+  report.fact("gradient norm", recorded(verdict.oracle.norm));
   report.fact("precision of the run", verdict.precision);
   if (!verdict.loss.empty()) report.fact("loss is a", verdict.loss);
   if (verdict.seconds > 0) report.fact("took", fmt::format("{:.1f} s", verdict.seconds));

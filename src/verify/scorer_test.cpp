@@ -16,9 +16,9 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class ScorerVerify : public testing::Test {
+class ScorerVerify : public ::testing::Test {
  protected:
   ScorerVerify() {
     folder_ = std::filesystem::temp_directory_path() / ("isograd-scorer-" + std::to_string(getpid()));
@@ -110,9 +110,9 @@ TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
       EXPECT_FALSE(verdict.passed);
       if (world.rank != 0) return;
       EXPECT_THAT(verdict.diagnosis,
-                  testing::Contains(HasSubstr(fmt::format("all parameters scaled by 1/{}", ranks))));
+                  ::testing::Contains(HasSubstr(fmt::format("all parameters scaled by 1/{}", ranks))));
       EXPECT_THAT(verdict.diagnosis,
-                  testing::Contains(HasSubstr(fmt::format("an average of {} ranks' gradients", ranks))));
+                  ::testing::Contains(HasSubstr(fmt::format("an average of {} ranks' gradients", ranks))));
     });
 }
 

@@ -7,7 +7,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 class Traffic : public testing_runs::TinyVideos {
  protected:
@@ -62,7 +62,7 @@ TEST_F(Traffic, OfStage3IsTheFormulas) {
         option.set(config);
         config.parallel.replicas = replicas;
         const Verdict verdict = verified(config, ranks);
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << option.name << ", " << ranks << " ranks, " << replicas << " replicas");
         EXPECT_TRUE(verdict.passed) << to_text(verdict);
         EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
@@ -80,7 +80,7 @@ TEST_F(Traffic, OfStage3OnContextRanksAndOfVideosIsTheFormulas) {
         config.parallel.cp_ring = 2;
         config.parallel.cp_fsdp_mode = mode;
         const Verdict verdict = verified(config, ranks);
-        SCOPED_TRACE(testing::Message() << mode << ", " << ranks << " ranks, video " << video);
+        SCOPED_TRACE(::testing::Message() << mode << ", " << ranks << " ranks, video " << video);
         EXPECT_TRUE(verdict.passed) << to_text(verdict);
         EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
         EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
@@ -112,7 +112,7 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
             return model;
           };
         });
-        SCOPED_TRACE(testing::Message() << fault.name << ", " << ranks << " ranks, video " << video);
+        SCOPED_TRACE(::testing::Message() << fault.name << ", " << ranks << " ranks, video " << video);
         EXPECT_FALSE(verdict.passed);
         const LayoutVerdict& layout = verdict.layouts.at(0);
         EXPECT_EQ(layout.e1.state, Grade::State::kPassed);

@@ -10,7 +10,7 @@ namespace {
 using json = nlohmann::ordered_json;
 
 // JSON has no NaN and no infinity: a number that is not finite is written as null.
-json number(double value) {
+json number_or_null(double value) {
   return std::isfinite(value) ? json(value) : json(nullptr);
 }
 
@@ -20,15 +20,15 @@ json to_json(const Grade& grade) {
   object["failed"] = grade.failed;
   if (!grade.worst.empty()) object["worst"] = grade.worst;
   if (grade.allowed > 0) {
-    object["error"] = number(grade.error);
+    object["error"] = number_or_null(grade.error);
     object["allowed"] = grade.allowed;
   }
   if (grade.scale.tested)
-    object["scale"] = {{"error", number(grade.scale.error)},
-                       {"allowed", number(grade.scale.allowed)},
+    object["scale"] = {{"error", number_or_null(grade.scale.error)},
+                       {"allowed", number_or_null(grade.scale.allowed)},
                        {"passed", grade.scale.passed}};
-  object["finds"] = {{"uniform_scale", number(grade.uniform_found)},
-                     {"single_scale", number(grade.single_found)},
+  object["finds"] = {{"uniform_scale", number_or_null(grade.uniform_found)},
+                     {"single_scale", number_or_null(grade.single_found)},
                      {"least_in", grade.single_least}};
   object["held_to_floor"] = grade.by_floor;
   object["unseen"] = grade.unseen;
@@ -37,30 +37,30 @@ json to_json(const Grade& grade) {
 
 json to_json(const StepFigures& figures) {
   const auto count = [](std::int64_t value) { return value == kNotRecorded ? json(nullptr) : json(value); };
-  return {{"loss", number(figures.loss)},
+  return {{"loss", number_or_null(figures.loss)},
           {"targets", count(figures.targets)},
           {"tokens", count(figures.tokens)},
-          {"norm", number(figures.norm)},
-          {"clip_coefficient", number(figures.clip_coefficient)}};
+          {"norm", number_or_null(figures.norm)},
+          {"clip_coefficient", number_or_null(figures.clip_coefficient)}};
 }
 
 json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
   const Comparison& comparison = shown(parameter, layout);
   return {{"name", parameter.name},
-          {"ratio", number(comparison.ratio)},
-          {"cosine", number(comparison.cosine)},
-          {"error", number(comparison.error)},
+          {"ratio", number_or_null(comparison.ratio)},
+          {"cosine", number_or_null(comparison.cosine)},
+          {"error", number_or_null(comparison.error)},
           {"allowed", comparison.allowed},
           {"passed", good(parameter, layout)},
           {"elements", parameter.elements},
-          {"norm", number(parameter.norm)},
+          {"norm", number_or_null(parameter.norm)},
           {"run_precision",
-           {{"ratio", number(parameter.rounded.ratio)},
-            {"cosine", number(parameter.rounded.cosine)},
-            {"error", number(parameter.rounded.error)},
-            {"allowed", number(parameter.rounded.allowed)},
-            {"one_process_error", number(parameter.alone_error)}}},
-          {"scale_found", number(comparison.scale_found)},
+           {{"ratio", number_or_null(parameter.rounded.ratio)},
+            {"cosine", number_or_null(parameter.rounded.cosine)},
+            {"error", number_or_null(parameter.rounded.error)},
+            {"allowed", number_or_null(parameter.rounded.allowed)},
+            {"one_process_error", number_or_null(parameter.alone_error)}}},
+          {"scale_found", number_or_null(comparison.scale_found)},
           {"held_to_floor", parameter.by_floor},
           {"same_bits", parameter.repeats},
           {"replicas_agree", parameter.replicas_agree},
@@ -82,8 +82,8 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
       entry["trajectories"].push_back({{"optimizer", trajectory.optimizer},
                                        {"updates", trajectory.updates},
                                        {"worst", trajectory.worst},
-                                       {"error", number(trajectory.error)},
-                                       {"allowed", number(trajectory.allowed)},
+                                       {"error", number_or_null(trajectory.error)},
+                                       {"allowed", number_or_null(trajectory.allowed)},
                                        {"passed", trajectory.passed}});
     if (layout.bytes_moved > 0) entry["bytes_moved"] = layout.bytes_moved;
     if (layout.bytes_needed > 0) entry["bytes_needed"] = layout.bytes_needed;

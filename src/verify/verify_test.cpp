@@ -16,14 +16,14 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using verify_test::bucketed_layout;
 using verify_test::naive_layout;
 using verify_test::Small;
 using verify_test::verify_on;
 
-class VerifyAtRanks : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, VerifyAtRanks, testing::Values(1, 2, 3, 4, 5));
+class VerifyAtRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, VerifyAtRanks, ::testing::Values(1, 2, 3, 4, 5));
 
 void expect_parity(const Verdict& verdict) {
   EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
@@ -154,8 +154,8 @@ TEST(Verify, AnotherMeanThanTheDeclaredOneIsFound) {
 }
 
 // The oracle against central differences of its own loss: it is right, not only equal to the product.
-class OracleOf : public testing::TestWithParam<Mean> {};
-INSTANTIATE_TEST_SUITE_P(Means, OracleOf, testing::Values(Mean::kTargets, Mean::kSamples));
+class OracleOf : public ::testing::TestWithParam<Mean> {};
+INSTANTIATE_TEST_SUITE_P(Means, OracleOf, ::testing::Values(Mean::kTargets, Mean::kSamples));
 
 TEST_P(OracleOf, ItsGradientIsTheDerivativeOfItsLoss) {
   const Small small;

@@ -142,7 +142,7 @@ TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
   EXPECT_EQ(least.video.timestep_features, 2);
   EXPECT_EQ(least.parallel.cp_ring, 1);
   EXPECT_EQ(least.data.pack_length, config.data.pack_length);  // of text
-  EXPECT_THAT(always->changes, testing::Contains("video.files 5 files -> 1"));
+  EXPECT_THAT(always->changes, ::testing::Contains("video.files 5 files -> 1"));
   // What it needs stays: two of the files, of several frames, on ranks that accumulate.
   const auto fails = [](const Trial& trial) -> std::string {
     const auto& files = trial.config.video.files;

@@ -100,9 +100,15 @@ class Fuzzer {
     void* page = mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) throw std::runtime_error("no shared page");
     progress_ = new (page) Progress;
-    for (const Reader& reader : readers())
-      if (options_.only.empty() ? !reader.planted : reader.name == options_.only) chosen_.push_back(&reader);
-    if (chosen_.empty()) throw std::runtime_error("no reader of that name");
+    for (const Reader& reader : readers()) {
+      if (options_.only.empty() ? reader.planted : reader.name != options_.only) continue;
+      const std::string missing = reader.missing ? reader.missing() : "";
+      if (missing.empty())
+        chosen_.push_back(&reader);
+      else
+        print(stdout, fmt::format("{} is left out: this machine lacks {}\n", reader.name, missing));
+    }
+    if (chosen_.empty()) throw std::runtime_error("no reader of that name that this machine can run");
   }
   ~Fuzzer() {
     std::error_code ignored;

@@ -18,7 +18,8 @@ struct Reader {
   std::vector<std::string> words{};  // what the format is made of
   // Makes a changed file's own length or checksum right again, so that changes behind it are seen.
   std::function<std::string(std::string)> mend{};
-  bool planted = false;  // does wrong on purpose; only by name
+  bool planted = false;                    // does wrong on purpose; only by name
+  std::function<std::string()> missing{};  // what this machine lacks to read such files; empty: nothing
 };
 
 const std::vector<Reader>& readers();

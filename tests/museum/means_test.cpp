@@ -13,7 +13,7 @@
 namespace isograd::museum {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // What a mean counts of a micro-batch: parts of samples, or weights.
 double amount_of(const Batch& batch, Mean mean) {
@@ -247,8 +247,8 @@ Verdict shown(const std::string& id, const Setting& setting, int ranks) {
   return show(&crossing, ranks);
 }
 
-class OtherMeans : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Exhibits, OtherMeans, testing::ValuesIn(crossed()));
+class OtherMeans : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Exhibits, OtherMeans, ::testing::ValuesIn(crossed()));
 
 TEST_P(OtherMeans, EveryMistakeIsNamedRightly) {
   for (const Setting& setting : kSettings)
@@ -263,7 +263,8 @@ TEST_P(OtherMeans, EveryMistakeIsNamedRightly) {
         continue;
       }
       const Verdict verdict = shown(GetParam(), setting, ranks);
-      SCOPED_TRACE(testing::Message() << setting.name << ", " << ranks << " ranks\n" << to_text(verdict, 4));
+      SCOPED_TRACE(::testing::Message() << setting.name << ", " << ranks << " ranks\n"
+                                        << to_text(verdict, 4));
       EXPECT_FALSE(verdict.passed);
       EXPECT_EQ(first_finding(verdict), expected_of(GetParam()));
     }
@@ -298,10 +299,11 @@ TEST(OtherMeansUndeclared, AreUnknownWithTheirNumbers) {
         with_normalizer<Unweighted>(p);
       }};
       const Verdict verdict = show(&other, ranks);
-      SCOPED_TRACE(testing::Message() << setting.name << ", " << ranks << " ranks\n" << to_text(verdict, 4));
+      SCOPED_TRACE(::testing::Message() << setting.name << ", " << ranks << " ranks\n"
+                                        << to_text(verdict, 4));
       EXPECT_FALSE(verdict.passed);
       // Or undecided between what is not made of this step's parts: no name either.
-      EXPECT_THAT(first_finding(verdict), testing::AnyOf("unknown", "undecided"));
+      EXPECT_THAT(first_finding(verdict), ::testing::AnyOf("unknown", "undecided"));
       ASSERT_FALSE(verdict.findings.empty());
       EXPECT_THAT(verdict.findings[0].sentence, HasSubstr("ratios"));
     }

@@ -16,8 +16,8 @@
 namespace isograd::museum {
 namespace {
 
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 std::vector<std::string> on_show() {
   std::vector<std::string> ids;
@@ -26,8 +26,8 @@ std::vector<std::string> on_show() {
   return ids;
 }
 
-class Museum : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Exhibits, Museum, testing::ValuesIn(on_show()));
+class Museum : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Exhibits, Museum, ::testing::ValuesIn(on_show()));
 
 TEST_P(Museum, EveryExhibitIsCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());
@@ -43,8 +43,8 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
 }
 
 // Mistakes on the context axes, on ring x Ulysses: 3 x 2, and two of 2 x 2.
-class OnHybrids : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids, testing::Values("B5", "B19", "B20b", "B23"));
+class OnHybrids : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids, ::testing::Values("B5", "B19", "B20b", "B23"));
 
 TEST_P(OnHybrids, ContextExhibitsAreCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());
@@ -62,8 +62,8 @@ TEST(Hybrids, TheRightTwinPasses) {  // on 8 ranks: below
   EXPECT_TRUE(verdict.passed) << to_text(verdict, 9);
 }
 
-class Right : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Right, testing::Values(1, 2, 3, 4, 5, 8));
+class Right : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Right, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(Right, TheCorrectImplementationPasses) {
   const Verdict verdict = show(nullptr, GetParam());
@@ -125,7 +125,7 @@ TEST(Catalogue, IsComplete) {
     EXPECT_TRUE(std::any_of(ids.begin(), ids.end(), [&](const std::string& id) {
       return id.substr(0, 1 + std::to_string(number).size()) == fmt::format("B{}", number);
     })) << number;
-  EXPECT_THAT(waiting, testing::ElementsAre("B10", "B13", "B21"));
+  EXPECT_THAT(waiting, ::testing::ElementsAre("B10", "B13", "B21"));
   // Exhibits share a diagnosis only where that was declared.
   for (const auto& [diagnosis, members] : by_class) {
     if (members.size() == 1) continue;

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/print.hpp"
+#include "comm/launch_process.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
 
@@ -19,7 +20,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kStatusPeerLost = 3;
 // A rank that is done waits for those that still write reports; mpirun ends it should one fail.
 constexpr std::chrono::milliseconds kLeastFinish = std::chrono::minutes(5);
 

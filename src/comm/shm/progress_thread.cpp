@@ -40,7 +40,6 @@ class ProgressThread {
 
  private:
   void run() {
-    using Clock = std::chrono::steady_clock;
     std::vector<Item> items;
     auto last_moved = Clock::now();
     for (;;) {

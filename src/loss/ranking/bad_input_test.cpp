@@ -14,8 +14,8 @@ using twin::labels;
 using twin::plain;
 using twin::plain_as;
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 // τ below what fp32 can divide by: 1/τ is infinite and a tie NaN; the product with PAUC's dispersion: 0,
 // which made its class invalid and the loss 0.

@@ -11,6 +11,7 @@
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"
 #include "loss/checks.hpp"
+#include "loss/ranking/pool.hpp"
 
 namespace isograd {
 namespace {
@@ -83,10 +84,6 @@ void check_weights(std::optional<ErrorText>& problem, const std::string& where, 
                         "Correct the weights"};
 }
 
-std::string shape(const at::Tensor& tensor) {
-  return tensor.defined() ? fmt::format("[{}]", fmt::join(tensor.sizes(), ", ")) : "nothing";
-}
-
 bool broadcasts(const at::Tensor& weights, at::IntArrayRef sizes) {
   if (weights.dim() != static_cast<std::int64_t>(sizes.size()) && weights.dim() != 1) return false;
   if (weights.dim() == 0 || weights.size(0) != sizes[0]) return false;
@@ -115,12 +112,13 @@ at::Tensor SigmoidFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
   const std::string where = "SigmoidFocalLoss";
   std::optional<ErrorText> problem;
   if (!scores.defined() || scores.dim() < 1 || !at::isFloatingType(scores.scalar_type()))
-    problem = ErrorText{where, "scores " + shape(scores), "[N, ...] of a floating type", "Pass scores"};
+    problem = ErrorText{where, "scores " + shape_text(scores), "[N, ...] of a floating type", "Pass scores"};
   else if (!targets.defined() || targets.sizes() != scores.sizes())
-    problem = ErrorText{where, "targets " + shape(targets), shape(scores), "Pass one target for each score"};
+    problem = ErrorText{where, "targets " + shape_text(targets), shape_text(scores),
+                        "Pass one target for each score"};
   else if (sample_weight.defined() && !broadcasts(sample_weight, scores.sizes()))
-    problem = ErrorText{where, "sample_weight " + shape(sample_weight),
-                        shape(scores) + ", or 1 in any dim but the first", "Reshape the weights"};
+    problem = ErrorText{where, "sample_weight " + shape_text(sample_weight),
+                        shape_text(scores) + ", or 1 in any dim but the first", "Reshape the weights"};
   check_weights(problem, where, sample_weight);
   at::Tensor losses = at::zeros({0}, at::kFloat);
   at::Tensor weights;
@@ -188,16 +186,16 @@ at::Tensor SoftmaxFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
   std::string kind;
   std::vector<std::int64_t> sizes;
   if (expect(scores.defined() && scores.dim() >= 2 && at::isFloatingType(scores.scalar_type()),
-             "scores " + shape(scores), "[N, C] or [N, C, ...] of a floating type", "Pass scores")) {
+             "scores " + shape_text(scores), "[N, C] or [N, C, ...] of a floating type", "Pass scores")) {
     sizes = scores.sizes().vec();
     sizes.erase(sizes.begin() + 1);
     kind = fmt::format("{} {}", c10::toString(scores.scalar_type()), scores.size(1));
     expect(targets.defined() && targets.sizes() == at::IntArrayRef(sizes) &&
                at::isIntegralType(targets.scalar_type(), false),
-           "targets " + shape(targets), fmt::format("[{}] of integers", fmt::join(sizes, ", ")),
+           "targets " + shape_text(targets), fmt::format("[{}] of integers", fmt::join(sizes, ", ")),
            "Pass one class for each position");
     expect(!sample_weight.defined() || sample_weight.sizes() == at::IntArrayRef(sizes),
-           "sample_weight " + shape(sample_weight), fmt::format("[{}]", fmt::join(sizes, ", ")),
+           "sample_weight " + shape_text(sample_weight), fmt::format("[{}]", fmt::join(sizes, ", ")),
            "Pass one weight for each target");
     expect(options_.alpha.empty() || static_cast<std::int64_t>(options_.alpha.size()) == scores.size(1),
            fmt::format("alpha of {} classes", options_.alpha.size()),

@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST(FocalGolden, Sigmoid) {
   const at::Tensor x = at::tensor({0., 2., -1., .5}, at::kDouble),
@@ -134,8 +134,8 @@ TEST(Focal, IgnoredPositionsMayHoldAnything) {
   EXPECT_EQ(SigmoidFocalLoss().forward(at::zeros({0, 2}), at::zeros({0, 2})).item<double>(), 0);
 }
 
-class FocalAt : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FocalAt, testing::Values(1, 2, 3, 4, 5, 8));
+class FocalAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FocalAt, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(FocalAt, IsOneProcesssUnderASumAndUnderAnAverageIfToldSo) {
   const int ranks = GetParam();

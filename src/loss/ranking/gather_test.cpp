@@ -14,7 +14,7 @@
 namespace isograd {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 Group::Rows rows_of(int ranks) {
   const Group::Rows all = {5, 3, 0, 6, 1, 0, 4, 2};
@@ -35,8 +35,8 @@ at::Tensor global_loss(const at::Tensor& scores) {
   return at::logsumexp(scores.flatten(), 0) * scores.square().sum();
 }
 
-class GatherAt : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, GatherAt, testing::Values(1, 2, 3, 4, 5, 8));
+class GatherAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, GatherAt, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(GatherAt, IsExactUnderTheReductionThatItsTableSays) {
   const int ranks = GetParam();

@@ -219,8 +219,8 @@ void for_each_case(const std::function<void(const Case&)>& body) {
           }
 }
 
-class RankingAt : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, RankingAt, testing::Values(1, 2, 3, 4, 5, 8));
+class RankingAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, RankingAt, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 constexpr int kSteps = 4;
 constexpr double kAllowed = 1e-10;

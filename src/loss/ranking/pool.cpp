@@ -13,10 +13,6 @@
 namespace isograd {
 namespace {
 
-std::string shape(const at::Tensor& tensor) {
-  return tensor.defined() ? fmt::format("[{}]", fmt::join(tensor.sizes(), ", ")) : "nothing";
-}
-
 class Checker {
  public:
   Checker(const std::string& where, LocalRows& rows) : where_(where), rows_(rows) {}
@@ -138,6 +134,10 @@ void check_headers(const std::string& where, const std::int64_t* headers, int si
 
 }  // namespace
 
+std::string shape_text(const at::Tensor& tensor) {
+  return tensor.defined() ? fmt::format("[{}]", fmt::join(tensor.sizes(), ", ")) : "nothing";
+}
+
 LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::int64_t ignore_index,
                      const at::Tensor& scores, const at::Tensor& targets_given, const at::Tensor& iid_mask,
                      const at::Tensor& sample_weight) {
@@ -146,7 +146,7 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   rows.scores = at::empty({0, num_classes}, at::kFloat);
   if (!check(scores.defined() && scores.dim() == 2 && scores.size(1) == num_classes &&
                  at::isFloatingType(scores.scalar_type()),
-             "scores " + shape(scores), fmt::format("[N, {}] of a floating type", num_classes),
+             "scores " + shape_text(scores), fmt::format("[N, {}] of a floating type", num_classes),
              "Pass one score for each row and class"))
     return rows;
   const std::int64_t n = scores.size(0);
@@ -154,16 +154,17 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   rows.scores = at::empty({0, num_classes}, scores.options().device(at::kCPU));
   at::Tensor targets = targets_given;
   if (targets.defined() && targets.dim() == 2 && targets.size(1) == 1) targets = targets.squeeze(1);
-  if (!check(targets.defined() && targets.dim() == 1 && targets.size(0) == n, "targets " + shape(targets),
-             fmt::format("[{}]", n), "Pass one target for each row of scores"))
+  if (!check(targets.defined() && targets.dim() == 1 && targets.size(0) == n,
+             "targets " + shape_text(targets), fmt::format("[{}]", n),
+             "Pass one target for each row of scores"))
     return rows;
   if (iid_mask.defined() &&
-      !check(iid_mask.dim() == 1 && iid_mask.size(0) == n, "iid_mask " + shape(iid_mask),
+      !check(iid_mask.dim() == 1 && iid_mask.size(0) == n, "iid_mask " + shape_text(iid_mask),
              fmt::format("[{}]", n), "Pass one flag for each row of scores"))
     return rows;
-  if (sample_weight.defined() &&
-      !check(sample_weight.dim() == 1 && sample_weight.size(0) == n, "sample_weight " + shape(sample_weight),
-             fmt::format("[{}]", n), "Pass one weight for each row of scores"))
+  if (sample_weight.defined() && !check(sample_weight.dim() == 1 && sample_weight.size(0) == n,
+                                        "sample_weight " + shape_text(sample_weight), fmt::format("[{}]", n),
+                                        "Pass one weight for each row of scores"))
     return rows;
   rows.has_weights = sample_weight.defined();
   rows.has_iid = iid_mask.defined();

@@ -25,6 +25,8 @@ struct LocalRows {
   std::optional<ErrorText> problem;
 };
 
+std::string shape_text(const at::Tensor& tensor);  // for messages, e.g. [3, 4]
+
 LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::int64_t ignore_index,
                      const at::Tensor& scores, const at::Tensor& targets, const at::Tensor& iid_mask,
                      const at::Tensor& sample_weight);

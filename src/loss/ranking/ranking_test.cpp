@@ -16,7 +16,7 @@ using twin::labels;
 using twin::plain;
 using twin::plain_as;
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST(Weights, OfOneGiveTheSameBitsAsNone) {
   for (const auto type : {at::kFloat, at::kDouble}) {

@@ -13,8 +13,8 @@
 namespace isograd {
 namespace {
 
-class SelectionAt : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, SelectionAt, testing::Values(1, 2, 3, 4, 5, 8));
+class SelectionAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, SelectionAt, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 // One random forward; every rank draws the same whole.
 struct Draw {

@@ -101,7 +101,7 @@ std::vector<std::vector<Span>> blocks_of(const ContextCut& cut, int ring, int ul
   return blocks;
 }
 
-[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
+[[noreturn]] void refuse_attention(std::string found, std::string expected, std::string action) {
   throw ConfigError({kWhere, std::move(found), std::move(expected), std::move(action)});
 }
 
@@ -109,14 +109,15 @@ void check_shapes(const ContextCut& cut, const at::Tensor& q, const at::Tensor& 
   const std::int64_t tokens = cut.tokens_of(cut.rank);
   if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
       k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0 || q.size(0) != tokens)
-    refuse(c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
-           fmt::format("q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv and T = {} as the cut says",
-                       tokens),
-           "Pass tensors of the batch that was cut");
+    refuse_attention(
+        c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
+        fmt::format("q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv and T = {} as the cut says",
+                    tokens),
+        "Pass tensors of the batch that was cut");
   if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
-    refuse(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
-                       c10::toString(v.scalar_type())),
-           "one floating-point dtype", "Convert them");
+    refuse_attention(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()),
+                                 c10::toString(k.scalar_type()), c10::toString(v.scalar_type())),
+                     "one floating-point dtype", "Convert them");
 }
 
 }  // namespace
@@ -138,14 +139,15 @@ struct ContextAttention::Impl {
   // What this rank sees by itself.
   void check_own(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
     if (!batch.cut)
-      refuse(
+      refuse_attention(
           fmt::format("a whole batch of {} tokens, for {} context ranks", batch.num_tokens(), context.size()),
           "this rank's part of it", "Cut it first (cut_batch)");
     const ContextCut& given = *batch.cut;
     if (static_cast<int>(given.pieces.size()) != context.size() || given.rank != context.rank())
-      refuse(fmt::format("rank {}'s part of a batch cut for {} ranks", given.rank, given.pieces.size()),
-             fmt::format("rank {}'s part for {} ranks", context.rank(), context.size()),
-             "Cut the batch for this context group");
+      refuse_attention(
+          fmt::format("rank {}'s part of a batch cut for {} ranks", given.rank, given.pieces.size()),
+          fmt::format("rank {}'s part for {} ranks", context.rank(), context.size()),
+          "Cut the batch for this context group");
     check_shapes(given, q, k, v);
   }
 
@@ -159,18 +161,18 @@ struct ContextAttention::Impl {
     const auto of = [&](int rank) { return all[rank].const_data_ptr<std::int64_t>(); };
     for (int rank = 0; rank < context.size(); ++rank)
       if (of(rank)[0] == 0)
-        refuse(fmt::format("context rank {} refuses its batch or its tensors", rank),
-               "a part of the batch and tensors of its tokens on every context rank",
-               fmt::format("Look at context rank {}'s own error", rank));
+        refuse_attention(fmt::format("context rank {} refuses its batch or its tensors", rank),
+                         "a part of the batch and tensors of its tokens on every context rank",
+                         fmt::format("Look at context rank {}'s own error", rank));
     for (int rank = 1; rank < context.size(); ++rank) {
       if (at::equal(all[rank], all[0])) continue;
       const auto tell = [&](const std::int64_t* numbers) {
         return fmt::format("{} query heads, {} key heads of {} {}, cut {:x}", numbers[1], numbers[2],
                            numbers[3], c10::toString(static_cast<at::ScalarType>(numbers[4])), numbers[5]);
       };
-      refuse(fmt::format("context rank {}: {}; rank 0: {}", rank, tell(of(rank)), tell(of(0))),
-             "the same heads, dtype and cut on every context rank",
-             "Give every rank the same model and cut the same batch");
+      refuse_attention(fmt::format("context rank {}: {}; rank 0: {}", rank, tell(of(rank)), tell(of(0))),
+                       "the same heads, dtype and cut on every context rank",
+                       "Give every rank the same model and cut the same batch");
     }
   }
 
@@ -183,12 +185,13 @@ struct ContextAttention::Impl {
       if (other < size) below = std::max(below, other);
       if (other > size) above = std::min(above, other);
     }
-    refuse(fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, q.size(1), k.size(1)),
-           fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one "
-                       "of {}",
-                       fmt::join(possible, ", ")),
-           above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
-                        : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
+    refuse_attention(
+        fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, q.size(1), k.size(1)),
+        fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one "
+                    "of {}",
+                    fmt::join(possible, ", ")),
+        above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
+                     : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
   }
 
   void prepare(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -214,14 +217,13 @@ struct ContextAttention::Impl {
 };
 
 ContextAttention::ContextAttention(const ContextGroups& groups, bool causal)
-    : impl_(std::make_shared<Impl>(
-          Impl{groups.context, groups.ring, groups.ulysses, causal, nullptr, {}})) {
+    : impl_(std::make_shared<Impl>(Impl{groups.context, groups.ring, groups.ulysses, causal, nullptr, {}})) {
   const auto& [context, ring, ulysses] = groups;
   if (ring.size() * ulysses.size() != context.size() ||
       ring.rank() * ulysses.size() + ulysses.rank() != context.rank())
-    refuse(fmt::format("a ring of {} and Ulysses of {} for {} context ranks", ring.size(), ulysses.size(),
-                       context.size()),
-           "sizes that multiply to the context ranks, Ulysses inside", "Use context_groups()");
+    refuse_attention(fmt::format("a ring of {} and Ulysses of {} for {} context ranks", ring.size(),
+                                 ulysses.size(), context.size()),
+                     "sizes that multiply to the context ranks, Ulysses inside", "Use context_groups()");
 }
 
 at::Tensor ContextAttention::operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,

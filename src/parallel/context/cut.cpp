@@ -7,6 +7,7 @@
 #include <numeric>
 #include <set>
 
+#include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 
@@ -14,10 +15,6 @@ namespace isograd {
 namespace {
 
 using Pieces = std::vector<Piece>;
-
-[[noreturn]] void refuse(std::string where, std::string found, std::string expected, std::string action) {
-  throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
-}
 
 void check(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
   const std::string where = "cutting a batch over context ranks";

@@ -16,7 +16,7 @@ namespace {
 using namespace testing;
 using ::testing::HasSubstr;
 
-constexpr std::int64_t kHeads = 12, kDim = 4;
+constexpr std::int64_t kHeads = 12, kHeadDim = 4;
 
 struct Problem {
   at::Tensor q, k, v, weight;  // of the whole row; the loss is Σ weight · output
@@ -26,7 +26,7 @@ Problem make_problem(std::int64_t tokens, std::int64_t key_heads, at::ScalarType
                      std::uint64_t seed = 1) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const auto draw = [&](std::int64_t n) {
-    return at::randn({tokens, n, kDim}, generator, at::TensorOptions().dtype(at::kDouble)).to(type);
+    return at::randn({tokens, n, kHeadDim}, generator, at::TensorOptions().dtype(at::kDouble)).to(type);
   };
   return {draw(kHeads), draw(key_heads), draw(key_heads), draw(kHeads)};
 }
@@ -195,8 +195,8 @@ TEST(ContextAttention, PlantedMistakesAreSeen) {
           }();
           if (any_cut)
             mistake("local attention alone",
-                    [&](const ContextGroups&, const ContextAttention&, const Batch& batch, const at::Tensor& q,
-                        const at::Tensor& k, const at::Tensor& v) {
+                    [&](const ContextGroups&, const ContextAttention&, const Batch& batch,
+                        const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
                       return variable_length_attention(q, k, v, batch.cu_seqlens, causal);
                     });
           const auto joined = joined_across_shards(cut);
@@ -288,7 +288,7 @@ TEST(ContextAttention, WithinRoundingInLowerPrecision) {
 
 // A rank sends the keys that somebody further on needs, and nothing else.
 TEST(ContextAttention, MovesWhatIsNeeded) {
-  constexpr std::int64_t kRow = 12 * kDim * 2 * 8;  // bytes of a token's keys and values in fp64
+  constexpr std::int64_t kRow = 12 * kHeadDim * 2 * 8;  // bytes of a token's keys and values in fp64
   const auto sent = [](const ContextGroups& groups) {
     const auto traffic = groups.ring.traffic();
     const auto place = traffic.operations.find("send");
@@ -330,14 +330,15 @@ TEST(ContextAttention, SameBitsRunToRun) {
 TEST(ContextAttention, BadInputIsNamedOnEveryRank) {
   run_ranks(4, [&](World& world) {
     EXPECT_THAT(config_error_of([&] { data_grid(world.size, {.cp_ring = 3}); }), HasSubstr("1, 2, 4"));
-    EXPECT_THAT(config_error_of([&] { data_grid(world.size, {.dp_replicate = 2, .cp_ring = 2, .cp_ulysses = 2}); }),
-                HasSubstr("dp_replicate 2 x cp_ring 2 x cp_ulysses 2 for 4 ranks"));
+    EXPECT_THAT(
+        config_error_of([&] { data_grid(world.size, {.dp_replicate = 2, .cp_ring = 2, .cp_ulysses = 2}); }),
+        HasSubstr("dp_replicate 2 x cp_ring 2 x cp_ulysses 2 for 4 ranks"));
     const auto said = [&](const ContextGroups& groups, const ContextCut& cut, std::int64_t heads,
                           std::int64_t key_heads, at::ScalarType type = at::kFloat) {
       const ContextAttention attention(groups);
       const int rank = groups.context.rank();
       const auto make = [&](std::int64_t n) {
-        return at::ones({cut.tokens_of(rank), n, kDim}, at::TensorOptions(type));
+        return at::ones({cut.tokens_of(rank), n, kHeadDim}, at::TensorOptions(type));
       };
       return config_error_of(
           [&] { attention(batch_of(cut, rank), make(heads), make(key_heads), make(key_heads)); });
@@ -357,7 +358,7 @@ TEST(ContextAttention, BadInputIsNamedOnEveryRank) {
     EXPECT_THAT(said(ring, odd ? other : by_ring, 4, 4), HasSubstr("context rank 2"));
     // What each rank sees by itself.
     const ContextAttention attention(ring);
-    const at::Tensor x = at::ones({3, 4, kDim});
+    const at::Tensor x = at::ones({3, 4, kHeadDim});
     EXPECT_THAT(config_error_of([&] { attention(batch_of(by_ring, world.rank), x, x, x); }),
                 HasSubstr("T = 5 as the cut says"));
     Batch uncut;

@@ -9,7 +9,7 @@ namespace {
 
 using namespace testing;
 
-constexpr std::int64_t kDim = 4;
+constexpr std::int64_t kTrafficDim = 4;
 
 struct Sent {
   std::int64_t forward = 0, backward = 0;
@@ -27,7 +27,7 @@ Sent sent(World& world, const ContextSizes& sizes, std::int64_t tokens, std::int
   const CutOptions options{.ring = sizes.ring, .ulysses = sizes.ulysses, .causal = causal};
   const Batch part = cut_batch(whole, cut_documents(whole.cu_seqlens, options), world.rank);
   const auto draw = [&](std::int64_t n) {
-    return at::ones({part.num_tokens(), n, kDim}, at::TensorOptions(type)).requires_grad_();
+    return at::ones({part.num_tokens(), n, kTrafficDim}, at::TensorOptions(type)).requires_grad_();
   };
   const at::Tensor q = draw(heads), k = draw(key_heads), v = draw(key_heads);
   const auto so_far = [&] {
@@ -60,7 +60,7 @@ TEST(ContextTraffic, OfTheRing) {
           const Sent now = sent(world, {ring, 1}, tokens, heads, key_heads, type, causal);
           const std::int64_t bytes = type == at::kFloat ? 4 : 2;
           // Numbers that all ranks would send if all of their keys and values took all hops.
-          const std::int64_t all = (ring - 1) * 2 * tokens * key_heads * kDim;
+          const std::int64_t all = (ring - 1) * 2 * tokens * key_heads * kTrafficDim;
           const std::int64_t keys = causal ? all / (2 * ring) * (2 * ring - 1) : all;
           const std::int64_t gradients = causal ? all / 4 * 3 : all;
           EXPECT_EQ(now.forward, keys * bytes) << ring << causal;
@@ -79,7 +79,7 @@ TEST(ContextTraffic, OfUlysses) {
           const Sent now = sent(world, {1, ulysses}, tokens, heads, key_heads, type, true);
           const std::int64_t bytes = type == at::kFloat ? 4 : 2;
           const std::int64_t keys = std::max<std::int64_t>(key_heads, ulysses);
-          const std::int64_t moved = tokens * kDim / ulysses * (ulysses - 1);
+          const std::int64_t moved = tokens * kTrafficDim / ulysses * (ulysses - 1);
           EXPECT_EQ(now.forward, moved * (2 * heads + 2 * keys) * bytes) << ulysses << " " << key_heads;
           EXPECT_EQ(now.backward, moved * (heads * bytes + (heads + 2 * keys) * 4))
               << ulysses << " " << key_heads;

@@ -1,0 +1,131 @@
+// Weights, shapes of models, folders of both.
+#include <ATen/ATen.h>
+
+#include <cstring>
+
+#include "base/files.hpp"
+#include "base/json.hpp"
+#include "fuzz/reader_parts.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/video_dit.hpp"
+#include "model/hf_config.hpp"
+#include "model/rotary_table.hpp"
+#include "model/safetensors.hpp"
+#include "train/video_model.hpp"
+
+namespace isograd::fuzz {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string right_length(std::string file) {
+  if (file.size() < 8) return file;
+  const std::size_t end = file.rfind("}}");
+  const std::uint64_t length = end == std::string::npos || end < 8 ? file.size() - 8 : end + 2 - 8;
+  std::memcpy(file.data(), &length, 8);
+  return file;
+}
+
+// Among the files of a model, JSON stays as it is.
+std::string right_length_of_tensors(std::string file) {
+  return file.starts_with('{') ? file : right_length(std::move(file));
+}
+
+void prepare_tensors(const fs::path& folder) {
+  Tensors tensors{
+      {"scalar", at::tensor(2.5)}, {"empty", at::empty({4, 0})}, {"odd", at::ones({3}, at::kByte)}};
+  for (auto type : {at::kBool, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
+                    at::kFloat, at::kDouble, at::kComplexFloat, at::kFloat8_e4m3fn})
+    tensors.emplace_back(c10::toString(type), at::zeros({3, 2}, at::TensorOptions().dtype(type)));
+  tensors.emplace_back("packed", at::empty({2, 2}, at::kFloat4_e2m1fn_x2));
+  write_safetensors(folder / "types.safetensors", tensors, {{"format", "pt"}, {"note", "é"}});
+  write_safetensors(folder / "one.safetensors", {{"w", at::ones({5, 7})}});
+}
+
+void read_tensors(const fs::path& file) {
+  Metadata metadata;
+  for (const auto& [name, tensor] : read_safetensors(file, &metadata)) look_at(tensor);
+}
+
+DecoderConfig tiny(const std::string& family) {
+  DecoderConfig config;
+  config.family = family;
+  config.vocabulary = 11, config.hidden = 8, config.layers = 2, config.heads = 2, config.key_value_heads = 1;
+  config.head_dim = 4, config.feed_forward = 6, config.max_positions = 32;
+  config.attention_bias = family == "qwen2";
+  config.query_key_norm = family == "qwen3";
+  return config;
+}
+
+void prepare_model_configs(const fs::path& folder) {
+  for (const char* family : {"llama", "qwen2", "qwen3", "mistral"}) {
+    DecoderConfig config = tiny(family);
+    put(folder / (std::string(family) + ".json"), hf_config_text(config, at::kFloat));
+    for (const char* kind : {"linear", "llama3", "yarn"}) {
+      config.rope_scaling = {.kind = kind, .factor = 4, .original_max_positions = 16};
+      put(folder / (std::string(family) + "-" + kind + ".json"), hf_config_text(config, at::kFloat));
+    }
+  }
+}
+
+void read_model_config(const fs::path& file) {
+  const DecoderConfig config = parse_hf_config(read_file(file), file);
+  if (config.head_dim <= 1024) look_at(rotary_frequencies(config, 8, at::kDouble).first);
+}
+
+void prepare_models(const fs::path& folder) {
+  DecoderLM model(tiny("llama"), at::kFloat, 1);
+  write_hf(folder / "whole", model);
+  fs::create_directories(folder / "cut");
+  fs::copy(folder / "whole/config.json", folder / "cut/config.json");
+  Tensors parts[2];
+  nlohmann::json map;
+  for (const auto& [name, tensor] : model.named()) {
+    const std::size_t part = map.size() % 2;
+    parts[part].emplace_back(name, tensor);
+    map[name] = "part-" + std::to_string(part) + ".safetensors";
+  }
+  for (std::size_t i = 0; i < 2; ++i)
+    write_safetensors(folder / "cut" / ("part-" + std::to_string(i) + ".safetensors"), parts[i]);
+  put(folder / "cut/model.safetensors.index.json", nlohmann::json{{"weight_map", map}}.dump());
+}
+
+void read_model(const fs::path& file) {
+  const auto model = read_hf(file.parent_path(), at::kFloat);
+  for (const auto& [name, tensor] : model->named()) look_at(tensor.detach());
+}
+
+void prepare_video_models(const fs::path& folder) {
+  VideoDiTConfig shape;
+  shape.patch_elements = 12, shape.hidden = 16, shape.layers = 2, shape.heads = 2, shape.feed_forward = 8;
+  shape.timestep_features = 8, shape.max_frames = 2, shape.max_height = shape.max_width = 4;
+  VideoDiT model(shape, at::kFloat, 1);
+  write_video_model(folder, model);
+}
+
+void read_video_folder(const fs::path& file) {
+  const auto model = read_video_model(file.parent_path(), at::kFloat);
+  for (const auto& [name, tensor] : model->named()) look_at(tensor.detach());
+}
+
+}  // namespace
+
+std::vector<Reader> model_readers() {
+  return {
+      {"safetensors", prepare_tensors, read_tensors,
+       with(kJson,
+            {"\"dtype\"", "\"shape\":[", "\"data_offsets\":[0,0]", "__metadata__", "\"F4\"", "\"I64\""}),
+       right_length},
+      {"config.json", prepare_model_configs, read_model_config,
+       with(kJson, {"\"rope_scaling\":", "\"rope_type\":\"yarn\"", "\"layer_types\":", "\"eos_token_id\":[",
+                    "\"factor\":"})},
+      {"model folder", prepare_models, read_model,
+       with(kJson, {"\"weight_map\"", "../", "\"F16\"", "model.layers.9."})},
+      {"video model", prepare_video_models, read_video_folder,
+       with(kJson, {"\"layers\":", "\"heads\": 0", "\"patch_elements\": 4611686018427387904",
+                    "\"feed_forward\": -1", "\"F16\"", "blocks.9."}),
+       right_length_of_tensors},
+  };
+}
+
+}  // namespace isograd::fuzz
