@@ -97,7 +97,7 @@ void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
            "See nvidia-smi and CUDA_VISIBLE_DEVICES, or set parallel.device = \"cpu\"");
   if (const TaskKind& kind = kind_of(config); !kind.on_gpu)
     refuse(kKey, fmt::format("{} with model.kind = \"{}\"", asked, kind.name),
-           fmt::format("\"cpu\": a {}'s {} are computed with there", kind.name, kind.samples),
+           fmt::format("\"cpu\": a {} has no code for a GPU yet", kind.name),
            "Set parallel.device = \"cpu\"");
   if (config.parallel.share_parameters == "on")
     refuse("parallel.share_parameters", fmt::format("\"on\" with {} = {}", kKey, asked),
