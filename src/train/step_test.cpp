@@ -68,59 +68,6 @@ TEST(Step, ReportsGlobalCountsLossAndNorm) {
   });
 }
 
-// All forwards first, then the backwards from the last to the first: what a schedule may do.
-void backwards_at_the_end(MicroBatchWork& work) {
-  for (std::size_t i = 0; i < work.size(); ++i) work.forward(i);
-  for (std::size_t i = work.size(); i-- > 0;) work.backward(i, i == 0);
-}
-
-TEST(Step, AnyScheduleGivesTheGradientOfOneDevice) {
-  const auto batches = toy::make_step(3, 4);
-  const auto wanted = toy::reference(toy::Model(), batches);
-  run_ranks(3, [&](World& world) {
-    Rank rank(world.group, sgd({.learning_rate = 0}), {.max_norm = 0, .schedule = backwards_at_the_end});
-    EXPECT_NEAR(rank.step(batches[world.rank]).loss, wanted.loss, 1e-12);
-    std::vector<at::Tensor> gradients;
-    for (auto& view : rank.layout->views()) gradients.push_back(view.gradient);
-    EXPECT_LT(toy::worst_error(gradients, wanted.gradients), 1e-10);
-  });
-}
-
-TEST(Step, AScheduleThatLeavesSomethingOutIsRefused) {
-  const auto batches = toy::make_step(1, 3)[0];
-  ASSERT_GT(batches.size(), 1u);
-  const auto error = [&](const MicroBatchSchedule& schedule) -> std::string {
-    Rank rank(Group::solo(), sgd({}), {.schedule = schedule});
-    try {
-      rank.step(batches);
-    } catch (const ConfigError& refused) {
-      return refused.what();
-    }
-    return "no error";
-  };
-  EXPECT_EQ(error(backwards_at_the_end), "no error");
-  const auto expect = [&](const MicroBatchSchedule& schedule, const char* what) {
-    const std::string said = error(schedule);
-    EXPECT_NE(said.find(what), std::string::npos) << said;
-    EXPECT_NE(said.find("StepOptions::schedule"), std::string::npos) << said;
-  };
-  expect([](MicroBatchWork&) {}, "a forward and a backward of each");
-  expect([](MicroBatchWork& work) { work.backward(0, false); }, "forward(i) before backward(i)");
-  expect(
-      [](MicroBatchWork& work) {
-        work.forward(0);
-        work.backward(0, false);
-        work.backward(0, false);
-      },
-      "each once");
-  expect(
-      [](MicroBatchWork& work) {
-        work.forward(0);
-        work.backward(0, true);
-      },
-      "`last` with the last backward");
-}
-
 TEST(Step, ClipsByTheGlobalNorm) {
   const auto batches = toy::make_step(2, 1);
   const auto wanted = toy::reference(toy::Model(), batches);
