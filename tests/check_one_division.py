@@ -14,7 +14,7 @@ THE_ONE_PLACE = "src/loss/"
 
 # (file, the code of the line, why it is no second division)
 ALLOWED = [
-    ("src/layout/plan.cpp", "whole = blocks / size, rest = blocks % size",
+    ("src/layout/placement.cpp", "whole = blocks / size, rest = blocks % size",
      "cuts a bucket into whole blocks, one part per rank"),
     ("src/comm/shm/reductions.cpp", "(n + ranks * line - 1) / (ranks * line)",
      "cuts a buffer into slices of whole cache lines, one per rank"),

@@ -50,6 +50,10 @@ class Grid {
   std::vector<int> ranks_along(const AxisSet& along, int rank) const;
   // The place of `rank` in ranks_along().
   int place(const AxisSet& along, int rank) const;
+  // What together with `along` names every rank once: the other factors of its views, and the other axes.
+  AxisSet complement(const AxisSet& along) const;
+  // The axes of the grid that a name stands for: itself, or those that its view regroups.
+  AxisSet axes_of(const std::string& name) const;
 
   std::string text() const;                      // "dp_shard 4 x tp 2"
   std::string text(const AxisSet& along) const;  // of these alone
@@ -70,8 +74,8 @@ class Grid {
   std::vector<View> views_{};
 };
 
-// The data axes of `ranks` ranks, outermost first: dp_replicate, dp_shard, cp_ring, cp_ulysses. dp_shard is what
-// the others leave. ConfigError unless the others' sizes are 1 or more and divide the ranks.
+// The data axes of `ranks` ranks, outermost first: dp_replicate, dp_shard, cp_ring, cp_ulysses. dp_shard is
+// what the others leave. ConfigError unless the others' sizes are 1 or more and divide the ranks.
 struct DataAxes {
   int dp_replicate = 1, cp_ring = 1, cp_ulysses = 1;
 };
@@ -79,5 +83,8 @@ Grid data_grid(int ranks, const DataAxes& sizes = {});
 
 // Of `of` without those of `but`.
 AxisSet without(AxisSet of, const AxisSet& but);
+
+// Those of the data axes that the grid has.
+AxisSet data_axes(const Grid& grid);
 
 }  // namespace isograd

@@ -1,8 +1,10 @@
 // Mesh: the ranks of a world on the axes of a grid, and the groups along them.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "isograd/grid.hpp"
 #include "isograd/group.hpp"
@@ -15,21 +17,32 @@ class Mesh {
  public:
   // ConfigError unless the grid has as many ranks as the world.
   Mesh(const World& world, Grid grid);
+  // The same over groups that the caller makes, of any backend. `make` is called once for a group, on all of
+  // its ranks, which are given in ascending order.
+  using MakeGroup = std::function<Group(const std::vector<int>& ranks, const std::string& name)>;
+  Mesh(Group all, Grid grid, MakeGroup make);
+  // All ranks of the group along dp_shard.
+  Mesh(Group all);  // NOLINT: where there is one axis, the group says everything
 
   const Grid& grid() const;
-  int rank() const;                            // of this rank, in the grid and in the world
-  int size(const AxisSet& along) const;        // Grid::size()
-  int place(const AxisSet& along) const;       // Grid::place() of this rank
-  Group all() const;                           // the world's group
+  AxisSet data() const;                   // data_axes() of the grid
+  int rank() const;                       // of this rank, in the grid and in the world
+  int size(const AxisSet& along) const;   // Grid::size()
+  int place(const AxisSet& along) const;  // Grid::place() of this rank
+  Group all() const;                      // the world's group
 
   // The ranks that differ from this one along these axes alone, in ascending order. The first call is
   // collective over them; the group is kept. Along all ranks: the world's own group.
   // A `use` asks for a group apart from others of the same ranks, whose operations need no common order with
   // theirs: attention exchanges within backward, beside the reductions that backward launches.
   Group along(const AxisSet& axes, const std::string& use = {}) const;
+  // The group of these ranks, in ascending order, this one among them. Made once, collective over them.
+  // `name` appears in its errors.
+  Group among(const std::vector<int>& ranks, const std::string& name) const;
 
  private:
   struct Impl;
+  Group made(std::vector<int> ranks, const std::string& use, const std::string& name) const;
   std::shared_ptr<Impl> impl_;
 };
 

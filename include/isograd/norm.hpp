@@ -9,6 +9,8 @@
 
 namespace isograd {
 
+class Layout;
+
 struct GlobalNorm {
   double norm = 0;      // ‖G‖₂ in fp64
   double loss_sum = 0;  // Σ over ranks of the value given
@@ -25,6 +27,12 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& 
 // the rest from their sum.
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group);
+
+// The same of gradients by a Layout, in its order, summed: owned elements alone, then one all-reduce over all
+// ranks of the mesh. Of numbers that several ranks hold alike one of them gives `local_sums`, the others 0.
+double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
+GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
+                       std::vector<double>& local_sums);
 
 // What a norm measures: the root of the sum of squares (in fp64), or the largest magnitude.
 enum class NormOrder { kTwo, kInfinity };

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "isograd/placement.hpp"
+
 namespace isograd {
 
 // A trainable parameter as the model names it. Tied weights appear once.
@@ -48,18 +50,6 @@ struct Slot {
   // Off while the parameter is frozen: optimizers leave it and its state as they are.
   bool trained = true;
 };
-
-// A half-open range of elements.
-struct Range {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t size() const { return end - begin; }
-};
-
-// Rank `rank`'s part of `numel` elements split into `size` contiguous parts whose boundaries are multiples of
-// `alignment` elements: disjoint, complete, possibly empty. The owner of an element is the rank whose slice
-// has it.
-Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment = 16);
 
 struct BucketPlan {
   std::int64_t numel = 0;             // padded

@@ -11,24 +11,37 @@
 namespace isograd {
 
 struct Mesh::Impl {
-  World world;
+  Group all;
   Grid grid;
+  MakeGroup make;
   std::map<std::pair<std::vector<int>, std::string>, Group> groups{};  // by ranks and use
 };
 
-Mesh::Mesh(const World& world, Grid grid) : impl_(std::make_shared<Impl>(Impl{world, std::move(grid)})) {
-  if (impl_->grid.ranks() != world.size)
+Mesh::Mesh(Group all, Grid grid, MakeGroup make)
+    : impl_(std::make_shared<Impl>(Impl{std::move(all), std::move(grid), std::move(make)})) {
+  const int ranks = impl_->all.size();
+  if (impl_->grid.ranks() != ranks)
     throw ConfigError({.where = "the mesh of ranks",
-                       .found = fmt::format("{} for {} ranks", impl_->grid.text(), world.size),
+                       .found = fmt::format("{} for {} ranks", impl_->grid.text(), ranks),
                        .expected = "sizes that multiply to the number of ranks",
                        .action = fmt::format("Change a size, or start {} ranks", impl_->grid.ranks())});
 }
 
+Mesh::Mesh(const World& world, Grid grid)
+    : Mesh(world.group, std::move(grid), [world](const std::vector<int>& ranks, const std::string& name) {
+        return world.subgroup(ranks, name);
+      }) {}
+
+Mesh::Mesh(Group all) : Mesh(all, data_grid(all.size()), {}) {}
+
 const Grid& Mesh::grid() const {
   return impl_->grid;
 }
+AxisSet Mesh::data() const {
+  return data_axes(impl_->grid);
+}
 int Mesh::rank() const {
-  return impl_->world.rank;
+  return impl_->all.rank();
 }
 int Mesh::size(const AxisSet& along) const {
   return impl_->grid.size(along);
@@ -37,19 +50,28 @@ int Mesh::place(const AxisSet& along) const {
   return impl_->grid.place(along, rank());
 }
 Group Mesh::all() const {
-  return impl_->world.group;
+  return impl_->all;
 }
 
 Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   std::vector<int> ranks = impl_->grid.ranks_along(axes, rank());
+  const std::string name = fmt::format("{}{}{} of rank {}", use, use.empty() ? "" : " over ",
+                                       fmt::join(axes, " x "), ranks.front());
+  return made(std::move(ranks), use, name);
+}
+
+Group Mesh::among(const std::vector<int>& ranks, const std::string& name) const {
+  return made(ranks, {}, name);
+}
+
+Group Mesh::made(std::vector<int> ranks, const std::string& use, const std::string& name) const {
   if (ranks.size() == 1) return Group::solo();
-  if (use.empty() && static_cast<int>(ranks.size()) == impl_->world.size) return impl_->world.group;
+  if (use.empty() && static_cast<int>(ranks.size()) == impl_->all.size()) return impl_->all;
   auto key = std::pair(std::move(ranks), use);
   const auto known = impl_->groups.find(key);
   if (known != impl_->groups.end()) return known->second;
-  const std::string name = fmt::format("{}{}{} of rank {}", use, use.empty() ? "" : " over ",
-                                       fmt::join(axes, " x "), key.first.front());
-  const Group group = impl_->world.subgroup(key.first, name);
+  ISOGRAD_INVARIANT(impl_->make, "a group beside the only one of this mesh: " + name);
+  const Group group = impl_->make(key.first, name);
   return impl_->groups.emplace(std::move(key), group).first->second;
 }
 

@@ -33,6 +33,29 @@ TEST(Mesh, SumsAlongAxesAndViews) {
   });
 }
 
+// Groups that the caller makes, and groups of ranks that no axis has.
+TEST(Mesh, AsksForEachGroupOnce) {
+  run_ranks(4, [&](World& world) {
+    std::vector<std::vector<int>> asked;
+    const Mesh mesh(world.group, Grid({{"pp", 4}}),
+                    [&](const std::vector<int>& ranks, const std::string& name) {
+                      asked.push_back(ranks);
+                      return world.subgroup(ranks, name);
+                    });
+    if (world.rank != 1 && world.rank != 2) {
+      for (int i = 0; i < 2; ++i) EXPECT_EQ(mesh.among({0, 3}, "both ends").size(), 2);
+      EXPECT_EQ(mesh.among({0, 3}, "both ends").name(), "both ends");
+      EXPECT_EQ(asked, (std::vector<std::vector<int>>{{0, 3}}));
+    }
+    EXPECT_EQ(mesh.along({"pp"}).name(), world.group.name());
+    EXPECT_EQ(mesh.data(), AxisSet{});
+    const Mesh plain(world.group);
+    EXPECT_EQ(plain.along(plain.data()).size(), 4);
+    EXPECT_EQ(plain.size({"dp_shard"}), 4);
+    EXPECT_EQ(plain.size({"dp_replicate"}), 1);
+  });
+}
+
 TEST(Mesh, RefusesAGridOfOtherRanks) {
   run_ranks(2, [](World& world) {
     try {

@@ -34,8 +34,7 @@ std::vector<std::string> possible(const std::vector<Axis>& axes, std::int64_t ra
     std::int64_t others = 1;
     for (const Axis& other : axes)
       if (&other != &axis) others *= other.size;
-    if (others > 0 && ranks % others == 0)
-      changes.push_back(fmt::format("{} {}", axis.name, ranks / others));
+    if (others > 0 && ranks % others == 0) changes.push_back(fmt::format("{} {}", axis.name, ranks / others));
   }
   return changes;
 }
@@ -53,9 +52,9 @@ void check_sizes(const std::vector<Axis>& axes, std::int64_t ranks, const std::s
   throw ConfigError(
       {.where = where,
        .found = fmt::format("{} for {} ranks", text_of(axes), ranks),
-       .expected = fmt::format("sizes of 1 or more whose product is {}{}{}", ranks,
-                               changes.empty() ? "" : ", with one of them changed: ",
-                               fmt::join(changes, " or ")),
+       .expected =
+           fmt::format("sizes of 1 or more whose product is {}{}{}", ranks,
+                       changes.empty() ? "" : ", with one of them changed: ", fmt::join(changes, " or ")),
        .action = sound ? fmt::format("Change a size, or take {} ranks", product) : "Change the size"});
 }
 
@@ -89,8 +88,8 @@ Grid Grid::viewed(const AxisSet& of, std::vector<Axis> factors) const {
   check_sizes(factors, size(of), fmt::format("the view of {}", text(of)));
   Grid result = *this;
   for (const Axis& factor : factors) {
-    const bool twice =
-        std::count_if(factors.begin(), factors.end(), [&](const Axis& a) { return a.name == factor.name; }) > 1;
+    const bool twice = std::count_if(factors.begin(), factors.end(),
+                                     [&](const Axis& a) { return a.name == factor.name; }) > 1;
     if (twice || has(factor.name))
       throw ConfigError({.where = fmt::format("the view of {}", text(of)),
                          .found = fmt::format("'{}' again", factor.name),
@@ -195,6 +194,25 @@ int Grid::place(const AxisSet& along, int rank) const {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+AxisSet Grid::complement(const AxisSet& along) const {
+  check(along);
+  AxisSet result = without(names(), along);
+  for (const View& view : views_) {
+    const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
+    if (std::none_of(view.factors.begin(), view.factors.end(), named)) continue;
+    result = without(std::move(result), view.of);
+    for (const Axis& factor : view.factors)
+      if (!named(factor)) result.insert(factor.name);
+  }
+  return result;
+}
+
+AxisSet Grid::axes_of(const std::string& name) const {
+  check({name});
+  const View* view = view_of(name);
+  return view ? view->of : AxisSet{name};
+}
+
 std::string Grid::text() const {
   return text_of(axes_);
 }
@@ -218,11 +236,12 @@ Grid data_grid(int ranks, const DataAxes& sizes) {
     std::vector<int> possible;
     for (int size = 1; size <= ranks; ++size)
       if (ranks % size == 0) possible.push_back(size);
-    throw ConfigError({.where = "the axes of the ranks",
-                       .found = fmt::format("{} for {} ranks", text_of(asked), ranks),
-                       .expected = fmt::format("sizes of 1 or more whose product divides the ranks: {}",
-                                               fmt::join(possible, ", ")),
-                       .action = "Change parallel.replicas, parallel.cp_ring, parallel.cp_ulysses or the ranks"});
+    throw ConfigError(
+        {.where = "the axes of the ranks",
+         .found = fmt::format("{} for {} ranks", text_of(asked), ranks),
+         .expected =
+             fmt::format("sizes of 1 or more whose product divides the ranks: {}", fmt::join(possible, ", ")),
+         .action = "Change parallel.replicas, parallel.cp_ring, parallel.cp_ulysses or the ranks"});
   }
   const auto shards = static_cast<int>(ranks / product);
   return Grid({asked[0], {"dp_shard", shards}, asked[1], asked[2]}, ranks);
@@ -231,6 +250,10 @@ Grid data_grid(int ranks, const DataAxes& sizes) {
 AxisSet without(AxisSet of, const AxisSet& but) {
   for (const auto& name : but) of.erase(name);
   return of;
+}
+
+AxisSet data_axes(const Grid& grid) {
+  return without(grid.names(), without(grid.names(), kDataAxes));
 }
 
 }  // namespace isograd

@@ -44,6 +44,11 @@ TEST(Grid, AViewDealsTheSameRanksToFactors) {
   EXPECT_EQ(narrow.ranks_along({"edp", "tp"}, 0), (Ranks{0, 1, 4, 5, 8, 9, 12, 13}));
   EXPECT_EQ(narrow.place({"ep"}, 6), 1);
   EXPECT_EQ(narrow.size({"edp", "ep", "tp"}), 16);
+  EXPECT_EQ(narrow.complement({"ep"}), (AxisSet{"edp", "tp"}));
+  EXPECT_EQ(narrow.complement({"tp"}), (AxisSet{"dp_shard", "cp_ring"}));
+  EXPECT_EQ(narrow.axes_of("ep"), (AxisSet{"dp_shard", "cp_ring"}));
+  EXPECT_EQ(narrow.axes_of("tp"), AxisSet{"tp"});
+  EXPECT_EQ(data_axes(narrow), (AxisSet{"dp_shard", "cp_ring"}));
 }
 
 TEST(Grid, NamesWhatIsWrong) {

@@ -102,17 +102,6 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
   return parameters;
 }
 
-Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment) {
-  ISOGRAD_INVARIANT(numel >= 0 && size > 0 && rank >= 0 && rank < size && alignment > 0,
-                    fmt::format("numel {}, rank {} of {}, alignment {}", numel, rank, size, alignment));
-  const std::int64_t blocks = padded(numel, alignment) / alignment;
-  const auto boundary = [&](std::int64_t part) {
-    const std::int64_t whole = blocks / size, rest = blocks % size;  // not a mean: parts of whole blocks
-    return std::min(numel, (whole * part + std::min(part, rest)) * alignment);
-  };
-  return {boundary(rank), boundary(rank + 1)};
-}
-
 std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
                                      std::int64_t first_bucket_bytes, const std::vector<std::size_t>& order) {
   ISOGRAD_INVARIANT(order.empty() || order.size() == parameters.size(),

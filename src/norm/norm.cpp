@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "isograd/layout.hpp"
 #include "norm/passes.hpp"
 
 namespace isograd {
@@ -40,6 +41,19 @@ GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& g
   const bool finite = bad == 0 && std::isfinite(sums.front()) && std::isfinite(total);
   std::copy_n(sums.begin(), local_sums.size(), local_sums.begin());
   return {.norm = std::sqrt(total), .loss_sum = local_sums.front(), .finite = finite};
+}
+
+double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients) {
+  double squares = 0;
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    squares += squared_norm(gradients[i].reshape({-1}), layout.parameters().at(i).owned);
+  return squares;
+}
+
+GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
+                       std::vector<double>& local_sums) {
+  Group all = layout.mesh().all();
+  return global_norm(owned_squares(layout, gradients), local_sums, all);
 }
 
 double clip_coefficient(double norm, double max_norm) {

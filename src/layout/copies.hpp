@@ -1,0 +1,22 @@
+// What ranks compare with one another before and between steps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/group.hpp"
+#include "isograd/placement.hpp"
+
+namespace isograd {
+
+// Collective. ConfigError on every rank that names the first parameter whose placement differs between ranks,
+// and in what.
+void check_same_placements(const std::vector<std::pair<std::string, Placement>>& placements, Group group);
+
+// [tensors.size()] of int64: of each tensor's type, shape and bits.
+at::Tensor checksums(const std::vector<at::Tensor>& tensors);
+
+}  // namespace isograd

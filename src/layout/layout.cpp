@@ -1,0 +1,164 @@
+// The catalogue of all parameters, and the collectives that follow from their placements.
+#include "isograd/layout.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+
+#include "base/refuse.hpp"
+#include "isograd/error.hpp"
+#include "layout/copies.hpp"
+
+namespace isograd {
+namespace {
+
+// The elements of a slice, in a tensor where it begins at `begin`. Shares memory.
+at::Tensor box(at::Tensor tensor, const std::vector<std::int64_t>& begin,
+               const std::vector<std::int64_t>& sizes) {
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim)
+    tensor = tensor.narrow(static_cast<std::int64_t>(dim), begin[dim], sizes[dim]);
+  return tensor;
+}
+
+bool is_everywhere(const Placement& placement, const Grid& grid) {
+  return placement.stages.empty() || !grid.has(kStageAxis) ||
+         static_cast<int>(placement.stages.size()) == grid.size({kStageAxis});
+}
+
+}  // namespace
+
+Layout::Layout(Mesh mesh, Named placements) : mesh_(std::move(mesh)) {
+  check_same_placements(placements,
+                        mesh_.all());  // first, so that what follows throws on all ranks or on none
+  std::set<std::string> names;
+  for (const auto& [name, placement] : placements) {
+    check_placement(name, placement, mesh_.grid());
+    if (!names.insert(name).second)
+      refuse(fmt::format("the placement of parameter '{}'", name), "two of them", "one for each parameter",
+             "Give tied parameters once, with every stage that holds them");
+  }
+  const Grid& grid = mesh_.grid();
+  for (auto& [name, placement] : placements)
+    parameters_.push_back({.name = std::move(name),
+                           .placement = placement,
+                           .copies = isograd::copies(placement, grid),
+                           .local_shape = isograd::local_shape(placement, grid, mesh_.rank()),
+                           .held = holds(placement, grid, mesh_.rank()),
+                           .owned = owned_part(placement, grid, mesh_.rank())});
+}
+
+const PlacedParameter& Layout::parameter(const std::string& name) const {
+  const auto found = std::find_if(parameters_.begin(), parameters_.end(),
+                                  [&](const PlacedParameter& each) { return each.name == name; });
+  if (found == parameters_.end())
+    refuse(fmt::format("parameter '{}'", name), "no parameter of this name in the layout",
+           fmt::format("one of its {} parameters", parameters_.size()), "Correct the name");
+  return *found;
+}
+
+void Layout::check_local(const PlacedParameter& parameter, const at::Tensor& tensor) const {
+  const bool fits =
+      tensor.defined() &&
+      (parameter.held ? tensor.sizes() == at::IntArrayRef(parameter.local_shape) : tensor.numel() == 0);
+  if (fits) return;
+  refuse(
+      fmt::format("parameter '{}' on rank {}", parameter.name, mesh_.rank()),
+      tensor.defined() ? fmt::format("a tensor of shape [{}]", fmt::join(tensor.sizes(), ", ")) : "no tensor",
+      parameter.held ? fmt::format("its local shape, [{}]", fmt::join(parameter.local_shape, ", "))
+                     : "an empty tensor, because this rank does not hold it",
+      "Give the rank's part, as local() makes it");
+}
+
+// The ranks that hold the parameter and differ along these axes of its copies alone.
+Group Layout::holders(const PlacedParameter& parameter, const AxisSet& along) const {
+  const Grid& grid = mesh_.grid();
+  if (!along.contains(kStageAxis) || is_everywhere(parameter.placement, grid)) return mesh_.along(along);
+  return mesh_.among(
+      holders_along(parameter.placement, grid, along, mesh_.rank()),
+      fmt::format("{} of stages {}", fmt::join(along, " x "), fmt::join(parameter.placement.stages, ", ")));
+}
+
+at::Tensor Layout::local(const std::string& name, const at::Tensor& whole) const {
+  const PlacedParameter& placed = parameter(name);
+  if (whole.sizes() != at::IntArrayRef(placed.placement.whole_shape))
+    refuse(fmt::format("parameter '{}'", name),
+           fmt::format("a tensor of shape [{}]", fmt::join(whole.sizes(), ", ")),
+           fmt::format("the whole one, [{}]", fmt::join(placed.placement.whole_shape, ", ")),
+           "Give the whole tensor");
+  at::NoGradGuard no_grad;
+  at::Tensor result = at::empty(placed.local_shape, whole.options());
+  for (const Slice& slice : slices(placed.placement, mesh_.grid(), mesh_.rank()))
+    box(result, slice.local, slice.sizes).copy_(box(whole, slice.whole, slice.sizes));
+  return result;
+}
+
+at::Tensor Layout::whole(const std::string& name, const at::Tensor& local) const {
+  const PlacedParameter& placed = parameter(name);
+  const Placement& placement = placed.placement;
+  const Grid& grid = mesh_.grid();
+  check_local(placed, local);
+  at::NoGradGuard no_grad;
+  at::Tensor result = at::empty(placement.whole_shape, local.options().requires_grad(false));
+  if (placed.held) {
+    AxisSet cut;
+    for (const Cut& each : placement.cuts) cut.insert(each.axis);
+    const std::vector<int> ranks = grid.ranks_along(cut, mesh_.rank());
+    std::vector<std::int64_t> numel;
+    for (const int rank : ranks) numel.push_back(c10::multiply_integers(local_shape(placement, grid, rank)));
+    const at::Tensor flat = local.detach().reshape({-1});
+    at::Tensor parts = flat;
+    if (ranks.size() > 1) {
+      parts = at::empty({c10::multiply_integers(placement.whole_shape)}, result.options());
+      mesh_.along(cut).all_gather_rows_async(parts, flat, numel).wait();
+    }
+    std::int64_t begin = 0;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      const at::Tensor part = parts.narrow(0, begin, numel[i]).view(local_shape(placement, grid, ranks[i]));
+      for (const Slice& slice : slices(placement, grid, ranks[i]))
+        box(result, slice.whole, slice.sizes).copy_(box(part, slice.local, slice.sizes));
+      begin += numel[i];
+    }
+  }
+  if (!is_everywhere(placement, grid)) mesh_.along({kStageAxis}).broadcast(result, placement.stages.front());
+  return result;
+}
+
+void Layout::sum_gradients(const std::vector<at::Tensor>& gradients) const {
+  ISOGRAD_INVARIANT(gradients.size() == parameters_.size(),
+                    fmt::format("{} gradients of {} parameters", gradients.size(), parameters_.size()));
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const PlacedParameter& parameter = parameters_[i];
+    check_local(parameter, gradients[i]);
+    if (!parameter.held) continue;
+    Group group = holders(parameter, parameter.placement.summed);
+    if (group.size() > 1) group.all_reduce(gradients[i]);
+  }
+}
+
+void Layout::check_copies(const std::vector<at::Tensor>& tensors, const std::string& what) const {
+  ISOGRAD_INVARIANT(tensors.size() == parameters_.size(),
+                    fmt::format("{} tensors of {} parameters", tensors.size(), parameters_.size()));
+  const Grid& grid = mesh_.grid();
+  const at::Tensor all = mesh_.all().all_gather(checksums(tensors));  // [ranks, parameters]
+  const auto sums = all.accessor<std::int64_t, 2>();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const PlacedParameter& parameter = parameters_[i];
+    const auto column = static_cast<std::int64_t>(i);
+    for (int rank = 0; rank < grid.ranks(); ++rank) {
+      if (!holds(parameter.placement, grid, rank)) continue;
+      const int first = holders_along(parameter.placement, grid, parameter.copies, rank).front();
+      if (sums[rank][column] == sums[first][column]) continue;
+      throw PeerError(
+          {.where = fmt::format("the {} of parameter '{}'", what, parameter.name),
+           .found = fmt::format("different bits on ranks {} and {}", first, rank),
+           .expected = fmt::format("copies with the same bits along {}", fmt::join(parameter.copies, ", ")),
+           .action = "Where each rank's gradient is a part of the whole, name that axis in the "
+                     "placement's `summed`; otherwise compute the same on every rank"});
+    }
+  }
+}
+
+}  // namespace isograd

@@ -1,0 +1,283 @@
+// Every kind of placement at 2 to 8 ranks: cut along tp, copied and summed along it, copied and the same on
+// it, held by one stage, held by two, and experts. The gradient is that of one process (E1), and the norm
+// that of two twins. Mistakes B5, B13, B18a, B18b and B21, put in from outside, are each seen and told apart.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "isograd/error.hpp"
+#include "isograd/norm.hpp"
+#include "roles_toy.hpp"
+
+namespace isograd::roles {
+namespace {
+
+using testing::ElementsAre;
+using testing::IsEmpty;
+using Gradients = std::vector<at::Tensor>;
+
+constexpr double kExact = 1e-10;  // E1
+
+double squares(const at::Tensor& tensor) {
+  return tensor.square().sum().item<double>();
+}
+
+double summed(double value, Group group) {
+  at::Tensor message = at::full({1}, value, at::kDouble);
+  if (group.size() > 1) group.all_reduce(message);
+  return message.item<double>();
+}
+
+// One place of the loop each, where a mistake can be made.
+struct Loop {
+  std::function<Group(const Layout&)> counting = [](const Layout& layout) { return layout.counting(); };
+  std::function<void(Layout::Named&)> place = [](Layout::Named&) {};
+  std::function<void(const Layout&, Gradients&)> before_sum = [](const Layout&, Gradients&) {};
+  std::function<double(const Layout&, const Gradients&)> norm = [](const Layout& layout,
+                                                                   const Gradients& gradients) {
+    std::vector<double> none{0};
+    return global_norm(layout, gradients, none).norm;
+  };
+};
+
+// The norm as trainers with axes take it: over tp, where parameters are cut, then over the shards, skipping
+// replicas; experts apart, over their own shards; then over stages, a tied parameter in its first one alone.
+double staged_norm(const Layout& layout, const Gradients& gradients) {
+  const Mesh& mesh = layout.mesh();
+  const int stage = mesh.place({"pp"});
+  double cut = 0, copied = 0, experts = 0;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const auto& [name, placement] = std::tie(layout.parameters()[i].name, layout.parameters()[i].placement);
+    if (placement.stages.front() != stage) continue;
+    const bool expert = name == "experts";
+    const AxisSet shards{expert ? "edp" : "dp_shard"};
+    const Range own = owned_slice(gradients[i].numel(), mesh.place(shards), mesh.size(shards), 1);
+    const double part = squares(gradients[i].flatten().narrow(0, own.begin, own.size()));
+    (expert ? experts : placement.cuts.empty() ? copied : cut) += part;
+  }
+  const double dense = summed(summed(cut, mesh.along({"tp"})) + copied, mesh.along({"dp_shard"}));
+  const double sparse = summed(experts, mesh.along({"edp", "ep"}));
+  return std::sqrt(summed(dense + sparse, mesh.along({"pp"})));
+}
+
+struct Outcome {
+  std::map<std::string, double> before, after;  // errors of the whole gradients, before and after their sum
+  Tensors gradients;
+  double loss = 0, targets = 0, norm = 0, assembled_norm = 0, staged_norm = 0;
+  std::string copies = "the same";
+};
+
+std::vector<std::string> wrong(const std::map<std::string, double>& errors) {
+  std::vector<std::string> names;
+  for (const auto& [name, error] : errors)
+    if (!(error < kExact)) names.push_back(name);
+  return names;
+}
+
+// As every rank sees it.
+std::vector<Outcome> run(const Sizes& sizes, const Loop& loop = {}) {
+  std::vector<Outcome> outcomes(static_cast<std::size_t>(sizes.ranks()));
+  const Tensors wanted = reference(sizes.dp_replicate * sizes.dp_shard).gradients;
+  run_ranks(sizes.ranks(), [&](World& world) {
+    Layout::Named named = placements(grid_of(sizes));
+    loop.place(named);
+    const Layout layout(Mesh(world, grid_of(sizes)), named);
+    const Mesh& mesh = layout.mesh();
+    Outcome& mine = outcomes[static_cast<std::size_t>(world.rank)];
+
+    Tensors parameters;
+    for (auto& [name, value] : whole_model()) {
+      parameters[name] = layout.local(name, value);
+      EXPECT_TRUE(at::equal(layout.whole(name, parameters[name]), value)) << name;
+      parameters[name].requires_grad_();
+    }
+    const Tokens tokens = tokens_of(mesh.place(mesh.data()), mesh.size(mesh.data()));
+    mine.targets = summed(tokens.valid.sum().item<double>(), loop.counting(layout));
+    const double loss = backward(layout, parameters, tokens, mine.targets);
+    // Of ranks along tp, which hold the same loss, one speaks.
+    mine.loss = summed(mesh.place({"tp"}) == 0 ? loss : 0, mesh.all());
+
+    Gradients gradients;
+    for (const PlacedParameter& parameter : layout.parameters()) {
+      const at::Tensor& tensor = parameters[parameter.name];
+      gradients.push_back(tensor.grad().defined() ? tensor.grad() : at::zeros_like(tensor.detach()));
+    }
+    const auto assembled = [&] {
+      Tensors result;
+      for (std::size_t i = 0; i < gradients.size(); ++i) {
+        const std::string& name = layout.parameters()[i].name;
+        result[name] = layout.whole(name, gradients[i]);
+      }
+      return result;
+    };
+    mine.before = errors(assembled(), wanted);
+    loop.before_sum(layout, gradients);
+    layout.sum_gradients(gradients);
+    try {
+      layout.check_copies(gradients, "gradient");
+    } catch (const PeerError& error) {
+      mine.copies = error.what();
+    }
+    mine.gradients = assembled();
+    mine.after = errors(mine.gradients, wanted);
+    mine.norm = loop.norm(layout, gradients);
+    mine.staged_norm = staged_norm(layout, gradients);
+    for (const auto& [name, gradient] : mine.gradients) mine.assembled_norm += squares(gradient);
+    mine.assembled_norm = std::sqrt(mine.assembled_norm);
+  });
+  return outcomes;
+}
+
+class Roles : public testing::TestWithParam<Sizes> {};
+
+TEST_P(Roles, GiveTheGradientAndTheNormOfOneProcess) {
+  const Sizes sizes = GetParam();
+  const Grid grid = grid_of(sizes);
+  const Reference wanted = reference(sizes.dp_replicate * sizes.dp_shard);
+  double numel = 0;
+  for (const auto& [name, gradient] : wanted.gradients) numel += static_cast<double>(gradient.numel());
+  const double rounding = numel * 0x1p-53;  // of a sum of squares taken in another order, relative
+  const auto outcomes = run(sizes);
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_THAT(wrong(outcome.after), IsEmpty());
+    EXPECT_EQ(outcome.copies, "the same");
+    EXPECT_EQ(outcome.targets, wanted.targets);
+    EXPECT_NEAR(outcome.loss, wanted.loss, 1e-12 * wanted.loss);
+    EXPECT_NEAR(outcome.norm, outcome.assembled_norm, rounding * outcome.norm);
+    EXPECT_NEAR(outcome.norm, outcome.staged_norm, rounding * outcome.norm);
+    EXPECT_EQ(outcome.norm, outcomes[0].norm);
+  }
+  // Before the sum a rank holds a part alone: otherwise this would be no test of it.
+  for (const auto& [name, placement] : placements(grid))
+    for (int rank = 0; rank < grid.ranks(); ++rank) {
+      if (!holds(placement, grid, rank)) continue;
+      if (holders_along(placement, grid, placement.summed, rank).size() == 1) continue;
+      EXPECT_GT(outcomes[static_cast<std::size_t>(rank)].before.at(name), 1e-3)
+          << name << " on rank " << rank;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Grids, Roles,
+    testing::Values(Sizes{.tp = 2}, Sizes{.pp = 2}, Sizes{.dp_shard = 2, .ep = 2}, Sizes{.tp = 3},
+                    Sizes{.pp = 3}, Sizes{.dp_shard = 3, .ep = 3}, Sizes{.pp = 2, .tp = 2},
+                    Sizes{.dp_shard = 2, .ep = 2, .tp = 2}, Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2},
+                    Sizes{.dp_shard = 4, .ep = 2}, Sizes{.tp = 5}, Sizes{.dp_shard = 5, .ep = 5},
+                    Sizes{.tp = 6}, Sizes{.pp = 3, .tp = 2}, Sizes{.dp_shard = 3, .ep = 3, .tp = 2},
+                    Sizes{.pp = 3, .dp_replicate = 2}, Sizes{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2},
+                    Sizes{.dp_shard = 8, .ep = 8}, Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2, .tp = 2},
+                    Sizes{.pp = 4, .tp = 2}),
+    [](const auto& one) {
+      const Sizes& s = one.param;
+      return fmt::format("ranks{}_pp{}_replicas{}_shards{}_ep{}_tp{}", s.ranks(), s.pp, s.dp_replicate,
+                         s.dp_shard, s.ep, s.tp);
+    });
+
+constexpr Sizes kAll{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2};
+
+double ratio(const Outcome& outcome, const std::string& name) {
+  const at::Tensor wanted = reference(kAll.dp_shard).gradients.at(name);
+  return (outcome.gradients.at(name) * wanted).sum().item<double>() / squares(wanted);
+}
+
+TEST(RolesPlanted, B5CountsTargetsOnPeersThatHoldTheSame) {
+  for (const Outcome& outcome :
+       run(kAll, {.counting = [](const Layout& layout) { return layout.mesh().all(); }})) {
+    EXPECT_THAT(wrong(outcome.after),
+                ElementsAre("bias", "down", "experts", "head_norm", "middle", "tied", "up"));
+    for (const auto& [name, error] : outcome.after) EXPECT_NEAR(ratio(outcome, name), 0.25, 1e-10) << name;
+  }
+}
+
+TEST(RolesPlanted, B13MultipliesExpertsByEp) {
+  const auto multiply = [](const Layout& layout, Gradients& gradients) {
+    gradients.back().mul_(layout.mesh().size({"ep"}));
+  };
+  for (const Outcome& outcome : run(kAll, {.before_sum = multiply})) {
+    EXPECT_THAT(wrong(outcome.after), ElementsAre("experts"));
+    EXPECT_NEAR(ratio(outcome, "experts"), 2, 1e-10);
+  }
+}
+
+TEST(RolesPlanted, B21LeavesPartsAlongTpUnsummed) {
+  const auto forget = [](Layout::Named& named) {
+    for (auto& [name, placement] : named)
+      if (name == "head_norm") placement.summed.erase("tp");
+  };
+  for (const Outcome& outcome : run(kAll, {.place = forget})) {
+    EXPECT_THAT(wrong(outcome.after), ElementsAre("head_norm"));
+    EXPECT_THAT(outcome.copies, testing::HasSubstr("the gradient of parameter 'head_norm'"));
+    EXPECT_THAT(outcome.copies, testing::HasSubstr("tp"));
+  }
+}
+
+TEST(RolesPlanted, B18aCountsEveryCopy) {
+  const auto every_copy = [](const Layout& layout, const Gradients& gradients) {
+    double sum = 0;
+    for (const at::Tensor& gradient : gradients) sum += squares(gradient);
+    return std::sqrt(summed(sum, layout.mesh().all()));
+  };
+  for (const Outcome& outcome : run(kAll, {.norm = every_copy})) {
+    EXPECT_THAT(wrong(outcome.after), IsEmpty());
+    EXPECT_GT(outcome.norm, 1.2 * outcome.assembled_norm);  // √2 and more of what is copied
+  }
+}
+
+TEST(RolesPlanted, B18bTakesTheNormOfTheOwnPart) {
+  const auto own_part = [](const Layout& layout, const Gradients& gradients) {
+    return std::sqrt(summed(owned_squares(layout, gradients), layout.counting()));
+  };
+  for (const Outcome& outcome : run(kAll, {.norm = own_part})) {
+    EXPECT_THAT(wrong(outcome.after), IsEmpty());
+    EXPECT_LT(outcome.norm, 0.99 * outcome.assembled_norm);
+  }
+}
+
+std::string refusal_of(World& world, const Layout::Named& named, const Sizes& sizes) {
+  try {
+    Layout(Mesh(world, grid_of(sizes)), named);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(RolesRefused, PlacementsThatDifferBetweenRanks) {
+  const Sizes sizes{.dp_shard = 3};
+  run_ranks(3, [&](World& world) {
+    using Change = std::function<void(Layout::Named&)>;
+    const auto refused = [&](const Change& on_rank_two) {
+      Layout::Named named = placements(grid_of(sizes));
+      if (world.rank == 2) on_rank_two(named);
+      return refusal_of(world, named, sizes);
+    };
+    using testing::AllOf;
+    using testing::HasSubstr;
+    EXPECT_THAT(refused([](Layout::Named& named) { named[2].second.summed.erase("tp"); }),
+                AllOf(HasSubstr("parameter 'head_norm'"), HasSubstr("tp on rank 0"), HasSubstr("on rank 2")));
+    EXPECT_THAT(refused([](Layout::Named& named) { named[1].second.cuts[0].dim = 1; }),
+                AllOf(HasSubstr("parameter 'up'"), HasSubstr("dimension 0 along axis 'tp'")));
+    EXPECT_THAT(refused([](Layout::Named& named) { named[5].second.stages.clear(); }),
+                AllOf(HasSubstr("parameter 'middle'"), HasSubstr("every stage on rank 2")));
+    EXPECT_THAT(refused([](Layout::Named& named) { named.pop_back(); }),
+                AllOf(HasSubstr("parameter 'experts'"), HasSubstr("no such parameter on rank 2")));
+    EXPECT_THAT(refused([](Layout::Named& named) { named[0].first = "other"; }),
+                HasSubstr("'other' on rank 2"));
+    EXPECT_EQ(refused([](Layout::Named&) {}), "no error");
+  });
+}
+
+TEST(RolesRefused, NamesTwiceAndTensorsThatDoNotFit) {
+  run_ranks(2, [](World& world) {
+    const Sizes sizes{.tp = 2};
+    Layout::Named named = placements(grid_of(sizes));
+    const Layout layout(Mesh(world, grid_of(sizes)), named);
+    named.push_back(named.front());
+    EXPECT_THAT(refusal_of(world, named, sizes), testing::HasSubstr("'tied'"));
+    EXPECT_THROW(layout.parameter("none"), ConfigError);
+    EXPECT_THROW(layout.local("up", at::zeros({2})), ConfigError);
+    EXPECT_THROW(layout.whole("up", at::zeros({kFeatures, kHidden})), ConfigError);
+  });
+}
+
+}  // namespace
+}  // namespace isograd::roles
