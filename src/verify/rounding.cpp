@@ -31,6 +31,8 @@ MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint6
 
 namespace {
 
+constexpr double kOrderShows = 1e-10;  // E1: what fp64 rounding may do, relative to a parameter's gradient
+
 // Rank 0's, on every rank.
 Doubtful share(const Doubtful& own, Group& group) {
   at::Tensor head = at::tensor({static_cast<std::int64_t>(own.places.size()), own.runs}, at::kLong);
@@ -46,12 +48,44 @@ Doubtful share(const Doubtful& own, Group& group) {
   return all;
 }
 
+// The samples of each micro-batch in another order: what a loss over the rows of all ranks allows.
+MicroBatches reordered(const MicroBatches& whole, std::uint64_t turn) {
+  MicroBatches result;
+  for (const Batch& batch : whole)
+    for (Batch& other : cut_anew({batch}, 1, turn)) result.push_back(std::move(other));
+  return result;
+}
+
+// A loss that draws rows by their place is another one in another order; in fp64 the order must not show.
+// Collective; the last rank has `parts`.
+bool knows_no_order(const VerifyProblem& problem, const Initial& initial,
+                    const std::vector<MicroBatches>& parts, Group& group) {
+  const int last = group.size() - 1;
+  at::Tensor same = at::ones({1}, at::kLong);
+  Turns turns(group);
+  if (group.rank() == last) {
+    std::vector<MicroBatches> others;
+    for (const MicroBatches& part : parts) others.push_back(reordered(part, 0));
+    const auto exact = [&](const std::vector<MicroBatches>& of) {
+      return oracle_step(initial.model(problem, at::kDouble), of, problem.loss, problem.step.max_norm,
+                         [&turns] { turns.tick(); });
+    };
+    const OracleStep one = exact(parts), other = exact(others);
+    for (std::size_t i = 0; i < one.gradients.size(); ++i) {
+      const double scale = one.gradients[i].norm().item<double>();
+      if ((one.gradients[i] - other.gradients[i]).norm().item<double>() > kOrderShows * scale) same.zero_();
+    }
+  }
+  turns.finish();
+  group.broadcast(same, last);
+  return same.item<std::int64_t>() != 0;
+}
+
 }  // namespace
 
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
                                      const OracleStep& oracle, const std::vector<double>& scales,
                                      Doubtful doubtful, Group& group) {
-  if (problem.loss.global) return {};  // a function of all rows at once
   doubtful = share(doubtful, group);
   if (doubtful.places.empty()) return {};
   at::Tensor pieces = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
@@ -68,6 +102,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
     else
       parts = {problem.alone ? problem.alone() : problem.whole()};
   }
+  if (problem.loss.global && !knows_no_order(problem, initial, parts, group)) return {};
   for (std::int64_t run = 0; run < doubtful.runs; ++run) {
     OracleStep alone;
     Turns turns(group);
@@ -75,7 +110,8 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
       const auto each = split_rows(pieces.item<std::int64_t>(), static_cast<int>(parts.size()))[0];
       std::vector<MicroBatches> cut;
       for (const MicroBatches& part : parts)
-        cut.push_back(cut_anew(part, each, static_cast<std::uint64_t>(run)));
+        cut.push_back(problem.loss.global ? reordered(part, static_cast<std::uint64_t>(run))
+                                          : cut_anew(part, each, static_cast<std::uint64_t>(run)));
       alone = oracle_step(initial.model(problem, problem.dtype), cut, problem.loss, problem.step.max_norm,
                           [&turns] { turns.tick(); });
     }

@@ -23,7 +23,8 @@ struct Doubtful {
 
 // The largest ‖g1 − g64‖ / s of each of them over the runs, on rank 0. Collective: rank 0 says which; the
 // last rank makes the step as one process would, each time in another cut, with as many micro-batches as all
-// ranks have together. Empty where there are none, or the loss is one that knows no cuts.
+// ranks have together; where the loss is one over all rows, each time in another order of the samples of each
+// micro-batch. Empty where there are none, or such a loss depends on the order.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
                                      const OracleStep& oracle, const std::vector<double>& scales,
                                      Doubtful doubtful, Group& group);
