@@ -185,8 +185,8 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config) {
 }
 
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
-  const NormalizerOptions options{.replicas =
-                                      normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1};
+  const NormalizerOptions options{
+      .replicas = normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1};
   const std::string& kind = config.loss.kind;
   if (kind == "sample_mean") return std::make_unique<SampleMean>(options);
   if (kind == "weighted_mean") return std::make_unique<WeightedMean>(options);
@@ -218,13 +218,14 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                        .expected = fmt::format("{}", fmt::join(names, ", ")),
                        .action = "Choose one of them"});
   const bool share = shares_parameters(config, strategy, world.group);
-  const DataGroups groups = data_groups(Mesh(world, grid_of(config, world.size)), sharded_axes(config));
+  const Mesh mesh(world, grid_of(config, world.size));
   if (stage_of(strategy) == 3)
-    return fully_shard(units.root, parameters, units.blocks, groups,
+    return fully_shard(units.root, parameters, units.blocks, mesh,
                        {.reshard_after_forward = config.parallel.reshard_after_forward,
                         .checkpoint = config.parallel.checkpoint_activations,
                         .reduce_once = config.parallel.reduce_once,
                         .fp32_gradients = config.train.fp32_gradients,
+                        .sharded = sharded_axes(config),
                         .share_parameters = share,
                         .offload = config.parallel.offload,
                         .gather_limit_bytes = config.parallel.gather_limit_bytes,
@@ -234,6 +235,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
   const bool each_by_itself = strategy == "overlapped";
   const DataParallelOptions options{
       .stage = stage_of(strategy),
+      .sharded = sharded_axes(config),
       .share_parameters = share,
       .fp32_gradients = config.train.fp32_gradients,
       .reduce_once = config.parallel.reduce_once,
@@ -242,8 +244,8 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
       .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
       .overlap = config.parallel.overlap,
       .order = bucket_order};
-  if (strategy == "naive") return naive(trainable_parameters(parameters), groups, options);
-  return bucketed(trainable_parameters(parameters), groups, options);
+  if (strategy == "naive") return naive(trainable_parameters(parameters), mesh, options);
+  return bucketed(trainable_parameters(parameters), mesh, options);
 }
 
 std::string describe_layout(const RunConfig& config, const Group& group) {
@@ -252,8 +254,7 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   const Grid grid = grid_of(config, group.size());
   std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
   if (stage > 0 && config.parallel.replicas > 1)
-    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas,
-                        grid.size({"dp_shard"}));
+    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
   if (grid.size(kContextAxes) > 1) {
     text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
                         config.parallel.cp_ulysses);
@@ -273,8 +274,7 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Gr
   const AxisSet sharded = sharded_axes(config);
   int states = 2;  // moments of AdamW
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
-  const std::int64_t most_packs =
-      split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
+  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
   DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
                         .stage = stage_of(strategy),

@@ -15,7 +15,7 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
   if (!loader) return std::nullopt;
   loader->seek({});
   MicroBatches micro_batches = own_parts(loader->next());
-  Group& group = layout.group();
+  Group group = layout.mesh().counting();
   Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
   const Census census = known.count(micro_batches, group, /*stop_requested=*/false);
   if (census.targets == 0) return std::nullopt;

@@ -2,6 +2,7 @@
 #include "isograd/step.hpp"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 
@@ -9,6 +10,13 @@
 #include "loss/ledger.hpp"
 
 namespace isograd {
+
+// Whether any rank of the group says so. Collective.
+static bool any_rank(bool own, Group& group) {
+  at::Tensor flag = at::full({1}, own ? 1 : 0, at::kLong);
+  group.all_reduce(flag, ReduceOp::kMax);
+  return flag.item<std::int64_t>() != 0;
+}
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
            StepOptions options)
@@ -27,10 +35,14 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
     mean_.begin_step();
   }
 
-  // (1) Count over all ranks, before any backward: one small collective, two if samples are cut over ranks.
-  census_ = mean_.count(micro_batches, layout_.group(), stop_requested);
+  // (1) Count over the ranks that see different data, before any backward: one small collective, two if
+  // samples are cut over ranks.
+  const Mesh& mesh = layout_.mesh();
+  Group counting = mesh.counting(), all = mesh.all();
+  census_ = mean_.count(micro_batches, counting, stop_requested);
+  if (all.size() > counting.size()) census_.stop_requested = any_rank(census_.stop_requested, all);
   denominator_ = mean_.denominator(census_);
-  if (options_.check_denominators) check_agreement(denominator_, layout_.group());
+  if (options_.check_denominators) check_agreement(denominator_, all);
 
   MicroBatches batches = micro_batches;
   if (options_.even_micro_batches || layout_.takes_every_round())
@@ -68,7 +80,8 @@ StepReport Step::finish() {
 
   // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
   std::vector<double> sums = ledger_->message(census_);
-  const GlobalNorm global = global_norm(squares, sums, layout_.group());
+  if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
+  const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
   StepReport report;
   report.loss = global.loss_sum * scale;
