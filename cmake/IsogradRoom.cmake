@@ -16,7 +16,8 @@ set(ISOGRAD_UNITY 8 CACHE STRING "source files compiled together; 0 or 1: each a
 
 function(isograd_unity target)
   if(ISOGRAD_UNITY GREATER 1)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ISOGRAD_UNITY})
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ISOGRAD_UNITY}
+      UNITY_BUILD_RELOCATABLE ON)  # from CMake 4.0 on; so that ccache serves several working trees
     # GCC warns of an Impl that holds what its own file has for itself: it takes that file for a header.
     target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   endif()

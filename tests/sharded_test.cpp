@@ -18,6 +18,7 @@ namespace isograd {
 namespace {
 
 using testing::error_of;
+using testing::mesh_of_replicas;
 using testing::strategies;
 using testing::Strategy;
 
@@ -104,11 +105,9 @@ TEST(Sharded, TrainsLikeOneProcessOverReplicasAndShards) {
           const auto expected = trained_alone(size, 3, micro, at::kDouble);
           run_ranks(size, [&](World& world) {
             Model model;
-            auto layout = strategy.make(
-                model.named(),
-                Mesh(world,
-                     data_grid(world.size, {.dp_replicate = testing::replicas_for(size, most_replicas)})),
-                {.bucket_bytes = 500, .first_bucket_bytes = 200});
+            auto layout = strategy.make(model.named(),
+                                        mesh_of_replicas(world, testing::replicas_for(size, most_replicas)),
+                                        {.bucket_bytes = 500, .first_bucket_bytes = 200});
             train(*layout, model, world.rank, 3, micro);
             for (std::size_t p = 0; p < expected.size(); ++p)
               EXPECT_TRUE(at::equal(model.tensors[p], expected[p]))
@@ -177,8 +176,7 @@ TEST(Sharded, CountsEveryElementOnceInTheNorm) {
       std::vector<double> norms(size), held(size);
       run_ranks(size, [&](World& world) {
         Model model;
-        auto layout = strategy.make(model.named(), Mesh(world, data_grid(world.size, {.dp_replicate = 2})),
-                                    {.bucket_bytes = 500});
+        auto layout = strategy.make(model.named(), mesh_of_replicas(world, 2), {.bucket_bytes = 500});
         layout->zero_gradients();
         micro_batches(*layout, model, world.rank, 0, 2);
         layout->finish_reduction();
@@ -207,7 +205,7 @@ TEST(Sharded, MovesWhatTheFormulasSay) {
           if (size % replicas != 0 || strategy.is_naive) continue;
           run_ranks(size, [&](World& world) {
             Model model(at::kFloat);
-            const Mesh mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
+            const Mesh mesh = mesh_of_replicas(world, replicas);
             const Group in_world = mesh.counting(), in_shard_group = mesh.along({"dp_shard"}),
                         in_replicas = mesh.along({"dp_replicate"});
             auto layout = strategy.make(model.named(), mesh, {.bucket_bytes = 500, .learn_order = false});
@@ -386,9 +384,7 @@ TEST(Sharded, BytesTellAReductionTooMany) {
 TEST(Sharded, RefusesWhatCannotBe) {
   run_ranks(3, [](World& world) {
     Model model;
-    EXPECT_NE(
-        error_of([&] { Mesh(world, data_grid(world.size, {.dp_replicate = 2})); }).find("divides the ranks"),
-        std::string::npos);
+    EXPECT_NE(error_of([&] { mesh_of_replicas(world, 2); }).find("divides the ranks"), std::string::npos);
     EXPECT_NE(error_of([&] { bucketed(model.named(), world.group, {.stage = 3}); }).find("fully_shard"),
               std::string::npos);
     EXPECT_NE(error_of([&] { naive(model.named(), world.group, {.stage = 1}); }).find("stage 0"),

@@ -264,6 +264,12 @@ def test_alpha_of_another_length_is_refused(tmp_path):
         probe(tmp_path, [case])
 
 
+def metrics(folder):
+    """The rows of a run's steps, and those of its evaluations."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], [row for row in rows if "figures" in row]
+
+
 def scorer_table(tmp_path):
     rng = np.random.default_rng(5)
     x = rng.normal(size=(300, 4))
@@ -290,19 +296,30 @@ def test_a_scorer_trains_on_several_ranks_and_proves_its_gradient(tmp_path, loss
     assert "parity PASS: 3 ranks = 1 device" in run.stdout
     assert "cross_entropy" in run.stdout
     assert "average precision" in (tmp_path / "run/report.html").read_text()
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 80 and rows[39]["average_precision"] > 0.5
+    for folder in (tmp_path / "run", tmp_path / "run/cross_entropy"):
+        steps, figures = metrics(folder)
+        assert len(steps) == 40 and [row["step"] for row in figures] == [40]
+        if folder.name == "run":
+            assert figures[0]["figures"]["average_precision"] > 0.5
+        assert (folder / "checkpoints/step-00000040/checksums.json").exists()
     same = isograd("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=",
                    f"run.directory={tmp_path}/same", ranks=1)
     assert same.returncode == 0, same.stderr
     assert isograd("verify", *sets, ranks=2).returncode == 0
+    longer = isograd("train", *sets, "train.steps=60", "checkpoint.resume=latest", ranks=2)
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    assert "continuing after step 40" in longer.stderr and len(metrics(tmp_path / "run")[0]) == 60
+    assert len(metrics(tmp_path / "run/cross_entropy")[0]) == 60
 
 
 def test_what_a_scorer_cannot_do_is_refused(tmp_path):
     table = scorer_table(tmp_path)
     for sets, text in [(["data.table="], "data.table"), ([f"data.table={table}", "data.target=z"], "a column 'z'"),
                        ([f"data.table={table}", "batch.rows_per_step=1"], "more ranks than rows"),
-                       ([f"data.table={table}", "checkpoint.resume=latest"], "save no checkpoints")]:
+                       ([f"data.table={table}", "checkpoint.resume=latest"], "no complete checkpoint"),
+                       ([f"data.table={table}", "verify.every=2"], "verify.every"),
+                       ([f"data.table={table}", "parallel.strategy=zero3", "parallel.checkpoint_activations=true"],
+                        "fill the loss's queue twice")]:
         run = isograd("train", f"run.directory={tmp_path}/run", *sets)
         assert run.returncode == 2 and text in run.stderr, run.stderr
 
@@ -317,12 +334,12 @@ def test_scores_that_are_not_finite_are_what_on_non_finite_says(tmp_path, loss, 
                   "schedule.kind=constant", "schedule.peak=1e37", "schedule.warmup=0", "train.max_norm=0",
                   "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3)
     assert run.returncode == status, run.stdout + run.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows, _ = metrics(tmp_path / "run")
     assert rows[0]["updated"] and rows[0]["loss"] is not None
     assert not rows[-1]["updated"] and rows[-1]["loss"] is None
     skipped = sum(not row["updated"] for row in rows)
     if rule == "stop":
         assert skipped == 1 and f"step {len(rows)}: the loss or the gradient is not finite" in run.stderr
     else:
-        assert len(rows) == 6 and f"{loss}: {skipped} of 6 steps skipped" in run.stdout
+        assert len(rows) == 6 and f"skipped           {skipped} steps, not finite" in run.stdout
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/config.toml").exists()

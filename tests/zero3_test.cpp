@@ -269,7 +269,9 @@ TEST(Zero3, ABufferUsedTooEarlyIsNoticed) {
   for (bool planted : {false, true}) {
     std::vector<char> right(3, 1);
     run_ranks(3, [&](World& world) {
-      ShardContext context{.groups = world.group};
+      const Mesh mesh(world.group);
+      const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
+      ShardContext context{.mesh = mesh, .groups = RoleGroups(mesh, copied, kShardedAxes)};
       std::vector<NamedParameter> parameters;
       for (const char* name : {"a", "b"})
         parameters.push_back({.name = name, .tensor = at::zeros({96}, at::kDouble).requires_grad_()});

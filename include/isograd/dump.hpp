@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "isograd/grid.hpp"
+
 namespace isograd {
 
 // What a step says of itself, beside the gradient.
@@ -39,7 +41,7 @@ struct StepDump {
   // counts as that part of its targets), "weights". Not written to files.
   std::vector<std::vector<double>> amounts{};
   std::string counted{};
-  std::vector<std::pair<std::string, int>> axes;  // {"dp_shard", 4}, ..., outermost first
+  std::vector<Axis> axes;  // {"dp_shard", 4}, ..., outermost first
   std::string precision;                          // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // of the loss, each by itself, without its weight

@@ -43,9 +43,6 @@ struct GroupOptions {
   // A known-answer test of every collective before the group is used: a few KB, PeerError on all ranks that
   // names the collective that gave a wrong answer. Makes the constructor collective.
   bool self_test = true;
-  // Builds every collective from send and receive, as rings (src/comm/ring.hpp): for backends that have
-  // nothing else. Callers' own messages then have tags below 32000.
-  bool ring = false;
 };
 
 // The rows (dim 0) that each of `parts` ranks gets of `rows`: as even as possible, the first ones get one

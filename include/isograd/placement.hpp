@@ -57,9 +57,9 @@ struct Placement {
   bool operator==(const Placement&) const = default;
 };
 
-// What parameters must have in common to share a flat buffer: along which axes their gradients are summed, and
-// along which ranks hold copies, among which elements are dealt to owners. Axes of one rank are left out, so
-// that what amounts to the same is equal.
+// What parameters must have in common to share a flat buffer: along which axes their gradients are summed,
+// and along which ranks hold copies, among which elements are dealt to owners. Axes of one rank are left out,
+// so that what amounts to the same is equal.
 struct SyncAxes {
   AxisSet summed, copies;
   auto operator<=>(const SyncAxes&) const = default;

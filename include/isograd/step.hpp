@@ -1,7 +1,9 @@
 // One optimizer step: the heart of the project (src/train/step.cpp).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,7 +15,21 @@
 
 namespace isograd {
 
-class TermLedger;
+class StepWork;
+
+// A rank's micro-batches in a step, as a schedule runs them.
+class MicroBatchWork {
+ public:
+  virtual ~MicroBatchWork() = default;
+  virtual std::size_t size() const = 0;
+  // Of micro-batch i, and its share of the global loss. Kept until backward(i).
+  virtual void forward(std::size_t i) = 0;
+  // Adds the share's gradient. `last`: of this rank's in the step, after which its gradient is complete.
+  virtual void backward(std::size_t i, bool last) = 0;
+};
+// Runs each forward once, and each backward once after its forward.
+using MicroBatchSchedule = std::function<void(MicroBatchWork& work)>;
+void one_after_another(MicroBatchWork& work);  // forward and backward by turns, in order
 
 struct StepOptions {
   double max_norm = 1.0;  // 0: no clipping
@@ -22,6 +38,7 @@ struct StepOptions {
   bool even_micro_batches = false;
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
+  MicroBatchSchedule schedule = one_after_another;
 };
 
 struct StepReport {
@@ -56,9 +73,7 @@ class Step {
   Normalizer& mean_;
   Optimizer& optimizer_;
   StepOptions options_;
-  Census census_;
-  Denominator denominator_;
-  std::unique_ptr<TermLedger> ledger_;
+  std::unique_ptr<StepWork> work_;
   bool accumulated_ = false;
 };
 

@@ -35,8 +35,9 @@ struct StepEvent {
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.
 struct Evaluation {
   std::int64_t step = 0;
-  double loss = 0;  // in the task's unit: nats per token, ...
-  std::int64_t targets = 0;
+  double loss = 0;                    // in the task's unit: nats per token, ...
+  std::int64_t targets = 0;           // 0: nothing is held out, there are figures alone
+  std::vector<TermValue> figures{};  // what else the task measures of the model
 };
 
 // A table for the report, e.g. verify's parity table. Cells are text; the report escapes them.
@@ -92,6 +93,7 @@ struct Outcome {
   std::int64_t empty = 0;                 // had no valid target since the start or resume
   double loss = 0;                        // of the last step
   std::optional<double> validation_loss;  // absent without validation documents
+  std::vector<TermValue> figures;         // of the last evaluation
   double baseline = 0;  // loss of what has learnt nothing, as the task has it: the entropy of its tokens, ...
   double exposed = 0;   // share of the steps' time that communication took, not hidden; this rank
   // Of the cuts over context ranks: a step's highest cost of a ring rank over the mean one.

@@ -57,7 +57,7 @@ struct LayoutUnderTest {
   MakeDataParallel make;
   // Instead of `make`, for layouts that need more than the trainable parameters.
   std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
-  std::vector<std::pair<std::string, int>> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
+  std::vector<Axis> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
   // Bytes that a rank should send for gradients and parameters in a step, for this many elements (with the
   // padding of their flat storage) and rounds of micro-batches, in the given precision; not given: not
   // claimed.

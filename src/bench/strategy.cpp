@@ -51,12 +51,14 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group)
   const auto forward = [&model](const Batch& batch) -> LossTerms {
     return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
   };
-  if (strategy.options.stage < 3)
-    return {bucketed(trainable_parameters(model.named()), group, strategy.options), forward};
+  const auto& options = strategy.options;
+  if (options.stage < 3)
+    return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage), model.named(),
+                          nullptr, group, options),
+            forward};
   const ModelUnits units = model_units(model, RunConfig{});
-  return {fully_shard(
-              units.root, model.named(), units.blocks, group,
-              {.share_parameters = strategy.options.share_parameters, .prefetch = strategy.options.overlap}),
+  return {make_strategy("zero3", model.named(), &units, group, {},
+                        {.share_parameters = options.share_parameters, .prefetch = options.overlap}),
           inside(units.root, forward)};
 }
 

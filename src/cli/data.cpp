@@ -52,11 +52,6 @@ int show_step(const ShowFlags& flags) {
                        .action = "Write: isograd data show CONFIG.toml --step N"});
   const RunConfig config = load_config(flags.shards[0], flags.sets);
   check(config, flags.ranks);
-  if (config.model.kind == "scorer")
-    throw ConfigError({.where = "--step",
-                       .found = "model.kind = \"scorer\", whose steps are rows of a table",
-                       .expected = "a run on text or videos",
-                       .action = "Look at the table itself (data.table)"});
   World alone;
   const auto task = make_task(config, alone.group);
   print(stdout, task->describe_step(*flags.step, grid_of(config, flags.ranks).size(kSampleAxes)));

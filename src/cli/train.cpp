@@ -4,7 +4,6 @@
 #include "comm/environment.hpp"
 #include "isograd/trainer.hpp"
 #include "train/run_folder.hpp"
-#include "train/scorer_run.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {
@@ -46,14 +45,6 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
     const RunConfig config = configuration(*flags, sets);
     if (!read_rank_environment()) RunFolder::check_free(config);  // before ranks are started
     return on_ranks(invocation, *flags, config, [&](World& world) {
-      if (config.model.kind == "scorer") {
-        VerifyTrainedScorer proof;
-        if (config.verify.at_end)
-          proof = [&](const Scorer& trained) {
-            return to_table(verify_scorer(config, world, {}, {}, &trained));
-          };
-        return train_scorer(config, world, proof);
-      }
       TrainerHooks hooks;
       hooks.check = [](RunningRun& run) { return check_running(run); };
       if (config.verify.at_end)

@@ -9,6 +9,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/error_testing.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
@@ -17,6 +18,7 @@
 namespace isograd {
 namespace {
 
+using error_testing::error_of;
 using namespace std::chrono_literals;
 using shm::Kind;
 using shm::Phase;
@@ -41,17 +43,6 @@ void run_observed(int size, const Observer& observer, const std::function<void(S
     auto backend = c10::make_intrusive<ShmBackend>(store, world.rank, size, "adverse", timeout, options);
     body(*backend, world.rank);
   });
-}
-
-// The message of the error that `action` must throw.
-template <typename Action>
-std::string error_of(Action&& action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 // Until `flag`, but no test hangs.
@@ -96,7 +87,7 @@ TEST(Adversarial, MessageFromMemoryThatTheReceiverIsStillAllocating) {
           await(announced);
           backend.send(word, 0, 1)->wait();
         });
-        const std::string error = error_of([&] { backend.empty_shared(kLarge, at::kFloat); });
+        const std::string error = error_of<std::exception>([&] { backend.empty_shared(kLarge, at::kFloat); });
         other.join();
         EXPECT_EQ(error, "no error");
         receive->wait();
@@ -113,13 +104,13 @@ TEST(Adversarial, MismatchedReceiveIsNeverDelivered) {
       at::Tensor memory = backend.empty_shared(1000, at::kFloat);
       Tensors data{rank == 0 ? (shared ? memory : at::ones({sent})) : at::full({expected}, -1.f)};
       if (rank == 0) {
-        error_of([&] { backend.send(data, 1, 0)->wait(); });
-        error_of([&] { backend.barrier()->wait(); });
+        error_of<std::exception>([&] { backend.send(data, 1, 0)->wait(); });
+        error_of<std::exception>([&] { backend.barrier()->wait(); });
         return;
       }
-      EXPECT_THAT(error_of([&] { backend.recv(data, 0, 0)->wait(); }), HasSubstr("the ranks disagreed"));
+      EXPECT_THAT(error_of<std::exception>([&] { backend.recv(data, 0, 0)->wait(); }), HasSubstr("the ranks disagreed"));
       for (int i = 0; i < 3; ++i) {
-        EXPECT_THAT(error_of([&] { backend.barrier()->wait(); }), HasSubstr("the ranks disagreed"));
+        EXPECT_THAT(error_of<std::exception>([&] { backend.barrier()->wait(); }), HasSubstr("the ranks disagreed"));
       }
       EXPECT_TRUE(data[0].eq(-1).all().item<bool>());
     });
@@ -134,7 +125,7 @@ TEST(Adversarial, LostSenderHoldsUpACollective) {
     Tensors data{at::ones({10})};
     const auto begin = std::chrono::steady_clock::now();
     auto receive = backend.recv(data, 1, 0);
-    EXPECT_THAT(error_of([&] { backend.allreduce(data)->wait(); }), HasSubstr("rank 1 (a thread of this"));
+    EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }), HasSubstr("rank 1 (a thread of this"));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, 2s) << "not by the timeout";
   });
 }
@@ -148,7 +139,7 @@ TEST(Adversarial, LateSenderThatHoldsUpACollectiveIsNamed) {
         if (rank != 0) return await(told);
         auto receive = backend.recv(data, 2, 0);
         auto send = backend.send(data, 1, 0);
-        EXPECT_THAT(error_of([&] { send->wait(); }),
+        EXPECT_THAT(error_of<std::exception>([&] { send->wait(); }),
                     AllOf(HasSubstr("rank 2 (a thread"), HasSubstr("did not arrive within 200 ms")));
         told = true;
       },
@@ -239,13 +230,13 @@ TEST(Adversarial, OutputsInWhatOthersReadAreRefused) {
     Tensors one{theirs}, inputs{part(0), part(1)}, outputs{part(1), part(2)};
     std::vector<std::int64_t> equal;
     const auto refused = HasSubstr("overlap");
-    EXPECT_THAT(error_of([&] { backend._reduce_scatter_base(theirs, whole)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend._reduce_scatter_base(shifted, whole)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend.reduce_scatter(one, lists)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend._allgather_base(whole, theirs)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend.allgather(lists, one)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend.alltoall_base(whole, whole, equal, equal)->wait(); }), refused);
-    EXPECT_THAT(error_of([&] { backend.alltoall(outputs, inputs)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(theirs, whole)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(shifted, whole)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend.reduce_scatter(one, lists)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend._allgather_base(whole, theirs)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend.allgather(lists, one)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall_base(whole, whole, equal, equal)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall(outputs, inputs)->wait(); }), refused);
     // Its own part of the whole is nobody else's.
     at::Tensor own = part(rank);
     backend._allgather_base(whole, own)->wait();
@@ -267,7 +258,7 @@ TEST(Adversarial, UnforeseenExceptionReachesTheOthers) {
         [&](ShmBackend& backend, int rank) {
           Tensors data{at::ones({300'000})};
           const auto begin = std::chrono::steady_clock::now();
-          const std::string error = error_of([&] { backend.allreduce(data)->wait(); });
+          const std::string error = error_of<std::exception>([&] { backend.allreduce(data)->wait(); });
           if (rank == 1) return await(told);  // does not leave: that would be heard of too
           EXPECT_THAT(error, HasSubstr("rank 1 failed: std::bad_alloc"));
           EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
@@ -297,11 +288,11 @@ TEST(Adversarial, FinishedReceiveIsNotDeliveredTwice) {
         receiving = true;
         await(sent);
         data[0].fill_(0);
-        EXPECT_THAT(error_of([&] { backend.allreduce(other)->wait(); }), HasSubstr("planted"));
+        EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(other)->wait(); }), HasSubstr("planted"));
         receive->wait();
         EXPECT_TRUE(data[0].eq(1).all().item<bool>());
         data[0].fill_(7);
-        error_of([&] { backend.barrier()->wait(); });
+        error_of<std::exception>([&] { backend.barrier()->wait(); });
         EXPECT_TRUE(data[0].eq(7).all().item<bool>());
         over = true;
       });
@@ -313,8 +304,8 @@ TEST(Adversarial, VeryLongTimeoutsDoNotOverflow) {
       [&](ShmBackend& backend, int rank) {
         Tensors data{at::ones({3})};
         if (rank == 0) std::this_thread::sleep_for(300ms);  // long enough for the other to look at the time
-        EXPECT_EQ(error_of([&] { backend.allreduce(data)->wait(); }), "no error");
-        EXPECT_EQ(error_of([&] { backend.allreduce(data)->wait(std::chrono::milliseconds::max()); }),
+        EXPECT_EQ(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }), "no error");
+        EXPECT_EQ(error_of<std::exception>([&] { backend.allreduce(data)->wait(std::chrono::milliseconds::max()); }),
                   "no error");
       },
       std::chrono::milliseconds::max());

@@ -7,7 +7,6 @@
 #include "base/account.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/nccl/nccl.hpp"
-#include "comm/ring_backend.hpp"
 #include "comm/self_test.hpp"
 #include "comm/shm/backend.hpp"
 
@@ -95,7 +94,6 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
                        .action = "Give one, or use Group::solo()"});
   }
   impl_->device = nccl::device_of(*backend).value_or(at::kCPU);
-  if (options.ring) backend = c10::make_intrusive<RingBackend>(std::move(backend), name, timeout);
   impl_->rank = backend->getRank();
   impl_->size = backend->getSize();
   impl_->backend = std::move(backend);

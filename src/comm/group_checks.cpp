@@ -60,7 +60,7 @@ void Group::Impl::lost(const Call& call, const char* what) const {
         {.where = where(call),
          .found = what,
          .expected = "a backend that has this operation",
-         .action = "Set GroupOptions::ring, which builds it from send and receive, or use another backend"});
+         .action = "Use another backend"});
   }
   throw PeerError({.where = where(call),
                    .found = what,

@@ -1,7 +1,6 @@
 // The correctness matrix: every operation × type × size × ranks × memory × form, over the shared-memory
-// backend, over a backend that Group knows nothing about, and over one that has messages only. Whole with
-// ISOGRAD_FULL_TESTS=1; otherwise memory and form take turns from 4 ranks on, and the largest size is
-// smaller.
+// backend and over a backend that Group knows nothing about. Whole with ISOGRAD_FULL_TESTS=1; otherwise memory
+// and form take turns from 4 ranks on, and the largest size is smaller.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -17,7 +16,6 @@ namespace {
 using namespace std::chrono_literals;
 using isograd::testing::check_operations;
 using isograd::testing::full_tests;
-using isograd::testing::MessagesOnly;
 using isograd::testing::OperationCases;
 using isograd::testing::PassingOn;
 using isograd::testing::run_over_shm;
@@ -39,15 +37,6 @@ TEST_P(Matrix, ForeignBackend) {
     OperationCases cases{.every_layout = full_tests()};
     if (!full_tests()) cases.dtypes = {at::kFloat, at::kBFloat16, at::kLong, at::kBool};
     expect_none(check_operations(Group(c10::make_intrusive<PassingOn>(shm), "foreign", 60s), cases));
-  });
-}
-
-TEST_P(Matrix, Ring) {
-  run_over_shm(GetParam(), [](const c10::intrusive_ptr<ShmBackend>& shm) {
-    OperationCases cases{.every_layout = full_tests()};
-    if (!full_tests()) cases.dtypes = {at::kFloat, at::kBFloat16, at::kLong, at::kBool};
-    Group group(c10::make_intrusive<MessagesOnly>(shm), "ring", 60s, {.ring = true});
-    expect_none(check_operations(group, cases));
   });
 }
 

@@ -278,8 +278,7 @@ class Exam {
         {.where = fmt::format("self-test of group '{}' on rank {} of {}", group_.name(), rank(), size()),
          .found = std::move(found),
          .expected = std::move(expected),
-         .action = "Do not train with this backend: its results are wrong. Try another version of it, or "
-                   "GroupOptions::ring"});
+         .action = "Do not train with this backend: its results are wrong. Try another version of it"});
   }
 
   Group group_;

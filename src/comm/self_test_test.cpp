@@ -251,7 +251,6 @@ TEST(SelfTest, PassesWhatIsRight) {
     run_over_shm(size, [](const c10::intrusive_ptr<ShmBackend>& shm) {
       Group(shm, "ours", 60s);
       Group(c10::make_intrusive<MessagesOnly>(shm), "messages", 60s);
-      Group(c10::make_intrusive<MessagesOnly>(shm), "ring", 60s, {.ring = true});
     });
   }
 }

@@ -20,7 +20,7 @@ constexpr std::size_t kLongestReplacement = 1024;  // bytes for one match, or a 
 // A normaliser table: u32 bytes of a trie, the trie as a double array of u32 units, replacements that end in
 // 0. Darts-clone's reading of a unit: bits 0 to 7 and 31 are its label, bit 8 says that a value lies at the
 // place that it leads to, the others say how far that is.
-class Table {
+class NormalizerTable {
  public:
   // Empty where every walk over it stays inside.
   std::string problem(std::string_view blob) {
@@ -142,7 +142,8 @@ std::string problem_of_normaliser(protozero::pbf_reader message) {
     }
     const auto table = message.get_view();
     if (table.empty()) continue;
-    if (std::string problem = Table().problem({table.data(), table.size()}); !problem.empty()) return problem;
+    if (std::string problem = NormalizerTable().problem({table.data(), table.size()}); !problem.empty())
+      return problem;
   }
   return {};
 }

@@ -5,20 +5,13 @@
 
 #include <algorithm>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
 
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using error_testing::error_of;
 
 void expect_in(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text << "\nlacks: " << part;

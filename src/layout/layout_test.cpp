@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/parameters.hpp"
 #include "layout/flat.hpp"
@@ -11,18 +12,10 @@
 namespace isograd {
 namespace {
 
+using error_testing::error_of;
+
 at::Tensor leaf(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
   return at::randn(shape, at::kFloat).to(type).requires_grad_(true);
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(TrainableParameters, LeavesFrozenOutAndNamesTiedOnce) {

@@ -165,7 +165,7 @@ TEST(CrossEntropySum, RefusesBadArguments) {
 
 // ---- the token mean ----
 
-Batch batch_of(std::vector<std::int64_t> targets) {
+Batch batch_of_targets(std::vector<std::int64_t> targets) {
   Batch batch;
   const auto length = static_cast<std::int64_t>(targets.size());
   batch.targets = at::tensor(targets, at::kLong);
@@ -182,7 +182,8 @@ Batch batch_of(std::vector<std::int64_t> targets) {
 TEST(TokenMean, CountsTargetsTokensAndMicroBatches) {
   TokenMean mean;
   Group alone = Group::solo();
-  const MicroBatches batches = {batch_of({1, -100, 2}), batch_of({}), batch_of({-100})};
+  const MicroBatches batches = {batch_of_targets({1, -100, 2}), batch_of_targets({}),
+                                batch_of_targets({-100})};
   const Census census = mean.count(batches, alone, true);
   EXPECT_EQ(census.targets, 2);
   EXPECT_EQ(census.tokens, 4);
@@ -199,8 +200,8 @@ TEST(TokenMean, CountsTargetsTokensAndMicroBatches) {
 TEST(TokenMean, IsNotTheMeanOfMeans) {
   TokenMean mean;
   Group alone = Group::solo();
-  const MicroBatches batches = {batch_of(std::vector<std::int64_t>(900, 1)),
-                                batch_of(std::vector<std::int64_t>(100, 1))};
+  const MicroBatches batches = {batch_of_targets(std::vector<std::int64_t>(900, 1)),
+                                batch_of_targets(std::vector<std::int64_t>(100, 1))};
   const Denominator denominator = mean.denominator(mean.count(batches, alone, false));
   const at::Tensor sums[] = {at::ones({900}, at::kDouble).sum(), at::full({100}, 11.0, at::kDouble).sum()};
   double loss = 0, mean_of_means = 0;

@@ -9,10 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "base/error_testing.hpp"
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
+
+using error_testing::error_of;
 
 inline at::Tensor leaf(const at::Tensor& values) {
   return values.detach().clone().requires_grad_(true);
@@ -48,16 +51,6 @@ inline double off_from_differences(const std::function<at::Tensor(const at::Tens
     largest = std::max(largest, std::abs(found));
   }
   return worst / std::max(largest, 1e-300);
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 // Every third token from the second on has no target.

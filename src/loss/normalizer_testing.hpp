@@ -8,11 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/normalizer.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd::normalizer_testing {
+
+using error_testing::error_of;
 
 struct Fragment {
   std::int64_t id, length, declared;
@@ -33,16 +36,6 @@ inline Batch batch_of(const std::vector<Fragment>& fragments, std::vector<double
   batch.tokens = batch.positions = at::zeros_like(batch.targets);
   if (!weights.empty()) batch.weights = at::tensor(weights, at::kDouble);
   return batch;
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 }  // namespace isograd::normalizer_testing

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "base/error_testing.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
@@ -13,6 +14,7 @@
 namespace isograd {
 namespace {
 
+using error_testing::error_of;
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -29,16 +31,6 @@ Batch batch_of(std::int64_t valid, std::int64_t ignored = 0, std::int64_t id = 1
 
 at::Tensor parameter(double value) {
   return at::full({}, value, at::kDouble).requires_grad_(true);
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(CountValidTokens, AddsMicroBatchesAndRanks) {
@@ -137,7 +129,7 @@ TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   Group alone = Group::solo();
   at::Tensor x = at::ones({3}, at::kBFloat16).requires_grad_(true);
   const auto refusal = [&](const at::Tensor& mean, std::int64_t valid) {
-    return error_of([&] { gradient_accumulate_loss(mean, valid, 7, alone); });
+    return error_of<Error>([&] { gradient_accumulate_loss(mean, valid, 7, alone); });
   };
   EXPECT_THAT(refusal((x * 2).mean(), 3), HasSubstr("begins in 16 bits"));
   EXPECT_THAT(refusal((x * 2).mean().to(at::kFloat), 3), HasSubstr("begins in 16 bits"));
@@ -149,13 +141,13 @@ TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
 TEST(GradientAccumulateLoss, RefusesBadCountsAndASecondDivision) {
   Group alone = Group::solo();
   at::Tensor x = parameter(1);
-  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(x, 6, 5, alone); }),
+  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(x, 6, 5, alone); }),
               HasSubstr("6 valid tokens here of 5"));
-  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(x, -1, 5, alone); }), HasSubstr("-1 valid"));
-  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(at::ones({2}), 1, 5, alone); }),
+  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(x, -1, 5, alone); }), HasSubstr("-1 valid"));
+  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(at::ones({2}), 1, 5, alone); }),
               HasSubstr("shape [2]"));
   const at::Tensor share = gradient_accumulate_loss(x * 1, 2, 5, alone);
-  EXPECT_THAT(error_of([&] { gradient_accumulate_loss(share, 2, 5, alone); }), HasSubstr("divided already"));
+  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(share, 2, 5, alone); }), HasSubstr("divided already"));
 }
 
 TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
@@ -166,7 +158,7 @@ TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
               [&](World& world) {
                 const auto call = [&] { gradient_accumulate_loss(parameter(1), 1, 4, world.group); };
                 call();
-                errors[static_cast<std::size_t>(world.rank)] = error_of([&] {
+                errors[static_cast<std::size_t>(world.rank)] = error_of<Error>([&] {
                   if (world.rank == 0) return call();
                   at::Tensor gradient = at::zeros({100});
                   world.group.all_reduce(gradient);
@@ -181,7 +173,7 @@ TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
   // Calls of different steps that meet.
   run_ranks(3, [](World& world) {
     const std::string error =
-        error_of([&] { gradient_accumulate_loss(parameter(1), 1, world.rank == 2 ? 9 : 4, world.group); });
+        error_of<Error>([&] { gradient_accumulate_loss(parameter(1), 1, world.rank == 2 ? 9 : 4, world.group); });
     EXPECT_THAT(error, AllOf(HasSubstr("ConfigError"), HasSubstr("the same global_valid on every rank")));
   });
 }

@@ -60,7 +60,7 @@ std::vector<at::Tensor> run(DecoderLM& model, const std::function<at::Tensor()>&
   return results;
 }
 
-double relative(const at::Tensor& a, const at::Tensor& b) {
+double relative_error(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
   return ((x - y).norm() / y.norm().clamp_min(1e-300)).item<double>();
 }
@@ -75,7 +75,7 @@ TEST(DecoderLM, AgreesWithPlainAtenForwardAndBackward) {
       const auto ours = run(model, [&] { return model.logits(batch); });
       const auto plain = run(model, [&] { return plain_logits(model, batch); });
       for (std::size_t i = 0; i < ours.size(); ++i)
-        EXPECT_LT(relative(ours[i], plain[i]), tolerance)
+        EXPECT_LT(relative_error(ours[i], plain[i]), tolerance)
             << config.family << " " << config.rope_scaling.kind << " "
             << (i == 0 ? "logits" : model.named()[i - 1].first);
     }
@@ -113,7 +113,7 @@ TEST(DecoderLM, DynamicScalingIsAFragmentsOwn) {
     alone.tokens = both.tokens.narrow(0, begin, length),
     alone.positions = both.positions.narrow(0, begin, length);
     alone.cu_seqlens = {0, length}, alone.sample_ids = {0};
-    EXPECT_LT(relative(model.logits(alone), together.narrow(0, begin, length)), 1e-13);
+    EXPECT_LT(relative_error(model.logits(alone), together.narrow(0, begin, length)), 1e-13);
   }
 }
 

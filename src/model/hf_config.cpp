@@ -241,7 +241,6 @@ ordered_json scaling_json(const RopeScaling& scaling) {
 DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::path& file) {
   const auto [object, problem] = parse_json(text);
   const std::string where = file.string() + ": ";
-  refuse_byte_order_mark(text, file.string());
   if (!problem.empty())
     throw ConfigError({.where = file.string(),
                        .found = problem,

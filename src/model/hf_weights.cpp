@@ -34,7 +34,6 @@ struct Stored {
 std::map<std::string, Stored> read_shards(const fs::path& directory) {
   const fs::path index = directory / kIndex;
   const std::string text = read_file(index);
-  refuse_byte_order_mark(text, index.string());
   const auto [object, problem] = parse_json(text);
   if (!problem.empty()) bad(index, "", problem, "an object with the file of every tensor");
   if (!object.contains("weight_map") || !object["weight_map"].is_object())

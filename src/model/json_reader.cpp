@@ -14,14 +14,6 @@ std::string brief(const nlohmann::json& value) {
   return text;
 }
 
-void refuse_byte_order_mark(const std::string& text, const std::string& file) {
-  if (text.starts_with("\xef\xbb\xbf"))
-    throw ConfigError({.where = file,
-                       .found = "a byte order mark in front of the JSON",
-                       .expected = "UTF-8 without one, as transformers reads it",
-                       .action = "Save the file without a byte order mark"});
-}
-
 void JsonReader::bad(const std::string& key, const std::string& found, const std::string& expected) const {
   throw ConfigError(
       {.where = where_ + key,

@@ -11,10 +11,6 @@ namespace isograd {
 // A value in a message: ASCII, cut short.
 std::string brief(const nlohmann::json& value);
 
-// ConfigError where `text` begins with a byte order mark: Python's JSON reader, and so transformers, refuses
-// it.
-void refuse_byte_order_mark(const std::string& text, const std::string& file);
-
 class JsonReader {
  public:
   // `where` stands in front of keys in messages. Keeps a reference to `object`.

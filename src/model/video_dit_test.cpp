@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "model/video_dit_testing.hpp"
@@ -10,6 +11,7 @@
 namespace isograd {
 namespace {
 
+using error_testing::error_of;
 using namespace testing;
 using ::testing::HasSubstr;
 
@@ -177,16 +179,6 @@ TEST(VideoDiT, NothingLeaksBetweenVideos) {
       EXPECT_EQ(at::equal(before.slice(0, ends[f], ends[f + 1]), after.slice(0, ends[f], ends[f + 1])),
                 f != victim);
   }
-}
-
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(VideoDiT, BadInputIsNamed) {

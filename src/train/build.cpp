@@ -184,15 +184,57 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config) {
   };
 }
 
-std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
-  const NormalizerOptions options{
-      .replicas = normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1};
+Mean mean_of(const RunConfig& config) {
   const std::string& kind = config.loss.kind;
-  if (kind == "sample_mean") return std::make_unique<SampleMean>(options);
-  if (kind == "weighted_mean") return std::make_unique<WeightedMean>(options);
-  if (kind == "fixed") return std::make_unique<FixedDenominator>(config.loss.denominator, options);
-  if (kind == "none") return std::make_unique<NoDenominator>(options);
-  return std::make_unique<TokenMean>(options);
+  return kind == "sample_mean"     ? Mean::kSamples
+         : kind == "weighted_mean" ? Mean::kWeights
+         : kind == "fixed"         ? Mean::kFixed
+         : kind == "none"          ? Mean::kNone
+                                   : Mean::kTargets;
+}
+
+std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const NormalizerOptions& options) {
+  switch (mean) {
+    case Mean::kSamples:
+      return std::make_unique<SampleMean>(options);
+    case Mean::kWeights:
+      return std::make_unique<WeightedMean>(options);
+    case Mean::kFixed:
+      return std::make_unique<FixedDenominator>(fixed, options);
+    case Mean::kNone:
+      return std::make_unique<NoDenominator>(options);
+    default:
+      return std::make_unique<TokenMean>(options);
+  }
+}
+
+std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
+  const int replicas = normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1;
+  return make_normalizer(mean_of(config), config.loss.denominator, {.replicas = replicas});
+}
+
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
+                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options, const FullyShardOptions& sharded) {
+  const auto names = strategy_names();
+  if (std::find(names.begin(), names.end(), strategy) == names.end())
+    throw ConfigError({.where = "parallel.strategy",
+                       .found = strategy,
+                       .expected = fmt::format("{}", fmt::join(names, ", ")),
+                       .action = "Choose one of them"});
+  options.stage = stage_of(strategy);
+  if (options.stage == 3) {
+    if (!units)
+      throw ConfigError({.where = "zero3",
+                         .found = "a model without units",
+                         .expected = "VerifyModel::units, as verify_model() gives it",
+                         .action = "Make the model with verify_model(), or fill in its units"});
+    return fully_shard(units->root, parameters, units->blocks, mesh, sharded);
+  }
+  if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
+  if (strategy == "naive") return naive(trainable_parameters(parameters), mesh, options);
+  return bucketed(trainable_parameters(parameters), mesh, options);
 }
 
 namespace {
@@ -210,42 +252,29 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                                           const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                           const ModelUnits& units, World& world,
                                           const std::vector<std::string>& bucket_order, at::Device device) {
-  const std::string& strategy = config.parallel.strategy;
-  const auto names = strategy_names();
-  if (std::find(names.begin(), names.end(), strategy) == names.end())
-    throw ConfigError({.where = "parallel.strategy",
-                       .found = strategy,
-                       .expected = fmt::format("{}", fmt::join(names, ", ")),
-                       .action = "Choose one of them"});
-  const bool share = shares_parameters(config, strategy, world.group);
-  const Mesh mesh(world, grid_of(config, world.size));
-  if (stage_of(strategy) == 3)
-    return fully_shard(units.root, parameters, units.blocks, mesh,
-                       {.reshard_after_forward = config.parallel.reshard_after_forward,
-                        .checkpoint = config.parallel.checkpoint_activations,
-                        .reduce_once = config.parallel.reduce_once,
+  const auto& parallel = config.parallel;
+  const bool share = shares_parameters(config, parallel.strategy, world.group);
+  return make_strategy(parallel.strategy, parameters, &units, Mesh(world, grid_of(config, world.size)),
+                       {.sharded = sharded_axes(config),
+                        .share_parameters = share,
+                        .fp32_gradients = config.train.fp32_gradients,
+                        .reduce_once = parallel.reduce_once,
+                        .offload = parallel.offload,
+                        .bucket_bytes = parallel.bucket_bytes,
+                        .first_bucket_bytes = parallel.first_bucket_bytes,
+                        .overlap = parallel.overlap,
+                        .order = bucket_order},
+                       {.reshard_after_forward = parallel.reshard_after_forward,
+                        .checkpoint = parallel.checkpoint_activations,
+                        .reduce_once = parallel.reduce_once,
                         .fp32_gradients = config.train.fp32_gradients,
                         .sharded = sharded_axes(config),
                         .share_parameters = share,
-                        .offload = config.parallel.offload,
-                        .gather_limit_bytes = config.parallel.gather_limit_bytes,
+                        .offload = parallel.offload,
+                        .gather_limit_bytes = parallel.gather_limit_bytes,
                         .initialize = units.initialize,
                         .device = device,
-                        .prefetch = config.parallel.prefetch});
-  const bool each_by_itself = strategy == "overlapped";
-  const DataParallelOptions options{
-      .stage = stage_of(strategy),
-      .sharded = sharded_axes(config),
-      .share_parameters = share,
-      .fp32_gradients = config.train.fp32_gradients,
-      .reduce_once = config.parallel.reduce_once,
-      .offload = config.parallel.offload,
-      .bucket_bytes = each_by_itself ? 1 : config.parallel.bucket_bytes,
-      .first_bucket_bytes = each_by_itself ? 0 : config.parallel.first_bucket_bytes,
-      .overlap = config.parallel.overlap,
-      .order = bucket_order};
-  if (strategy == "naive") return naive(trainable_parameters(parameters), mesh, options);
-  return bucketed(trainable_parameters(parameters), mesh, options);
+                        .prefetch = parallel.prefetch});
 }
 
 std::string describe_layout(const RunConfig& config, const Group& group) {

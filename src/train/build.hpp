@@ -49,8 +49,19 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config);
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
                 std::size_t element_bytes);
 
+Mean mean_of(const RunConfig& config);  // what loss.kind divides by
+// `fixed`: the number that Mean::kFixed divides by.
+std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const NormalizerOptions& options);
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
+
+// A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
+// that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. Collective.
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
+                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options,
+                                            const FullyShardOptions& sharded = {});
 
 // parallel.strategy with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others

@@ -13,7 +13,7 @@ constexpr int kFormat = 1;
 
 // Visits every field with its key, for writing and reading alike. Counts are checked to be 0 or more.
 template <class State, class Visit>
-void fields(State& state, Visit visit) {
+void state_fields(State& state, Visit visit) {
   visit("step", state.step);
   visit("updates", state.updates);
   visit("skipped", state.skipped);
@@ -94,7 +94,7 @@ struct Reader {
 
 std::string to_json(const TrainingState& state) {
   nlohmann::ordered_json json{{"format", kFormat}};
-  fields(state, [&](const char* key, const auto& value) { json[key] = value; });
+  state_fields(state, [&](const char* key, const auto& value) { json[key] = value; });
   return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -106,7 +106,7 @@ TrainingState parse_state(const std::string& text, const std::string& file) {
     reader.bad("format", json["format"].dump(),
                std::to_string(kFormat) + ", the only one this version reads");
   TrainingState state;
-  fields(state, reader);
+  state_fields(state, reader);
   return state;
 }
 

@@ -10,6 +10,7 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -199,9 +200,9 @@ RunConfig parse_config(std::string_view text, const std::string& file,
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;
   check_together(config, where);
-  if (config.model.load.empty() && config.model.kind == "decoder") {
+  if (const TaskKind& kind = kind_of(config); kind.check) {
     try {
-      check(config.model.shape);
+      kind.check(config);
     } catch (const ConfigError& error) {
       ErrorText text_of_shape = error.text();
       text_of_shape.where = where + ": " + text_of_shape.where;

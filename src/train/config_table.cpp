@@ -2,91 +2,18 @@
 
 #include <fmt/format.h>
 
-#include <type_traits>
+#include <algorithm>
+#include <iterator>
+
+#include "train/config_keys.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
+namespace key_table {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNoLimit = 1e6;     // limits from here on only keep arithmetic from overflowing: left unsaid
-constexpr double kManySteps = 1e15;  // far below where 64-bit counts could overflow
-constexpr double kManyTokens = 1e9;  // of a pack or a batch
-constexpr double kWide = 1 << 24;    // of a tensor's dim
-constexpr double kManyRows = 1 << 30;  // of the embedding
-
-const std::vector<std::string> kScheduleKinds = {"constant", "cosine"};
-
-ConfigValue to_value(bool value) {
-  return value;
-}
-ConfigValue to_value(std::int64_t value) {
-  return value;
-}
-ConfigValue to_value(double value) {
-  return value;
-}
-ConfigValue to_value(const std::string& value) {
-  return value;
-}
-ConfigValue to_value(const std::vector<std::string>& value) {
-  return value;
-}
-ConfigValue to_value(Schedule::Kind kind) {
-  return kScheduleKinds[kind == Schedule::Kind::kConstant ? 0 : 1];
-}
-ConfigValue to_value(const std::optional<double>& value) {
-  return value.value_or(0);
-}
-
-template <typename Field>
-void from_value(Field& field, const ConfigValue& value) {
-  field = std::get<Field>(value);
-}
-void from_value(Schedule::Kind& field, const ConfigValue& value) {
-  field = std::get<std::string>(value) == "constant" ? Schedule::Kind::kConstant : Schedule::Kind::kCosine;
-}
-void from_value(std::optional<double>& field, const ConfigValue& value) {
-  const double number = std::get<double>(value);
-  field = number == 0 ? std::nullopt : std::optional(number);
-}
-
-template <auto kField>
-ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string description) {
-  return {.name = std::move(name),
-          .unit = std::move(unit),
-          .allowed = std::move(allowed),
-          .description = std::move(description),
-          .get = [](const RunConfig& config) { return to_value(kField(config)); },
-          .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
-}
-
-// A key named as its field is written below; `path` is where RunConfig keeps it.
-#define KEY(name, path, ...)        \
-  make_key < [](auto& c) -> auto& { \
-    return c.path;                  \
-  }                                 \
-  > (name, __VA_ARGS__)
-
-Allowed any() {
-  return {};
-}
-Allowed at_least(double least, double most = kInfinity) {
-  return {.least = least, .most = most};
-}
-Allowed above(double least) {
-  return {.least = least, .above_least = true};
-}
-Allowed fraction() {
-  return {.least = 0, .most = 1, .below_most = true};
-}
-Allowed one_of(std::vector<std::string> choices) {
-  return {.choices = std::move(choices)};
-}
-Allowed not_empty() {
-  return {.not_empty = true};
-}
-
-std::vector<ConfigKey> make_keys() {
+// Those that every kind of run has.
+std::vector<ConfigKey> common_keys() {
   return {
       KEY("run.directory", run.directory, "", not_empty(),
           "Folder of this run: report, metrics, TensorBoard events and checkpoints. Relative paths start at "
@@ -106,58 +33,9 @@ std::vector<ConfigKey> make_keys() {
           "relative to it. 0: to what matrix products reach on all ranks at once, measured when the run "
           "starts."),
 
-      KEY("data.text", data.text, "", any(),
-          "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, from the "
-          "field "
-          "`text`. Empty together with `data.shards`: the C++ headers of the LibTorch in use."),
-      KEY("data.shards", data.shards, "", any(),
-          "Files, directories or globs of shards packed already: by `isograd data pack`, or `.bin` files of "
-          "llm.c and nanoGPT as they are."),
-      KEY("data.tokenizer", data.tokenizer, "", not_empty(),
-          "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or a Hugging "
-          "Face "
-          "`tokenizer.json` (by the Python package `tokenizers`; a document ends with the `eos_token` of a "
-          "`tokenizer_config.json` beside it). Shards packed with another tokenizer are refused."),
-      KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
-          "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is then one "
-          "document."),
-      KEY("data.cache", data.cache, "", not_empty(),
-          "Folder that keeps `data.text` as shards, so that the next run starts at once."),
-      KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
-          "Length of a pack. Documents are laid end to end and cut at this length; attention and positions "
-          "never "
-          "cross from one document into the next."),
-      KEY("data.shuffle_packs", data.shuffle_packs, "", any(),
-          "Takes an epoch's packs in shuffled order, so that a step mixes many documents. Off: packs are "
-          "taken as "
-          "they lie, and the fragments of a long document meet in one step."),
       KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
           "Part of the documents that is held out for the validation loss. 0: none."),
 
-      KEY("data.table", data.table, "", any(),
-          "Of a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` [rows, "
-          "features] and "
-          "`y` [rows]."),
-      KEY("data.target", data.target, "", any(),
-          "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
-
-      KEY("batch.packs_per_step", batch.packs_per_step, "packs", at_least(1, kManyTokens),
-          "The global batch: packs of one step, over all ranks and micro-batches."),
-      KEY("batch.packs_per_micro_batch", batch.packs_per_micro_batch, "packs", at_least(1, kManyTokens),
-          "Packs that one forward and backward sees on one rank. A speed and memory option: the gradient "
-          "does not "
-          "depend on it."),
-
-      KEY("batch.rows_per_step", batch.rows_per_step, "rows", at_least(1, kManyTokens),
-          "The global batch of a `scorer`, over all ranks; its last step of an epoch may be shorter."),
-      KEY("batch.videos_per_step", batch.videos_per_step, "videos", at_least(1, kManyTokens),
-          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the last step "
-          "of "
-          "an epoch may be shorter. Each rank gets about the same Σ length²."),
-      KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
-          "Of videos: how many patches one forward and backward sees on one rank, at most; a longer video is "
-          "a "
-          "micro-batch by itself. A speed and memory option: the gradient does not depend on it."),
       KEY("batch.max_tokens_per_rank", batch.max_tokens_per_rank, "tokens", at_least(0, kManyTokens),
           "Tokens of one micro-batch (of videos: patches) that a rank has memory for, after the cut over "
           "context ranks. A step with more on any rank is an error on all of them before it is made. 0: no "
@@ -168,91 +46,11 @@ std::vector<ConfigKey> make_keys() {
           "checkpoint is one too. Its `config.json` then describes the model, and the other keys of this "
           "section "
           "are refused. Empty: fresh weights by `run.seed`."),
-      KEY("model.family", model.shape.family, "", one_of({"llama", "qwen2", "qwen3", "mistral"}),
-          "Whose `config.json` the model is written with."),
-      KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
-          "Rows of the embedding; at least what the tokenizer and the corpus use."),
-      KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
-          "Width of the residual stream; for Llama a multiple of `model.heads`."),
-      KEY("model.layers", model.shape.layers, "", at_least(1, 100000), "Transformer blocks."),
-      KEY("model.heads", model.shape.heads, "", at_least(1, kWide), "Query heads of a block."),
-      KEY("model.key_value_heads", model.shape.key_value_heads, "", at_least(1, kWide),
-          "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
-      KEY("model.head_dim", model.shape.head_dim, "", at_least(2, kWide), "Width of a head; even."),
-      KEY("model.feed_forward", model.shape.feed_forward, "", at_least(1, kWide), "Width inside SwiGLU."),
-      KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
-          "Positions the model knows; at least `data.pack_length`, but for `model.rope_scaling.kind = "
-          "\"dynamic\"`, which is for packs beyond."),
-      KEY("model.rope_theta", model.shape.rope_theta, "", above(0), "Base of the rotary embedding."),
-      KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0), "Inside the root of RMSNorm."),
-      KEY("model.tied_output", model.shape.tied_output, "", any(),
-          "Whether the output layer is the embedding itself."),
-      KEY("model.attention_bias", model.shape.attention_bias, "", any(),
-          "Bias of the query, key and value projections: `true` for Qwen2, `false` for Mistral."),
-      KEY("model.output_bias", model.shape.output_bias, "", any(),
-          "Bias of attention's output projection: as `attention_bias` for Llama and Qwen3, `false` for the "
-          "others."),
-      KEY("model.mlp_bias", model.shape.mlp_bias, "", any(), "Bias of SwiGLU's projections: Llama only."),
-      KEY("model.query_key_norm", model.shape.query_key_norm, "", any(),
-          "RMSNorm of queries and keys, by head: `true` for Qwen3, `false` for the others."),
-      KEY("model.initializer_range", model.shape.initializer_range, "", at_least(0),
-          "Standard deviation of fresh weights."),
-      KEY("model.bos", model.shape.bos, "token", at_least(-1, kManyRows),
-          "Begins a document. `-1`: the tokenizer's, where it has one."),
-      KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
-          "Ends a document. `-1`: the tokenizer's, where it has one."),
-      KEY("model.pad", model.shape.pad, "token", at_least(-1, kManyRows),
-          "Its row of the embedding gets no gradient as an input (tied, it still gets the output layer's), "
-          "as "
-          "`pad_token_id` in transformers. `-1`: no such token."),
-
       KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}),
           "`decoder`: a language model on text. `scorer`: a multilayer perceptron that ranks the rows of "
-          "`data.table` (`docs/ranking.md`); of the keys above it reads none but "
-          "`data.validation_fraction`. `video`: a diffusion transformer on `video.files` (`docs/video.md`), "
-          "described by `hidden`, `layers`, `heads`, `head_dim`, `feed_forward` and `initializer_range`."),
-      KEY("model.scorer_units", model.scorer_units, "", at_least(1, kWide),
-          "Of each hidden layer of a `scorer`."),
-      KEY("model.scorer_layers", model.scorer_layers, "", at_least(0, 1000),
-          "Hidden layers of a `scorer`. 0: a linear one."),
-
-      KEY("model.rope_scaling.kind", model.shape.rope_scaling.kind, "",
-          one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
-          "Variant of the rotary embedding for long contexts. `default`: no scaling, and the keys below are "
-          "refused."),
-      KEY("model.rope_scaling.factor", model.shape.rope_scaling.factor, "", at_least(1),
-          "How many times longer the context becomes."),
-      KEY("model.rope_scaling.low_frequency_factor", model.shape.rope_scaling.low_frequency_factor, "",
-          above(0), "Of `llama3`."),
-      KEY("model.rope_scaling.high_frequency_factor", model.shape.rope_scaling.high_frequency_factor, "",
-          above(0), "Of `llama3`; above the low one."),
-      KEY("model.rope_scaling.original_max_positions", model.shape.rope_scaling.original_max_positions,
-          "tokens", at_least(0, kManyTokens), "Positions before scaling (`llama3`, `yarn`)."),
-      KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, "", above(0), "Of `yarn`."),
-      KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, "", above(0), "Of `yarn`."),
-      KEY("model.rope_scaling.truncate", model.shape.rope_scaling.truncate, "", any(),
-          "Of `yarn`: whether the ramp begins and ends at whole dims."),
-      KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
-          "Of `yarn`. 0: follows from the factor."),
-
-      KEY("video.files", video.files, "", any(),
-          "Files, directories or globs of videos in any format that FFmpeg decodes."),
-      KEY("video.height", video.height, "pixels", at_least(1, 8192),
-          "Rows of pixels of a frame, at most: larger frames are scaled down, to whole patches."),
-      KEY("video.frames_per_second", video.frames_per_second, "", at_least(0, 1000),
-          "How many frames of a second are taken, at most. 0: every frame."),
-      KEY("video.max_frames", video.max_frames, "frames", at_least(0, kManyTokens),
-          "How many of a video's frames are taken, at most: its first. 0: all."),
-      KEY("video.patch_frames", video.patch_frames, "frames", at_least(1, 256),
-          "Of a patch, which is a token."),
-      KEY("video.patch_height", video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
-      KEY("video.patch_width", video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
-      KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
-          "Sines and cosines that tell the model the timestep; even."),
-      KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
-          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), and has "
-          "no "
-          "gradient in the first step. Otherwise the projections that modulate begin like all others."),
+          "`data.table` (`docs/ranking.md`); of the keys of text it reads none. `video`: a diffusion "
+          "transformer on `video.files` (`docs/video.md`), described by `hidden`, `layers`, `heads`, "
+          "`head_dim`, `feed_forward` and `initializer_range`."),
 
       KEY("loss.kind", loss.kind, "", one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}),
           "What the sum over tokens is divided by: the targets of the whole step, each sample's own tokens "
@@ -275,26 +73,6 @@ std::vector<ConfigKey> make_keys() {
           "Said "
           "otherwise it must agree: `sum` with one mean over all replicas, `mean` with a mean of per-replica "
           "means."),
-
-      KEY("ranking.loss", ranking.loss, "",
-          one_of(
-              {"cross_entropy", "smooth_ap", "recall_at_quantile", "pauc", "pauc_pairwise", "sigmoid_focal"}),
-          "What a `scorer` is trained by, over the rows of all ranks (`docs/ranking.md`)."),
-      KEY("ranking.temperature", ranking.temperature, "", at_least(0),
-          "Of the loss's sigmoids. 0: the loss's own default."),
-      KEY("ranking.queue_size", ranking.queue_size, "rows", at_least(0, kManyTokens),
-          "Rows of earlier steps that take part in the ranking, with the scores that they had."),
-      KEY("ranking.quantile", ranking.quantile, "",
-          {.least = 0, .most = 1, .above_least = true, .below_most = true},
-          "Share of all rows above the threshold of the recall, trained or measured."),
-      KEY("ranking.alpha", ranking.alpha, "", fraction(),
-          "Where the partial AUC's band of false-positive rates begins."),
-      KEY("ranking.budget", ranking.budget, "", {.least = 0, .most = 1, .above_least = true},
-          "Where it ends; the measured partial AUC begins at 0."),
-      KEY("ranking.compare", ranking.compare, "", any(),
-          "Whether a second scorer is trained by cross entropy, from the same weights on the same rows, for "
-          "the "
-          "report."),
 
       KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
       KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
@@ -414,16 +192,32 @@ std::vector<ConfigKey> make_keys() {
           "How often ranks that keep the same weights compare checksums of them. A difference names the "
           "first "
           "parameter and the ranks and stops the run, exit status 1. 0: never."),
-
-      KEY("sample.prompt", sample.prompt, "", any(),
-          "What the text generated at the end begins with. Empty: a new document."),
-      KEY("sample.tokens", sample.tokens, "tokens", at_least(0, kManyTokens),
-          "How many are generated. 0: none."),
-      KEY("sample.temperature", sample.temperature, "", at_least(0),
-          "Divides the logits before drawing. 0: always the likeliest token."),
   };
 }
-#undef KEY
+
+}  // namespace
+}  // namespace key_table
+
+namespace {
+
+// By section; within one those of text, of all kinds, of the other kinds.
+std::vector<ConfigKey> make_keys() {
+  std::vector<ConfigKey> keys = text_kind().keys();
+  const auto add = [&](std::vector<ConfigKey> more) {
+    std::move(more.begin(), more.end(), std::back_inserter(keys));
+  };
+  add(key_table::common_keys());
+  for (const TaskKind* kind : task_kinds())
+    if (kind != &text_kind()) add(kind->keys());
+  const auto section = [](const ConfigKey& key) {
+    const auto& sections = config_sections();
+    const std::string name = key.name.substr(0, key.name.rfind('.'));
+    return std::find_if(sections.begin(), sections.end(), [&](const auto& one) { return one.name == name; });
+  };
+  std::stable_sort(keys.begin(), keys.end(),
+                   [&](const auto& a, const auto& b) { return section(a) < section(b); });
+  return keys;
+}
 
 }  // namespace
 
@@ -469,9 +263,9 @@ std::string allowed_text(const ConfigKey& key) {
     return allowed.choices.size() == 1 ? choices : "one of " + choices;
   }
   if (allowed.not_empty) text += ", not empty";
-  const bool below = allowed.most < kNoLimit;
+  const bool below = allowed.most < key_table::kNoLimit;
   const std::string unit = key.unit.empty() ? "" : " (" + key.unit + ")";
-  if (allowed.least != -kInfinity)
+  if (allowed.least != -key_table::kUnbounded)
     text += fmt::format(", {} {}",
                         allowed.above_least ? "above"
                         : below             ? "from"
@@ -506,7 +300,7 @@ std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& valu
   }
   const bool low = allowed.above_least ? number <= allowed.least : number < allowed.least;
   const bool high = allowed.below_most ? number >= allowed.most : number > allowed.most;
-  if (high && allowed.most >= kNoLimit)
+  if (high && allowed.most >= key_table::kNoLimit)
     return fmt::format("{}, more than {:.16g}", toml_text(value), allowed.most);
   return low || high ? std::optional(toml_text(value)) : std::nullopt;
 }

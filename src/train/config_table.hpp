@@ -36,6 +36,13 @@ struct ConfigKey {
 
 const std::vector<ConfigKey>& config_keys();
 
+// Keys that begin with `prefix` and have no effect, but for the exceptions.
+struct UnusedKeys {
+  std::string prefix;
+  std::string reason;
+  std::vector<std::string> exceptions = {};
+};
+
 struct ConfigSection {
   std::string name;
   std::string description;

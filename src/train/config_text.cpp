@@ -8,6 +8,7 @@
 #include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -43,60 +44,28 @@ std::string_view last_name(std::string_view name) {
   return name.substr(name.rfind('.') + 1);
 }
 
-// A key that was given a value but has no effect beside another one.
-struct Unused {
-  std::string prefix;                 // of the keys
-  bool (*because)(const RunConfig&);  // when they have no effect
-  const char* reason;
-  std::vector<std::string> exceptions = {};
-};
-
-bool is_video(const RunConfig& config) {
-  return config.model.kind == "video";
-}
-bool is_no_video(const RunConfig& config) {
-  return !is_video(config);
-}
-constexpr const char* kNotOfVideos = "model.kind is \"video\", which learns from video.files";
-constexpr const char* kOnlyOfVideos = "model.kind is not \"video\"";
-
-const std::vector<Unused>& unused_rules() {
-  static const std::vector<Unused> rules = {
-      {"data.end_of_text", [](const RunConfig& c) { return c.data.shards.empty(); },
-       "data.shards is empty, and text has its own marks"},
-      {"model.",
-       [](const RunConfig& c) { return !c.model.load.empty(); },
-       "model.load is given, and its config.json describes the model",
-       {"model.load", "model.kind"}},
-      {"model.rope_scaling.",
-       [](const RunConfig& c) { return c.model.shape.rope_scaling.kind == "default"; },
-       "model.rope_scaling.kind is \"default\": no scaling",
-       {"model.rope_scaling.kind"}},
-      {"model.",
-       is_video,
-       kNotOfVideos,
-       {"model.kind", "model.load", "model.hidden", "model.layers", "model.heads", "model.head_dim",
-        "model.feed_forward", "model.initializer_range"}},
-      {"data.", is_video, kNotOfVideos, {"data.validation_fraction"}},
-      {"batch.",
-       is_video,
-       kNotOfVideos,
-       {"batch.videos_per_step", "batch.tokens_per_micro_batch", "batch.max_tokens_per_rank"}},
-      {"ranking.", is_video, kNotOfVideos},
-      {"sample.", is_video, kNotOfVideos},
-      {"sample.", [](const RunConfig& c) { return c.model.kind == "scorer"; },
-       "model.kind is \"scorer\", which generates no text"},
-      {"loss.fused", is_video, kNotOfVideos},
-      {"video.", is_no_video, kOnlyOfVideos},
-      {"batch.videos_per_step", is_no_video, kOnlyOfVideos},
-      {"batch.tokens_per_micro_batch", is_no_video, kOnlyOfVideos},
-      {"optimizer.momentum", [](const RunConfig& c) { return c.optimizer.kind != "sgd"; },
-       "optimizer.kind is not \"sgd\""},
-      {"optimizer.beta", [](const RunConfig& c) { return c.optimizer.kind != "adamw"; },
-       "optimizer.kind is not \"adamw\""},
-      {"optimizer.epsilon", [](const RunConfig& c) { return c.optimizer.kind != "adamw"; },
-       "optimizer.kind is not \"adamw\""},
+// Keys that were given a value but have no effect beside others.
+std::vector<UnusedKeys> unused_in(const RunConfig& config) {
+  std::vector<UnusedKeys> rules;
+  const auto add = [&](bool unused, UnusedKeys keys) {
+    if (unused) rules.push_back(std::move(keys));
   };
+  add(config.data.shards.empty(),
+      {"data.end_of_text", "data.shards is empty, and text has its own marks"});
+  add(!config.model.load.empty(), {"model.",
+                                   "model.load is given, and its config.json describes the model",
+                                   {"model.load", "model.kind"}});
+  add(config.model.shape.rope_scaling.kind == "default",
+      {"model.rope_scaling.",
+       "model.rope_scaling.kind is \"default\": no scaling",
+       {"model.rope_scaling.kind"}});
+  const TaskKind& own = kind_of(config);
+  rules.insert(rules.end(), own.unused.begin(), own.unused.end());
+  for (const TaskKind* kind : task_kinds())
+    if (kind != &own) rules.insert(rules.end(), kind->of_no_other.begin(), kind->of_no_other.end());
+  add(config.optimizer.kind != "sgd", {"optimizer.momentum", "optimizer.kind is not \"sgd\""});
+  for (const char* prefix : {"optimizer.beta", "optimizer.epsilon"})
+    add(config.optimizer.kind != "adamw", {prefix, "optimizer.kind is not \"adamw\""});
   return rules;
 }
 
@@ -227,12 +196,13 @@ void check_together(const RunConfig& config, const std::string& where) {
                        .expected = "ranks on GPUs, which alone NCCL joins",
                        .action = "Set parallel.device = \"cuda\", or leave parallel.backend out"});
   const RunConfig defaults;
+  const std::vector<UnusedKeys> unused = unused_in(config);
   for (const auto& key : config_keys()) {
     const ConfigValue value = key.get(config), usual = key.get(defaults);
     if (value == usual) continue;
-    for (const auto& rule : unused_rules()) {
+    for (const UnusedKeys& rule : unused) {
       const auto& spared = rule.exceptions;
-      if (key.name.rfind(rule.prefix, 0) != 0 || !rule.because(config)) continue;
+      if (!key.name.starts_with(rule.prefix)) continue;
       if (std::find(spared.begin(), spared.end(), key.name) != spared.end()) continue;
       throw ConfigError(
           {.where = where,

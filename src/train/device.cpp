@@ -12,6 +12,7 @@
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -94,8 +95,9 @@ void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
   if (gpus.count == 0)
     refuse(kKey, fmt::format("{} and {}", asked, gpus.text()), "a GPU that LibTorch can use",
            "See nvidia-smi and CUDA_VISIBLE_DEVICES, or set parallel.device = \"cpu\"");
-  if (config.model.kind == "scorer")
-    refuse(kKey, asked + " with model.kind = \"scorer\"", "\"cpu\": a scorer's rows are ranked there",
+  if (const TaskKind& kind = kind_of(config); !kind.on_gpu)
+    refuse(kKey, fmt::format("{} with model.kind = \"{}\"", asked, kind.name),
+           fmt::format("\"cpu\": a {} has no code for a GPU yet", kind.name),
            "Set parallel.device = \"cpu\"");
   if (config.parallel.share_parameters == "on")
     refuse("parallel.share_parameters", fmt::format("\"on\" with {} = {}", kKey, asked),

@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "isograd/error.hpp"
-#include "loss/ledger.hpp"
+#include "train/step_work.hpp"
 
 namespace isograd {
 
@@ -14,25 +14,15 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    std::int64_t step) {
   if (!loader) return std::nullopt;
   loader->seek({});
-  MicroBatches micro_batches = own_parts(loader->next());
-  Group group = layout.mesh().counting();
   Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
-  const Census census = known.count(micro_batches, group, /*stop_requested=*/false);
+  StepWork work(forward, layout, known);
+  work.count(own_parts(loader->next()), /*stop_requested=*/false, /*even=*/false);
+  const Census& census = work.census();
   if (census.targets == 0) return std::nullopt;
-  const Denominator denominator = known.denominator(census);
-  at::NoGradGuard no_grad;
-  TermLedger ledger;                                    // knows what is the whole on every rank
-  const bool every_round = layout.takes_every_round();  // a forward is a collective
-  if (every_round)
-    micro_batches.resize(std::max(micro_batches.size(), static_cast<std::size_t>(census.rounds)),
-                         empty_batch());
-  for (const auto& batch : micro_batches)
-    if (every_round || batch.cut || batch.num_tokens() > 0) {  // so is a part's
-      const LossTerms terms = forward(known.prepare(batch, denominator));
-      ledger.add(terms, known.scale(terms, denominator).item<double>(), denominator, census);
-    }
-  at::Tensor sums = at::tensor(ledger.message(census), at::kDouble);
-  group.all_reduce(sums);
+  const at::NoGradGuard no_grad;
+  work.look();
+  at::Tensor sums = at::tensor(work.ledger().message(census), at::kDouble);
+  layout.mesh().counting().all_reduce(sums);
   return Evaluation{.step = step, .loss = sums[0].item<double>(), .targets = census.targets};
 }
 

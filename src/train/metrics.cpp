@@ -86,6 +86,8 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "validation_loss", row.validation_loss);
   put(json, "validation_perplexity", row.validation_perplexity);
   put(json, "validation_targets", row.validation_targets);
+  for (const TermValue& figure : row.figures)
+    put(json["figures"], figure.name.c_str(), std::optional(figure.value));
   return json.dump() + "\n";
 }
 
@@ -123,6 +125,9 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "validation_loss", row.validation_loss);
       get(json, "validation_perplexity", row.validation_perplexity);
       get(json, "validation_targets", row.validation_targets);
+      if (const auto figures = json.find("figures"); figures != json.end())
+        for (const auto& [name, value] : figures->items())
+          row.figures.push_back({name, value.is_null() ? std::nan("") : value.get<double>()});
       rows.push_back(row);
     } catch (const nlohmann::json::exception& error) {
       refuse(error.what());
@@ -190,13 +195,18 @@ void Metrics::step(const StepEvent& event) {
 }
 
 void Metrics::evaluation(const Evaluation& evaluation) {
-  const auto perplexity = perplexity_of(evaluation.loss);
-  events_.scalar("validation/loss", evaluation.step, evaluation.loss);
-  if (perplexity) events_.scalar("validation/perplexity", evaluation.step, *perplexity);
-  append({.step = evaluation.step,
-          .validation_loss = evaluation.loss,
-          .validation_perplexity = perplexity,
-          .validation_targets = evaluation.targets});
+  MetricRow row{.step = evaluation.step, .figures = evaluation.figures};
+  if (evaluation.targets > 0) {
+    row.validation_loss = evaluation.loss;
+    row.validation_perplexity = perplexity_of(evaluation.loss);
+    row.validation_targets = evaluation.targets;
+    events_.scalar("validation/loss", evaluation.step, evaluation.loss);
+    if (row.validation_perplexity)
+      events_.scalar("validation/perplexity", evaluation.step, *row.validation_perplexity);
+  }
+  for (const TermValue& figure : evaluation.figures)
+    events_.scalar("validation/" + figure.name, evaluation.step, figure.value);
+  append(std::move(row));
 }
 
 }  // namespace isograd

@@ -33,6 +33,7 @@ struct MetricRow {
   std::optional<double> validation_loss = {};
   std::optional<double> validation_perplexity = {};
   std::optional<std::int64_t> validation_targets = {};
+  std::vector<TermValue> figures = {};  // what else the task measures of the model, by name
 };
 
 std::string to_json_line(const MetricRow& row);  // ends in a line break

@@ -7,6 +7,7 @@
 
 #include "isograd/error.hpp"
 #include "train/rank_zero.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -23,16 +24,14 @@ CutOptions cut_options(const Task& task, const Mesh& mesh) {
 void check_memory(const Batch& batch, const RunConfig& config) {
   const std::int64_t most = config.batch.max_tokens_per_rank, tokens = batch.num_tokens();
   if (tokens <= most) return;
-  const bool videos = config.model.kind == "video";
+  const TaskKind& kind = kind_of(config);
   throw ConfigError({.where = "batch.max_tokens_per_rank",
-                     .found = fmt::format("a micro-batch of {} {}", tokens, videos ? "patches" : "tokens"),
+                     .found = fmt::format("a micro-batch of {} {}", tokens, kind.tokens),
                      .expected = fmt::format("at most {} on a rank", most),
                      .action = fmt::format(
                          "Cut it over {} context ranks or more (parallel.cp_ring, parallel.cp_ulysses), or "
                          "lower {}",
-                         (tokens + most - 1) / most,
-                         videos ? "batch.tokens_per_micro_batch, video.height or video.max_frames"
-                                : "batch.packs_per_micro_batch or data.pack_length")});
+                         (tokens + most - 1) / most, kind.smaller)});
 }
 
 }  // namespace

@@ -86,7 +86,17 @@ struct Presenter::Impl {
     return fmt::format(fmt::runtime(text), below(loss, facts.baseline.value), facts.baseline.name);
   }
 
-  void print_summary(const Outcome& outcome) const {
+  static std::string as_text(const ReportTable& table) {
+    std::string text = fmt::format("\n{}: {}\n", printable(table.title), printable(table.summary));
+    for (const auto& cell : table.columns) text += fmt::format("{:<26}", printable(cell));
+    for (const auto& row : table.rows) {
+      text += '\n';
+      for (const auto& cell : row) text += fmt::format("{:<26}", printable(cell));
+    }
+    return text + "\n";
+  }
+
+  void print_summary(const Outcome& outcome, const Showing& showing) const {
     std::string text = "\n";
     const auto row = [&](const char* label, const std::string& value) {
       text += fmt::format("{:<18}{}\n", label, printable(value));
@@ -112,6 +122,8 @@ struct Presenter::Impl {
     if (!outcome.checkpoint.empty()) row("checkpoint", outcome.checkpoint.string());
     row("report", outcome.report.string());
     if (!outcome.sample.empty()) text += "sample\n" + outcome.sample + "\n";
+    if (showing.print_tables)
+      for (const auto& table : showing.tables) text += as_text(table);
     print(stdout, text);
     std::fflush(stdout);
   }
@@ -200,11 +212,15 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
                                                .events_directory = impl_->directory / "tensorboard",
                                                .first_step = facts.first_step,
                                                .perplexity = facts.task.perplexity});
-  impl_->progress.line(fmt::format("{} parameters on {}; {} {} in {} {}, {} of them held out",
-                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(),
-                                   human_count(static_cast<double>(facts.task.num_tokens)), facts.task.tokens,
-                                   facts.task.train_documents + facts.task.validation_documents,
-                                   facts.task.documents, facts.task.validation_documents));
+  const TaskFacts& task = facts.task;
+  const std::string tokens =  // where samples consist of anything
+      task.tokens == task.documents
+          ? std::string()
+          : fmt::format("{} {} in ", human_count(static_cast<double>(task.num_tokens)), task.tokens);
+  impl_->progress.line(fmt::format("{} parameters on {}; {}{} {}, {} of them held out",
+                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(), tokens,
+                                   task.train_documents + task.validation_documents, task.documents,
+                                   task.validation_documents));
   if (facts.first_step > 0) impl_->progress.line(fmt::format("continuing after step {}", facts.first_step));
 }
 Presenter::~Presenter() = default;
@@ -238,7 +254,7 @@ fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {
   Outcome shown = outcome;
   shown.report = impl_->directory / "report.html";
   impl_->write_report(shown, showing);
-  impl_->print_summary(shown);
+  impl_->print_summary(shown, showing);
   return shown.report;
 }
 

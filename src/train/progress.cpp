@@ -132,14 +132,16 @@ void Progress::step(const StepEvent& event) {
 }
 
 void Progress::evaluation(const Evaluation& evaluation) {
-  validation_loss_ = evaluation.loss;
-  if (terminal_)
-    draw();
-  else
-    line(fmt::format(
-        "step {}  validation loss {:.4f} over {} targets{}", evaluation.step, evaluation.loss,
-        evaluation.targets,
-        options_.perplexity ? fmt::format("  perplexity {:.4g}", std::exp(evaluation.loss)) : ""));
+  if (evaluation.targets > 0) validation_loss_ = evaluation.loss;
+  if (terminal_) return draw();
+  std::string text = fmt::format("step {}", evaluation.step);
+  if (evaluation.targets > 0)
+    text += fmt::format("  validation loss {:.4f} over {} targets", evaluation.loss, evaluation.targets);
+  if (evaluation.targets > 0 && options_.perplexity)
+    text += fmt::format("  perplexity {:.4g}", std::exp(evaluation.loss));
+  for (const TermValue& figure : evaluation.figures)
+    text += fmt::format("  {} {:.4f}", figure.name, figure.value);
+  line(text);
 }
 
 void Progress::line(const std::string& text) {

@@ -104,8 +104,7 @@ std::string earlier_run(const RunConfig& config) {
 }
 
 RunFolder::Continued RunFolder::continued(const RunConfig& config) {
-  // A scorer's run saves no checkpoints: to resume one is refused elsewhere.
-  if (config.checkpoint.resume.empty() || config.model.kind == "scorer") return {};
+  if (config.checkpoint.resume.empty()) return {};
   const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
   std::error_code error;
   const fs::path folder = (found.has_filename() ? found : found.parent_path()).lexically_normal();

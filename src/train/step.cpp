@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "isograd/error.hpp"
-#include "loss/ledger.hpp"
+#include "train/step_work.hpp"
 
 namespace isograd {
 
@@ -18,46 +18,95 @@ static bool any_rank(bool own, Group& group) {
   return flag.item<std::int64_t>() != 0;
 }
 
+StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean)
+    : forward_(forward), layout_(layout), mean_(mean) {}
+
+// (1) Count over the ranks that see different data, before any backward: one small collective, two if samples
+// are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
+void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even) {
+  batches_ = std::move(micro_batches);
+  Group counting = layout_.mesh().counting(), all = layout_.mesh().all();
+  census_ = mean_.count(batches_, counting, stop_requested);
+  if (all.size() > counting.size()) census_.stop_requested = any_rank(census_.stop_requested, all);
+  denominator_ = mean_.denominator(census_);
+  if (even || layout_.takes_every_round())
+    batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
+}
+
+void StepWork::run(const MicroBatchSchedule& schedule) {
+  shares_.assign(size(), {}), left_ = size();
+  try {
+    schedule(*this);
+    check(left_ == 0, left_, "a forward and a backward of each micro-batch");
+  } catch (...) {
+    shares_.clear();  // and with them what the forwards kept
+    throw;
+  }
+}
+
+void StepWork::check(bool holds, std::size_t i, const char* expected) const {
+  if (holds) return;
+  throw ConfigError({.where = "StepOptions::schedule",
+                     .found = fmt::format("{} of {} micro-batches", i, size()),
+                     .expected = expected,
+                     .action = "Mend the schedule: one_after_another() is one that is right"});
+}
+
+// (2) The one division: this micro-batch's share of the global loss.
+void StepWork::forward(std::size_t i) {
+  Share& share = shares_[i];
+  share.terms = forward_(mean_.prepare(batches_[i], denominator_));
+  share.value = mean_.scale(share.terms, denominator_);
+}
+
+// (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
+void StepWork::backward(std::size_t i, bool last) {
+  check(shares_.at(i).value.defined(), i, "forward(i) before backward(i), each once");
+  check(last == (--left_ == 0), i, "`last` with the last backward, and no other");
+  layout_.begin_backward(last && !mean_.deferred());
+  // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
+  const at::Tensor& share = shares_[i].value;
+  if (share.requires_grad() || batches_[i].num_targets() > 0) share.backward();
+  log(i);
+}
+
+void StepWork::look() {
+  shares_.assign(batches_.size(), {});
+  for (std::size_t i = 0; i < size(); ++i) forward(i), log(i);
+}
+
+void StepWork::log(std::size_t i) {
+  const Share share = std::exchange(shares_[i], {});
+  ledger_.add(share.terms, share.value.item<double>(), denominator_, census_);
+}
+
+void one_after_another(MicroBatchWork& work) {
+  for (std::size_t i = 0; i < work.size(); ++i) {
+    work.forward(i);
+    work.backward(i, i + 1 == work.size());
+  }
+}
+
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
            StepOptions options)
     : forward_(std::move(forward)),
       layout_(layout),
       mean_(mean),
       optimizer_(optimizer),
-      options_(options),
-      ledger_(std::make_unique<TermLedger>()) {}
+      options_(std::move(options)),
+      work_(std::make_unique<StepWork>(forward_, layout, mean)) {}
 Step::~Step() = default;
 
 void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
   if (!(accumulated_ && mean_.deferred())) {  // a deferred step goes on until finish()
     layout_.zero_gradients();
-    ledger_->clear();
+    work_->clear();
     mean_.begin_step();
   }
-
-  // (1) Count over the ranks that see different data, before any backward: one small collective, two if
-  // samples are cut over ranks.
-  const Mesh& mesh = layout_.mesh();
-  Group counting = mesh.counting(), all = mesh.all();
-  census_ = mean_.count(micro_batches, counting, stop_requested);
-  if (all.size() > counting.size()) census_.stop_requested = any_rank(census_.stop_requested, all);
-  denominator_ = mean_.denominator(census_);
-  if (options_.check_denominators) check_agreement(denominator_, all);
-
-  MicroBatches batches = micro_batches;
-  if (options_.even_micro_batches || layout_.takes_every_round())
-    batches.resize(std::max(batches.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
-  for (std::size_t i = 0; i < batches.size(); ++i) {
-    // (2) The one division: this micro-batch's share of the global loss.
-    const LossTerms terms = forward_(mean_.prepare(batches[i], denominator_));
-    const at::Tensor share = mean_.scale(terms, denominator_);
-
-    // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
-    layout_.begin_backward(i + 1 == batches.size() && !mean_.deferred());
-    // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
-    if (share.requires_grad() || batches[i].num_targets() > 0) share.backward();
-    ledger_->add(terms, share.item<double>(), denominator_, census_);
-  }
+  work_->count(micro_batches, stop_requested, options_.even_micro_batches);
+  Group all = layout_.mesh().all();
+  if (options_.check_denominators) check_agreement(work_->denominator(), all);
+  work_->run(options_.schedule);  // forward(i) and backward(i, last) of each micro-batch
   accumulated_ = true;
 }
 
@@ -76,10 +125,10 @@ StepReport Step::finish() {
   layout_.finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
     squares += taken ? *taken : owned_squares(bucket);
   });
-  const double scale = denominator_.gradient_scale;
+  const double scale = work_->denominator().gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
-  std::vector<double> sums = ledger_->message(census_);
+  std::vector<double> sums = work_->ledger().message(work_->census());
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
   const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
@@ -87,13 +136,13 @@ StepReport Step::finish() {
   report.loss = global.loss_sum * scale;
   report.terms = TermLedger::read(sums);
   for (TermValue& term : report.terms) term.value *= scale;
-  report.census = census_;
+  report.census = work_->census();
   report.norm = global.norm * scale;
   report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.
   report.finite = global.finite;
-  if (!global.finite || denominator_.value == 0) return report;
+  if (!global.finite || work_->denominator().value == 0) return report;
 
   // (7) Clip and update in one fused pass.
   report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);

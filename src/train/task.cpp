@@ -3,18 +3,29 @@
 #include "isograd/error.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/rank_zero.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   // Once, before anybody reads of them.
   if (!config.model.load.empty()) on_rank_zero(group, [&] { verify_model_files(config.model.load); });
-  if (config.model.kind == "decoder") return make_text_task(config, group);
-  if (config.model.kind == "video") return make_video_task(config, group);
-  throw ConfigError({.where = "model.kind",
-                     .found = config.model.kind,
-                     .expected = "decoder or video",
-                     .action = "Train a scorer with train_scorer(), as isograd train does"});
+  return kind_of(config).make(config, group);
+}
+
+const std::vector<const TaskKind*>& task_kinds() {
+  static const std::vector<const TaskKind*> kinds{&text_kind(), &scorer_kind(), &video_kind()};
+  return kinds;
+}
+
+const TaskKind& kind_of(const RunConfig& config) {
+  std::string names;
+  for (const TaskKind* kind : task_kinds()) {
+    if (config.model.kind == kind->name) return *kind;
+    names += (names.empty() ? "" : ", ") + std::string(kind->name);
+  }
+  throw ConfigError(
+      {.where = "model.kind", .found = config.model.kind, .expected = names, .action = "Choose one of them"});
 }
 
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step) {

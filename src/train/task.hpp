@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,6 +71,7 @@ struct Showing {
   std::vector<Picture> pictures{};
   std::vector<Chart> charts{};
   std::vector<ReportTable> tables{};  // `passed` is not read
+  bool print_tables = false;          // at the end of the run too
 };
 
 // Key and value of the model's shape, in order.
@@ -114,15 +116,26 @@ class Task {
   virtual ShapeKeys shape() const = 0;
   virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
 
-  // ---- for people, when all steps are made; on rank 0, the model is whole ----
-  virtual Showing show(TaskModel& model) const = 0;
+  // ---- for people ----
+  // Of the model as it is, beside its validation loss, by name. Collective.
+  virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
+  // A run that a finished one is compared with: in a folder of its own inside run.directory.
+  virtual std::optional<RunConfig> comparison() const { return std::nullopt; }
+  // When all steps are made; on rank 0, the model is whole. `comparison`: how that run went; null without one.
+  virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
   // ---- for verify ----
   // The loss of each token by plain code that shares nothing with TaskModel::loss(): DeclaredLoss::per_token.
   // Not given: the cross entropy of logits.
   using PlainLosses = std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)>;
   virtual PlainLosses plain_losses() const { return {}; }
+  // A loss over the rows of all ranks, which is no sum over tokens, likewise: DeclaredLoss::global.
+  using PlainLoss = std::function<at::Tensor(const at::Tensor& outputs, const at::Tensor& targets)>;
+  virtual PlainLoss plain_loss() const { return {}; }
   virtual std::string loss_name() const = 0;  // of the term that TaskModel::loss() gives
+  // The same task with losses that keep nothing from one step to the next, so that a step can be made again.
+  // What they would have kept comes of the weights of `trained`, which is whole; null: of fresh ones.
+  virtual std::unique_ptr<Task> repeatable(TaskModel* /*trained*/) const { return under(config()); }
   // A step small enough to be verified now and then: a short pack for each rank and one more, so that counts
   // differ and one rank accumulates; other samples at each `step`.
   virtual RunConfig micro_sized(int ranks, std::int64_t step) const = 0;
@@ -137,6 +150,7 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 // The kinds.
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);
 std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group);
+std::unique_ptr<Task> make_scorer_task(const RunConfig& config, Group& group);
 
 // Where step `step` of a run (from 1) finds its data.
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);

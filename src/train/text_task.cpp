@@ -206,7 +206,7 @@ class TextTask : public Task {
     return shape_keys(read_hf_config(directory));
   }
 
-  Showing show(TaskModel& model) const override {
+  Showing show(TaskModel& model, const Outcome&, const Outcome*) const override {
     if (!corpus_.tokenizer || config().sample.tokens == 0) return {};
     return {.text = sample_text(static_cast<TextModel&>(model).decoder(), *corpus_.tokenizer,
                                 config().sample.prompt,

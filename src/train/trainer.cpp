@@ -7,6 +7,7 @@
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "train/build.hpp"
+#include "train/checkpoint_files.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
 #include "train/memory.hpp"
@@ -241,11 +242,14 @@ struct Trainer::Impl {
 
   void measure() {
     evaluated_step = state.step;
-    const auto evaluation = evaluate(
+    auto evaluation = evaluate(
         validation.get(), [this](const MicroBatches& whole) { return parts->of(whole); }, forward, *mean,
         *layout, state.step);
-    if (!evaluation) return;
-    outcome.validation_loss = evaluation->loss;
+    outcome.figures = task->figures(*model, *layout);
+    if (evaluation) outcome.validation_loss = evaluation->loss;
+    if (!evaluation && outcome.figures.empty()) return;
+    if (!evaluation) evaluation = {.step = state.step};
+    evaluation->figures = outcome.figures;
     present([&] { presenter->evaluation(*evaluation); });
     if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
   }
@@ -274,10 +278,28 @@ struct Trainer::Impl {
     return plan;
   }
 
+  // The run that a finished one is compared with, by the same loop in a folder of its own.
+  std::optional<Outcome> compare() {
+    std::optional<RunConfig> other = task->comparison();
+    if (!other) return std::nullopt;
+    other->source = std::filesystem::path(other->run.directory) / "config.toml";
+    other->run.json_log.clear();
+    std::string resume;
+    on_rank_zero(world.group, [&] {
+      if (!config.checkpoint.resume.empty() && !list_checkpoints(checkpoint_root(*other)).empty())
+        resume = "latest";
+      presenter->notice(fmt::format("for comparison: the same by {}", other->source.string()));
+    });
+    other->checkpoint.resume = broadcast_text(world.group, resume);
+    other->overwrite = other->checkpoint.resume.empty();
+    return Trainer(*other, world).run();
+  }
+
   void finish() {
     throw_agreed(world.group, trouble);
     const bool finished = outcome.end == Outcome::End::kFinished;
     outcome.balance = parts->balance();
+    const std::optional<Outcome> comparison = finished ? compare() : std::nullopt;
     const auto whole = layout->whole_parameters();  // to compare and to sample with
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
@@ -294,12 +316,18 @@ struct Trainer::Impl {
     } else if (passed.item<std::int64_t>() == 0) {
       outcome.tables = {{.title = "see rank 0", .summary = {}, .columns = {}, .rows = {}, .passed = false}};
     }
+    if (comparison && comparison->exit_status() != 0)
+      outcome.tables.push_back({.title = "Comparison",
+                                .summary = "the run to compare with failed",
+                                .columns = {},
+                                .rows = {},
+                                .passed = false});
     const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group) : std::string();
     on_rank_zero(world.group, [&] {
       if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
       Showing showing;
       if (finished && std::isfinite(outcome.loss))
-        showing = task->show(*model);
+        showing = task->show(*model, outcome, comparison ? &*comparison : nullptr);
       else if (finished)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;

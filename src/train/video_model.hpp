@@ -17,7 +17,7 @@ bool is_video_model(const std::filesystem::path& directory);  // by its config.j
 VideoDiTConfig read_video_shape(const std::filesystem::path& directory);
 std::shared_ptr<VideoDiT> read_video_model(const std::filesystem::path& directory, at::ScalarType dtype);
 void write_video_model(const std::filesystem::path& directory, VideoDiT& model);
-ShapeKeys video_shape_keys(const VideoDiTConfig& shape);
+ShapeKeys video_shape_keys(VideoDiTConfig shape);
 
 struct VideoSampleOptions {
   std::int64_t videos = 1;

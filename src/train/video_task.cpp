@@ -228,7 +228,7 @@ class VideoTask : public Task {
     return video_shape_keys(read_video_shape(directory));
   }
 
-  Showing show(TaskModel& model) const override {
+  Showing show(TaskModel& model, const Outcome&, const Outcome*) const override {
     return show_videos(static_cast<VideoModel&>(model).transformer(), *store_, split_.validation,
                        split_.train, seed());
   }

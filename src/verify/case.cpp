@@ -38,7 +38,7 @@ double share(const at::Tensor& difference, double scale) {
 }  // namespace
 
 Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
-    : pair_(std::move(pair)), setting_(setting), again_(again) {
+    : pair_(std::move(pair)), grid_(pair_.found.axes), setting_(setting), again_(again) {
   std::map<std::string, at::Tensor> own, by_one;
   for (const auto& [name, tensor] : found().gradients) own[name] = tensor;
   for (const auto& [name, tensor] : pair_.alone) by_one[name] = tensor;
@@ -218,16 +218,14 @@ int Case::home_of(int rank) const {
   const auto& [one, other] = setting_.swapped;
   return rank == one ? other : rank == other ? one : rank;
 }
+AxisSet Case::axis_set(const std::string& axis) const {
+  if (axis == kAllRanks) return grid_.names();
+  if (axis == kContextRanks) return present(grid_, kContextAxes);
+  return present(grid_, {axis});
+}
 double Case::size_of(const std::string& axis) const {
-  double all = 1, context = 1, own = 1;
-  for (const auto& [name, size] : found().axes) {
-    all *= size;
-    if (name.starts_with("cp_")) context *= size;
-    if (name == axis) own = size;
-  }
-  if (axis == kContextRanks) return context;
-  if (axis == kAllRanks) return found().axes.empty() ? ranks() : all;
-  return own;
+  if (axis == kAllRanks && found().axes.empty()) return ranks();
+  return grid_.size(axis_set(axis));
 }
 
 int Case::micro_batches(int rank) const {
@@ -288,7 +286,7 @@ std::string text_of(const Case& one, const Experiment& experiment) {
   Experiment rest = experiment;
   rest.only_axis = -1;
   const auto text =
-      fmt::format("all ranks along {}", axes[static_cast<std::size_t>(experiment.only_axis)].first);
+      fmt::format("all ranks along {}", axes[static_cast<std::size_t>(experiment.only_axis)].name);
   return rest == Experiment{} ? text : text + ", " + rest.text();
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/grid.hpp"
 #include "isograd/verify.hpp"
 #include "verify/compare.hpp"
 #include "verify/diagnosis.hpp"
@@ -92,8 +93,12 @@ class Case {
   int holders() const;  // ranks that have targets
   // The rank that has this one's data as given.
   int home_of(int rank) const;
-  // Ranks along an axis, 1 where there is none of that name; kAllRanks and kContextRanks are products.
-  double size_of(const std::string& axis) const;
+  // The axes that the run names; none: of one rank.
+  const Grid& grid() const { return grid_; }
+  // What a subject's axis stands for: kAllRanks and kContextRanks are several; none where there is none of
+  // that name.
+  AxisSet axis_set(const std::string& axis) const;
+  double size_of(const std::string& axis) const;  // ranks along it
   int micro_batches(int rank) const;
   int micro_batches() const;  // of all ranks
   int rounds() const;         // most of any rank
@@ -109,6 +114,7 @@ class Case {
   void allow(double most_alone);
 
   RunPair pair_;
+  Grid grid_;
   Experiment setting_;
   const RunAgain& again_;
   Allowance allowance_;

@@ -13,11 +13,11 @@ using Cell = Case::Cell;
 // The axes along which something may be multiplied or divided.
 std::vector<std::string> long_axes(const Case& one) {
   std::vector<std::string> names;
-  int context = 0;
-  for (const auto& [name, size] : one.found().axes) {
+  std::size_t context = 0;
+  for (const auto& [name, size] : one.grid().axes()) {
     if (size == 1) continue;
     names.push_back(name);
-    context += name.starts_with("cp_");
+    context += kContextAxes.count(name);
   }
   const bool several = names.size() > 1;
   if (context > 1) names.push_back(kContextRanks);
@@ -50,27 +50,15 @@ std::string factors_of(const Case& one, double value) {
 }
 
 std::vector<Cause> unsummed_causes(const Case& one) {
-  // A rank's place along an axis, axes outermost first.
-  const auto place = [](const Case& c, int rank, const std::string& axis) {
-    for (auto it = c.found().axes.rbegin(); it != c.found().axes.rend(); ++it) {
-      if (it->first == axis) return rank % it->second;
-      rank /= it->second;
-    }
-    return rank;
-  };
   std::vector<Cause> causes;
   if (one.cells().empty() || one.size_of(kAllRanks) != one.ranks()) return causes;
   for (const auto& axis : long_axes(one)) {
-    const bool product = axis == kAllRanks || axis == kContextRanks;
+    // Ascending.
+    const auto first = one.grid().ranks_along(without(one.grid().names(), one.axis_set(axis)), 0);
     causes.push_back({.id = "not_summed_over_axis",
                       .weight =
-                          [=](const Case& c, const Cell& cell) {
-                            if (axis == kAllRanks) return cell.rank == 0 ? 1 : 0;
-                            bool own = true;
-                            for (const auto& [name, size] : c.found().axes)
-                              if (product ? name.starts_with("cp_") : name == axis)
-                                own = own && place(c, cell.rank, name) == 0;
-                            return own ? 1 : 0;
+                          [first](const Case&, const Cell& cell) {
+                            return std::binary_search(first.begin(), first.end(), cell.rank) ? 1 : 0;
                           },
                       .sentence = [axis](const Case& c) { return "not summed over " + name_of(c, axis); },
                       .axis = axis});

@@ -100,7 +100,7 @@ std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fittin
   const auto& axes = one.found().axes;
   // Where all ranks lie along an axis already it would be the same step.
   for (std::size_t i = 0; i < axes.size(); ++i)
-    if (axes[i].second < one.size_of(kAllRanks)) all.push_back({.only_axis = static_cast<int>(i)});
+    if (axes[i].size < one.size_of(kAllRanks)) all.push_back({.only_axis = static_cast<int>(i)});
   return all;
 }
 

@@ -75,8 +75,8 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
   for (std::size_t i = 0; axes.size() > 1 && i < axes.size(); ++i) {
     std::string others;
     for (std::size_t j = 0; j < axes.size(); ++j)
-      if (j != i && axes[j].second > 1)
-        others += fmt::format("{}{} ({})", others.empty() ? "" : " and ", axes[j].first, axes[j].second);
+      if (j != i && axes[j].size > 1)
+        others += fmt::format("{}{} ({})", others.empty() ? "" : " and ", axes[j].name, axes[j].size);
     if (!others.empty()) removals.push_back({{.only_axis = static_cast<int>(i)}, others});
   }
   std::vector<std::string> needed;  // without each of these all is right

@@ -95,17 +95,24 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
   return findings;
 }
 
+}  // namespace
+
+AxisSet present(const Grid& grid, AxisSet along) {
+  std::erase_if(along, [&](const std::string& name) { return !grid.has(name); });
+  return along;
+}
+
+namespace {
+
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected) {
   const std::int64_t own = found.figures.targets, wanted = expected.figures.targets;
   if (found.samples.empty() || found.samples != expected.samples || wanted <= 0) return false;
-  std::int64_t all = 1, context = 1;
-  for (const auto& [name, size] : found.axes) {
-    all *= size;
-    if (name.starts_with("cp_")) context *= size;
-    if (size > 1 && own == wanted * size) return true;
-  }
-  return own > wanted && (own == wanted * context || own == wanted * all);
+  const Grid grid(found.axes);
+  const auto times = [&](const AxisSet& along) { return own == wanted * grid.size(along); };
+  for (const auto& [name, size] : grid.axes())
+    if (size > 1 && times({name})) return true;
+  return own > wanted && (times(present(grid, kContextAxes)) || times(grid.names()));
 }
 
 // kNotRecorded where it is not known.

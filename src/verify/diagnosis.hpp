@@ -14,6 +14,8 @@
 
 namespace isograd {
 
+AxisSet present(const Grid& grid, AxisSet along);  // those of `along` that the grid has
+
 // The same step in other circumstances. All defaults: exactly the same again.
 struct Experiment {
   // Targets that carry loss: as given; equally many in every micro-batch that has any; another, uneven number

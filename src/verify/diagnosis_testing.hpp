@@ -29,7 +29,7 @@ struct ToyTrainer {
   std::function<double(const Counts&, std::size_t k, std::size_t j)> weight = [](const Counts&, std::size_t,
                                                                                  std::size_t) { return 1.0; };
   std::function<double(std::size_t home)> of_data = [](std::size_t) { return 1.0; };  // by whose data it was
-  using Axes = std::vector<std::pair<std::string, int>>;
+  using Axes = std::vector<Axis>;
   std::function<double(const Axes&)> of_axes = [](const Axes&) { return 1.0; };
   double loss_ratio = 1;
   Axes axes = {{"dp_shard", 3}};
@@ -82,7 +82,7 @@ struct ToyTrainer {
         ranks *= size;
         size = 1;
       }
-      along.at(static_cast<std::size_t>(experiment.only_axis)).second = ranks;
+      along.at(static_cast<std::size_t>(experiment.only_axis)).size = ranks;
     }
     RunPair pair;
     const double total = all(now);

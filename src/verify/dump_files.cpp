@@ -130,11 +130,14 @@ class StepReader {
     }
     if (const auto* value = find("axes")) {
       if (!value->is_object()) bad("axes", show(*value), "sizes by name, {\"dp_shard\": 4}");
+      std::int64_t all = 1;
       for (const auto& [axis, size] : value->items()) {
         const std::int64_t ranks = whole("axes." + axis, size);
         if (ranks < 1 || ranks > static_cast<std::int64_t>(kMostRanks))
           bad("axes." + axis, show(size), fmt::format("1 to {} ranks", kMostRanks));
-        dump.axes.emplace_back(axis, static_cast<int>(ranks));
+        if ((all *= ranks) > static_cast<std::int64_t>(kMostRanks))
+          bad("axes", show(*value), fmt::format("{} ranks at most, along all axes together", kMostRanks));
+        dump.axes.push_back({axis, static_cast<int>(ranks)});
       }
     }
     if (const auto* value = find("precision")) {

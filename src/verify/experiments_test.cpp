@@ -46,7 +46,7 @@ TEST(Experiments, EachAxisAloneTellsAxesOfOneSizeApart) {
   ToyTrainer trainer{.counts = {{40, 10}, {5}, {30, 20}, {7}}, .axes = {{"dp_shard", 2}, {"cp_ring", 2}}};
   for (const char* axis : {"dp_shard", "cp_ring"}) {
     trainer.of_axes = [&](const ToyTrainer::Axes& axes) {
-      return axes[0].first == axis ? 1.0 / axes[0].second : 1.0 / axes[1].second;
+      return axes[0].name == axis ? 1.0 / axes[0].size : 1.0 / axes[1].size;
     };
     const auto findings = trainer.diagnosis();
     EXPECT_EQ(ids(findings), "averaged_over_axis");
@@ -88,12 +88,12 @@ TEST(Experiments, RightAloneAndWrongTogether) {
   };
   EXPECT_THAT(
       wrong_where([](auto& pair, auto& experiment) {
-        return pair.found.axes[1].second > 1 && !experiment.one_micro_batch;
+        return pair.found.axes[1].size > 1 && !experiment.one_micro_batch;
       }),
       AllOf(StartsWith("composition\n"), HasSubstr("wrong with accumulation (2) and cp_ring (2) together")));
-  EXPECT_THAT(wrong_where([](auto& pair, auto&) { return pair.found.axes[0].second == 2; }),
+  EXPECT_THAT(wrong_where([](auto& pair, auto&) { return pair.found.axes[0].size == 2; }),
               AllOf(StartsWith("composition\n"), HasSubstr("cp_ring (2) and dp_shard (2) together")));
-  EXPECT_THAT(wrong_where([](auto& pair, auto&) { return pair.found.axes[1].second > 1; }),
+  EXPECT_THAT(wrong_where([](auto& pair, auto&) { return pair.found.axes[1].size > 1; }),
               AllOf(StartsWith("unknown\n"), HasSubstr("it takes cp_ring (2) to be wrong")));
 }
 

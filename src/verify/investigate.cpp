@@ -42,9 +42,8 @@ StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDum
 }
 
 // As LayoutUnderTest says: not given, one axis of all ranks.
-static std::vector<std::pair<std::string, int>> axes_of(const LayoutUnderTest& layout, const Group& group) {
-  if (!layout.axes.empty()) return layout.axes;
-  return {{"the ranks", group.size()}};
+static std::vector<Axis> axes_under_test(const LayoutUnderTest& layout, const Group& group) {
+  return layout.axes.empty() ? std::vector<Axis>{{"the ranks", group.size()}} : layout.axes;
 }
 
 static bool any_part(const DataByRank& data) {
@@ -69,7 +68,7 @@ static void note_not_numbers(StepDump& dump) {
 void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
-  dump.axes = axes_of(layout_, group_);
+  dump.axes = axes_under_test(layout_, group_);
   if (group_.rank() != 0) return;
   for (std::size_t i = 0; i < made.names.size(); ++i)
     dump.gradients.emplace_back(made.names[i], made.gradients[i]);
@@ -163,9 +162,9 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   if ((problem_.loss.global || problem_.loss.replicas) && !as_given) return std::nullopt;
   std::shared_ptr<VerifyProblem> along;
   if (asked.only_axis >= 0) {
-    const auto axes = axes_of(layout_, group_);
+    const auto axes = axes_under_test(layout_, group_);
     if (!layout_.along || asked.only_axis >= static_cast<int>(axes.size())) return std::nullopt;
-    along = layout_.along(axes[static_cast<std::size_t>(asked.only_axis)].first);
+    along = layout_.along(axes[static_cast<std::size_t>(asked.only_axis)].name);
     if (!along) return std::nullopt;
   }
   const VerifyProblem& problem = along ? *along : problem_;
@@ -202,7 +201,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
                                                     : MicroBatches{};
   };
   RunPair pair;
-  pair.found.axes = axes_of(layout, group_);
+  pair.found.axes = axes_under_test(layout, group_);
   if (asked.ranks > 0) pair.found.axes = {{"the ranks", asked.ranks}};
   if (!asked.reference_only)
     count_as_declared(shared ? gather_batches(part_of(group_.rank()), group_) : *dealt, problem.loss,

@@ -8,26 +8,11 @@
 
 #include "isograd/error.hpp"
 #include "norm/passes.hpp"
+#include "train/build.hpp"
 #include "verify/digest.hpp"
 
 namespace isograd {
 namespace {
-
-std::unique_ptr<Normalizer> declared_normalizer(const DeclaredLoss& loss, int ranks) {
-  const NormalizerOptions options{.replicas = loss.replicas ? ranks : 1};
-  switch (loss.mean) {
-    case Mean::kSamples:
-      return std::make_unique<SampleMean>(options);
-    case Mean::kWeights:
-      return std::make_unique<WeightedMean>(options);
-    case Mean::kFixed:
-      return std::make_unique<FixedDenominator>(loss.denominator, options);
-    case Mean::kNone:
-      return std::make_unique<NoDenominator>(options);
-    default:
-      return std::make_unique<TokenMean>(options);
-  }
-}
 
 at::Tensor copied(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
@@ -155,8 +140,11 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
 }
 
 void LayoutRun::make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner) {
-  normalizer_ = problem_.make_normalizer ? problem_.make_normalizer()
-                                         : declared_normalizer(problem_.loss, group_.size());
+  const DeclaredLoss& declared = problem_.loss;
+  normalizer_ = problem_.make_normalizer
+                    ? problem_.make_normalizer()
+                    : make_normalizer(declared.mean, declared.denominator,
+                                      {.replicas = declared.replicas ? group_.size() : 1});
   witness_ = std::make_unique<Witness>(problem_, group_, std::move(inner));
   StepOptions options = problem_.step;
   if (problem_.clipping) options.max_norm = 0;

@@ -97,27 +97,6 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   return all;
 }
 
-std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks) {
-  std::vector<RunConfig> all{config};
-  if (config.model.kind == "video") {  // a video at a time, or all of a rank's at once
-    std::int64_t& most_tokens = all.emplace_back(config).batch.tokens_per_micro_batch;
-    most_tokens = most_tokens > 1 ? 1 : kAllTokens;
-    return all;
-  }
-  const std::int64_t most = split_rows(config.batch.packs_per_step, grid_of(config, ranks).size(kSampleAxes))[0];
-  if (most < 2) return all;
-  RunConfig other = config;
-  other.batch.packs_per_micro_batch = config.batch.packs_per_micro_batch < most ? most : 1;
-  all.push_back(std::move(other));
-  return all;
-}
-
-std::string accumulation_text(const RunConfig& config) {
-  if (config.model.kind != "video")
-    return fmt::format("{} to a micro-batch", config.batch.packs_per_micro_batch);
-  return config.batch.tokens_per_micro_batch == 1 ? "a video to a micro-batch" : "one micro-batch";
-}
-
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world) {
   std::vector<LayoutChoice> choices;

@@ -22,8 +22,6 @@ struct LayoutChoice {
 };
 
 inline constexpr const char* kAllLayouts = "all";
-// As batch.tokens_per_micro_batch: everything at once. The most that a file may say.
-inline constexpr std::int64_t kAllTokens = 1'000'000'000;
 
 // ConfigError on anything that is not STRATEGY[:replicas=N][:share=on|off].
 LayoutChoice parse_layout(const std::string& text);
@@ -35,10 +33,5 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
 // What --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured one.
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world);
-
-// The configuration itself and, where a rank has several packs, the one that cuts a rank's part of the step
-// otherwise: into one micro-batch, or a pack at a time where it is one already.
-std::vector<RunConfig> accumulation_matrix(const RunConfig& config, int ranks);
-std::string accumulation_text(const RunConfig& config);  // "2 to a micro-batch"
 
 }  // namespace isograd

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -32,16 +33,17 @@ TEST(Layouts, AccumulationIsCutOtherwiseWhereRanksShareSamples) {
   RunConfig config;
   config.batch.packs_per_step = 4;
   config.batch.packs_per_micro_batch = 4;
-  EXPECT_EQ(accumulation_matrix(config, 4).size(), 1u);  // a pack for each
+  const TaskKind& text = kind_of(config);
+  EXPECT_EQ(text.accumulations(config, 4).size(), 1u);  // a pack for each
   for (const bool ring : {true, false}) {
     (ring ? config.parallel.cp_ring : config.parallel.cp_ulysses) = 2;
-    const auto cuts = accumulation_matrix(config, 4);
+    const auto cuts = text.accumulations(config, 4);
     ASSERT_EQ(cuts.size(), 2u);
-    EXPECT_EQ(accumulation_text(cuts[0]), "4 to a micro-batch");
-    EXPECT_EQ(accumulation_text(cuts[1]), "1 to a micro-batch");
+    EXPECT_EQ(text.accumulation_text(cuts[0]), "4 to a micro-batch");
+    EXPECT_EQ(text.accumulation_text(cuts[1]), "1 to a micro-batch");
   }
   config.batch.packs_per_micro_batch = 1;
-  EXPECT_EQ(accumulation_text(accumulation_matrix(config, 4).at(1)), "4 to a micro-batch");
+  EXPECT_EQ(text.accumulation_text(text.accumulations(config, 4).at(1)), "4 to a micro-batch");
 }
 
 }  // namespace

@@ -86,24 +86,8 @@ LayoutUnderTest verify_layout(const std::string& strategy) {
                        .action = "Make such a layout yourself and give it as a LayoutUnderTest"});
   const std::string& name = choice.strategy;
   return {.name = name, .make = nullptr, .make_from_model = [name](const VerifyModel& model, Group group) {
-            const int stage = name == "zero1" ? 1 : name == "zero2" ? 2 : 0;
-            const bool each = name == "overlapped";
-            std::unique_ptr<DataParallel> layout;
-            if (name == "zero3") {
-              if (!model.units)
-                throw ConfigError({.where = "verify_layout(\"zero3\")",
-                                   .found = "a model without units",
-                                   .expected = "VerifyModel::units, as verify_model() gives it",
-                                   .action = "Make the model with verify_model(), or fill in its units"});
-              layout = fully_shard(model.units->root, model.named, model.units->blocks, group);
-            } else if (name == "naive") {
-              layout = naive(trainable_parameters(model.named), group);
-            } else {
-              layout = bucketed(
-                  trainable_parameters(model.named), group,
-                  {.stage = stage, .bucket_bytes = each ? 1 : kBucketBytes, .first_bucket_bytes = 0});
-            }
-            return layout;
+            return make_strategy(name, model.named, model.units ? &*model.units : nullptr, group,
+                                 {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0});
           }};
 }
 

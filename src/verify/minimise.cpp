@@ -2,38 +2,29 @@
 
 #include <algorithm>
 #include <map>
+#include <string_view>
 
 #include "data/corpus.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
-#include "train/config_table.hpp"
+#include "train/task_kind.hpp"
 #include "verify/layouts.hpp"
 
 namespace isograd {
 namespace {
 
-// Of which runs something is a part, by RunConfig::model.kind.
-enum class Runs { kAll, kText, kVideos, kTransformers, kRows };
+// Of which runs something is a part, by TaskKind::name; none named: of all.
+using Kinds = std::string_view;
+constexpr Kinds kAll = "", kText = "decoder", kVideos = "video", kTransformers = "decoder video",
+                kRows = "scorer";
 
-bool concerns(Runs runs, const RunConfig& config) {
-  const std::string& kind = config.model.kind;
-  switch (runs) {
-    case Runs::kText:
-      return kind == "decoder";
-    case Runs::kVideos:
-      return kind == "video";
-    case Runs::kTransformers:
-      return kind != "scorer";
-    case Runs::kRows:
-      return kind == "scorer";
-    default:
-      return true;
-  }
+bool concerns(Kinds kinds, const RunConfig& config) {
+  return kinds.empty() || kinds.find(kind_of(config).name) != Kinds::npos;
 }
 
 // One number of a trial that may shrink to `least`.
 struct Size {
-  Runs runs;
+  Kinds runs;
   std::int64_t (*get)(const Trial&);
   void (*set)(Trial&, std::int64_t);
   std::int64_t (*least)(const Trial&);
@@ -54,12 +45,12 @@ constexpr std::int64_t kManyFrames = 1024;  // where all frames are taken
 
 // Cheap ones to check first: what makes every later trial smaller. Vocabulary is the tokenizer's.
 constexpr Size kSizes[] = {
-    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.layers; },
+    {kTransformers, [](const Trial& t) { return t.config.model.shape.layers; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.layers = n; }, one, true},
-    {Runs::kText, [](const Trial& t) { return t.config.data.pack_length; },
+    {kText, [](const Trial& t) { return t.config.data.pack_length; },
      [](Trial& t, std::int64_t n) { t.config.data.pack_length = n; },
      [](const Trial&) { return std::int64_t{2}; }},
-    {Runs::kText, [](const Trial& t) { return t.config.batch.packs_per_step; },
+    {kText, [](const Trial& t) { return t.config.batch.packs_per_step; },
      [](Trial& t, std::int64_t n) {  // in as many micro-batches
        const std::int64_t rounds = parts(most_packs(t), t.config.batch.packs_per_micro_batch);
        t.config.batch.packs_per_step = n;
@@ -67,54 +58,54 @@ constexpr Size kSizes[] = {
      },
      [](const Trial& t) { return std::int64_t{t.ranks}; }},
     // In whole patches: of the file's first frames, scaled down.
-    {Runs::kVideos,
+    {kVideos,
      [](const Trial& t) {
        const auto& video = t.config.video;
        return parts(video.max_frames > 0 ? video.max_frames : kManyFrames, video.patch_frames);
      },
      [](Trial& t, std::int64_t n) { t.config.video.max_frames = n * t.config.video.patch_frames; }, one},
-    {Runs::kVideos, [](const Trial& t) { return t.config.video.height / t.config.video.patch_height; },
+    {kVideos, [](const Trial& t) { return t.config.video.height / t.config.video.patch_height; },
      [](Trial& t, std::int64_t n) { t.config.video.height = n * t.config.video.patch_height; }, one},
-    {Runs::kVideos, [](const Trial& t) { return t.config.batch.videos_per_step; },
+    {kVideos, [](const Trial& t) { return t.config.batch.videos_per_step; },
      [](Trial& t, std::int64_t n) { t.config.batch.videos_per_step = n; },
      [](const Trial& t) { return std::int64_t{grid_of(t.config, t.ranks).size(kSampleAxes)}; }},
-    {Runs::kRows, [](const Trial& t) { return t.config.batch.rows_per_step; },
+    {kRows, [](const Trial& t) { return t.config.batch.rows_per_step; },
      [](Trial& t, std::int64_t n) { t.config.batch.rows_per_step = n; },
      [](const Trial& t) { return std::int64_t{t.ranks}; }},
-    {Runs::kRows, [](const Trial& t) { return t.config.ranking.queue_size; },
+    {kRows, [](const Trial& t) { return t.config.ranking.queue_size; },
      [](Trial& t, std::int64_t n) { t.config.ranking.queue_size = n; },
      [](const Trial&) { return std::int64_t{0}; }},
-    {Runs::kRows, [](const Trial& t) { return t.config.model.scorer_layers; },
+    {kRows, [](const Trial& t) { return t.config.model.scorer_layers; },
      [](Trial& t, std::int64_t n) { t.config.model.scorer_layers = n; }, one, true},
-    {Runs::kRows, [](const Trial& t) { return t.config.model.scorer_units; },
+    {kRows, [](const Trial& t) { return t.config.model.scorer_units; },
      [](Trial& t, std::int64_t n) { t.config.model.scorer_units = n; }, one, true},
-    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.feed_forward; },
+    {kTransformers, [](const Trial& t) { return t.config.model.shape.feed_forward; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.feed_forward = n; }, one, true},
-    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.hidden; },
+    {kTransformers, [](const Trial& t) { return t.config.model.shape.hidden; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.hidden = n; }, one, true},
-    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.heads; },
+    {kTransformers, [](const Trial& t) { return t.config.model.shape.heads; },
      [](Trial& t, std::int64_t n) {
        auto& shape = t.config.model.shape;
        shape.heads = n;
-       if (concerns(Runs::kText, t.config) && n % shape.key_value_heads != 0) shape.key_value_heads = n;
+       if (concerns(kText, t.config) && n % shape.key_value_heads != 0) shape.key_value_heads = n;
      },
      one, true},
-    {Runs::kTransformers, [](const Trial& t) { return t.config.model.shape.head_dim / 2; },
+    {kTransformers, [](const Trial& t) { return t.config.model.shape.head_dim / 2; },
      [](Trial& t, std::int64_t n) { t.config.model.shape.head_dim = 2 * n; }, one, true},
-    {Runs::kVideos, [](const Trial& t) { return t.config.video.timestep_features / 2; },
+    {kVideos, [](const Trial& t) { return t.config.video.timestep_features / 2; },
      [](Trial& t, std::int64_t n) { t.config.video.timestep_features = 2 * n; }, one, true},
     // Micro-batches of the fullest rank.
-    {Runs::kText, [](const Trial& t) { return parts(most_packs(t), t.config.batch.packs_per_micro_batch); },
+    {kText, [](const Trial& t) { return parts(most_packs(t), t.config.batch.packs_per_micro_batch); },
      [](Trial& t, std::int64_t n) { t.config.batch.packs_per_micro_batch = parts(most_packs(t), n); }, one},
     // A smaller patch of as many patches to a frame: smaller frames, and a smaller model.
-    {Runs::kVideos, [](const Trial& t) { return t.config.video.patch_frames; },
+    {kVideos, [](const Trial& t) { return t.config.video.patch_frames; },
      [](Trial& t, std::int64_t n) {
        auto& video = t.config.video;
        if (video.max_frames > 0) video.max_frames = parts(video.max_frames, video.patch_frames) * n;
        video.patch_frames = n;
      },
      one, true},
-    {Runs::kVideos, [](const Trial& t) { return t.config.video.patch_height; },
+    {kVideos, [](const Trial& t) { return t.config.video.patch_height; },
      [](Trial& t, std::int64_t n) {
        auto& video = t.config.video;
        video.height = video.height / video.patch_height * n;
@@ -125,40 +116,40 @@ constexpr Size kSizes[] = {
 
 // Options that a failure may not need, each towards what is simpler.
 struct Simpler {
-  Runs runs;
+  Kinds runs;
   void (*change)(RunConfig&);
 };
 
 // Before anything shrinks: where videos are small, no number of tokens keeps them in micro-batches of their
 // own but this.
 constexpr Simpler kFirst[] = {
-    {Runs::kVideos, [](RunConfig& c) { c.batch.tokens_per_micro_batch = kAllTokens; }},
-    {Runs::kVideos,
+    {kVideos, [](RunConfig& c) { c.batch.tokens_per_micro_batch = kAllTokens; }},
+    {kVideos,
      [](RunConfig& c) {
        if (c.batch.tokens_per_micro_batch != kAllTokens) c.batch.tokens_per_micro_batch = 1;
      }},
-    {Runs::kVideos, [](RunConfig& c) { c.data.validation_fraction = 0; }},
-    {Runs::kRows, [](RunConfig& c) { c.data.validation_fraction = 0; }},
+    {kVideos, [](RunConfig& c) { c.data.validation_fraction = 0; }},
+    {kRows, [](RunConfig& c) { c.data.validation_fraction = 0; }},
 };
 
 constexpr Simpler kSimpler[] = {
-    {Runs::kAll, [](RunConfig& c) { c.parallel.replicas = 1; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.cp_ulysses = 1; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.cp_ring = 1; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.overlap = false; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.prefetch = false; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.checkpoint_activations = false; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.reduce_once = false; }},
-    {Runs::kAll, [](RunConfig& c) { c.parallel.gather_limit_bytes = 0; }},
-    {Runs::kText, [](RunConfig& c) { c.loss.fused = "off"; }},
-    {Runs::kAll, [](RunConfig& c) { c.loss.normalise_over = RunConfig().loss.normalise_over; }},
-    {Runs::kAll, [](RunConfig& c) { c.loss.kind = "token_mean"; }},
-    {Runs::kText, [](RunConfig& c) { c.model.shape.key_value_heads = c.model.shape.heads; }},
-    {Runs::kText, [](RunConfig& c) { c.model.shape.tied_output = false; }},
-    {Runs::kAll, [](RunConfig& c) { c.train.max_norm = 0; }},
-    {Runs::kAll, [](RunConfig& c) { c.train.dtype = "float64"; }},
-    {Runs::kText, [](RunConfig& c) { c.data.shuffle_packs = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.replicas = 1; }},
+    {kAll, [](RunConfig& c) { c.parallel.cp_ulysses = 1; }},
+    {kAll, [](RunConfig& c) { c.parallel.cp_ring = 1; }},
+    {kAll, [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
+    {kAll, [](RunConfig& c) { c.parallel.overlap = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.prefetch = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.checkpoint_activations = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.reduce_once = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.gather_limit_bytes = 0; }},
+    {kText, [](RunConfig& c) { c.loss.fused = "off"; }},
+    {kAll, [](RunConfig& c) { c.loss.normalise_over = RunConfig().loss.normalise_over; }},
+    {kAll, [](RunConfig& c) { c.loss.kind = "token_mean"; }},
+    {kText, [](RunConfig& c) { c.model.shape.key_value_heads = c.model.shape.heads; }},
+    {kText, [](RunConfig& c) { c.model.shape.tied_output = false; }},
+    {kAll, [](RunConfig& c) { c.train.max_norm = 0; }},
+    {kAll, [](RunConfig& c) { c.train.dtype = "float64"; }},
+    {kText, [](RunConfig& c) { c.data.shuffle_packs = false; }},
 };
 
 class Search {
@@ -196,7 +187,7 @@ class Search {
     std::string failure;
     try {
       check(trial.config, trial.ranks);
-      if (concerns(Runs::kText, trial.config)) check(trial.config.model.shape);
+      if (const TaskKind& kind = kind_of(trial.config); kind.check) kind.check(trial.config);
       check_together(trial.config, "minimise");
       --left_;
       failure = failure_of_(trial);
@@ -275,7 +266,7 @@ class Search {
 
   bool round() {
     bool changed = false;
-    if (concerns(Runs::kVideos, best_.config)) changed = shrink_files();
+    if (concerns(kVideos, best_.config)) changed = shrink_files();
     for (const Size& size : kSizes)
       if (concerns(size.runs, best_.config) && (!size.of_shape || best_.config.model.load.empty()))
         changed = shrink(size) || changed;
@@ -325,11 +316,11 @@ std::optional<Minimised> minimise_run(const RunConfig& config, int ranks,
     });
   if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
   RunConfig run = config;
-  if (concerns(Runs::kVideos, config)) {  // one by one, so that some may be left out
+  if (concerns(kVideos, config)) {  // one by one, so that some may be left out
     run.video.files.clear();
     for (const InputFile& file : resolve(config.video.files)) run.video.files.push_back(file.path.string());
   }
-  for (const RunConfig& cut : all ? accumulation_matrix(run, ranks) : std::vector<RunConfig>{run})
+  for (const RunConfig& cut : all ? kind_of(run).accumulations(run, ranks) : std::vector<RunConfig>{run})
     for (const auto& choice : choices)
       if (auto found = minimise({choice.in(cut), ranks}, failure_of)) return found;
   return std::nullopt;

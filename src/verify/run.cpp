@@ -19,17 +19,17 @@
 #include "train/device.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
+#include "train/task_kind.hpp"
 #include "verify/layouts.hpp"
 #include "verify/replicas.hpp"
 
 namespace isograd {
 namespace {
 
-std::vector<std::pair<std::string, int>> axes_of(const RunConfig& chosen, const World& world) {
-  std::vector<std::pair<std::string, int>> axes;
-  const Grid grid = grid_of(chosen, world.size);
-  for (const auto& [name, size] : grid.axes())
-    if (size > 1 || kSampleAxes.count(name)) axes.emplace_back(name, size);
+// Those along which ranks differ, and those that samples are dealt along.
+std::vector<Axis> used_axes(const Grid& grid) {
+  std::vector<Axis> axes = grid.axes();
+  std::erase_if(axes, [](const Axis& axis) { return axis.size == 1 && !kSampleAxes.count(axis.name); });
   return axes;
 }
 
@@ -103,7 +103,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
                 return make_layout(on_fewer, model.named, *model.units, fewer, {}, device);
               },
-          .axes = axes_of(chosen, world),
+          .axes = used_axes(grid_of(chosen, world.size)),
           .traffic =
               [chosen, &world, gathered](std::int64_t numel, std::int64_t rounds, at::ScalarType dtype) {
                 return traffic_of(chosen, world.group, numel, *gathered, rounds, dtype);
@@ -145,16 +145,13 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
 
 DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
   const RunConfig& config = task->config();
-  const std::string& kind = config.loss.kind;
   DeclaredLoss loss;
-  loss.mean = kind == "sample_mean"     ? Mean::kSamples
-              : kind == "weighted_mean" ? Mean::kWeights
-              : kind == "fixed"         ? Mean::kFixed
-              : kind == "none"          ? Mean::kNone
-                                        : Mean::kTargets;
+  loss.name = task->loss_name();
+  loss.global = task->plain_loss();
+  if (loss.global) return loss;
+  loss.mean = mean_of(config);
   if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
   loss.per_token = task->plain_losses();
-  loss.name = task->loss_name();
   if (normalises_by_replica(config))
     loss.replicas = [task, ranks] {
       const RunConfig& own = task->config();
@@ -208,18 +205,26 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.local = dealing.cut(dealing.whole);
   if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
   problem.whole = [task] { return task->make_loader(0, 1)->whole_step({}); };
-  problem.alone = [task] { return task->make_loader(0, 1)->next(); };
   problem.loss = declared_loss(task, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.optimizer = configured_optimizer(config);
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
+  for (const auto& choice : layouts)
+    problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
+  if (problem.loss.global) {
+    // Its forward is a collective of all ranks: no experiment on fewer or other ones, no claim of traffic.
+    for (LayoutUnderTest& layout : problem.layouts) layout.axes.clear(), layout.traffic = {};
+    if (change) change(problem, world);
+    return problem;
+  }
+  problem.alone = [task] { return task->make_loader(0, 1)->next(); };
   problem.subgroup = [&world](const std::vector<int>& ranks) {
     return ranks.size() == 1 ? Group::solo() : world.subgroup(ranks, "verify on fewer ranks");
   };
-  for (const auto& choice : layouts) {
-    problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
-    problem.layouts.back().along = [task, choice, &world, model,
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    const LayoutChoice& choice = layouts[i];
+    problem.layouts[i].along = [task, choice, &world, model,
                                     change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
       const auto other = along(*task, choice.in(task->config()), axis, world.size);
       if (!other) return nullptr;
@@ -278,8 +283,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
     problem.take_dump = take_dump;
     if (change) change(problem, own);
   };
-  if (config.model.kind == "scorer") return verify_scorer(config, world, layouts, followed);
-  const auto task = make_task(config, world.group);
+  const std::unique_ptr<const Task> task = make_task(config, world.group)->repeatable(nullptr);
   const auto choices = chosen_layouts(config, layouts, world);
   const MakeModel fresh = [](const Setting& setting) {
     return
@@ -288,16 +292,18 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
     return verify_step(task->under(cut), world, fresh, choices, followed, suffix);
   };
-  const auto cuts = all ? accumulation_matrix(config, world.size) : std::vector<RunConfig>{config};
+  const TaskKind& kind = kind_of(config);
+  const auto cuts = all ? kind.accumulations(config, world.size) : std::vector<RunConfig>{config};
   Verdict verdict = verify_cut(cuts[0], "");
   for (std::size_t i = 1; i < cuts.size(); ++i)
-    join(verdict, verify_cut(cuts[i], " " + accumulation_text(cuts[i])));
+    join(verdict, verify_cut(cuts[i], " " + kind.accumulation_text(cuts[i])));
   return verdict;
 }
 
 Verdict verify_finished(FinishedRun& run) {
-  return verify_step(run.task.under(run.config), run.world, model_of(run.model, run.task),
-                     chosen_layouts(run.config, {}, run.world), {});
+  const KeptTask task = run.task.repeatable(&run.model);
+  return verify_step(task, run.world, model_of(run.model, *task), chosen_layouts(run.config, {}, run.world),
+                     {});
 }
 
 std::string check_running(RunningRun& run, const ChangeProblem& change) {

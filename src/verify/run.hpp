@@ -31,11 +31,4 @@ Verdict verify_finished(FinishedRun& run);
 // is verified with the weights as they are now. Why the run must stop, on every rank; empty when all is well.
 std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 
-// Collective: the same for model.kind = "scorer", with the weights given or, null, the initial ones. The
-// queue of a ranking loss holds rows of the table, scored by these weights; both sides are given it, and it
-// stays. The oracle has its own plain code for each loss.
-class Scorer;
-Verdict verify_scorer(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
-                      const ChangeProblem& change = {}, const Scorer* trained = nullptr);
-
 }  // namespace isograd

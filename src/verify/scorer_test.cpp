@@ -9,7 +9,8 @@
 
 #include "isograd/world.hpp"
 #include "loss/ranking/ranking_testing.hpp"
-#include "train/scorer_run.hpp"
+#include "isograd/trainer.hpp"
+#include "train/scorer_task.hpp"
 #include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
@@ -166,12 +167,14 @@ TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
     config_.overwrite = ranks > 1;
     run_ranks(ranks, [&](World& world) {
       std::vector<at::Tensor> found;
-      const int status = train_scorer(config_, world, [&](const Scorer& trained) {
-        Scorer copy = trained;
-        for (auto& [name, tensor] : copy.named()) found.push_back(tensor.detach().clone());
-        return ReportTable{.title = "t", .summary = "s", .columns = {}, .rows = {}};
-      });
-      EXPECT_EQ(status, 0);
+      TrainerHooks hooks;
+      hooks.on_finish = [&](FinishedRun& run) -> std::vector<ReportTable> {
+        for (const auto& [name, tensor] : run.model.named()) found.push_back(tensor.detach().clone());
+        const Verdict verdict = verify_finished(run);
+        EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
+        return {{.title = "t", .summary = "s", .columns = {}, .rows = {}}};
+      };
+      EXPECT_EQ(Trainer(config_, world, hooks).run().exit_status(), 0);
       if (ranks == 1) wanted = found;
       for (std::size_t i = 0; i < wanted.size(); ++i)
         EXPECT_LT((found[i] - wanted[i]).norm().item<double>(), 1e-9 * (1 + wanted[i].norm().item<double>()));

@@ -13,118 +13,14 @@
 #include "verify/compare.hpp"
 #include "verify/digest.hpp"
 #include "verify/investigate.hpp"
-#include "verify/leak.hpp"
-#include "verify/oracle.hpp"
 #include "verify/plain_findings.hpp"
+#include "verify/reference.hpp"
 #include "verify/resolution.hpp"
 #include "verify/rounding.hpp"
 #include "verify/take_dumps.hpp"
 
 namespace isograd {
 namespace {
-
-// What rank 0 compares with; empty on the other ranks.
-struct Reference {
-  OracleStep oracle;                // fp64
-  std::vector<double> scales;       // s of each parameter
-  double alone_scale = 0;           // by how much that gradient is off along itself: Along::share
-  std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
-  MicroBatches whole;
-  std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
-  std::string random;                  // how two runs of the model differ
-  std::optional<Leak> leak;
-  StepDump::Named alone;  // in the run's precision, where dumps are taken
-};
-
-const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
-
-// Parameters are followed through so many updates.
-struct Path {
-  OptimizerOptions optimizer;
-  int updates = 0;
-};
-
-// The first update shows how a gradient is applied, the second what became of the optimizer's state. Each
-// takes a step in fp64: with many layouts plain SGD, which has no state, makes one.
-std::vector<Path> paths(const VerifyProblem& problem) {
-  if (problem.updates <= 0) return {};
-  constexpr std::size_t kManyLayouts = 5;
-  return {{kPlainSgd, problem.layouts.size() < kManyLayouts ? problem.updates : 1},
-          {problem.optimizer, problem.updates}};
-}
-
-std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {
-  if (problem.loss.replicas) return problem.loss.replicas();
-  return {whole};
-}
-
-// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from (a cut takes all
-// ranks; diagnose_leak() does that).
-MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
-  if (problem.dealing) return problem.dealing->whole;
-  const bool parts = !problem.local.empty() && problem.local.front().cut;
-  if (parts && problem.alone) return problem.alone();
-  return parts || problem.local.empty() ? whole : problem.local;
-}
-
-// Rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
-Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group) {
-  Reference reference;
-  Turns turns(group);
-  const auto tick = [&turns] { turns.tick(); };
-  const int last = group.size() - 1;
-  const bool rounds = problem.dtype != at::kDouble;
-  OracleStep alone;
-  if (group.rank() == 0) {
-    reference.whole = problem.whole();
-    const VerifyModel model = initial.oracle(problem);
-    refuse_without_fp64(model, initial.model(problem, problem.dtype), reference.whole);
-    tick();
-    reference.random = difference_of_two_runs(model, reference.whole);
-    tick();
-    const auto pieces = parts(problem, reference.whole);
-    reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
-    reference.scales = error_scales(reference.oracle.gradients);
-    if (problem.probe_documents && !problem.loss.global && reference.random.empty())
-      for (const Batch& batch : uncut(problem, reference.whole))
-        if (batch.num_fragments() > 1) {
-          reference.leak = probe_documents(model, batch, problem.loss);
-          tick();
-          break;
-        }
-    for (const auto& [options, updates] : paths(problem))
-      reference.updates.push_back(oracle_updates(initial.oracle(problem), pieces, problem.loss,
-                                                 problem.step.max_norm, options, updates, tick));
-  }
-  if (group.rank() == last && rounds)
-    alone = oracle_step(initial.model(problem, problem.dtype),
-                        parts(problem, problem.alone ? problem.alone() : problem.whole()), problem.loss,
-                        problem.step.max_norm, tick);
-  turns.finish();
-
-  Tensors wanted, off;
-  for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
-    if (!initial.trainable[i]) continue;
-    double error = 0;
-    if (rounds) {
-      at::Tensor gradient =
-          group.rank() == last ? alone.gradients[next] : at::empty(initial.values[i].sizes(), at::kFloat);
-      group.broadcast(gradient, last);
-      if (group.rank() == 0 && problem.take_dump)
-        reference.alone.emplace_back(reference.oracle.names[next], gradient);
-      if (group.rank() == 0) {
-        wanted.push_back(reference.oracle.gradients[next]);
-        off.push_back(gradient.to(at::kDouble) - wanted.back());
-        error = relative_error(gradient.to(at::kDouble), wanted.back(), reference.scales[next]);
-      }
-    }
-    reference.alone_error.push_back(error);
-    ++next;
-  }
-  if (!off.empty())
-    reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;
-  return reference;
-}
 
 // Parameters after some updates, against the oracle's. The gradient as the first plain one applied it goes
 // into `applied`. Collective; the result is rank 0's.

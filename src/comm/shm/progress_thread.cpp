@@ -40,8 +40,9 @@ class ProgressThread {
 
  private:
   void run() {
+    using SteadyClock = std::chrono::steady_clock;
     std::vector<Item> items;
-    auto last_moved = Clock::now();
+    auto last_moved = SteadyClock::now();
     for (;;) {
       {
         std::unique_lock lock(mutex_);
@@ -56,8 +57,8 @@ class ProgressThread {
         arrived_.clear();
       }
       if (std::erase_if(items, [](Item& item) { return item.poll(); }) > 0) {
-        last_moved = Clock::now();
-      } else if (Clock::now() - last_moved < std::chrono::microseconds(50)) {
+        last_moved = SteadyClock::now();
+      } else if (SteadyClock::now() - last_moved < std::chrono::microseconds(50)) {
         ::sched_yield();
       } else {
         // New items and other groups do not ring this bell: no long sleep.

@@ -154,8 +154,9 @@ void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& par
   const at::Tensor part = whole.narrow(0, bucket_.held.begin, bucket_.held.size());
   if (!keeps_gradients()) scattered_ = part;
   then_replicas_ = keeps_gradients() && groups_.replicate.size() > 1;
-  // Final as it is written: nothing is added to it afterwards, and without replicas this rank owns all of it.
-  if (keeps_gradients() && !then_replicas_) {
+  // Final as it is written: nothing is added to it afterwards, and this rank owns all of it (with copies
+  // along other axes the first of them does).
+  if (keeps_gradients() && !then_replicas_ && bucket_.owned.size() == bucket_.held.size()) {
     auto squares = std::make_shared<double>(0);
     if (auto begun = reduce_scatter_with_squares(groups_.shard, part, whole, squares)) {
       pending_ = std::move(*begun);

@@ -59,4 +59,9 @@ inline int replicas_for(int size, int most) {
   return 1;
 }
 
+// All ranks, as replicas of equally many shards.
+inline Mesh mesh_of_replicas(const World& world, int replicas) {
+  return Mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
+}
+
 }  // namespace isograd::testing

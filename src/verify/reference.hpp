@@ -1,0 +1,43 @@
+// What a layout is compared with: the oracle's step, and what one process gets in the run's precision.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/dump.hpp"
+#include "verify/layout_run.hpp"
+#include "verify/leak.hpp"
+#include "verify/oracle.hpp"
+
+namespace isograd {
+
+// Rank 0's; empty on the other ranks.
+struct Reference {
+  OracleStep oracle;                // fp64
+  std::vector<double> scales;       // s of each parameter
+  double alone_scale = 0;           // by how much that gradient is off along itself: Along::share
+  std::vector<double> alone_error;  // ‖g32 − g64‖ / s of one process in the run's precision
+  MicroBatches whole;
+  std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
+  std::string random;                  // how two runs of the model differ
+  std::optional<Leak> leak;
+  StepDump::Named alone;  // in the run's precision, where dumps are taken
+};
+
+inline const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
+
+// Parameters are followed through so many updates.
+struct Path {
+  OptimizerOptions optimizer;
+  int updates = 0;
+};
+
+// The first update shows how a gradient is applied, the second what became of the optimizer's state. Each
+// takes a step in fp64: with many layouts plain SGD, which has no state, makes one.
+std::vector<Path> paths(const VerifyProblem& problem);
+
+// Collective: rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
+Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group);
+
+}  // namespace isograd

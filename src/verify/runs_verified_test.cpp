@@ -1,0 +1,317 @@
+// Configured runs with planted faults: minimised, on every layout, while training and at the end.
+#include "verify/minimise.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
+#include "train/task.hpp"
+#include "train/trainer_testing.hpp"
+#include "verify/layouts.hpp"
+
+namespace isograd {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+
+class RunsVerified : public testing_runs::TinyRuns {};
+
+// Every rank divides by its own tokens, then by the number of ranks.
+struct RankMeans : TokenMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]) *
+                  static_cast<double>(census.targets_by_rank.size());
+    return wrong;
+  }
+};
+
+const ChangeProblem kPlanted = [](VerifyProblem& problem, World&) {
+  problem.make_normalizer = [] { return std::make_unique<RankMeans>(); };
+};
+
+TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
+  RunConfig config = tiny("big");
+  config.model.shape.layers = 2;
+  config.parallel.strategy = "zero1";
+  const auto found = minimise_run(config, 4, {}, kPlanted);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->trial.ranks, 2);  // one rank's mean is the mean
+  EXPECT_EQ(found->trial.config.model.shape.layers, 1);
+  EXPECT_LE(found->trial.config.batch.packs_per_step, 3);  // counts must differ
+  EXPECT_EQ(found->trial.config.parallel.strategy, "naive");
+  // The file that was written fails as well, with the fault, and passes without.
+  const auto file = root_ / "small.toml";
+  write_file(file, minimised_toml(*found, file.string()));
+  const RunConfig read = load_config(file);
+  const auto passes = [&](const ChangeProblem& change) {
+    bool passed = false;
+    run_ranks(found->trial.ranks, [&](World& world) {
+      const Verdict verdict = verify_run(read, world, {}, change);
+      if (world.rank == 0) passed = verdict.passed;
+    });
+    return passed;
+  };
+  EXPECT_FALSE(passes(kPlanted));
+  EXPECT_TRUE(passes({}));
+  EXPECT_FALSE(minimise_run(config, 2, {"bucketed", "zero3"}));
+}
+
+TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
+  for (const int ranks : {1, 2, 4}) {
+    Verdict verdict;
+    run_ranks(ranks, [&](World& world) {
+      Verdict own = verify_run(tiny("all"), world, {kAllLayouts});
+      if (world.rank == 0) verdict = std::move(own);
+    });
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+    // naive, overlapped, bucketed with and without one copy, three sharded ones with 1, 2, 4 replicas, those
+    // that leave shards also with one copy; all of it twice: another accumulation.
+    const std::size_t expected[] = {0, 6, 13, 0, 19};
+    EXPECT_EQ(verdict.layouts.size(), 2 * expected[ranks]) << ranks;
+    std::set<std::string> names;
+    for (const auto& layout : verdict.layouts) {
+      names.insert(layout.name);
+      ASSERT_EQ(layout.trajectories.size(), 2u) << layout.name;
+      EXPECT_EQ(layout.trajectories[0].updates, 1) << layout.name;  // plain SGD
+      EXPECT_EQ(layout.trajectories[1].updates, 2) << layout.name;
+      EXPECT_GT(layout.trajectories[1].allowed, 0) << layout.name;
+    }
+    EXPECT_EQ(names.size(), verdict.layouts.size());
+    EXPECT_THAT(to_text(verdict), HasSubstr(ranks == 1 ? "error" : "after 2 updates of AdamW"));
+  }
+  run_ranks(2, [&](World& world) {
+    const Verdict verdict = verify_run(tiny("all"), world, {kAllLayouts}, kPlanted);
+    EXPECT_FALSE(verdict.passed);
+    if (world.rank != 0) return;
+    for (const auto& layout : verdict.layouts) EXPECT_FALSE(layout.passed) << layout.name;
+  });
+}
+
+// ---- wrong updates of right gradients ----
+
+bool is_sharded(const std::vector<Bucket>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const Bucket& bucket) { return bucket.held.size() < bucket.plan.numel; });
+}
+
+// Does something to the updates of layouts whose optimizers see shards.
+struct WrongOnShards : Optimizer {
+  std::unique_ptr<Optimizer> inner;
+  explicit WrongOnShards(std::unique_ptr<Optimizer> inner_) : inner(std::move(inner_)) {}
+  virtual void wrong(std::vector<Bucket>& buckets, double gradient_scale) = 0;
+  void update(std::vector<Bucket>& buckets, double gradient_scale) override {
+    inner->update(buckets, gradient_scale);
+    if (is_sharded(buckets)) wrong(buckets, gradient_scale);
+  }
+  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
+  double learning_rate() const override { return inner->learning_rate(); }
+  std::int64_t updates() const override { return inner->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
+  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
+};
+struct UpdatesTwice : WrongOnShards {
+  using WrongOnShards::WrongOnShards;
+  void wrong(std::vector<Bucket>& buckets, double gradient_scale) override {
+    inner->update(buckets, gradient_scale);
+  }
+};
+// The first moments lie one element further than the parameters they belong to, as with another padding.
+struct MomentsElsewhere : WrongOnShards {
+  using WrongOnShards::WrongOnShards;
+  void wrong(std::vector<Bucket>& buckets, double) override {
+    auto state = inner->state(buckets);
+    for (auto& moments : state["exp_avg"]) moments.copy_(moments.roll(1));
+  }
+};
+
+template <class Wrong>
+void with_optimizer(VerifyProblem& problem, World&) {
+  problem.wrap_optimizer = [](std::unique_ptr<Optimizer> inner) {
+    return std::make_unique<Wrong>(std::move(inner));
+  };
+}
+
+// What the configured layout does not show is found on those that have it, and only there.
+TEST_F(RunsVerified, UpdatesThatOnlyShardsGetWrongAreFoundOnEveryLayoutThatShards) {
+  const auto on = [&](const std::vector<std::string>& layouts, const ChangeProblem& change) {
+    Verdict verdict;
+    run_ranks(2, [&](World& world) {
+      RunConfig config = tiny("updates");
+      config.parallel.share_parameters = "off";  // bucketed: every rank updates everything
+      Verdict own = verify_run(config, world, layouts, change);
+      if (world.rank == 0) verdict = std::move(own);
+    });
+    return verdict;
+  };
+  struct Fault {
+    ChangeProblem plant;
+    const char* words;
+    bool state;  // plain SGD has none
+  };
+  const Fault faults[] = {
+      {with_optimizer<UpdatesTwice>, "what an update of plain SGD takes away is 2 times what it should be",
+       false},
+      {with_optimizer<MomentsElsewhere>, "parameters after 2 updates of AdamW are not", true}};
+  for (const Fault& fault : faults) {
+    EXPECT_TRUE(on({}, fault.plant).passed);
+    const Verdict verdict = on({kAllLayouts}, fault.plant);
+    EXPECT_FALSE(verdict.passed);
+    int wrong = 0;
+    for (const auto& layout : verdict.layouts) {
+      const bool shards =
+          layout.name.find("share=on") != std::string::npos ||
+          (layout.name.starts_with("zero") && layout.name.find("replicas=1") != std::string::npos);
+      wrong += shards;
+      EXPECT_EQ(layout.passed, !shards) << layout.name << ", " << fault.words;
+      EXPECT_EQ(layout.e1.state, Grade::State::kPassed) << layout.name;
+      ASSERT_EQ(layout.trajectories.size(), 2u);
+      EXPECT_EQ(layout.trajectories[0].passed, !shards || fault.state) << layout.name;
+      EXPECT_EQ(layout.trajectories[1].passed, !shards) << layout.name;
+      if (!shards) continue;
+      ASSERT_EQ(layout.findings.size(), 1u) << layout.name;
+      EXPECT_EQ(layout.findings[0].id, "optimizer_differs");
+      EXPECT_THAT(layout.findings[0].sentence, HasSubstr(fault.words)) << layout.name;
+    }
+    EXPECT_EQ(wrong, 2 * 7);
+  }
+}
+
+// Ranks that share samples are one replica: no layout asks for more replicas than there are data ranks.
+TEST_F(RunsVerified, OnEveryLayoutOfContextRanks) {
+  for (const int ranks : {2, 3, 4})
+    for (const char* mode : {"all", "none"}) {
+      RunConfig config = tiny("context");
+      config.parallel.cp_ring = ranks == 3 ? 3 : 2;
+      config.parallel.cp_fsdp_mode = mode;
+      Verdict verdict;
+      run_ranks(ranks, [&](World& world) {
+        Verdict own = verify_run(config, world, {kAllLayouts});
+        if (world.rank == 0) verdict = std::move(own);
+      });
+      EXPECT_TRUE(verdict.passed) << to_text(verdict);
+      EXPECT_GE(verdict.layouts.size(), 7u) << ranks << ", " << mode;
+      // Every cp group has several packs, which are cut into micro-batches otherwise, too.
+      EXPECT_EQ(std::count_if(verdict.layouts.begin(), verdict.layouts.end(),
+                              [](const auto& layout) {
+                                return layout.name.find(" to a micro-batch") != std::string::npos;
+                              }),
+                static_cast<std::ptrdiff_t>(verdict.layouts.size() / 2))
+          << ranks << ", " << mode;
+      for (const auto& layout : verdict.layouts)  // but for the last byte of each message
+        EXPECT_NEAR(layout.bytes_moved, layout.bytes_needed, static_cast<double>(layout.parameters.size()))
+            << layout.name;
+    }
+}
+
+// ---- while training ----
+
+std::string drift(RunningRun& run, int rank, double factor) {
+  if (run.step == 4 && run.run.world.rank == rank) {
+    at::NoGradGuard no_grad;
+    run.run.model.named()[2].second.mul_(factor);
+  }
+  return check_running(run);
+}
+
+TEST_F(RunsVerified, ReplicasThatDriftApartStopTheRunAndAreNamed) {
+  for (const char* strategy : {"bucketed", "zero1"})
+    for (const int ranks : {2, 3}) {
+      RunConfig config = tiny(std::string("drift") + strategy + std::to_string(ranks));
+      config.parallel.strategy = strategy;
+      config.parallel.share_parameters = "off";
+      config.verify.checksums_every = 2;
+      std::vector<std::string> said(static_cast<std::size_t>(ranks));
+      const auto result = run(config, ranks, [&](World& world, TrainerHooks& hooks) {
+        hooks.check = [&said](RunningRun& running) {
+          return said[static_cast<std::size_t>(running.run.world.rank)] = drift(running, 1, 1 + 1e-6);
+        };
+      });
+      for (const auto& outcome : result.outcomes) {
+        EXPECT_EQ(outcome.end, Outcome::End::kRefuted);
+        EXPECT_EQ(outcome.exit_status(), 1);
+        EXPECT_EQ(outcome.steps, 4);
+      }
+      const auto name = DecoderLM(config.model.shape, at::kFloat, 0).named()[2].first;
+      for (const auto& text : said)
+        EXPECT_EQ(text, "replicas differ in 1 parameter, first " + name +
+                            (ranks == 2 ? ": rank 0 against rank 1" : ": ranks 0, 2 against rank 1"));
+    }
+}
+
+TEST_F(RunsVerified, ChecksChangeNothing) {
+  for (const char* strategy : {"bucketed", "zero3"})
+    for (const char* dtype : {"float32", "bfloat16"}) {
+      RunConfig config = tiny(std::string("checked") + strategy + dtype, dtype);
+      config.parallel.strategy = strategy;
+      const auto plain = run(config, 2);
+      config.run.directory += "-checks";
+      config.verify.every = 3;
+      config.verify.checksums_every = 1;
+      int checks = 0;
+      const auto checked = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+        hooks.check = [&checks, &world](RunningRun& running) {
+          if (world.rank == 0) ++checks;
+          return check_running(running);
+        };
+      });
+      EXPECT_EQ(checks, 7);
+      EXPECT_EQ(checked.outcomes[0].end, Outcome::End::kFinished);
+      ASSERT_EQ(plain.steps.size(), checked.steps.size());
+      for (std::size_t i = 0; i < plain.steps.size(); ++i) {
+        EXPECT_EQ(plain.steps[i].report.loss, checked.steps[i].report.loss);
+        EXPECT_EQ(plain.steps[i].report.norm, checked.steps[i].report.norm);
+      }
+    }
+}
+
+// What goes wrong only in the run itself: a fresh layout and forward of the same weights are right.
+TEST_F(RunsVerified, AFaultOfTheRunsOwnForwardIsSeenAndNamed) {
+  for (const char* strategy : {"bucketed", "zero3"})
+    for (const char* dtype : {"float32", "float64"}) {
+      RunConfig config = tiny(std::string("living") + strategy + dtype, dtype);
+      config.parallel.strategy = strategy;
+      config.verify.every = 3;
+      std::string said;
+      const auto result = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+        hooks.wrap_forward = [](const ForwardLossTerms& right) {
+          return [right, calls = 0](const Batch& batch) mutable {
+            LossTerms terms = right(batch);
+            if (++calls > 1)
+              for (auto& term : terms) term.sum = term.sum * 1.001;
+            return terms;
+          };
+        };
+        hooks.check = [&said, &world](RunningRun& running) {
+          const std::string text = check_running(running);
+          if (world.rank == 0) said = text;
+          return text;
+        };
+      });
+      EXPECT_EQ(result.outcomes[0].end, Outcome::End::kRefuted) << strategy << " " << dtype;
+      EXPECT_EQ(result.outcomes[0].steps, 3);
+      if (dtype == std::string("float32")) {
+        EXPECT_THAT(said, HasSubstr("a fresh layout has the right gradient, the run's own does not"));
+      }
+    }
+}
+
+TEST_F(RunsVerified, AWrongGradientWhileTrainingStopsTheRun) {
+  RunConfig config = tiny("refuted");
+  config.verify.every = 3;
+  const auto result = run(config, 3, [&](World&, TrainerHooks& hooks) {
+    hooks.check = [](RunningRun& running) { return check_running(running, kPlanted); };
+  });
+  for (const auto& outcome : result.outcomes) {
+    EXPECT_EQ(outcome.end, Outcome::End::kRefuted);
+    EXPECT_EQ(outcome.steps, 3);
+    EXPECT_TRUE(outcome.checkpoint.empty());
+  }
+}
+
+}  // namespace
+}  // namespace isograd
