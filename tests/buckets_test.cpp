@@ -110,7 +110,9 @@ TEST(Buckets, AreSentInTheOrderOfTheGradientsAndStayWhereTheyAre) {
           const auto wanted = alone(size, 3, micro, kRate);
           run_ranks(size, [&](World& world) {
             Model model;
-            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas), {.bucket_bytes = 1});
+            auto layout =
+                strategy.make(model.named(), Mesh(world, data_grid(world.size, {.dp_replicate = replicas})),
+                              {.bucket_bytes = 1});
             const auto before = layout->bucket_order(), sent_before = sent(*layout);
             std::vector<const void*> places;
             for (const at::Tensor& tensor : model.tensors) places.push_back(tensor.const_data_ptr());
@@ -161,7 +163,7 @@ TEST(Buckets, HaveTheSameBitsWhateverIsSentFirst) {
             squares += taken ? *taken : owned_squares(bucket);
           });
           handed.push_back(squares);
-          norms.push_back(global_norm((*layout)->buckets(), 0, (*layout)->group()).norm);
+          norms.push_back(global_norm((*layout)->buckets(), 0, (*layout)->mesh().all()).norm);
         }
         EXPECT_EQ(norms[0], norms[1]) << strategy.name;
         EXPECT_EQ(handed[0], handed[1]) << strategy.name;
@@ -290,8 +292,9 @@ TEST(Sharded, HandsOverEachBucketOnceItIsReduced) {
     for (int size : {1, 2, 3, 4})
       run_ranks(size, [&](World& world) {
         Model model;
-        auto layout =
-            strategy.make(model.named(), hybrid_groups(world, replicas_for(size, 2)), {.bucket_bytes = 500});
+        auto layout = strategy.make(
+            model.named(), Mesh(world, data_grid(world.size, {.dp_replicate = replicas_for(size, 2)})),
+            {.bucket_bytes = 500});
         layout->zero_gradients();
         accumulate(*layout, model, world.rank, 0, 2);
         std::vector<const Bucket*> handed;
@@ -311,8 +314,8 @@ TEST(Sharded, HandsOverEachBucketOnceItIsReduced) {
               << strategy.name << " " << size;
         }
         std::vector<double> nothing = {0};
-        EXPECT_EQ(global_norm(squares, nothing, layout->group()).norm,
-                  global_norm(layout->buckets(), 0, layout->group()).norm);
+        EXPECT_EQ(global_norm(squares, nothing, layout->mesh().all()).norm,
+                  global_norm(layout->buckets(), 0, layout->mesh().all()).norm);
       });
 }
 
@@ -327,8 +330,9 @@ TEST(Sharded, TakesSquaresOnTheWayWhereTheReductionIsTheLastToWrite) {
           if (size % replicas != 0 || (replicas > 1 && strategy.is_naive)) continue;
           run_ranks(size, [&](World& world) {
             Model model(type);
-            auto layout = strategy.make(model.named(), hybrid_groups(world, replicas),
-                                        {.fp32_gradients = size % 2 == 0, .bucket_bytes = 400});
+            auto layout =
+                strategy.make(model.named(), Mesh(world, data_grid(world.size, {.dp_replicate = replicas})),
+                              {.fp32_gradients = size % 2 == 0, .bucket_bytes = 400});
             const bool expects =
                 replicas == 1 && std::find(once.begin(), once.end(), strategy.name) != once.end();
             for (int step = 0; step < 3; ++step) {

@@ -202,7 +202,9 @@ struct Setting {
   std::function<DecoderLM::Attention(ContextAttention)> attention = [](ContextAttention right) {
     return DecoderLM::Attention(right);
   };
-  std::function<void(DataGroups&)> groups = [](DataGroups&) {};
+  std::function<Mesh(const World&, const Mesh&)> layout_mesh = [](const World&, const Mesh& right) {
+    return right;
+  };
 };
 
 struct Outcome {
@@ -229,8 +231,7 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
                                                   .cp_ulysses = axes.ulysses}));
     DecoderLM model(config, setting.dtype, 3);
     model.set_attention(setting.attention(ContextAttention(mesh)));
-    DataGroups groups = data_groups(mesh, setting.sharded);
-    setting.groups(groups);
+    const Mesh layout_mesh = setting.layout_mesh(world, mesh);
     ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       return {{"cross_entropy",
                cross_entropy_sum(model.logits(batch), batch.targets, {.weights = batch.weights})}};
@@ -238,20 +239,21 @@ inline Outcome run_step(const Axes& axes, const DecoderConfig& config, const std
     std::unique_ptr<DataParallel> layout;
     if (setting.strategy.zero3) {
       const ModelUnits units = model_units(model, RunConfig{});
-      layout = fully_shard(units.root, model.named(), units.blocks, groups,
-                           {.checkpoint = setting.strategy.checkpoint});
+      layout = fully_shard(units.root, model.named(), units.blocks, layout_mesh,
+                           {.checkpoint = setting.strategy.checkpoint, .sharded = setting.sharded});
       forward = inside(units.root, forward);
     } else {
-      layout = setting.strategy.flat.make(trainable_parameters(model.named()), groups,
-                                          {.bucket_bytes = 1024, .overlap = setting.reduce});
+      layout = setting.strategy.flat.make(
+          trainable_parameters(model.named()), layout_mesh,
+          {.sharded = setting.sharded, .bucket_bytes = 1024, .overlap = setting.reduce});
     }
     layout = setting.wrap(std::move(layout), mesh);
     const auto mean = setting.mean(setting.samples, mesh);
     const auto optimizer = sgd({.learning_rate = 0});
     Step step(forward, *layout, *mean, *optimizer, {});
     const auto rank = static_cast<std::size_t>(world.rank);
-    step.accumulate(
-        cut_micro_batches(whole[static_cast<std::size_t>(mesh.place(kSampleAxes))], options, mesh.place(kContextAxes)));
+    step.accumulate(cut_micro_batches(whole[static_cast<std::size_t>(mesh.place(kSampleAxes))], options,
+                                      mesh.place(kContextAxes)));
     const auto keep = [&] {
       for (auto& view : layout->views()) outcome.gradients[rank][view.name] = view.gradient.clone();
     };

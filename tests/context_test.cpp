@@ -27,7 +27,8 @@ void check_axes(const Axes& axes, int turn) {
           const double error = outcome.worst_error(wanted);
           EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
                                    << ", accumulation " << accumulation << ", " << setting.strategy.name()
-                                   << ", sharded over " << fmt::format("{}", fmt::join(setting.sharded, " x "));
+                                   << ", sharded over "
+                                   << fmt::format("{}", fmt::join(setting.sharded, " x "));
           for (const StepReport& report : outcome.reports) EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
           worst = std::max(worst, error);
           ++cases;
@@ -68,19 +69,20 @@ std::pair<int, double> check_rounding(const Axes& axes, const std::vector<Layout
         for (const bool samples : {false, true}) {
           const Reference wanted = reference(config, whole, samples, dtype);
           const Outcome alone = run_step({}, config, {all}, {}, {.dtype = dtype, .samples = samples});
-          const std::vector<Cell> cells = full_tests()
-                                              ? cells_of_stages(axes, cases)
-                                              : std::vector<Cell>{{.strategy = {.flat = {.name = "bucketed"}}}};
+          const std::vector<Cell> cells =
+              full_tests() ? cells_of_stages(axes, cases)
+                           : std::vector<Cell>{{.strategy = {.flat = {.name = "bucketed"}}}};
           for (const Cell& cell : cells) {
-            const Outcome outcome =
-                run_step(axes, config, whole, layout.options,
-                         {.strategy = cell.strategy, .sharded = cell.sharded, .dtype = dtype, .samples = samples});
+            const Outcome outcome = run_step(
+                axes, config, whole, layout.options,
+                {.strategy = cell.strategy, .sharded = cell.sharded, .dtype = dtype, .samples = samples});
             const Rounding rounding =
                 rounding_of(outcome, wanted, {&alone}, dtype, axes.ranks() * accumulation);
             EXPECT_LE(rounding.share, 1)
                 << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
-                << cell.strategy.name() << ", sharded over " << fmt::format("{}", fmt::join(cell.sharded, " x ")) << ", "
-                << c10::toString(dtype) << ", samples " << samples << ", accumulation " << accumulation;
+                << cell.strategy.name() << ", sharded over "
+                << fmt::format("{}", fmt::join(cell.sharded, " x ")) << ", " << c10::toString(dtype)
+                << ", samples " << samples << ", accumulation " << accumulation;
             worst = std::max(worst, rounding.share);
             ++cases;
           }
@@ -189,7 +191,8 @@ TEST(Context, PlantedMistakesAreSeen) {
 
         const Outcome counted =
             outcome({.mean = [](bool of_samples, const Mesh& mesh) -> std::unique_ptr<Normalizer> {
-              if (of_samples) return std::make_unique<CountsContextPeers<SampleMean>>(mesh.size(kContextAxes));
+              if (of_samples)
+                return std::make_unique<CountsContextPeers<SampleMean>>(mesh.size(kContextAxes));
               return std::make_unique<CountsContextPeers<TokenMean>>(mesh.size(kContextAxes));
             }});
         EXPECT_NEAR(common_ratio(counted, wanted), 1 / cp, 1e-9) << "B5: " << where;
@@ -211,20 +214,19 @@ TEST(Context, PlantedMistakesAreSeen) {
           EXPECT_TRUE(std::isnan(common_ratio(joined, wanted))) << "B20: " << where;
         }
         if (samples) {
-          const Outcome fragments =
-              outcome({.mean = [](bool, const Mesh&) -> std::unique_ptr<Normalizer> {
-                return std::make_unique<FragmentsAreSamples>();
-              }});
+          const Outcome fragments = outcome({.mean = [](bool, const Mesh&) -> std::unique_ptr<Normalizer> {
+            return std::make_unique<FragmentsAreSamples>();
+          }});
           EXPECT_GT(fragments.worst_error(wanted), 1e-3) << "fragments as samples: " << where;
         }
         // B23: right with shards along the axis, forgotten where it is not.
         if (axes.ring > 1 && axes.dp_shard * axes.ulysses > 1) {
-          const Outcome forgotten = outcome({.strategy = {.flat = {.name = "zero1", .stage = 1}},
-                                             .sharded = {"dp_shard", "cp_ulysses"},
-                                             .groups = [](DataGroups& groups) {
-                                               groups.replicate =
-                                                   planted::skips_reductions(groups.replicate);
-                                             }});
+          const Outcome forgotten =
+              outcome({.strategy = {.flat = {.name = "zero1", .stage = 1}},
+                       .sharded = {"dp_shard", "cp_ulysses"},
+                       .layout_mesh = [](const World& world, const Mesh& right) {
+                         return planted::skips_sums_along(world, right.grid(), {"dp_replicate", "cp_ring"});
+                       }});
           EXPECT_GT(forgotten.worst_error(wanted), 1e-3) << "B23: " << where;
         }
       }

@@ -133,8 +133,7 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
                                                   .cp_ulysses = axes.ulysses}));
     VideoDiT model(setting.config, setting.dtype, 3);
     model.set_attention(setting.attention(ContextAttention(mesh, /*causal=*/false)));
-    DataGroups groups = data_groups(mesh, setting.sharded);
-    setting.groups(groups);
+    const Mesh layout_mesh = setting.layout_mesh(world, mesh);
     ForwardLossTerms forward = [&, right = flow_matching_loss(model, steps[0].store, kNoiseSeed)](
                                    const Batch& batch) { return right(setting.seen(batch)); };
     std::unique_ptr<DataParallel> layout;
@@ -154,11 +153,13 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
               return std::vector<at::Tensor>{block(in[0], in[1])};
             })[0];
       });
-      layout = fully_shard(root, model.named(), blocks, groups, {.checkpoint = setting.strategy.checkpoint});
+      layout = fully_shard(root, model.named(), blocks, layout_mesh,
+                           {.checkpoint = setting.strategy.checkpoint, .sharded = setting.sharded});
       forward = inside(root, forward);
     } else {
-      layout = setting.strategy.flat.make(trainable_parameters(model.named()), groups,
-                                          {.bucket_bytes = 1024, .overlap = setting.reduce});
+      layout = setting.strategy.flat.make(
+          trainable_parameters(model.named()), layout_mesh,
+          {.sharded = setting.sharded, .bucket_bytes = 1024, .overlap = setting.reduce});
     }
     layout = setting.wrap(std::move(layout), mesh);
     const auto mean = setting.mean(setting.samples, mesh);
@@ -170,8 +171,8 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
       const auto keep = [&] {
         for (auto& view : layout->views()) outcome.gradients[rank][view.name] = view.gradient.clone();
       };
-      step.accumulate(cut_micro_batches(steps[i].whole[static_cast<std::size_t>(mesh.place(kSampleAxes))], options,
-                                        mesh.place(kContextAxes)));
+      step.accumulate(cut_micro_batches(steps[i].whole[static_cast<std::size_t>(mesh.place(kSampleAxes))],
+                                        options, mesh.place(kContextAxes)));
       if (last && !setting.reduce) keep();
       outcome.reports[rank] = step.finish();
       if (last && setting.reduce) keep();

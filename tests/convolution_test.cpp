@@ -20,8 +20,10 @@ std::vector<LayoutUnderTest> every_layout(const World& world) {
       if (world.size % replicas != 0 || (replicas > 1 && !strategy.sharded())) continue;
       layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
                          [&world, strategy, replicas](std::vector<NamedParameter> parameters, const Group&) {
-                           return strategy.make(std::move(parameters), hybrid_groups(world, replicas),
-                                                {.bucket_bytes = 500, .first_bucket_bytes = 100});
+                           return strategy.make(
+                               std::move(parameters),
+                               Mesh(world, data_grid(world.size, {.dp_replicate = replicas})),
+                               {.bucket_bytes = 500, .first_bucket_bytes = 100});
                          }});
     }
   return layouts;

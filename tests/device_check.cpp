@@ -39,8 +39,7 @@ struct Unpublished final : DataParallel {
   void finish_reduction() override { inner->finish_reduction(); }
   bool takes_every_round() const override { return inner->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  Group& group() override { return inner->group(); }
-  Group& shard_group() override { return inner->shard_group(); }
+  const Mesh& mesh() const override { return inner->mesh(); }
 };
 
 // What a layout with offload holds, and the optimizer's state.

@@ -26,7 +26,7 @@ double freezing_error(const Way& way, int size, int replicas, bool planted) {
     Net wanted;
     freeze(*net, 0);
     freeze(wanted, 0);
-    const auto layout = way.make(net, hybrid_groups(world, replicas));
+    const auto layout = way.make(net, Mesh(world, data_grid(world.size, {.dp_replicate = replicas})));
     const auto ours =
         adamw({.learning_rate = 0.02, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-8, .weight_decay = 0.1});
     torch::optim::AdamWOptions decaying(0.02), plain(0.02);

@@ -21,18 +21,18 @@ const double kExact = 1e-10;  // E1
 
 struct Way {
   std::string name;
-  std::function<std::unique_ptr<DataParallel>(const Sharded<Model>&, const DataGroups&)> make;
+  std::function<std::unique_ptr<DataParallel>(const Sharded<Model>&, const Mesh&)> make;
   bool sharded_units = false;
 };
 
 std::vector<Way> ways() {
   std::vector<Way> all;
   for (const testing::Strategy& strategy : testing::strategies())
-    all.push_back({strategy.name, [strategy](const Sharded<Model>& model, const DataGroups& groups) {
+    all.push_back({strategy.name, [strategy](const Sharded<Model>& model, const Mesh& mesh) {
                      std::vector<std::pair<std::string, at::Tensor>> named;
                      for (auto& item : model->named_parameters())
                        named.emplace_back(item.key(), item.value());
-                     return strategy.make(trainable_parameters(named), groups, {.bucket_bytes = 300});
+                     return strategy.make(trainable_parameters(named), mesh, {.bucket_bytes = 300});
                    }});
   for (const auto& [name, options] : std::vector<std::pair<std::string, FullyShardOptions>>{
            {"zero3", {}},
@@ -40,8 +40,8 @@ std::vector<Way> ways() {
            {"zero3 shared", {.share_parameters = true}},
            {"zero3 shared once", {.reduce_once = true, .share_parameters = true}}})
     all.push_back({name,
-                   [options = options](const Sharded<Model>& model, const DataGroups& groups) {
-                     return fully_shard(model, model->uses(), groups, options);
+                   [options = options](const Sharded<Model>& model, const Mesh& mesh) {
+                     return fully_shard(model, model->uses(), mesh, options);
                    },
                    true});
   return all;
@@ -58,8 +58,7 @@ struct NeverZeroes : DataParallel {
   void begin_backward(bool last) override { inner->begin_backward(last); }
   void finish_reduction() override { inner->finish_reduction(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  Group& group() override { return inner->group(); }
-  Group& shard_group() override { return inner->shard_group(); }
+  const Mesh& mesh() const override { return inner->mesh(); }
 };
 
 // The largest error of two steps, each after a backward that belongs to none.
@@ -68,7 +67,7 @@ double error_after_probes(const Way& way, int ranks, int replicas, bool planted)
   run_ranks(ranks, [&](World& world) {
     const auto model = make_model();
     const Reference reference(*model);
-    auto layout = way.make(model, hybrid_groups(world, replicas));
+    auto layout = way.make(model, Mesh(world, data_grid(world.size, {.dp_replicate = replicas})));
     if (planted) layout = std::make_unique<NeverZeroes>(std::move(layout));
     for (int step : {0, 1}) {
       const zero3::Batch probe = zero3::batch(world.rank, 7, 0);
@@ -100,7 +99,8 @@ TEST(GivenUp, AfterAnExceptionInBackwardTheNextStepIsRight) {
           run_ranks(ranks, [&, ranks = ranks, replicas = replicas](World& world) {
             const auto model = make_model();
             const Reference reference(*model);
-            const auto layout = way.make(model, hybrid_groups(world, replicas));
+            const auto layout =
+                way.make(model, Mesh(world, data_grid(world.size, {.dp_replicate = replicas})));
             bool breaks = false;
             model->blocks[static_cast<std::size_t>(world.rank % 3)]->weight.register_hook(
                 [&](const at::Tensor&) {
@@ -138,7 +138,7 @@ int calls_with_half_an_update(const Way& way, bool alone) {
   try {
     run_ranks(kRanks, [&](World& world) {
       const auto model = make_model();
-      const auto layout = way.make(model, alone ? DataGroups(Group::solo()) : DataGroups(world.group));
+      const auto layout = way.make(model, alone ? Mesh(Group::solo()) : Mesh(world.group));
       const auto optimizer = sgd({.learning_rate = 0.1});
       zero3::at_place = [&](const char* place) {
         if (updates[world.rank] > 2 && std::string(place) == "block") ++calls[world.rank];

@@ -68,7 +68,7 @@ at::Tensor loss_of(Model& model, int rank, int step) {
 
 struct Way {
   std::string name;
-  std::function<std::unique_ptr<DataParallel>(const Sharded<Net>&, const DataGroups&)> make;
+  std::function<std::unique_ptr<DataParallel>(const Sharded<Net>&, const Mesh&)> make;
   bool shared = false, units = false;
 };
 
@@ -76,8 +76,8 @@ inline std::vector<Way> ways() {
   std::vector<Way> all;
   for (const testing::Strategy& strategy : testing::strategies())
     all.push_back({strategy.name,
-                   [strategy](const Sharded<Net>& net, const DataGroups& groups) {
-                     return strategy.make(trainable_parameters(net->named()), groups, {.bucket_bytes = 700});
+                   [strategy](const Sharded<Net>& net, const Mesh& mesh) {
+                     return strategy.make(trainable_parameters(net->named()), mesh, {.bucket_bytes = 700});
                    },
                    strategy.share});
   for (const auto& [name, options] :
@@ -85,8 +85,8 @@ inline std::vector<Way> ways() {
                                                               {"zero3 once", {.reduce_once = true}},
                                                               {"zero3 shared", {.share_parameters = true}}})
     all.push_back({name,
-                   [options = options](const Sharded<Net>& net, const DataGroups& groups) {
-                     return fully_shard(net, {net->block}, groups, options);
+                   [options = options](const Sharded<Net>& net, const Mesh& mesh) {
+                     return fully_shard(net, {net->block}, mesh, options);
                    },
                    options.share_parameters, /*units=*/true});
   return all;

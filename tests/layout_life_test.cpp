@@ -175,7 +175,7 @@ TEST(LayoutLife, WriteGivesAllRanksTheValues) {
           if (size % replicas != 0 || (replicas > 1 && way.name == "naive")) continue;
           run_ranks(size, [&](World& world) {
             const Sharded<Net> net(std::make_shared<Net>(type));
-            const auto layout = way.make(net, hybrid_groups(world, replicas));
+            const auto layout = way.make(net, Mesh(world, data_grid(world.size, {.dp_replicate = replicas})));
             const auto optimizer = adamw({.learning_rate = 1e-9, .weight_decay = 0});
             backward(*layout, net, world.rank, 0);
             update(*layout, *optimizer);

@@ -9,6 +9,7 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
+#include "parallel/data/role_groups.hpp"
 #include "plan/meter.hpp"
 #include "train/memory.hpp"
 
@@ -46,21 +47,22 @@ struct Measured {
   std::int64_t sent = 0;            // of the second of two equal steps
 };
 
-std::int64_t sent(const DataGroups& groups) {
-  return bytes_sent(groups.all, groups.shard, groups.replicate);
+std::int64_t sent(const Mesh& mesh) {
+  return bytes_sent({mesh.counting(), mesh.along({"dp_shard"}), mesh.along({"dp_replicate"})});
 }
 
 Measured measure(World& world, const Case& setup) {
   MemoryMeter meter;
   Measured result;
-  DataGroups groups = setup.replicas > 1 ? hybrid_groups(world, setup.replicas) : DataGroups(world.group);
+  const Mesh mesh(world, data_grid(world.size, {.dp_replicate = setup.replicas}));
+  sent(mesh);  // makes the groups: their own memory is no part of the layout's
   const std::int64_t start = meter.alive() + meter.shared();
   auto parameters = make_parameters(setup.dtype);
   result.numel = count(parameters);
-  const auto layout = bucketed(parameters, groups, setup.options);
+  const auto layout = bucketed(parameters, mesh, setup.options);
   const auto optimizer = adamw({});
   for (int step = 0; step < 2; ++step) {
-    const std::int64_t before = sent(groups);
+    const std::int64_t before = sent(mesh);
     layout->zero_gradients();
     for (std::int64_t i = 0; i < setup.micro_batches; ++i) {
       layout->begin_backward(i + 1 == setup.micro_batches);
@@ -71,10 +73,10 @@ Measured measure(World& world, const Case& setup) {
     layout->finish_reduction();
     optimizer->update(layout->buckets(), 1);
     layout->publish_parameters();
-    result.sent = sent(groups) - before;
+    result.sent = sent(mesh) - before;
   }
   result.persistent = meter.alive() + meter.shared() - start;
-  const int sharers = setup.options.share_parameters ? groups.shard.size() : 1;
+  const int sharers = setup.options.share_parameters ? mesh.size({"dp_shard"}) : 1;
   result.kept = measure_kept(layout->buckets(), optimizer->state(layout->buckets()), sharers);
   for (const Bucket& bucket : layout->buckets()) {
     result.padded += bucket.plan.numel;
@@ -206,20 +208,20 @@ TEST(Memory, OfStage3AndItsTrafficAreTheFormulas) {
       run_ranks(ranks, [&](World& world) {
         if (ranks == setup.replicas) return;  // nothing is sharded
         MemoryMeter meter;
-        DataGroups groups =
-            setup.replicas > 1 ? hybrid_groups(world, setup.replicas) : DataGroups(world.group);
+        const Mesh mesh(world, data_grid(world.size, {.dp_replicate = setup.replicas}));
+        sent(mesh);  // makes the groups
         const std::int64_t start = meter.alive() + meter.shared();
         const Sharded<Layers> model(std::make_shared<Layers>(setup.dtype));
         std::int64_t numel = 0, padded = 0, largest = 0, moved = 0;
         for (const at::Tensor& parameter : model->parameters()) numel += parameter.numel();
-        const auto layout = fully_shard(model, {model->layers.begin(), model->layers.end()}, groups,
+        const auto layout = fully_shard(model, {model->layers.begin(), model->layers.end()}, mesh,
                                         {.reshard_root = true,
                                          .reduce_once = setup.once,
                                          .fp32_gradients = setup.fp32_gradients,
                                          .share_parameters = setup.share});
         const auto optimizer = adamw({});
         for (int step = 0; step < 2; ++step) {
-          const std::int64_t before = sent(groups);
+          const std::int64_t before = sent(mesh);
           layout->zero_gradients();
           for (std::int64_t i = 0; i < setup.micro_batches; ++i) {
             layout->begin_backward(i + 1 == setup.micro_batches);
@@ -228,7 +230,7 @@ TEST(Memory, OfStage3AndItsTrafficAreTheFormulas) {
           layout->finish_reduction();
           optimizer->update(layout->buckets(), 1);
           layout->publish_parameters();
-          moved = sent(groups) - before;
+          moved = sent(mesh) - before;
         }
         const std::int64_t persistent = meter.alive() + meter.shared() - start;
         for (const Bucket& bucket : layout->buckets()) {

@@ -203,7 +203,8 @@ double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOpti
       };
     }
     prepare_module(*net, world.group);
-    auto layout = fully_shard(net, {net->first, net->second}, hybrid_groups(world, replicas), options);
+    auto layout = fully_shard(net, {net->first, net->second},
+                              Mesh(world, data_grid(world.size, {.dp_replicate = replicas})), options);
     layout->zero_gradients();
     for (int m = 0; m < micro; ++m) {
       const at::Tensor loss =

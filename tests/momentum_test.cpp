@@ -124,12 +124,14 @@ std::vector<std::pair<std::string, MakeLayout>> every_layout(int ranks) {
     if (ranks % replicas != 0) continue;
     const std::string suffix = replicas > 1 ? ", 2 replicas" : "";
     all.emplace_back("zero3" + suffix, [replicas](const VerifyModel& model, const World& world) {
-      return fully_shard(model.units->root, model.named, model.units->blocks, hybrid_groups(world, replicas));
+      return fully_shard(model.units->root, model.named, model.units->blocks,
+                         Mesh(world, data_grid(world.size, {.dp_replicate = replicas})));
     });
     for (const testing::Strategy& strategy : testing::strategies()) {
       if (replicas > 1 && !strategy.sharded()) continue;
       all.emplace_back(strategy.name + suffix, [=](const VerifyModel& model, const World& world) {
-        return strategy.make(trainable_parameters(model.named), hybrid_groups(world, replicas),
+        return strategy.make(trainable_parameters(model.named),
+                             Mesh(world, data_grid(world.size, {.dp_replicate = replicas})),
                              {.bucket_bytes = 4 << 10, .first_bucket_bytes = 500});
       });
     }

@@ -27,7 +27,7 @@ struct Setting {
       [](std::unique_ptr<DataParallel> layout) { return layout; };
   testing::Strategy strategy = {.name = "bucketed"};
   int most_replicas = 1;
-  std::function<DataGroups(World&)> groups{};           // not given: as many replicas as most_replicas says
+  std::function<Mesh(World&)> mesh{};                   // not given: as many replicas as most_replicas says
   DataParallelOptions options = {.bucket_bytes = 256};  // many buckets
 };
 
@@ -45,11 +45,11 @@ Outcome run_step(const std::vector<MicroBatches>& batches, const Setting& settin
   outcome.reports.resize(size);
   run_ranks(size, [&](World& world) {
     toy::Model model;
-    const DataGroups groups = setting.groups
-                                  ? setting.groups(world)
-                                  : hybrid_groups(world, testing::replicas_for(size, setting.most_replicas));
+    const Mesh mesh = setting.mesh ? setting.mesh(world)
+                                   : Mesh(world, data_grid(size, {.dp_replicate = testing::replicas_for(
+                                                                      size, setting.most_replicas)}));
     auto layout =
-        setting.wrap(setting.strategy.make(trainable_parameters(model.named()), groups, setting.options));
+        setting.wrap(setting.strategy.make(trainable_parameters(model.named()), mesh, setting.options));
     auto mean = setting.mean();
     auto optimizer = sgd({.learning_rate = 0});
     Step step(
@@ -185,9 +185,8 @@ TEST(Parity, EachPlantedMistakeIsSeenUnderEveryStrategy) {
           };
           const bool sums_apart = strategy.stage > 0 || strategy.share;  // else one reduction over all ranks
           if (sums_apart && size > 2)
-            plant("B16, replicas not summed").groups = [](World& world) {
-              const DataGroups grid = hybrid_groups(world, 2);
-              return DataGroups(grid.all, grid.shard, skips_reductions(grid.replicate));
+            plant("B16, replicas not summed").mesh = [](World& world) {
+              return skips_sums_along(world, data_grid(world.size, {.dp_replicate = 2}), {"dp_replicate"});
             };
         }
         for (auto& [name, setting] : mistakes) {

@@ -72,8 +72,7 @@ struct Wrapped : DataParallel {
   void begin_backward(bool last) override { inner->begin_backward(last); }
   void finish_reduction() override { inner->finish_reduction(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  Group& group() override { return inner->group(); }
-  Group& shard_group() override { return inner->shard_group(); }
+  const Mesh& mesh() const override { return inner->mesh(); }
   void publish_parameters() override { inner->publish_parameters(); }
   bool takes_every_round() const override { return inner->takes_every_round(); }
 };
@@ -82,7 +81,7 @@ struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks
   using Wrapped::Wrapped;
   void finish_reduction() override {
     inner->finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.div_(group().size());
+    for (Bucket& bucket : buckets()) bucket.gradients.div_(mesh().all().size());
   }
 };
 
@@ -142,6 +141,16 @@ inline Group skips_reductions(const Group& like) {
                {.self_test = false});
 }
 
+// A mesh on which ranks along these axes sum nothing.
+inline Mesh skips_sums_along(const World& world, const Grid& grid, const AxisSet& axes) {
+  return Mesh(world.group, grid,
+              [world, skipped = grid.ranks_along(axes, world.rank)](const std::vector<int>& ranks,
+                                                                    const std::string& name) {
+                const Group right = world.subgroup(ranks, name);
+                return ranks == skipped ? skips_reductions(right) : right;
+              });
+}
+
 struct SkipsABucket : Wrapped {  // B16: replicas drift apart
   using Wrapped::Wrapped;
   void finish_reduction() override {
@@ -155,7 +164,7 @@ struct ReducesTwice : Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
     inner->finish_reduction();
-    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
+    for (Bucket& bucket : buckets()) mesh().all().all_reduce(bucket.gradients);
   }
 };
 
@@ -166,7 +175,7 @@ struct ReducesEveryMicroBatch : Wrapped {
   ReducesEveryMicroBatch(std::unique_ptr<DataParallel> inner_, int times_)
       : Wrapped(std::move(inner_)), times(times_) {}
   void reduce() {
-    for (Bucket& bucket : buckets()) group().all_reduce(bucket.gradients);
+    for (Bucket& bucket : buckets()) mesh().all().all_reduce(bucket.gradients);
   }
   void begin_backward(bool last) override {
     if (backward++ > 0 && --times > 0) reduce();
@@ -183,7 +192,7 @@ struct ReusesBuffersInFlight : Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
     for (Bucket& bucket : buckets()) {
-      Pending pending = group().all_reduce_async(bucket.gradients);
+      Pending pending = mesh().all().all_reduce_async(bucket.gradients);
       bucket.gradients.zero_();
       pending.wait();
     }

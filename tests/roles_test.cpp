@@ -29,7 +29,9 @@ double summed(double value, Group group) {
 
 // One place of the loop each, where a mistake can be made.
 struct Loop {
-  std::function<Group(const Layout&)> counting = [](const Layout& layout) { return layout.counting(); };
+  std::function<Group(const Layout&)> counting = [](const Layout& layout) {
+    return layout.mesh().counting();
+  };
   std::function<void(Layout::Named&)> place = [](Layout::Named&) {};
   std::function<void(const Layout&, Gradients&)> before_sum = [](const Layout&, Gradients&) {};
   std::function<double(const Layout&, const Gradients&)> norm = [](const Layout& layout,
@@ -224,7 +226,7 @@ TEST(RolesPlanted, B18aCountsEveryCopy) {
 
 TEST(RolesPlanted, B18bTakesTheNormOfTheOwnPart) {
   const auto own_part = [](const Layout& layout, const Gradients& gradients) {
-    return std::sqrt(summed(owned_squares(layout, gradients), layout.counting()));
+    return std::sqrt(summed(owned_squares(layout, gradients), layout.mesh().counting()));
   };
   for (const Outcome& outcome : run(kAll, {.norm = own_part})) {
     EXPECT_THAT(wrong(outcome.after), IsEmpty());

@@ -18,6 +18,7 @@ namespace isograd {
 namespace {
 
 using testing::error_of;
+using testing::mesh_of_replicas;
 using testing::strategies;
 using testing::Strategy;
 
@@ -104,9 +105,9 @@ TEST(Sharded, TrainsLikeOneProcessOverReplicasAndShards) {
           const auto expected = trained_alone(size, 3, micro, at::kDouble);
           run_ranks(size, [&](World& world) {
             Model model;
-            auto layout =
-                strategy.make(model.named(), hybrid_groups(world, testing::replicas_for(size, most_replicas)),
-                              {.bucket_bytes = 500, .first_bucket_bytes = 200});
+            auto layout = strategy.make(model.named(),
+                                        mesh_of_replicas(world, testing::replicas_for(size, most_replicas)),
+                                        {.bucket_bytes = 500, .first_bucket_bytes = 200});
             train(*layout, model, world.rank, 3, micro);
             for (std::size_t p = 0; p < expected.size(); ++p)
               EXPECT_TRUE(at::equal(model.tensors[p], expected[p]))
@@ -159,7 +160,7 @@ TEST(Sharded, KeepsBf16GradientsIfAsked) {
           EXPECT_TRUE(at::equal(views[p].gradient.to(at::kFloat), expected)) << strategy.name << " p" << p;
           squares += expected.square().sum().item<double>();
         }
-        EXPECT_EQ(global_norm(layout->buckets(), 0, layout->group()).norm, std::sqrt(squares));
+        EXPECT_EQ(global_norm(layout->buckets(), 0, layout->mesh().all()).norm, std::sqrt(squares));
         const at::Tensor before = views[3].master.clone();
         sgd({.learning_rate = kRate})->update(layout->buckets(), 1);
         layout->publish_parameters();
@@ -175,11 +176,11 @@ TEST(Sharded, CountsEveryElementOnceInTheNorm) {
       std::vector<double> norms(size), held(size);
       run_ranks(size, [&](World& world) {
         Model model;
-        auto layout = strategy.make(model.named(), hybrid_groups(world, 2), {.bucket_bytes = 500});
+        auto layout = strategy.make(model.named(), mesh_of_replicas(world, 2), {.bucket_bytes = 500});
         layout->zero_gradients();
         micro_batches(*layout, model, world.rank, 0, 2);
         layout->finish_reduction();
-        norms[world.rank] = global_norm(layout->buckets(), 0, layout->group()).norm;
+        norms[world.rank] = global_norm(layout->buckets(), 0, layout->mesh().all()).norm;
         for (const Bucket& bucket : layout->buckets())
           held[world.rank] += static_cast<double>(bucket.held.size());
       });
@@ -204,12 +205,14 @@ TEST(Sharded, MovesWhatTheFormulasSay) {
           if (size % replicas != 0 || strategy.is_naive) continue;
           run_ranks(size, [&](World& world) {
             Model model(at::kFloat);
-            const DataGroups groups = hybrid_groups(world, replicas);
-            auto layout = strategy.make(model.named(), groups, {.bucket_bytes = 500, .learn_order = false});
+            const Mesh mesh = mesh_of_replicas(world, replicas);
+            const Group in_world = mesh.counting(), in_shard_group = mesh.along({"dp_shard"}),
+                        in_replicas = mesh.along({"dp_replicate"});
+            auto layout = strategy.make(model.named(), mesh, {.bucket_bytes = 500, .learn_order = false});
             std::int64_t psi = 0;
             for (const Bucket& bucket : layout->buckets()) psi += 4 * bucket.plan.numel;
-            const std::int64_t before[] = {groups.all.traffic().bytes(), groups.shard.traffic().bytes(),
-                                           groups.replicate.traffic().bytes()};
+            const std::int64_t before[] = {in_world.traffic().bytes(), in_shard_group.traffic().bytes(),
+                                           in_replicas.traffic().bytes()};
             const auto optimizer = sgd({.learning_rate = kRate});
             layout->zero_gradients();
             micro_batches(*layout, model, world.rank, 0, micro);
@@ -227,13 +230,13 @@ TEST(Sharded, MovesWhatTheFormulasSay) {
             const std::string where = strategy.name + ", " + std::to_string(size) + " ranks, " +
                                       std::to_string(replicas) + " replicas, " + std::to_string(micro);
             // With one replica the shard group is the whole group; with one shard that of the replicas is.
-            const std::int64_t all = groups.all.traffic().bytes() - before[0];
-            const std::int64_t shard = groups.shard.traffic().bytes() - before[1];
+            const std::int64_t all = in_world.traffic().bytes() - before[0];
+            const std::int64_t shard = in_shard_group.traffic().bytes() - before[1];
             EXPECT_EQ(all, replicas == 1 ? in_all + in_shard : in_all) << where;
             if (replicas > 1) {
               EXPECT_EQ(shard, in_shard) << where;
             }
-            EXPECT_EQ(groups.replicate.traffic().bytes() - before[2], shards == 1 ? in_all : over_replicas)
+            EXPECT_EQ(in_replicas.traffic().bytes() - before[2], shards == 1 ? in_all : over_replicas)
                 << where;
           });
         }
@@ -248,7 +251,7 @@ struct ForgetsToPublish : DataParallel {
   void begin_backward(bool last) override { inner->begin_backward(last); }
   void finish_reduction() override { inner->finish_reduction(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
-  Group& group() override { return inner->group(); }
+  const Mesh& mesh() const override { return inner->mesh(); }
 };
 
 // The gradient of Σ p²/2 is p itself: a rank that reads early gets another gradient.
@@ -353,7 +356,7 @@ TEST(Sharded, NobodyGoesOnWithAHalfUpdatedModel) {
 struct ReducesTooOften : ForgetsToPublish {
   using ForgetsToPublish::ForgetsToPublish;
   void begin_backward(bool last) override {
-    for (Bucket& bucket : buckets()) group().all_reduce(at::zeros_like(bucket.gradients));
+    for (Bucket& bucket : buckets()) mesh().all().all_reduce(at::zeros_like(bucket.gradients));
     inner->begin_backward(last);
   }
 };
@@ -381,14 +384,14 @@ TEST(Sharded, BytesTellAReductionTooMany) {
 TEST(Sharded, RefusesWhatCannotBe) {
   run_ranks(3, [](World& world) {
     Model model;
-    EXPECT_NE(error_of([&] { hybrid_groups(world, 2); }).find("divides the ranks"), std::string::npos);
+    EXPECT_NE(error_of([&] { mesh_of_replicas(world, 2); }).find("divides the ranks"), std::string::npos);
     EXPECT_NE(error_of([&] { bucketed(model.named(), world.group, {.stage = 3}); }).find("fully_shard"),
               std::string::npos);
     EXPECT_NE(error_of([&] { naive(model.named(), world.group, {.stage = 1}); }).find("stage 0"),
               std::string::npos);
     EXPECT_NE(error_of([&] { bucketed(model.named(), world.group, {.bucket_bytes = 0}); }).find("1 or more"),
               std::string::npos);
-    EXPECT_NE(error_of([&] { DataGroups(world.group, Group::solo(), Group::solo()); }).find("multiply"),
+    EXPECT_NE(error_of([&] { bucketed(model.named(), world.group, {.sharded = {"tp"}}); }).find("data axes"),
               std::string::npos);
   });
 }

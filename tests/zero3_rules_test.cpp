@@ -173,12 +173,14 @@ TEST(Zero3Traffic, IsWhatTheFormulasSay) {
               if (ranks % replicas != 0) continue;
               run_ranks(ranks, [&](World& world) {
                 auto model = make(at::kFloat);
-                const DataGroups groups = hybrid_groups(world, replicas);
+                const Mesh mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
+                const Group in_shard_group = mesh.along({"dp_shard"}),
+                            in_replicas = mesh.along({"dp_replicate"});
                 const auto layout = fully_shard(
-                    model, model->uses(), groups,
+                    model, model->uses(), mesh,
                     {.reshard_root = reshard_root, .reduce_once = once, .share_parameters = share});
                 const auto before = [&](Group group) { return group.traffic().bytes(); };
-                const std::int64_t shard0 = before(groups.shard), replica0 = before(groups.replicate);
+                const std::int64_t shard0 = before(in_shard_group), replica0 = before(in_replicas);
                 zero3::accumulate(*layout, model, world.rank, ranks, 0, micros);
                 const int shards = ranks / replicas;
                 const std::int64_t blocks = 4 * 3 * flat_numel(kBlock, shards);
@@ -188,8 +190,8 @@ TEST(Zero3Traffic, IsWhatTheFormulasSay) {
                 std::int64_t whole = reductions * (blocks + root);
                 if (!share)
                   whole += gathers * (2 * (blocks + 3 * frozen) + (reshard_root ? 2 : 1) * (root + frozen));
-                EXPECT_EQ(before(groups.shard) - shard0, shards == 1 ? 0 : whole * (shards - 1) / shards);
-                EXPECT_EQ(before(groups.replicate) - replica0,
+                EXPECT_EQ(before(in_shard_group) - shard0, shards == 1 ? 0 : whole * (shards - 1) / shards);
+                EXPECT_EQ(before(in_replicas) - replica0,
                           2 * ((blocks + root) / shards) * (replicas - 1) / replicas);
               });
             }

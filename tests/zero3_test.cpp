@@ -54,8 +54,9 @@ TEST(Zero3, GradientsAreThoseOfOneProcess) {
         run_ranks(ranks, [&](World& world) {
           Sharded<Model> model(std::make_shared<Model>());
           const Reference reference(*model);
-          const auto layout =
-              fully_shard(model, model->uses(), hybrid_groups(world, policy.replicas), policy.options);
+          const auto layout = fully_shard(
+              model, model->uses(), Mesh(world, data_grid(world.size, {.dp_replicate = policy.replicas})),
+              policy.options);
           for (int step = 0; step < 2; ++step) {  // the second uses the buffers again
             zero3::accumulate(*layout, model, world.rank, ranks, step, micros);
             const double error = zero3::worst_error(*layout, reference.gradients(ranks, step, micros));
@@ -78,10 +79,11 @@ TEST(Zero3, CountsEveryElementOnceInTheNorm) {
         squares += gradient.square().sum().item<double>();
       run_ranks(ranks, [&](World& world) {
         Sharded<Model> model(std::make_shared<Model>());
-        const auto layout =
-            fully_shard(model, model->uses(), hybrid_groups(world, policy.replicas), policy.options);
+        const auto layout = fully_shard(model, model->uses(),
+                                        Mesh(world, data_grid(world.size, {.dp_replicate = policy.replicas})),
+                                        policy.options);
         zero3::accumulate(*layout, model, world.rank, ranks, 0, 2);
-        const double norm = global_norm(layout->buckets(), 0, layout->group()).norm;
+        const double norm = global_norm(layout->buckets(), 0, layout->mesh().all()).norm;
         EXPECT_NEAR(norm, std::sqrt(squares), kExact * std::sqrt(squares)) << policy.name;
       });
     }
@@ -100,7 +102,9 @@ Parameters copies(FullySharded& layout, const Sharded<Model>& model) {
 Parameters trained(World& world, const Policy& policy, Optimizer& optimizer, int steps, int micros,
                    const std::function<std::unique_ptr<DataParallel>(FullySharded&)>& around = {}) {
   Sharded<Model> model(std::make_shared<Model>());
-  auto layout = fully_shard(model, model->uses(), hybrid_groups(world, policy.replicas), policy.options);
+  auto layout =
+      fully_shard(model, model->uses(), Mesh(world, data_grid(world.size, {.dp_replicate = policy.replicas})),
+                  policy.options);
   const std::unique_ptr<DataParallel> wrapped = around ? around(*layout) : nullptr;
   DataParallel& used = wrapped ? *wrapped : *layout;
   for (int step = 0; step < steps; ++step) {
@@ -222,14 +226,13 @@ struct Wrapped : DataParallel {
   void finish_reduction() override { inner.finish_reduction(); }
   void publish_parameters() override { inner.publish_parameters(); }
   std::vector<Bucket>& buckets() override { return inner.buckets(); }
-  Group& group() override { return inner.group(); }
-  Group& shard_group() override { return inner.shard_group(); }
+  const Mesh& mesh() const override { return inner.mesh(); }
 };
 struct DividesByRanks : Wrapped {  // the reducer makes a mean of the sum (B14, B15)
   using Wrapped::Wrapped;
   void finish_reduction() override {
     inner.finish_reduction();
-    for (Bucket& bucket : buckets()) bucket.gradients.mul_(1.0 / group().size());
+    for (Bucket& bucket : buckets()) bucket.gradients.mul_(1.0 / mesh().all().size());
   }
 };
 struct SkipsAUnit : Wrapped {
@@ -266,7 +269,9 @@ TEST(Zero3, ABufferUsedTooEarlyIsNoticed) {
   for (bool planted : {false, true}) {
     std::vector<char> right(3, 1);
     run_ranks(3, [&](World& world) {
-      ShardContext context{.groups = world.group};
+      const Mesh mesh(world.group);
+      const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
+      ShardContext context{.mesh = mesh, .groups = RoleGroups(mesh, copied, kShardedAxes)};
       std::vector<NamedParameter> parameters;
       for (const char* name : {"a", "b"})
         parameters.push_back({.name = name, .tensor = at::zeros({96}, at::kDouble).requires_grad_()});

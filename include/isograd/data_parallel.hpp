@@ -15,37 +15,19 @@
 
 namespace isograd {
 
-// The ranks that see different data, as a grid of dp_replicate x dp_shard, replicas outermost.
-struct DataGroups {
-  Group all;        // every one of them: counts, norms
-  Group shard;      // of this rank's replica: each rank may keep a shard
-  Group replicate;  // the ranks that keep the same shard, one of each replica
-
-  // One replica.
-  DataGroups(Group group);  // NOLINT: a group is the usual case
-  DataGroups(Group all_, Group shard_, Group replicate_);
-};
-
-// Sent by this rank in three groups, of which some may be the same.
-std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& replicate);
-
-// Shards along the data axes `sharded`, and a copy of each along the others. Collective.
-DataGroups data_groups(const Mesh& mesh, const AxisSet& sharded = kDataAxes);
-
-// `replicas` copies of the model, each over world.size / replicas ranks. Collective. ConfigError unless the
-// replicas divide the ranks.
-DataGroups hybrid_groups(const World& world, int replicas);
-
 struct DataParallelOptions {
   // Behaviour. None changes the gradient.
   // Refuse ranks whose models differ (names, shapes, dtypes, values), naming the first difference.
   bool check_parameters = true;
-  // ZeRO (Rajbhandari et al. 2020). 0: every rank keeps everything. 1: the optimizer's state is sharded over
-  // the shard group, gradients are reduce-scattered and updated parameters gathered. 2: so are gradients;
+  // ZeRO (Rajbhandari et al. 2020). 0: every rank keeps everything. 1: the optimizer's state is sharded along
+  // the axes `sharded`, gradients are reduce-scattered and updated parameters gathered. 2: so are gradients;
   // each micro-batch's are reduced at once, so that every rank must make equally many. Stage 3, which shards
   // parameters too, is fully_shard().
   int stage = 0;
-  // The ranks of the shard group keep one copy of the parameters between them, in memory that all reach. Each
+  // Data axes along which ranks may keep shards; along the others, dp_replicate as a rule, are replicas of
+  // each. Axes that the mesh does not have are left out.
+  AxisSet sharded = kShardedAxes;
+  // The ranks along `sharded` keep one copy of the parameters between them, in memory that all reach. Each
   // updates its shard in place, nothing is gathered; state is sharded as in stage 1. ConfigError where the
   // backend has no such memory.
   bool share_parameters = false;
@@ -72,7 +54,8 @@ struct DataParallelOptions {
   std::vector<std::string> order{};
 };
 
-// A strategy for getting the sum over ranks of the gradients to where they are used. In a step:
+// A strategy for getting the sum over ranks (along the axes that each parameter is summed along) of the
+// gradients to where they are used. In a step:
 //   begin_backward(last)   before each micro-batch's backward; after the `last` one gradients may be reduced
 //   finish_reduction()     afterwards every bucket's gradients hold the sum over all ranks
 //   publish_parameters()   after the optimizer's update: every rank has every rank's update
@@ -105,9 +88,9 @@ class DataParallel {
   virtual std::vector<Bucket>& buckets() = 0;
   // Places in buckets(), in the order in which they are reduced.
   virtual std::vector<std::size_t> launch_order();
-  virtual Group& group() = 0;  // all ranks
-  // Whose ranks hold the shards of a bucket that is not held whole, in the order of their ranks.
-  virtual Group& shard_group() { return group(); }
+  // Whose axes say what each group of ranks does: counts are taken over mesh().counting(), norms, stops and
+  // reports over mesh().all(), and what a bucket needs along the axes that it carries.
+  virtual const Mesh& mesh() const = 0;
   // Bytes that this rank has sent in the layout's groups since they were made (Group::traffic), but for those
   // that learning the order of buckets costs once.
   virtual std::int64_t bytes_sent();
@@ -144,12 +127,12 @@ class DataParallel {
 
 // Bucketed and overlapped: gradients are views of buckets in shared memory, a bucket is reduced when its last
 // gradient arrives in the last micro-batch's backward, progress is made inside later hooks.
-std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, DataGroups groups,
+std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, const Mesh& mesh,
                                        DataParallelOptions options = {});
 
 // The naive twin: one all-reduce per parameter after backward. Obviously right; the others are tested against
 // it. Stage 0 only.
-std::unique_ptr<DataParallel> naive(TrainableParameters parameters, DataGroups groups,
+std::unique_ptr<DataParallel> naive(TrainableParameters parameters, const Mesh& mesh,
                                     DataParallelOptions options = {});
 
 }  // namespace isograd

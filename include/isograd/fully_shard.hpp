@@ -222,7 +222,8 @@ struct FullyShardOptions {
   bool reduce_once = false;
   // Gradients of bf16 parameters are kept and reduced in fp32, or in bf16 (DataParallelOptions).
   bool fp32_gradients = true;
-  // The ranks of the shard group keep one copy of the parameters between them; nothing is gathered or freed.
+  AxisSet sharded = kShardedAxes;  // DataParallelOptions
+  // The ranks along `sharded` keep one copy of the parameters between them; nothing is gathered or freed.
   // ConfigError where the backend has no such memory.
   bool share_parameters = false;
   // Gradients, masters and the optimizer's state lie in host memory (DataParallelOptions).
@@ -255,7 +256,7 @@ class FullySharded : public DataParallel {
   virtual std::int64_t whole_numel() const = 0;
 };
 
-// ZeRO-3 (Rajbhandari et al. 2020): each rank of the shard group keeps a shard of parameters, gradients and
+// ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and
 // optimizer state. Collective.
 //
 // `root` is the whole model and is what the training loop calls; `blocks` are its parts, in the order in
@@ -268,21 +269,21 @@ class FullySharded : public DataParallel {
 // whole_parameters() to take copies.
 std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root,
                                           const std::vector<std::pair<std::string, at::Tensor>>& named,
-                                          const std::vector<UnitHandle>& blocks, DataGroups groups,
+                                          const std::vector<UnitHandle>& blocks, const Mesh& mesh,
                                           FullyShardOptions options = {});
 
 // auto layout = fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
 template <typename Module>
 std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root, const std::vector<UnitHandle>& blocks,
-                                          DataGroups groups, FullyShardOptions options = {}) {
+                                          const Mesh& mesh, FullyShardOptions options = {}) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (auto& item : root->named_parameters()) named.emplace_back(item.key(), item.value());
   if (!options.check) options.check = module_check(*root);
-  return fully_shard(root, named, blocks, std::move(groups), std::move(options));
+  return fully_shard(root, named, blocks, mesh, std::move(options));
 }
 
 template <sharded_call::BareModule Root>
-std::unique_ptr<FullySharded> fully_shard(const Root&, const std::vector<UnitHandle>&, DataGroups,
+std::unique_ptr<FullySharded> fully_shard(const Root&, const std::vector<UnitHandle>&, const Mesh&,
                                           FullyShardOptions = {}) {
   static_assert(sharded_call::never<Root>,
                 "fully_shard() takes the model as isograd::Sharded<Model>: isograd::Sharded<Model> "

@@ -42,10 +42,6 @@ class Layout {
   const std::vector<PlacedParameter>& parameters() const { return parameters_; }
   const PlacedParameter& parameter(const std::string& name) const;  // ConfigError: no such parameter
 
-  // The ranks that see different data: targets, samples and weights are counted over them and nowhere else,
-  // since the others hold the same ones.
-  Group counting() const { return mesh_.along(mesh_.data()); }
-
   // The rank's part of a whole tensor: a copy.
   at::Tensor local(const std::string& name, const at::Tensor& whole) const;
 

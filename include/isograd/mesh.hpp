@@ -36,6 +36,12 @@ class Mesh {
   // A `use` asks for a group apart from others of the same ranks, whose operations need no common order with
   // theirs: attention exchanges within backward, beside the reductions that backward launches.
   Group along(const AxisSet& axes, const std::string& use = {}) const;
+  // The ranks that see different data: targets, samples and weights are counted over them and nowhere else,
+  // since the others hold the same ones.
+  Group counting() const;
+  // Of the ranks that hold the same data, whether this one is the first: it gives what is to be added up
+  // once.
+  bool speaks() const;
   // The group of these ranks, in ascending order, this one among them. Made once, collective over them.
   // `name` appears in its errors.
   Group among(const std::vector<int>& ranks, const std::string& name) const;

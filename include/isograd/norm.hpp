@@ -18,15 +18,15 @@ struct GlobalNorm {
 };
 
 // Local fp64 sum of squares over owned elements, then one all-reduce, which carries the logged loss along.
-GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group);
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group group);
 // The same with more numbers to be summed over the ranks on the way, the loss first. `local_sums` (equally
 // many on every rank) becomes their sums. The others may be anything: what is only logged stops no step.
-GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group);
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group);
 
 // The same in two halves: squares of the elements that this rank owns, bucket by bucket in their order, and
 // the rest from their sum.
 double owned_squares(const Bucket& bucket);
-GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group);
+GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
 // The same of gradients by a Layout, in its order, summed: owned elements alone, then one all-reduce over all
 // ranks of the mesh. Of numbers that several ranks hold alike one of them gives `local_sums`, the others 0.
@@ -42,10 +42,10 @@ enum class NormOrder { kTwo, kInfinity };
 // of them; the same bits on every rank.
 std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
-                               Group& group);
+                               Group group);
 
 // max |g| over the whole gradient; NaN if any element is one.
-double infinity_norm(const std::vector<Bucket>& buckets, Group& group);
+double infinity_norm(const std::vector<Bucket>& buckets, Group group);
 
 // min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank.
 double clip_coefficient(double norm, double max_norm);

@@ -57,6 +57,14 @@ struct Placement {
   bool operator==(const Placement&) const = default;
 };
 
+// What parameters must have in common to share a flat buffer: along which axes their gradients are summed,
+// and along which ranks hold copies, among which elements are dealt to owners. Axes of one rank are left out,
+// so that what amounts to the same is equal.
+struct SyncAxes {
+  AxisSet summed, copies;
+  auto operator<=>(const SyncAxes&) const = default;
+};
+
 // A placement whose gradient is summed along the data axes on which it is not cut, and along `summed` beside
 // them.
 Placement placed(const Grid& grid, std::vector<std::int64_t> whole_shape, std::vector<Cut> cuts = {},
@@ -73,6 +81,8 @@ void check_placement(const std::string& name, const Placement& placement, const 
 // The axes along which ranks hold the same elements: those of the grid on which the parameter is neither cut
 // nor absent. Where it is cut along a factor of a view, the other factors stand for the axes of that view.
 AxisSet copies(const Placement& placement, const Grid& grid);
+
+SyncAxes sync_axes(const Placement& placement, const Grid& grid);
 
 bool holds(const Placement& placement, const Grid& grid, int rank);
 

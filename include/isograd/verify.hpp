@@ -146,6 +146,10 @@ struct VerifyProblem {
     ForwardLossTerms forward;
   };
   std::optional<Living> living{};
+  // Where ranks along some axes hold the same batch: those of it see different data along the data axes
+  // alone. Not given: every rank sees other data.
+  std::optional<Mesh> mesh{};
+  Group counting(const Group& all) const { return mesh ? mesh->counting() : all; }
   // The group of these ranks, for experiments on fewer; collective over them.
   std::function<Group(const std::vector<int>&)> subgroup{};
 };

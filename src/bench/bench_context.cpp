@@ -51,8 +51,8 @@ struct Ran {
 // A step of a model, or one layer's attention, of `ranks` ranks or of one.
 class Runner {
  public:
-  Runner(const ContextCase& of, DataGroups groups, const Mesh* mesh, const Batch& batch)
-      : of_(of), batch_(batch), group_(groups.all) {
+  Runner(const ContextCase& of, Group group, const Mesh* mesh, const Batch& batch)
+      : of_(of), batch_(batch), group_(std::move(group)) {
     if (of.attention_alone) {
       if (mesh) attention_ = ContextAttention(*mesh);
       const auto draw = [&](std::int64_t heads, double phase) {
@@ -67,7 +67,7 @@ class Runner {
     }
     model_ = std::make_shared<DecoderLM>(of.model, at::kFloat, 1);
     if (mesh) model_->set_attention(ContextAttention(*mesh));
-    layout_ = bucketed(trainable_parameters(model_->named()), std::move(groups));
+    layout_ = bucketed(trainable_parameters(model_->named()), mesh ? *mesh : Mesh(group_));
     step_ = std::make_unique<Step>(
         [model = model_](const Batch& part) -> LossTerms {
           return {{"cross_entropy", cross_entropy_sum(model->logits(part), part.targets)}};
@@ -145,8 +145,8 @@ void measure(const ContextCase& of, const BenchContextOptions& options, Contesta
                                .token_cost = of.attention_alone ? 0 : 6 * of.model.hidden};
   const ContextCut cut = cut_documents(whole.cu_seqlens, cut_options);
   std::optional<Runner> alone;
-  if (world.rank == 0) alone.emplace(of, DataGroups(Group::solo()), nullptr, whole);
-  Runner together(of, DataGroups(world.group), &mesh, cut_batch(whole, cut, world.rank));
+  if (world.rank == 0) alone.emplace(of, Group::solo(), nullptr, whole);
+  Runner together(of, world.group, &mesh, cut_batch(whole, cut, world.rank));
   const auto timed = [&](bool all) {
     world.group.barrier();
     const double start = now(), started = now_on_processor();

@@ -60,6 +60,14 @@ Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   return made(std::move(ranks), use, name);
 }
 
+Group Mesh::counting() const {
+  return along(data());
+}
+
+bool Mesh::speaks() const {
+  return place(without(impl_->grid.names(), kDataAxes)) == 0;
+}
+
 Group Mesh::among(const std::vector<int>& ranks, const std::string& name) const {
   return made(ranks, {}, name);
 }

@@ -87,6 +87,16 @@ AxisSet copies(const Placement& placement, const Grid& grid) {
   return result;
 }
 
+SyncAxes sync_axes(const Placement& placement, const Grid& grid) {
+  const auto of_several_ranks = [&](const AxisSet& axes) {
+    AxisSet result;
+    for (const std::string& axis : axes)
+      if (grid.size({axis}) > 1) result.insert(axis);
+    return result;
+  };
+  return {.summed = of_several_ranks(placement.summed), .copies = of_several_ranks(copies(placement, grid))};
+}
+
 bool holds(const Placement& placement, const Grid& grid, int rank) {
   if (placement.stages.empty() || !grid.has(kStageAxis)) return true;
   const int stage = grid.place({kStageAxis}, rank);

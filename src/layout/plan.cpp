@@ -1,5 +1,6 @@
 // Which parameters are trained, how they are packed into buckets, and who owns which element.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
@@ -102,6 +103,32 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
   return parameters;
 }
 
+void place_parameters(TrainableParameters& parameters, const Grid& grid, int rank) {
+  const SyncAxes copied = sync_axes(placed(grid, {}), grid);
+  for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+    for (NamedParameter& parameter : *list) parameter.sync = copied;
+  for (const auto& [name, placement] : parameters.placements) {
+    check_placement(name, placement, grid);
+    const std::string where = fmt::format("the placement of parameter '{}'", name);
+    const auto stages = static_cast<int>(placement.stages.size());
+    if (stages > 1 && stages < grid.size({kStageAxis}))
+      refuse(where, fmt::format("stages {}", fmt::join(placement.stages, ", ")), "one stage, or every one",
+             "Sum what some stages share with Layout::sum_gradients()");
+    NamedParameter* found = nullptr;
+    for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+      for (NamedParameter& parameter : *list)
+        if (parameter.name == name) found = &parameter;
+    if (!found && !holds(placement, grid, rank)) continue;
+    if (!found) refuse(where, "no parameter of this name", "one of the model's", "Correct the name");
+    const auto shape = local_shape(placement, grid, rank);
+    if (found->tensor.sizes() != at::IntArrayRef(shape))
+      refuse(where, fmt::format("a tensor of {} on rank {}", c10::str(found->tensor.sizes()), rank),
+             fmt::format("its part there, {}", c10::str(at::IntArrayRef(shape))),
+             "Give the model the rank's part of the parameter, or correct the placement");
+    found->sync = sync_axes(placement, grid);
+  }
+}
+
 std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
                                      std::int64_t first_bucket_bytes, const std::vector<std::size_t>& order) {
   ISOGRAD_INVARIANT(order.empty() || order.size() == parameters.size(),
@@ -113,22 +140,25 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
                        .action = "Raise it; the default is 25 MiB, and 1 MiB for the first bucket"});
   const std::int64_t first_limit =
       first_bucket_bytes > 0 ? std::min(first_bucket_bytes, bucket_bytes) : bucket_bytes;
-  std::map<at::ScalarType, std::int64_t> limits;                      // of the bucket that is open
-  std::vector<std::pair<std::size_t, BucketPlan>> closed;             // with the place of its last parameter
-  std::map<at::ScalarType, std::pair<std::size_t, BucketPlan>> open;  // one per dtype
+  using Kind = std::pair<at::ScalarType, SyncAxes>;
+  std::map<Kind, std::int64_t> limits;                      // of the bucket that is open
+  std::vector<std::pair<std::size_t, BucketPlan>> closed;   // with the place of its last parameter
+  std::map<Kind, std::pair<std::size_t, BucketPlan>> open;  // one of each kind
   for (std::size_t place = 0; place < parameters.size(); ++place) {
     const std::size_t index = order.empty() ? parameters.size() - 1 - place : order[place];
-    const auto& [name, tensor, decays] = parameters[index];
+    const auto& [name, tensor, decays, sync] = parameters[index];
     const auto type = tensor.scalar_type();
+    const Kind kind{type, sync};
     const std::int64_t bytes = c10::elementSize(gradient_type(type));
-    auto& [last, plan] = open[type];
-    const std::int64_t limit = limits.emplace(type, first_limit).first->second;
+    auto& [last, plan] = open[kind];
+    const std::int64_t limit = limits.emplace(kind, first_limit).first->second;
     if (!plan.slots.empty() && (plan.numel + padded(tensor.numel(), kSlotAlignment)) * bytes > limit) {
       closed.emplace_back(last, std::move(plan));
       plan = {};
-      limits[type] = bucket_bytes;
+      limits[kind] = bucket_bytes;
     }
     plan.dtype = type;
+    plan.sync = sync;
     if (!tensor.is_meta()) plan.device = tensor.device();
     plan.slots.push_back({.name = name,
                           .offset = plan.numel,
@@ -139,7 +169,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
     plan.numel += padded(tensor.numel(), kSlotAlignment);
     last = place;
   }
-  for (auto& [type, bucket] : open) closed.push_back(std::move(bucket));
+  for (auto& [kind, bucket] : open) closed.push_back(std::move(bucket));
   // A bucket is complete when its last gradient arrives: launch in that order.
   std::sort(closed.begin(), closed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<BucketPlan> plans;

@@ -58,7 +58,7 @@ void check_nothing_stays_behind(const std::vector<NamedParameter>& parameters) {
   }
   for (const auto& [impl, base] : bases)
     if (base.first->use_count() == base.second) ++known[base.first->storage().unsafeGetStorageImpl()];
-  for (const auto& [name, tensor, decays] : parameters) {
+  for (const auto& [name, tensor, decays, sync] : parameters) {
     if (!stays(tensor)) continue;
     const std::size_t others =
         tensor.storage().use_count() - known.at(tensor.storage().unsafeGetStorageImpl());
@@ -87,7 +87,7 @@ Claimed& claimed() {
 
 Claim::Claim(const std::vector<NamedParameter>& parameters) {
   check_nothing_stays_behind(parameters);
-  for (const auto& [name, tensor, decays] : parameters) {
+  for (const auto& [name, tensor, decays, sync] : parameters) {
     if (!has_memory(tensor) || !fills_its_storage(tensor)) continue;
     c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     const std::lock_guard<std::mutex> lock(claimed().mutex);

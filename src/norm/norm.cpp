@@ -10,12 +10,12 @@
 
 namespace isograd {
 
-GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group& group) {
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group group) {
   std::vector<double> sums = {local_loss_sum};
   return global_norm(buckets, sums, group);
 }
 
-GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group& group) {
+GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group) {
   double squares = 0;
   for (const Bucket& bucket : buckets) squares += owned_squares(bucket);
   return global_norm(squares, local_sums, group);
@@ -25,7 +25,7 @@ double owned_squares(const Bucket& bucket) {
   return squared_norm(bucket.gradients, owned_part(bucket));
 }
 
-GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group& group) {
+GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group) {
   std::vector<double> sums = local_sums;  // of this rank, then of all
   sums.push_back(squares);
   sums.push_back(std::isfinite(sums.front()) && std::isfinite(squares) ? 0 : 1);
@@ -52,8 +52,7 @@ double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradie
 
 GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
                        std::vector<double>& local_sums) {
-  Group all = layout.mesh().all();
-  return global_norm(owned_squares(layout, gradients), local_sums, all);
+  return global_norm(owned_squares(layout, gradients), local_sums, layout.mesh().all());
 }
 
 double clip_coefficient(double norm, double max_norm) {

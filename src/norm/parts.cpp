@@ -36,7 +36,7 @@ std::vector<double> largest_of_all(std::vector<double> values, Group& group) {
 
 std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
-                               Group& group) {
+                               Group group) {
   std::vector<double> values(parts);
   for (const Bucket& bucket : buckets)
     for (const Slot& slot : bucket.plan.slots) {
@@ -56,7 +56,7 @@ std::vector<double> part_norms(const std::vector<Bucket>& buckets,
   return values;
 }
 
-double infinity_norm(const std::vector<Bucket>& buckets, Group& group) {
+double infinity_norm(const std::vector<Bucket>& buckets, Group group) {
   return part_norms(
       buckets, [](const Slot&) { return 0; }, 1, NormOrder::kInfinity, group)[0];
 }

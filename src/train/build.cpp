@@ -213,10 +213,10 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) 
   return make_normalizer(mean_of(config), config.loss.denominator, {.replicas = replicas});
 }
 
-std::unique_ptr<DataParallel> make_strategy(
-    const std::string& strategy, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-    const ModelUnits* units, DataGroups groups, DataParallelOptions options,
-    const FullyShardOptions& sharded) {
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
+                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options, const FullyShardOptions& sharded) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
@@ -230,11 +230,11 @@ std::unique_ptr<DataParallel> make_strategy(
                          .found = "a model without units",
                          .expected = "VerifyModel::units, as verify_model() gives it",
                          .action = "Make the model with verify_model(), or fill in its units"});
-    return fully_shard(units->root, parameters, units->blocks, std::move(groups), sharded);
+    return fully_shard(units->root, parameters, units->blocks, mesh, sharded);
   }
   if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
-  if (strategy == "naive") return naive(trainable_parameters(parameters), std::move(groups), options);
-  return bucketed(trainable_parameters(parameters), std::move(groups), options);
+  if (strategy == "naive") return naive(trainable_parameters(parameters), mesh, options);
+  return bucketed(trainable_parameters(parameters), mesh, options);
 }
 
 namespace {
@@ -254,9 +254,9 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                                           const std::vector<std::string>& bucket_order, at::Device device) {
   const auto& parallel = config.parallel;
   const bool share = shares_parameters(config, parallel.strategy, world.group);
-  return make_strategy(parallel.strategy, parameters, &units,
-                       data_groups(Mesh(world, grid_of(config, world.size)), sharded_axes(config)),
-                       {.share_parameters = share,
+  return make_strategy(parallel.strategy, parameters, &units, Mesh(world, grid_of(config, world.size)),
+                       {.sharded = sharded_axes(config),
+                        .share_parameters = share,
                         .fp32_gradients = config.train.fp32_gradients,
                         .reduce_once = parallel.reduce_once,
                         .offload = parallel.offload,
@@ -268,6 +268,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
                         .checkpoint = parallel.checkpoint_activations,
                         .reduce_once = parallel.reduce_once,
                         .fp32_gradients = config.train.fp32_gradients,
+                        .sharded = sharded_axes(config),
                         .share_parameters = share,
                         .offload = parallel.offload,
                         .gather_limit_bytes = parallel.gather_limit_bytes,
@@ -282,8 +283,7 @@ std::string describe_layout(const RunConfig& config, const Group& group) {
   const Grid grid = grid_of(config, group.size());
   std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
   if (stage > 0 && config.parallel.replicas > 1)
-    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas,
-                        grid.size({"dp_shard"}));
+    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
   if (grid.size(kContextAxes) > 1) {
     text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
                         config.parallel.cp_ulysses);
@@ -303,8 +303,7 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Gr
   const AxisSet sharded = sharded_axes(config);
   int states = 2;  // moments of AdamW
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
-  const std::int64_t most_packs =
-      split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
+  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
   DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
                         .stage = stage_of(strategy),

@@ -57,10 +57,11 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
 // A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
 // that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. Collective.
-std::unique_ptr<DataParallel> make_strategy(
-    const std::string& strategy, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-    const ModelUnits* units, DataGroups groups, DataParallelOptions options,
-    const FullyShardOptions& sharded = {});
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
+                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options,
+                                            const FullyShardOptions& sharded = {});
 
 // parallel.strategy with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others

@@ -64,7 +64,7 @@ Named optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
     for (std::size_t b = 0; b < flats.size(); ++b)
       if (flats[b].defined()) {
         const at::Tensor whole = layout.gather_whole(layout.buckets()[b], flats[b]);
-        flats[b] = layout.group().rank() == 0 ? whole : at::Tensor();
+        flats[b] = layout.mesh().rank() == 0 ? whole : at::Tensor();
       }
   Named named;
   for (const auto& [name, place] : places(layout, state))
@@ -81,7 +81,8 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   whole_state.missed_updates = optimizer.missed_updates();
   const Named tensors = optimizer_tensors(layout, optimizer);
   const auto whole = layout.whole_parameters();  // rank 0 writes the model's own tensors
-  on_rank_zero(layout.group(), [&] {
+  Group all = layout.mesh().all();
+  on_rank_zero(all, [&] {
     publish_directory(directory, [&](const fs::path& folder) {
       write_model(folder);
       write_safetensors(folder / kOptimizerFile, tensors);

@@ -22,7 +22,7 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
   const at::NoGradGuard no_grad;
   work.look();
   at::Tensor sums = at::tensor(work.ledger().message(census), at::kDouble);
-  layout.group().all_reduce(sums);
+  layout.mesh().counting().all_reduce(sums);
   return Evaluation{.step = step, .loss = sums[0].item<double>(), .targets = census.targets};
 }
 

@@ -2,6 +2,7 @@
 #include "isograd/step.hpp"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 
@@ -10,13 +11,23 @@
 
 namespace isograd {
 
+// Whether any rank of the group says so. Collective.
+static bool any_rank(bool own, Group& group) {
+  at::Tensor flag = at::full({1}, own ? 1 : 0, at::kLong);
+  group.all_reduce(flag, ReduceOp::kMax);
+  return flag.item<std::int64_t>() != 0;
+}
+
 StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean)
     : forward_(forward), layout_(layout), mean_(mean) {}
 
-// (1) Count over all ranks, before any backward: one small collective, two if samples are cut over ranks.
+// (1) Count over the ranks that see different data, before any backward: one small collective, two if samples
+// are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
 void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even) {
   batches_ = std::move(micro_batches);
-  census_ = mean_.count(batches_, layout_.group(), stop_requested);
+  Group counting = layout_.mesh().counting(), all = layout_.mesh().all();
+  census_ = mean_.count(batches_, counting, stop_requested);
+  if (all.size() > counting.size()) census_.stop_requested = any_rank(census_.stop_requested, all);
   denominator_ = mean_.denominator(census_);
   if (even || layout_.takes_every_round())
     batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
@@ -93,7 +104,8 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
     mean_.begin_step();
   }
   work_->count(micro_batches, stop_requested, options_.even_micro_batches);
-  if (options_.check_denominators) check_agreement(work_->denominator(), layout_.group());
+  Group all = layout_.mesh().all();
+  if (options_.check_denominators) check_agreement(work_->denominator(), all);
   work_->run(options_.schedule);  // forward(i) and backward(i, last) of each micro-batch
   accumulated_ = true;
 }
@@ -117,7 +129,8 @@ StepReport Step::finish() {
 
   // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
   std::vector<double> sums = work_->ledger().message(work_->census());
-  const GlobalNorm global = global_norm(squares, sums, layout_.group());
+  if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
+  const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
   StepReport report;
   report.loss = global.loss_sum * scale;

@@ -53,7 +53,7 @@ class Wrapped : public DataParallel {
   void begin_backward(bool last) override { inner_->begin_backward(last); }
   void finish_reduction() override { inner_->finish_reduction(); }
   std::vector<Bucket>& buckets() override { return inner_->buckets(); }
-  Group& group() override { return inner_->group(); }
+  const Mesh& mesh() const override { return inner_->mesh(); }
 
  protected:
   std::unique_ptr<DataParallel> inner_;
@@ -64,7 +64,7 @@ class Averages : public Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
     inner_->finish_reduction();
-    for (auto& view : views()) view.gradient.div_(group().size());
+    for (auto& view : views()) view.gradient.div_(mesh().all().size());
   }
 };
 
@@ -98,7 +98,7 @@ class DriftsOnRankOne : public Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
     inner_->finish_reduction();
-    if (group().rank() == 1) views()[0].gradient.view({-1}).narrow(0, 0, 1).mul_(1 + 1e-6);
+    if (mesh().all().rank() == 1) views()[0].gradient.view({-1}).narrow(0, 0, 1).mul_(1 + 1e-6);
   }
 };
 

@@ -119,8 +119,7 @@ struct LayoutRun::Metered : DataParallel {
   bool takes_every_round() const override { return inner->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
   std::int64_t bytes_sent() override { return inner->bytes_sent(); }
-  Group& group() override { return inner->group(); }
-  Group& shard_group() override { return inner->shard_group(); }
+  const Mesh& mesh() const override { return inner->mesh(); }
   double exposed_seconds() const override { return inner->exposed_seconds(); }
   std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
 };

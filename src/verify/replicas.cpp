@@ -60,7 +60,7 @@ std::string Divergence::text() const {
 
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           DataParallel& layout) {
-  Group& group = layout.group();
+  Group group = layout.mesh().all();
   const std::vector<KeptPiece> pieces = kept_pieces(named, layout);
   std::vector<at::Tensor> bits;
   for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);

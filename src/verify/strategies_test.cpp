@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -17,6 +18,7 @@
 namespace isograd {
 namespace {
 
+using verify_test::loader_of;
 using verify_test::Small;
 using verify_test::verify_on;
 
@@ -52,33 +54,37 @@ VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
   return made;
 }
 
-using MakeGroups = std::function<DataGroups(const World& world, int replicas)>;
+using MakeMesh = std::function<Mesh(const World& world, int replicas)>;
+
+Mesh with_replicas(const World& world, int replicas) {
+  return Mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
+}
 
 // Every strategy with and without replicas, in place of the problem's own layout.
 void take_every_layout(VerifyProblem& problem, World& world, const Small& small,
-                       const MakeGroups& groups = hybrid_groups) {
+                       const MakeMesh& mesh = with_replicas) {
   problem.layouts.clear();
   problem.make_model = [&small](at::ScalarType type) { return model_in_units(small, type); };
   for (int replicas : {1, 2})
     if (world.size % replicas == 0)
       problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
-                                 [&world, groups, replicas](const VerifyModel& model, const Group&) {
+                                 [&world, mesh, replicas](const VerifyModel& model, const Group&) {
                                    return fully_shard(model.units->root, model.named, model.units->blocks,
-                                                      groups(world, replicas));
+                                                      mesh(world, replicas));
                                  }});
   for (const testing::Strategy& strategy : testing::strategies())
     for (int replicas : {1, 2}) {
       if (world.size % replicas != 0 || (replicas > 1 && !strategy.sharded())) continue;
       problem.layouts.push_back({strategy.name + (replicas > 1 ? ", 2 replicas" : ""),
-                                 [&world, groups, strategy, replicas](auto parameters, const Group&) {
+                                 [&world, mesh, strategy, replicas](auto parameters, const Group&) {
                                    return strategy.make(
-                                       std::move(parameters), groups(world, replicas),
+                                       std::move(parameters), mesh(world, replicas),
                                        {.bucket_bytes = 16 << 10, .first_bucket_bytes = 4 << 10});
                                  }});
     }
   if (world.size > 1)
-    problem.layouts.push_back({"overlapped", [&world, groups](auto parameters, const Group&) {
-                                 return bucketed(std::move(parameters), groups(world, 1),
+    problem.layouts.push_back({"overlapped", [&world, mesh](auto parameters, const Group&) {
+                                 return bucketed(std::move(parameters), mesh(world, 1),
                                                  {.bucket_bytes = 1, .first_bucket_bytes = 0});
                                }});
 }
@@ -97,6 +103,34 @@ TEST_P(StrategiesVerified, EqualOneProcess) {
     EXPECT_LE(layout.e1.error, 1e-10) << layout.name;
     EXPECT_EQ(layout.e2.state, Grade::State::kPassed) << layout.name;
     EXPECT_EQ(layout.e3.state, Grade::State::kPassed) << layout.name;
+  }
+}
+
+// Ranks along an axis on which nothing is cut hold the same batch, and the mesh says so.
+Mesh with_idle_axis(const World& world, int replicas) {
+  return Mesh(world, Grid({{"dp_replicate", replicas}, {"dp_shard", world.size / 2 / replicas}, {"tp", 2}}));
+}
+
+TEST(OnAnIdleAxis, StrategiesEqualOneProcess) {
+  for (const int ranks : {4, 8}) {
+    const Small small;
+    const auto on_idle_axis = [&](VerifyProblem& problem, World& world) {
+      const Mesh mesh = with_idle_axis(world, 1);
+      problem.mesh = mesh;
+      problem.local = loader_of(small, mesh.place(mesh.data()), mesh.size(mesh.data()))->next();
+      take_every_layout(problem, world, small, with_idle_axis);
+    };
+    const Verdict verdict = verify_on(ranks, small, on_idle_axis);
+    EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
+    EXPECT_GE(verdict.layouts.size(), 10U);
+    for (const LayoutVerdict& layout : verdict.layouts) EXPECT_LE(layout.e1.error, 1e-10) << layout.name;
+    // B5: the same ranks as ones with data of their own.
+    const Verdict counted = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
+      on_idle_axis(problem, world);
+      problem.mesh.reset();
+      problem.layouts = {verify_test::bucketed_layout()};
+    });
+    EXPECT_FALSE(counted.passed);
   }
 }
 
@@ -131,13 +165,15 @@ class DelayedGroups {
  public:
   DelayedGroups(int ranks, std::uint64_t seed) : seed_(seed), made_(static_cast<std::size_t>(ranks)) {}
 
-  DataGroups operator()(const World& world, int replicas) {
+  Mesh operator()(const World& world, int replicas) {
     const std::string layout = fmt::format("layout {}", made_[static_cast<std::size_t>(world.rank)]++);
-    const int shards = world.size / replicas, replica = world.rank / shards, shard = world.rank % shards;
-    Group all = group(layout, world, world.rank, world.size);
-    if (replicas == 1) return DataGroups(all);
-    return DataGroups(all, group(fmt::format("{}, replica {}", layout, replica), world, shard, shards),
-                      group(fmt::format("{}, shard {}", layout, shard), world, replica, replicas));
+    return Mesh(group(layout, world, world.rank, world.size),
+                data_grid(world.size, {.dp_replicate = replicas}),
+                [this, layout, world](const std::vector<int>& ranks, const std::string& name) {
+                  const auto place = std::find(ranks.begin(), ranks.end(), world.rank) - ranks.begin();
+                  return group(fmt::format("{}, {}", layout, name), world, static_cast<int>(place),
+                               static_cast<int>(ranks.size()));
+                });
   }
   std::int64_t pauses() const { return pauses_; }
 
@@ -173,9 +209,9 @@ TEST_P(StrategiesDelayed, EqualOneProcess) {
   const Small small{.packs_per_micro_batch = 1};
   for (const std::uint64_t seed : {1, 2}) {
     DelayedGroups delayed(GetParam(), seed);
-    const MakeGroups groups = std::ref(delayed);
+    const MakeMesh mesh = std::ref(delayed);
     const Verdict verdict = verify_on(GetParam(), small, [&](VerifyProblem& problem, World& world) {
-      take_every_layout(problem, world, small, groups);
+      take_every_layout(problem, world, small, mesh);
       problem.updates = 2;
       problem.optimizer = SgdOptions{.learning_rate = 0.05, .momentum = 0.9};
     });

@@ -161,7 +161,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
                                           reference.oracle.gradients[place], reference.scales[place],
                                           parameter.alone_error, bounds);
     }
-    if (group.rank() == 0 && !exact_run) whole = test_scale(rounded, expected, bounds.unit, reference.alone_scale);
+    if (group.rank() == 0 && !exact_run)
+      whole = test_scale(rounded, expected, bounds.unit, reference.alone_scale);
   }
   const auto torn_buffers = exact.differing_buffers();
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
@@ -213,7 +214,7 @@ void check(const VerifyProblem& problem, const Initial& initial, Group& group) {
   std::int64_t local = 0;
   for (const auto& batch : problem.local) local += batch.num_targets();
   at::Tensor targets = at::full({1}, local, at::kLong);
-  group.all_reduce(targets);
+  problem.counting(group).all_reduce(targets);
   if (targets.item<std::int64_t>() == 0)
     refuse("verify", "a step without a valid target on any rank", "at least one",
            "Choose another step to verify");
@@ -267,11 +268,12 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
          "random numbers by isograd::RandomKey (seed, step, sample, layer)",
          {reference.random}});
 
-  const std::uint64_t seen = digest_over_ranks(problem.local, group);
+  Group counting = problem.counting(group);
+  const std::uint64_t seen = digest_over_ranks(problem.local, counting);
   StepDump found;
   // Small next to the step: tokens, targets and lengths of all ranks.
-  count_as_declared(gather_batches(problem.local, group), problem.loss, found);
-  found.samples = samples_over_ranks(problem.local, group);
+  count_as_declared(gather_batches(problem.local, counting), problem.loss, found);
+  found.samples = samples_over_ranks(problem.local, counting);
   verdict.samples = found.samples;
   bool passed = true;
   if (group.rank() == 0) {

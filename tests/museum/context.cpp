@@ -73,17 +73,19 @@ VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Mesh& mesh, const W
 // The same step on any axes whose product is the number of ranks.
 VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong) {
   VerifyProblem problem = right_problem(world);
-  const auto mesh =
-      std::make_shared<Mesh>(world, data_grid(world.size, {.cp_ring = axes.ring, .cp_ulysses = axes.ulysses}));
+  const auto mesh = std::make_shared<Mesh>(
+      world, data_grid(world.size, {.cp_ring = axes.ring, .cp_ulysses = axes.ulysses}));
   context_groups(*mesh);  // made here by all ranks: later models are made by some
   const auto all = packs(world.size);
   SharedSamples dealing{
       .whole = {}, .data_rank = mesh->place(kSampleAxes), .cut = [mesh, axes](const MicroBatches& whole) {
         if (mesh->size(kContextAxes) == 1) return whole;
-        return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses}, mesh->place(kContextAxes));
+        return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses},
+                                 mesh->place(kContextAxes));
       }};
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (static_cast<int>(i) % mesh->size(kSampleAxes) == mesh->place(kSampleAxes)) dealing.whole.push_back(all[i]);
+    if (static_cast<int>(i) % mesh->size(kSampleAxes) == mesh->place(kSampleAxes))
+      dealing.whole.push_back(all[i]);
   problem.local = dealing.cut(dealing.whole);
   if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
   problem.whole = [all] { return all; };
@@ -94,9 +96,7 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
   LayoutUnderTest& layout = problem.layouts[0];
   layout.make = [mesh, wrong, ranks = world.size](std::vector<NamedParameter> parameters,
                                                   const Group& group) {
-    const DataGroups groups =
-        group.size() == ranks ? data_groups(*mesh) : DataGroups(group);
-    auto right = plain_layout(std::move(parameters), groups);
+    auto right = plain_layout(std::move(parameters), group.size() == ranks ? *mesh : Mesh(group));
     return wrong.layout ? wrong.layout(std::move(right), *mesh) : std::move(right);
   };
   layout.axes = {{"dp_shard", axes.data}, {"cp_ring", axes.ring}, {"cp_ulysses", axes.ulysses}};

@@ -97,7 +97,7 @@ struct MeanOverNothing : Divides {
 struct WithoutARank : planted::Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
-    if (group().rank() == group().size() - 1)
+    if (mesh().all().rank() == mesh().all().size() - 1)
       for (Bucket& bucket : buckets()) bucket.gradients.zero_();
     inner->finish_reduction();
   }

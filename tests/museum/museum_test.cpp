@@ -243,7 +243,7 @@ struct ForgetsARank : planted::Wrapped {
   ForgetsARank(std::unique_ptr<DataParallel> inner_, std::string name_)
       : Wrapped(std::move(inner_)), name(std::move(name_)) {}
   void finish_reduction() override {
-    if (group().rank() == group().size() - 1)
+    if (mesh().all().rank() == mesh().all().size() - 1)
       for (Bucket& bucket : buckets())
         for (const Slot& slot : bucket.plan.slots)
           if (slot.name == name) bucket.gradients.narrow(0, slot.offset, slot.numel).zero_();

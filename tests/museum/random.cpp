@@ -145,8 +145,10 @@ std::vector<std::string> false_alarms(int configurations, std::uint64_t seed,
       problem.layouts = {{.name = strategy.name,
                           .make =
                               [&](auto parameters, const Group&) {
-                                return strategy.make(std::move(parameters), hybrid_groups(world, replicas),
-                                                     {.bucket_bytes = bucket_bytes, .overlap = overlap});
+                                return strategy.make(
+                                    std::move(parameters),
+                                    Mesh(world, data_grid(world.size, {.dp_replicate = replicas})),
+                                    {.bucket_bytes = bucket_bytes, .overlap = overlap});
                               },
                           .axes = {{"dp_replicate", replicas}, {"dp_shard", ranks / replicas}}}};
       Verdict own = verify(problem, world.group);

@@ -56,7 +56,7 @@ struct ReducesEachMicroBatch : Wrapped {
       for (Bucket& bucket : buckets()) sums.push_back(at::zeros_like(bucket.gradients));
     for (std::size_t b = 0; b < buckets().size(); ++b) {
       at::Tensor& gradients = buckets()[b].gradients;
-      group().all_reduce(gradients);
+      mesh().all().all_reduce(gradients);
       sums[b] += gradients;
       gradients.zero_();
     }
@@ -77,9 +77,10 @@ struct SumsFromItself : Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
     for (Bucket& bucket : buckets()) {
-      const at::Tensor parts = group().all_gather(bucket.gradients);
+      const at::Tensor parts = mesh().all().all_gather(bucket.gradients);
       at::Tensor sum = at::zeros_like(bucket.gradients);
-      for (int i = 0; i < group().size(); ++i) sum += parts[(group().rank() + i) % group().size()];
+      for (int i = 0; i < mesh().all().size(); ++i)
+        sum += parts[(mesh().all().rank() + i) % mesh().all().size()];
       bucket.gradients.copy_(sum);
     }
   }

@@ -63,8 +63,8 @@ void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& c
   };
 }
 
-std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, DataGroups groups) {
-  return bucketed(std::move(parameters), std::move(groups),
+std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, const Mesh& mesh) {
+  return bucketed(std::move(parameters), mesh,
                   {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
 }
 

@@ -37,7 +37,7 @@ void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& c
 constexpr std::int64_t kBucketBytes = 256;  // several buckets
 
 // Every gradient in buckets that nothing reduces before the end: what exhibits lay hands on.
-std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, DataGroups groups);
+std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, const Mesh& mesh);
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype);
 
 // The loss becomes average precision over the rows of all ranks, each of which brings one micro-batch.

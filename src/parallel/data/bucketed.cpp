@@ -20,7 +20,7 @@ namespace {
 
 class Bucketed final : public DataParallel {
  public:
-  Bucketed(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options);
+  Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options);
   ~Bucketed() override;
   Bucketed(const Bucketed&) = delete;
   Bucketed& operator=(const Bucketed&) = delete;
@@ -35,11 +35,11 @@ class Bucketed final : public DataParallel {
   bool takes_every_round() const override { return policy_.every_round; }
   std::vector<Bucket>& buckets() override { return buckets_; }
   std::vector<std::size_t> launch_order() override { return launch_order_; }
-  Group& group() override { return policy_.groups.all; }
-  Group& shard_group() override { return policy_.groups.shard; }
+  const Mesh& mesh() const override { return policy_.mesh; }
   std::int64_t bytes_sent() override {
-    return isograd::bytes_sent(policy_.groups.all, policy_.groups.shard, policy_.groups.replicate) -
-           asking_bytes_;
+    std::vector<Group> groups{policy_.groups.summed, policy_.groups.shard, policy_.groups.replicate};
+    for (const auto& flat : flats_) groups.push_back(flat->groups().summed);
+    return isograd::bytes_sent(groups) - asking_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
 
@@ -61,14 +61,15 @@ class Bucketed final : public DataParallel {
   void launch_next();
   void finish_round(const Reduced& reduced = [](const Bucket&, std::optional<double>) {});
   void check_views() const;
-  bool reduces() const { return policy_.groups.all.size() > 1; }
+  bool reduces() const { return reduces_; }
 
   TrainableParameters parameters_;
   std::vector<Claim> claims_;
   BucketPolicy policy_;
   bool overlap_, offload_, check_parameters_;
+  bool reduces_ = false;  // whether ranks have anything to sum
   std::int64_t bucket_bytes_, first_bucket_bytes_;
-  bool learns_order_;                // in which gradients come
+  bool learns_order_ = false;        // in which gradients come
   std::vector<std::size_t> came_{};  // parameters, in that order, in the last backward that had any
   bool new_backward_ = false;        // none of its gradients has come
   std::int64_t asking_bytes_ = 0;    // once, to agree on that order
@@ -106,16 +107,19 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
          "backward without create_graph (it replaces them)");
 }
 
-Bucketed::Bucketed(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options)
+Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
     : parameters_(std::move(parameters)),
-      policy_(std::move(groups), options),
+      policy_(mesh, options),
       overlap_(options.overlap),
       offload_(options.offload),
       check_parameters_(options.check_parameters),
       bucket_bytes_(options.bucket_bytes),
-      first_bucket_bytes_(options.first_bucket_bytes),
-      learns_order_(options.learn_order && overlap_ && reduces()) {
+      first_bucket_bytes_(options.first_bucket_bytes) {
   if (parameters_.check) parameters_.check();
+  place_parameters(parameters_, mesh.grid(), mesh.rank());
+  reduces_ = policy_.groups.summed.size() > 1;
+  for (const NamedParameter& parameter : parameters_) reduces_ |= mesh.size(parameter.sync.summed) > 1;
+  learns_order_ = options.learn_order && overlap_ && reduces_;
   refuse_early(parameters_);
   add_buckets(plan_buckets(parameters_, bucket_bytes_, first_bucket_bytes_,
                            order_by_names(parameters_, options.order)));
@@ -129,14 +133,18 @@ void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
              "Destroy the other layout of this model first");
   if (offload_)
     for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
+  for (const NamedParameter& parameter : parameters)
+    if (policy_.sharded && parameter.sync != policy_.copied)
+      refuse(parameter.name, "a placement of its own in stage 1 or 2, or with one copy of the parameters",
+             "parameters that every rank has a copy of", "Use stage 0 with parameters of each rank's own");
   claims_.emplace_back(parameters);
-  if (check_parameters_) check_same_parameters(parameters, policy_.groups.all);
+  if (check_parameters_) check_same_parameters(parameters, policy_.mesh);
 }
 
 void Bucketed::add_buckets(std::vector<BucketPlan> plans) {
   const std::size_t first = buckets_.size();
   for (BucketPlan& plan : plans) {
-    pad_for(plan, policy_.groups.all.size());
+    pad_for(plan, policy_.mesh.size(plan.sync.summed));
     flats_.push_back(std::make_unique<FlatBucket>(std::move(plan), parameters_, policy_));
     launch_order_.push_back(buckets_.size());
     buckets_.push_back(flats_.back()->bucket());
@@ -199,7 +207,8 @@ void Bucketed::reduce_joined(std::size_t bucket) {
 // any.
 void Bucketed::learn_order() {
   const std::int64_t before = bytes_sent();
-  const auto order = agree_on_order(came_, parameters_.size(), policy_.groups.all);
+  Group same_list = ranks_of_same_parameters(policy_.mesh);
+  const auto order = agree_on_order(came_, parameters_.size(), same_list);
   asking_bytes_ += bytes_sent() - before;
   if (order.empty()) return;  // no rank had a gradient: the next step may tell
   learns_order_ = false;
@@ -326,7 +335,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     }
     if (learns_order_) learn_order();
   }
-  if (const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.groups.all); !unfrozen.empty()) {
+  if (const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.mesh); !unfrozen.empty()) {
     join(unfrozen);
     hand_over_from(known);
   }
@@ -370,9 +379,9 @@ void Bucketed::check_views() const {
 
 }  // namespace
 
-std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, DataGroups groups,
+std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, const Mesh& mesh,
                                        DataParallelOptions options) {
-  return std::make_unique<Bucketed>(std::move(parameters), std::move(groups), options);
+  return std::make_unique<Bucketed>(std::move(parameters), mesh, options);
 }
 
 }  // namespace isograd

@@ -17,8 +17,11 @@ constexpr std::size_t kTransientBuffers = 2;
 
 }  // namespace
 
-BucketPolicy::BucketPolicy(DataGroups groups_, const DataParallelOptions& options)
-    : groups(std::move(groups_)) {
+BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options)
+    : mesh(mesh_),
+      sharded_axes(options.sharded),
+      copied(sync_axes(placed(mesh.grid(), {}), mesh.grid())),
+      groups(mesh, copied, options.sharded) {
   if (options.stage < 0 || options.stage > 2)
     throw ConfigError({.where = "stage",
                        .found = std::to_string(options.stage),
@@ -60,20 +63,19 @@ void BucketPolicy::meet() {
 }
 
 FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy)
-    : policy_(policy) {
-  Group& shard = policy.groups.shard;
+    : policy_(policy), groups_(policy.mesh, plan.sync, policy.sharded_axes) {
+  Group& shard = groups_.shard;
   const Range all{0, plan.numel};
-  Range held = all, owned = owned_slice(plan.numel, policy.groups.all.rank(), policy.groups.all.size());
+  Range held = all, owned = groups_.owned_of_whole(plan.numel);
   if (policy.sharded) {
     held = owned_slice(plan.numel, shard.rank(), shard.size());
-    // Replicas hold the same: the first counts.
-    owned = policy.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
+    owned = groups_.owned_of_shard(held);
   }
   if (policy.one_copy) {
     check_can_be_shared(plan);
     parameters_ = shard.host_shared(plan.numel, plan.dtype);
     if (shard.rank() == 0) write_parameters(plan, parameters, parameters_);
-    shard.barrier();  // nobody looks before they are there
+    shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
   } else {
     const at::TensorOptions options = at::TensorOptions(plan.dtype).device(plan.device);
     parameters_ = policy.sharded ? shard.empty_shared(plan.numel, plan.dtype, plan.device)
@@ -86,10 +88,11 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   if (policy.every_round) {
     held_gradients = at::zeros({held.size()}, at::TensorOptions(type).device(plan.device));
   } else {
-    gradients_ = (policy.sharded ? shard : policy.groups.all).empty_shared(plan.numel, type, plan.device);
+    gradients_ = (policy.sharded ? shard : groups_.summed).empty_shared(plan.numel, type, plan.device);
     held_gradients = gradients_.narrow(0, held.begin, held.size());
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
+  if (policy.sharded) bucket_.sharded = groups_.sharded;
   held_ = HeldPart(bucket_, policy.offload, keeps_gradients());
   writes_ = Writes(bucket_.plan, parameters);
 }
@@ -97,7 +100,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
 void FlatBucket::take_over_writes() {
   for (std::size_t place : writes_.take()) {
     const Slot& slot = bucket_.plan.slots[place];
-    if (policy_.one_copy) refuse_write_to_one_copy(slot.name, policy_.groups.shard.size());
+    if (policy_.one_copy) refuse_write_to_one_copy(slot.name, groups_.shard.size());
     held_.take_over(bucket_, slot);
   }
 }
@@ -140,7 +143,7 @@ void FlatBucket::pack(const at::Tensor& buffer, const std::vector<NamedParameter
 void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& parameters) {
   squares_ = nullptr;
   if (!policy_.sharded) {
-    pending_ = policy_.groups.all.all_reduce_async(gradients_);
+    pending_ = groups_.summed.all_reduce_async(gradients_);
     return;
   }
   at::Tensor whole = gradients_;
@@ -150,21 +153,22 @@ void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& par
   }
   const at::Tensor part = whole.narrow(0, bucket_.held.begin, bucket_.held.size());
   if (!keeps_gradients()) scattered_ = part;
-  then_replicas_ = keeps_gradients() && policy_.groups.replicate.size() > 1;
-  // Final as it is written: nothing is added to it afterwards, and without replicas this rank owns all of it.
-  if (keeps_gradients() && !then_replicas_) {
+  then_replicas_ = keeps_gradients() && groups_.replicate.size() > 1;
+  // Final as it is written: nothing is added to it afterwards, and this rank owns all of it (with copies
+  // along other axes the first of them does).
+  if (keeps_gradients() && !then_replicas_ && bucket_.owned.size() == bucket_.held.size()) {
     auto squares = std::make_shared<double>(0);
-    if (auto begun = reduce_scatter_with_squares(policy_.groups.shard, part, whole, squares)) {
+    if (auto begun = reduce_scatter_with_squares(groups_.shard, part, whole, squares)) {
       pending_ = std::move(*begun);
       squares_ = std::move(squares);
       return;
     }
   }
-  pending_ = policy_.groups.shard.reduce_scatter_async(part, whole);
+  pending_ = groups_.shard.reduce_scatter_async(part, whole);
 }
 
 void FlatBucket::sum_over_replicas() {
-  Group& replicas = policy_.groups.replicate;
+  Group& replicas = groups_.replicate;
   if (replicas.size() == 1) return;
   if (held_.gradients().defined()) {
     pending_ = replicas.all_reduce_async(held_.gradients());
@@ -179,8 +183,8 @@ void FlatBucket::sum_over_replicas() {
 
 void FlatBucket::gather_parameters() {
   const std::int64_t shards = policy_.shards();
-  pending_ = policy_.groups.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}),
-                                                   held_.parameters());
+  pending_ =
+      groups_.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}), held_.parameters());
 }
 
 // What follows once the collective under way is complete.

@@ -9,15 +9,19 @@
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
 #include "parallel/data/held_part.hpp"
+#include "parallel/data/role_groups.hpp"
 #include "parallel/data/wait_clock.hpp"
 
 namespace isograd {
 
 // What follows from the options for all buckets of a layout.
 struct BucketPolicy {
-  BucketPolicy(DataGroups groups, const DataParallelOptions& options);
+  BucketPolicy(const Mesh& mesh, const DataParallelOptions& options);
 
-  DataGroups groups;
+  Mesh mesh;
+  AxisSet sharded_axes;   // as asked
+  SyncAxes copied;        // of a parameter that every rank has a copy of
+  RoleGroups groups;      // of such parameters
   bool sharded = false;   // each rank of the shard group updates its shard
   bool one_copy = false;  // of the parameters, in memory that the shard group shares
   bool offload = false;   // what is held lies in host memory, the parameters do not
@@ -43,6 +47,7 @@ class FlatBucket {
   FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy);
 
   const Bucket& bucket() const { return bucket_; }
+  const RoleGroups& groups() const { return groups_; }
   bool keeps_gradients() const { return !policy_.every_round; }
   const at::Tensor& parameters() const { return parameters_; }  // [numel], whole
   const at::Tensor& gradients() const { return gradients_; }    // [numel], whole, where kept
@@ -69,6 +74,7 @@ class FlatBucket {
   void settle();
 
   BucketPolicy& policy_;
+  RoleGroups groups_;
   Bucket bucket_;
   HeldPart held_;
   Writes writes_;

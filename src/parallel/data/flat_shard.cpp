@@ -68,11 +68,9 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
       held.size() * context.shards() == plan.numel,
       fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, context.shards()));
   bucket_.held = held;
-  // Each element has one owner: over the replicas of a shard the first, of a whole each a slice.
-  if (context.shards() == 1)
-    bucket_.owned = owned_slice(plan.numel, context.groups.all.rank(), context.groups.all.size());
-  else
-    bucket_.owned = context.groups.replicate.rank() == 0 ? held : Range{held.begin, held.begin};
+  bucket_.owned =
+      context.shards() == 1 ? context.groups.owned_of_whole(plan.numel) : context.groups.owned_of_shard(held);
+  if (context.shards() > 1) bucket_.sharded = context.groups.sharded;
 
   if (context.always_whole()) {
     if (context.one_copy) check_can_be_shared(plan);
@@ -82,7 +80,8 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
     if (!context.one_copy || shard.rank() == 0)
       for (const Slot& slot : plan.slots)
         write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
-    if (context.one_copy) shard.barrier();  // nobody looks before they are there
+    if (context.one_copy)
+      shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
     for (const Slot& slot : plan.slots)
       if (at::Tensor parameter = parameters.at(slot.index).tensor; parameter.is_meta())
         parameter.unsafeGetTensorImpl()->shallow_copy_from(slot_view(whole, slot).getIntrusivePtr());

@@ -35,7 +35,8 @@ class GatherPool {
 
 // What all shards of a layout have in common.
 struct ShardContext {
-  DataGroups groups;
+  Mesh mesh;
+  RoleGroups groups;
   bool one_copy = false;     // of the parameters, in memory that the shard group shares
   bool reduce_once = false;  // whole gradients are kept until the last micro-batch
   bool offload = false;      // what is held lies in host memory, the parameters do not

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "isograd/error.hpp"
+#include "parallel/data/same_parameters.hpp"
 
 namespace isograd {
 namespace {
@@ -43,7 +44,8 @@ std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
                                     const std::vector<NamedParameter>& unfrozen, std::int64_t bucket_bytes) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const NamedParameter& parameter : unfrozen) named.emplace_back(parameter.name, parameter.tensor);
-  const auto joined = trainable_parameters(named);  // refuses what cannot be trained
+  auto joined = trainable_parameters(named);  // refuses what cannot be trained
+  for (std::size_t i = 0; i < joined.size(); ++i) joined[i].sync = unfrozen[i].sync;
   std::vector<BucketPlan> plans = plan_buckets(joined, bucket_bytes);
   for (BucketPlan& plan : plans)
     for (Slot& slot : plan.slots) slot.index += parameters.size();
@@ -52,9 +54,10 @@ std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
 }
 
 std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std::vector<Bucket>& buckets,
-                                            Group& group) {
+                                            const Mesh& mesh) {
   if (!changed(parameters, buckets)) return {};
-  if (group.size() > 1) check_same_on_all_ranks(parameters, group);
+  if (Group group = ranks_of_same_parameters(mesh); group.size() > 1)
+    check_same_on_all_ranks(parameters, group);
   for (Bucket& bucket : buckets)
     for (Slot& slot : bucket.plan.slots) slot.trained = parameters[slot.index].tensor.requires_grad();
   std::vector<NamedParameter> unfrozen;

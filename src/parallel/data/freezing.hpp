@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "isograd/group.hpp"
+#include "isograd/mesh.hpp"
 #include "isograd/parameters.hpp"
 
 namespace isograd {
@@ -12,7 +12,7 @@ namespace isograd {
 // Returns the frozen ones that need a gradient now, which have left parameters.frozen and have no bucket yet.
 // Collective where something has changed. ConfigError that names a parameter which only some ranks train.
 std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std::vector<Bucket>& buckets,
-                                            Group& group);
+                                            const Mesh& mesh);
 
 // Buckets for those, whose slots index `parameters`, at the end of which they are put. ConfigError on what
 // cannot be trained.

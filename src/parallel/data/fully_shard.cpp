@@ -39,9 +39,10 @@ struct Members {
   std::array<const std::vector<NamedParameter>*, 2> lists() const { return {&trained, &frozen}; }
 };
 
-Members members_of(const Named& named) {
+Members members_of(const Named& named, const Mesh& mesh) {
   Members members;
   members.trained = trainable_parameters(named);
+  place_parameters(members.trained, mesh.grid(), mesh.rank());
   for (const NamedParameter& parameter : members.trained.frozen) {
     const at::Tensor& tensor = parameter.tensor;
     const auto type = tensor.scalar_type();
@@ -107,7 +108,7 @@ std::string name_of(std::size_t unit, const std::vector<std::string>& names) {
   return dot == std::string::npos || dot == 0 ? fmt::format("block {}", unit - 1) : common.substr(0, dot);
 }
 
-void check_same(const Members& members, Group& group) {
+void check_same(const Members& members, const Mesh& mesh) {
   std::vector<NamedParameter> all = members.trained;
   all.insert(all.end(), members.frozen.begin(), members.frozen.end());
   for (NamedParameter& parameter : all)
@@ -115,7 +116,7 @@ void check_same(const Members& members, Group& group) {
       parameter.name += c10::str(" ", parameter.tensor.sizes());
       parameter.tensor = at::empty({0}, at::TensorOptions(parameter.tensor.scalar_type()));
     }
-  check_same_parameters(all, group);
+  check_same_parameters(all, mesh);
 }
 
 // What one unit will be made of.
@@ -181,11 +182,13 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
   }
 }
 
-class Layout final : public FullySharded {
+class ShardedLayout final : public FullySharded {
  public:
-  Layout(const Uses& uses, const Named& named, DataGroups groups, const FullyShardOptions& options)
-      : handles_(uses.units), members_(members_of(named)) {
-    auto context = std::make_unique<ShardContext>(ShardContext{.groups = std::move(groups)});
+  ShardedLayout(const Uses& uses, const Named& named, const Mesh& mesh, const FullyShardOptions& options)
+      : handles_(uses.units), members_(members_of(named, mesh)) {
+    const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
+    auto context = std::make_unique<ShardContext>(
+        ShardContext{.mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded)});
     context->one_copy = options.share_parameters && context->shards() > 1;
     context->reduce_once = options.reduce_once;
     context->offload = options.offload;
@@ -201,7 +204,7 @@ class Layout final : public FullySharded {
     if (options.check) options.check();
     claims_.emplace_back(members_.trained);
     claims_.emplace_back(members_.frozen);
-    if (options.check_parameters) check_same(members_, context->groups.all);
+    if (options.check_parameters) check_same(members_, mesh);
     std::vector<ShardedUnit> units;
     for (UnitPlan& plan : plans) {
       ShardedUnit& unit = units.emplace_back(ShardedUnit{.name = plan.name, .reshard = plan.reshard});
@@ -225,12 +228,12 @@ class Layout final : public FullySharded {
     }
   }
 
-  ~Layout() override {
+  ~ShardedLayout() override {
     for (const UnitHandle& handle : handles_) handle.binding()->call = {};
     passes_->close();
   }
-  Layout(const Layout&) = delete;
-  Layout& operator=(const Layout&) = delete;
+  ShardedLayout(const ShardedLayout&) = delete;
+  ShardedLayout& operator=(const ShardedLayout&) = delete;
 
   void zero_gradients() override {
     if (members_.trained.check) members_.trained.check();
@@ -245,11 +248,10 @@ class Layout final : public FullySharded {
   void publish_parameters() override { passes_->publish_parameters(); }
   bool takes_every_round() const override { return passes_->takes_every_round(); }
   std::vector<Bucket>& buckets() override { return buckets_; }
-  Group& group() override { return passes_->context().groups.all; }
-  Group& shard_group() override { return passes_->context().groups.shard; }
+  const Mesh& mesh() const override { return passes_->context().mesh; }
   std::int64_t bytes_sent() override {
-    const DataGroups& groups = passes_->context().groups;
-    return isograd::bytes_sent(groups.all, groups.shard, groups.replicate);
+    const RoleGroups& groups = passes_->context().groups;
+    return isograd::bytes_sent({groups.summed, groups.shard, groups.replicate});
   }
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
@@ -268,7 +270,7 @@ class Layout final : public FullySharded {
     TrainableParameters& trained = members_.trained;
     std::vector<NamedParameter> later;
     if (!joining) later.swap(trained.frozen);
-    const auto unfrozen = follow_freezing(trained, buckets_, group());
+    const auto unfrozen = follow_freezing(trained, buckets_, mesh());
     if (!joining) later.swap(trained.frozen);
     for (const NamedParameter& parameter : unfrozen) join(parameter);
   }
@@ -322,8 +324,8 @@ class Layout final : public FullySharded {
 }  // namespace
 
 std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root, const Named& named, const Handles& blocks,
-                                          DataGroups groups, FullyShardOptions options) {
-  return std::make_unique<Layout>(uses_of(root, blocks), named, std::move(groups), options);
+                                          const Mesh& mesh, FullyShardOptions options) {
+  return std::make_unique<ShardedLayout>(uses_of(root, blocks), named, mesh, options);
 }
 
 }  // namespace isograd

@@ -8,6 +8,7 @@
 #include "layout/storage.hpp"
 #include "parallel/data/freezing.hpp"
 #include "parallel/data/held_part.hpp"
+#include "parallel/data/role_groups.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/wait_clock.hpp"
 
@@ -16,8 +17,8 @@ namespace {
 
 class Naive final : public DataParallel {
  public:
-  Naive(TrainableParameters parameters, DataGroups groups, const DataParallelOptions& options)
-      : parameters_(std::move(parameters)), group_(std::move(groups.all)), options_(options) {
+  Naive(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
+      : parameters_(std::move(parameters)), mesh_(mesh), options_(options) {
     if (options.stage != 0 || options.share_parameters)
       throw ConfigError(
           {.where = "naive",
@@ -25,6 +26,7 @@ class Naive final : public DataParallel {
            .expected = "stage 0 with parameters of each rank's own",
            .action = "Use bucketed() for sharded state or shared parameters"});
     if (parameters_.check) parameters_.check();
+    place_parameters(parameters_, mesh_.grid(), mesh_.rank());
     refuse_early(parameters_);
     add_buckets(plan_buckets(parameters_, options.bucket_bytes));
   }
@@ -42,7 +44,7 @@ class Naive final : public DataParallel {
 
   void finish_reduction() override {
     reduce_from(0);
-    if (const auto unfrozen = follow_freezing(parameters_, buckets_, group_); !unfrozen.empty()) {
+    if (const auto unfrozen = follow_freezing(parameters_, buckets_, mesh_); !unfrozen.empty()) {
       refuse_early(unfrozen);
       const std::size_t first = buckets_.size();
       add_buckets(plan_joined(parameters_, unfrozen, options_.bucket_bytes));
@@ -56,7 +58,12 @@ class Naive final : public DataParallel {
   }
 
   std::vector<Bucket>& buckets() override { return buckets_; }
-  Group& group() override { return group_; }
+  const Mesh& mesh() const override { return mesh_; }
+  std::int64_t bytes_sent() override {
+    std::vector<Group> groups;
+    for (const Bucket& bucket : buckets_) groups.push_back(mesh_.along(bucket.plan.sync.summed));
+    return isograd::bytes_sent(groups);
+  }
   double exposed_seconds() const override { return waited_.seconds(); }
 
  private:
@@ -64,14 +71,16 @@ class Naive final : public DataParallel {
     if (options_.offload)
       for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
     claims_.emplace_back(parameters);
-    if (options_.check_parameters) check_same_parameters(parameters, group_);
+    if (options_.check_parameters) check_same_parameters(parameters, mesh_);
   }
 
   void add_buckets(std::vector<BucketPlan> plans) {
     for (BucketPlan& plan : plans) {
       const at::ScalarType type = gradient_type(plan.dtype, options_.fp32_gradients);
       at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
-      buckets_.push_back(make_bucket(std::move(plan), parameters_, gradients, group_.rank(), group_.size()));
+      const AxisSet copies = plan.sync.copies;
+      buckets_.push_back(
+          make_bucket(std::move(plan), parameters_, gradients, mesh_.place(copies), mesh_.size(copies)));
       held_.emplace_back(buckets_.back(), options_.offload, /*gradients_on_device=*/true);
       writes_.emplace_back(buckets_.back().plan, parameters_);
     }
@@ -81,9 +90,10 @@ class Naive final : public DataParallel {
     collect();
     for (std::size_t b = first; b < buckets_.size(); ++b) {
       waited_.during([&] {
-        if (group_.size() > 1)
+        Group summed = mesh_.along(buckets_[b].plan.sync.summed);
+        if (summed.size() > 1)
           for (const Slot& slot : buckets_[b].plan.slots)
-            if (slot.numel > 0) group_.all_reduce(slot_view(held_[b].gradients(), slot));
+            if (slot.numel > 0) summed.all_reduce(slot_view(held_[b].gradients(), slot));
       });
       held_[b].gradients_to_host();
     }
@@ -109,7 +119,7 @@ class Naive final : public DataParallel {
 
   TrainableParameters parameters_;
   std::vector<Claim> claims_;
-  Group group_;
+  Mesh mesh_;
   DataParallelOptions options_;
   std::vector<Bucket> buckets_;
   std::vector<HeldPart> held_;  // per bucket
@@ -119,9 +129,9 @@ class Naive final : public DataParallel {
 
 }  // namespace
 
-std::unique_ptr<DataParallel> naive(TrainableParameters parameters, DataGroups groups,
+std::unique_ptr<DataParallel> naive(TrainableParameters parameters, const Mesh& mesh,
                                     DataParallelOptions options) {
-  return std::make_unique<Naive>(std::move(parameters), std::move(groups), options);
+  return std::make_unique<Naive>(std::move(parameters), mesh, options);
 }
 
 }  // namespace isograd

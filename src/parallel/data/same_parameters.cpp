@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 
@@ -38,7 +40,7 @@ at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool valu
 
 }  // namespace
 
-void check_same_parameters(const std::vector<NamedParameter>& parameters, Group& group, bool compare_values) {
+void check_same_parameters(const std::vector<NamedParameter>& parameters, Group group, bool compare_values) {
   if (group.size() == 1) return;
   const at::Tensor mine = fingerprints(parameters, compare_values);
   const at::Tensor counts = group.all_gather(at::full({1}, mine.size(0), at::kLong)).flatten();  // [W]
@@ -65,6 +67,25 @@ void check_same_parameters(const std::vector<NamedParameter>& parameters, Group&
                               parameters.size(), group.rank(), common, counts.max().item<std::int64_t>()),
          .expected = "the same model on every rank",
          .action = "Build the same model and freeze the same parameters on every rank"});
+}
+
+void check_same_parameters(const std::vector<NamedParameter>& parameters, const Mesh& mesh,
+                           bool compare_values) {
+  // By the axes of their copies; those that every rank has first, for a rank without any must find out too.
+  std::vector<std::pair<AxisSet, std::vector<NamedParameter>>> kinds{
+      {sync_axes(placed(mesh.grid(), {}), mesh.grid()).copies, {}}};
+  for (const NamedParameter& parameter : parameters) {
+    auto kind = std::find_if(kinds.begin(), kinds.end(),
+                             [&](const auto& known) { return known.first == parameter.sync.copies; });
+    if (kind == kinds.end()) kind = kinds.insert(kind, {parameter.sync.copies, {}});
+    kind->second.push_back(parameter);
+  }
+  for (const auto& [copies, members] : kinds)
+    check_same_parameters(members, mesh.along(copies), compare_values);
+}
+
+Group ranks_of_same_parameters(const Mesh& mesh) {
+  return mesh.along(without(mesh.grid().names(), {kStageAxis}));
 }
 
 }  // namespace isograd

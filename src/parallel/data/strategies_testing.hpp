@@ -19,12 +19,12 @@ struct Strategy {
   // Over the shard group, so that there may be replicas beside it.
   bool sharded() const { return stage > 0 || share; }
 
-  std::unique_ptr<DataParallel> make(TrainableParameters parameters, DataGroups groups,
+  std::unique_ptr<DataParallel> make(TrainableParameters parameters, const Mesh& mesh,
                                      DataParallelOptions options = {}) const {
     options.stage = stage;
     options.share_parameters = share;
     options.reduce_once = once;
-    return (is_naive ? naive : bucketed)(std::move(parameters), std::move(groups), options);
+    return (is_naive ? naive : bucketed)(std::move(parameters), mesh, options);
   }
 };
 
@@ -57,6 +57,11 @@ inline int replicas_for(int size, int most) {
   for (int replicas = most; replicas > 1; --replicas)
     if (size % replicas == 0) return replicas;
   return 1;
+}
+
+// All ranks, as replicas of equally many shards.
+inline Mesh mesh_of_replicas(const World& world, int replicas) {
+  return Mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
 }
 
 }  // namespace isograd::testing

@@ -9,12 +9,13 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/role_groups.hpp"
 
 namespace isograd {
 
 at::Tensor DataParallel::gather_whole(const Bucket& bucket, const at::Tensor& shard) {
   if (bucket.whole()) return shard;
-  return shard_group().all_gather(shard).view({-1});  // [S, numel / S]
+  return mesh().along(bucket.sharded).all_gather(shard).view({-1});  // [S, numel / S]
 }
 
 void DataParallel::finish_reduction_with(const Reduced& reduced) {
@@ -23,15 +24,7 @@ void DataParallel::finish_reduction_with(const Reduced& reduced) {
 }
 
 std::int64_t DataParallel::bytes_sent() {
-  return isograd::bytes_sent(group(), shard_group(), shard_group());
-}
-
-std::int64_t bytes_sent(const Group& all, const Group& shard, const Group& replicate) {
-  std::int64_t bytes = all.traffic().bytes();
-  if (shard.name() != all.name()) bytes += shard.traffic().bytes();
-  if (replicate.name() != all.name() && replicate.name() != shard.name())
-    bytes += replicate.traffic().bytes();
-  return bytes;
+  return isograd::bytes_sent({mesh().counting()});
 }
 
 std::vector<std::size_t> DataParallel::launch_order() {
@@ -57,7 +50,7 @@ void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& 
       refuse(tensor.defined() ? c10::str(tensor.sizes()) : "no tensor",
              c10::str(at::IntArrayRef(found->second.second->shape)));
   }
-  if (group().size() > 1) group().barrier();  // nobody reads them any more
+  if (Group all = mesh().all(); all.size() > 1) all.barrier();  // no rank reads the values any more
   for (const auto& [name, tensor] : values) {
     const auto& [bucket, slot] = places.at(name);
     write_slot(bucket->master, bucket->held, *slot, tensor.detach());
