@@ -46,11 +46,6 @@ double relative_error(const at::Tensor& gradient, const at::Tensor& reference, d
   return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
 }
 
-std::int64_t runs_to_measure(std::int64_t elements) {
-  const std::int64_t own = std::max<std::int64_t>(1, elements);
-  return (kMeasurable + own - 1) / own;
-}
-
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
   Bounds bounds;
   // bf16 parameters have fp32 gradients: that is the type of the sums.
@@ -100,6 +95,10 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
   return result;
 }
 
+double error_that_allows(double error, const Bounds& bounds) {
+  return (error - bounds.unit_roundoff * std::sqrt(bounds.sum_length)) / 4;
+}
+
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
   return figures.targets == oracle.targets && figures.tokens == oracle.tokens &&
          close(figures.loss, oracle.loss, bounds.exact) && close(figures.norm, oracle.norm, bounds.exact) &&
@@ -133,10 +132,10 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
       bounds.exact, bounds.exact);
   layout.e2.bound = fmt::format(
       "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; where fp64 is "
-      "right and one g1 does not do, the worst of several, each in another cut of the batch: {} numbers at "
-      "least; scale of the whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}",
+      "right and one g1 does not do, the worst of up to {}, each from parameters an ulp away; scale of the "
+      "whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}",
       precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
-      bounds.unit_roundoff * std::sqrt(bounds.sum_length), kMeasurable, bounds.unit);
+      bounds.unit_roundoff * std::sqrt(bounds.sum_length), kMostDraws, bounds.unit);
   layout.e3.bound = "the same bits when the step is made again, and on every rank";
   for (const auto& parameter : layout.parameters) {
     note(layout.e1, parameter, parameter.exact);

@@ -31,16 +31,21 @@ Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference
 // E2. alone_error = ‖g32 − g64‖ / s, g32 the run of one process in the same precision.
 Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                            double alone_error, const Bounds& bounds);
+// The alone_error under which an error is just allowed.
+double error_that_allows(double error, const Bounds& bounds);
 double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
 
-// One run of one process is a sample of what rounding costs, and over few elements a poor one: two runs'
-// errors over n elements have the ratio of an F(n, n) distribution, so that over one element one is more than
-// 4 times the other in 16 of 100 pairs, over 16 elements in fewer than 1 of a million. Where a parameter of
-// fewer elements exceeds its bound, one process therefore makes the step as often as gives this many numbers,
-// each time in another cut of the batch, and the largest error counts: a layout whose error is one more draw
-// from the same distribution exceeds 4 times that in fewer than 2 of a million.
+// One run of one process is a sample of what rounding costs, and a poor one: a parameter's elements share the
+// rounding of what lies behind them, so that many may count as few. Two runs' errors over n independent
+// numbers have the ratio of an F(n, n) distribution: over one number one is more than 4 times the other in 16
+// of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one process therefore makes the
+// step again up to so many times, each from parameters an ulp away (rounding.hpp), and the largest error
+// counts: a layout whose error is one more draw of a single number exceeds 4 times that in fewer than 2 of a
+// million.
+constexpr int kMostDraws = 16;
+// Parameters of fewer elements than this are held to the largest error of all of them, where there is one
+// run.
 constexpr std::int64_t kMeasurable = 16;
-std::int64_t runs_to_measure(std::int64_t elements);
 
 // Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);

@@ -76,15 +76,8 @@ TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
   EXPECT_FALSE(test_scale({found * 1.0002}, {reference}, bounds.unit).passed);
 }
 
-// A single number's rounding may be small by luck: one run does not measure it.
-TEST(Compare, FewElementsTakeSeveralRuns) {
-  for (const auto& [elements, runs] :
-       {std::pair{1, 16}, {2, 8}, {3, 6}, {7, 3}, {8, 2}, {15, 2}, {16, 1}, {900, 1}})
-    EXPECT_EQ(runs_to_measure(elements), runs) << elements;
-}
-
-// Draws of one distribution: a layout's error against the largest of as many runs as give 16 numbers. The
-// old way, one run alone, is what the test must see through.
+// Draws of one distribution, a single number's rounding among them: a layout's error against the largest of
+// so many runs of one process. One run alone does not measure it.
 TEST(Compare, TheLargestOfThoseRunsCallsNoEqualWrong) {
   constexpr int kDraws = 20000;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
@@ -94,8 +87,7 @@ TEST(Compare, TheLargestOfThoseRunsCallsNoEqualWrong) {
   for (const std::int64_t elements : {1, 2, 3, 5, 8, 15}) {
     const at::Tensor layout = norms(elements), first = norms(elements);
     at::Tensor largest = first;
-    for (std::int64_t run = 1; run < runs_to_measure(elements); ++run)
-      largest = largest.maximum(norms(elements));
+    for (int draw = 1; draw < kMostDraws; ++draw) largest = largest.maximum(norms(elements));
     EXPECT_LE((layout > 4 * largest).sum().item<int>(), 1) << elements;
     if (elements > 1) continue;
     EXPECT_GT((layout > 4 * first).sum().item<int>(), kDraws / 10);

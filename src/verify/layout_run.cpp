@@ -1,5 +1,6 @@
 #include "verify/layout_run.hpp"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
@@ -45,6 +46,23 @@ VerifyModel Initial::oracle(const VerifyProblem& problem) const {
   for (auto& [name, tensor] : made.named)
     if (!tensor.is_cpu()) tensor.set_data(tensor.to(at::kCPU));
   return with_values(std::move(made), values);
+}
+
+Initial Initial::nudged(std::uint64_t draw) const {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(draw);
+  Initial other = *this;
+  for (at::Tensor& value : other.values) {
+    if (!value.is_floating_point()) continue;
+    const auto options = value.options().dtype(at::kDouble);
+    const at::Tensor sign = at::randint(0, 2, value.sizes(), generator, options).mul_(2).sub_(1);
+    const auto type = value.scalar_type();
+    const double ulp = type == at::kBFloat16 ? 0x1p-7
+                       : type == at::kHalf   ? 0x1p-10
+                       : type == at::kFloat  ? 0x1p-23
+                                             : 0x1p-52;
+    value = (value.to(at::kDouble) * (sign * ulp + 1)).to(value.scalar_type());
+  }
+  return other;
 }
 
 class Witness : public Optimizer {

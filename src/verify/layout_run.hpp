@@ -19,6 +19,8 @@ struct Initial {
   VerifyModel model(const VerifyProblem& problem, at::ScalarType dtype) const;
   // In fp64 and on the CPU, wherever the run is: the parameters are moved there, and `logits` goes with them.
   VerifyModel oracle(const VerifyProblem& problem) const;
+  // Each value an ulp or two up or down, as chance has it (zeros stay); each `draw` otherwise.
+  Initial nudged(std::uint64_t draw) const;
 };
 
 // What an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that the next

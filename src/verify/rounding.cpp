@@ -31,70 +31,28 @@ MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint6
 
 namespace {
 
-constexpr double kOrderShows = 1e-10;  // E1: what fp64 rounding may do, relative to a parameter's gradient
-
-// Rank 0's, on every rank.
-Doubtful share(const Doubtful& own, Group& group) {
-  at::Tensor head = at::tensor({static_cast<std::int64_t>(own.places.size()), own.runs}, at::kLong);
-  group.broadcast(head, 0);
-  at::Tensor places = at::empty({head[0].item<std::int64_t>()}, at::kLong);
+// Rank 0's places, on every rank.
+std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group) {
+  at::Tensor count = at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong);
+  group.broadcast(count, 0);
+  at::Tensor places = at::empty({count.item<std::int64_t>()}, at::kLong);
   if (group.rank() == 0)
-    for (std::size_t i = 0; i < own.places.size(); ++i)
-      places[static_cast<std::int64_t>(i)] = static_cast<std::int64_t>(own.places[i]);
+    for (std::size_t i = 0; i < own.size(); ++i)
+      places[static_cast<std::int64_t>(i)] = static_cast<std::int64_t>(own[i]);
   if (places.numel() > 0) group.broadcast(places, 0);
-  Doubtful all{.places = {}, .runs = head[1].item<std::int64_t>()};
-  for (std::int64_t i = 0; i < places.numel(); ++i)
-    all.places.push_back(static_cast<std::size_t>(places[i].item<std::int64_t>()));
-  return all;
-}
-
-// The samples of each micro-batch in another order: what a loss over the rows of all ranks allows.
-MicroBatches reordered(const MicroBatches& whole, std::uint64_t turn) {
-  MicroBatches result;
-  for (const Batch& batch : whole)
-    for (Batch& other : cut_anew({batch}, 1, turn)) result.push_back(std::move(other));
-  return result;
-}
-
-// A loss that draws rows by their place is another one in another order; in fp64 the order must not show.
-// Collective; the last rank has `parts`.
-bool knows_no_order(const VerifyProblem& problem, const Initial& initial,
-                    const std::vector<MicroBatches>& parts, Group& group) {
-  const int last = group.size() - 1;
-  at::Tensor same = at::ones({1}, at::kLong);
-  Turns turns(group);
-  if (group.rank() == last) {
-    std::vector<MicroBatches> others;
-    for (const MicroBatches& part : parts) others.push_back(reordered(part, 0));
-    const auto exact = [&](const std::vector<MicroBatches>& of) {
-      return oracle_step(initial.model(problem, at::kDouble), of, problem.loss, problem.step.max_norm,
-                         [&turns] { turns.tick(); });
-    };
-    const OracleStep one = exact(parts), other = exact(others);
-    for (std::size_t i = 0; i < one.gradients.size(); ++i) {
-      const double scale = one.gradients[i].norm().item<double>();
-      if ((one.gradients[i] - other.gradients[i]).norm().item<double>() > kOrderShows * scale) same.zero_();
-    }
-  }
-  turns.finish();
-  group.broadcast(same, last);
-  return same.item<std::int64_t>() != 0;
+  return {places.data_ptr<std::int64_t>(), places.data_ptr<std::int64_t>() + places.numel()};
 }
 
 }  // namespace
 
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
-                                     const OracleStep& oracle, const std::vector<double>& scales,
-                                     Doubtful doubtful, Group& group) {
-  doubtful = share(doubtful, group);
-  if (doubtful.places.empty()) return {};
+                                     const std::vector<double>& scales, const Doubtful& doubtful,
+                                     Group& group) {
+  const auto places = share(doubtful.places, group);
+  if (places.empty()) return {};
   at::Tensor pieces = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
   group.all_reduce(pieces);
   const int last = group.size() - 1;
-  std::vector<at::Tensor> trained;  // shapes
-  for (std::size_t i = 0; i < initial.values.size(); ++i)
-    if (initial.trainable[i]) trained.push_back(initial.values[i]);
-  std::vector<double> errors(doubtful.places.size(), 0.0);
   std::vector<MicroBatches> parts;
   if (group.rank() == last) {
     if (problem.loss.replicas)
@@ -102,29 +60,38 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
     else
       parts = {problem.alone ? problem.alone() : problem.whole()};
   }
-  if (problem.loss.global && !knows_no_order(problem, initial, parts, group)) return {};
-  for (std::int64_t run = 0; run < doubtful.runs; ++run) {
-    OracleStep alone;
+  std::vector<double> errors(places.size(), 0.0);
+  at::Tensor again = at::ones({1}, at::kLong);
+  for (std::uint64_t draw = 0; draw < kMostDraws && again.item<std::int64_t>() != 0; ++draw) {
+    at::Tensor differences = at::zeros({static_cast<std::int64_t>(places.size())}, at::kDouble);
     Turns turns(group);
     if (group.rank() == last) {
-      const auto each = split_rows(pieces.item<std::int64_t>(), static_cast<int>(parts.size()))[0];
-      std::vector<MicroBatches> cut;
-      for (const MicroBatches& part : parts)
-        cut.push_back(problem.loss.global ? reordered(part, static_cast<std::uint64_t>(run))
-                                          : cut_anew(part, each, static_cast<std::uint64_t>(run)));
-      alone = oracle_step(initial.model(problem, problem.dtype), cut, problem.loss, problem.step.max_norm,
-                          [&turns] { turns.tick(); });
+      std::vector<MicroBatches> cut = parts;
+      // A loss over the rows of all ranks has its rows in one global micro-batch.
+      if (!problem.loss.global)
+        for (MicroBatches& part : cut)
+          part = cut_anew(part, split_rows(pieces.item<std::int64_t>(), static_cast<int>(parts.size()))[0],
+                          draw);
+      const Initial nudged = initial.nudged(draw);
+      const auto gradients = [&](const VerifyModel& model) {
+        return oracle_step(model, cut, problem.loss, problem.step.max_norm, [&turns] { turns.tick(); })
+            .gradients;
+      };
+      const auto exact = gradients(nudged.oracle(problem)),
+                 rounded = gradients(nudged.model(problem, problem.dtype));
+      for (std::size_t d = 0; d < places.size(); ++d)
+        differences[static_cast<std::int64_t>(d)] =
+            (rounded[places[d]].to(at::kDouble) - exact[places[d]]).norm();
     }
     turns.finish();
-    for (std::size_t d = 0; d < errors.size(); ++d) {
-      const std::size_t place = doubtful.places[d];
-      at::Tensor gradient =
-          group.rank() == last ? alone.gradients[place] : at::empty(trained[place].sizes(), at::kFloat);
-      group.broadcast(gradient, last);
-      if (group.rank() == 0)
-        errors[d] = std::fmax(
-            errors[d], relative_error(gradient.to(at::kDouble), oracle.gradients[place], scales[place]));
+    group.broadcast(differences, last);
+    again.zero_();
+    for (std::size_t d = 0; group.rank() == 0 && d < places.size(); ++d) {
+      const double difference = differences[static_cast<std::int64_t>(d)].item<double>();
+      errors[d] = std::fmax(errors[d], difference == 0 ? 0 : difference / scales[places[d]]);
+      if (!(errors[d] >= doubtful.wanted[d])) again.fill_(1);
     }
+    group.broadcast(again, 0);
   }
   return errors;
 }

@@ -1,5 +1,4 @@
-// What rounding costs one process on a parameter of few elements: the step in the run's precision, in several
-// cuts of the batch.
+// What rounding costs one process: steps from parameters an ulp away, whose rounding is another draw.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +14,20 @@ namespace isograd {
 // Fragments stay whole.
 MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn);
 
-// A parameter that one run did not clear: its place among the trainable ones.
+// Parameters that one run did not clear: their places among the trainable ones, and the error of one process
+// that would clear each.
 struct Doubtful {
   std::vector<std::size_t> places;
-  std::int64_t runs = 0;  // what the smallest of them takes
+  std::vector<double> wanted;
 };
 
-// The largest ‖g1 − g64‖ / s of each of them over the runs, on rank 0. Collective: rank 0 says which; the
-// last rank makes the step as one process would, each time in another cut, with as many micro-batches as all
-// ranks have together; where the loss is one over all rows, each time in another order of the samples of each
-// micro-batch. Empty where there are none, or such a loss depends on the order.
+// The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0; fewer as
+// soon as all are cleared. Collective: rank 0 says which, the last rank makes the steps, each from parameters
+// an ulp away, in which kernels round otherwise, in fp64 and in the run's precision, and (but for a loss over
+// all rows) in another cut of the batch with as many micro-batches as all ranks have together. Empty where
+// there are none.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
-                                     const OracleStep& oracle, const std::vector<double>& scales,
-                                     Doubtful doubtful, Group& group);
+                                     const std::vector<double>& scales, const Doubtful& doubtful,
+                                     Group& group);
 
 }  // namespace isograd

@@ -141,7 +141,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       parameter.rounded = compare_rounded(rounded.back(), wanted, scale, alone, bounds);
       if (!exact_run && parameter.exact.passed && !parameter.rounded.passed) {
         doubtful.places.push_back(place);
-        doubtful.runs = std::max(doubtful.runs, runs_to_measure(parameter.elements));
+        doubtful.wanted.push_back(error_that_allows(parameter.rounded.error, bounds));
         doubted.emplace_back(result.parameters.size(), i);
       }
       parameter.replicas_agree = std::find(torn.begin(), torn.end(), i) == torn.end();
@@ -151,8 +151,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
     }
-    const auto measured =
-        measure_rounding(problem, initial, reference.oracle, reference.scales, doubtful, group);
+    const auto measured = measure_rounding(problem, initial, reference.scales, doubtful, group);
     for (std::size_t d = 0; d < doubted.size() && d < measured.size(); ++d) {
       ParameterVerdict& parameter = result.parameters[doubted[d].first];
       const std::size_t place = doubtful.places[d];
