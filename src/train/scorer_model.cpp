@@ -117,6 +117,13 @@ ForwardLossTerms RankedTableModel::loss() {
   };
 }
 
+std::vector<std::pair<std::string, at::Tensor>> RankedTableModel::buffers() const {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  if (training_)
+    for (auto& [buffer, value] : training_->state()) all.emplace_back("loss." + buffer, value);
+  return all;
+}
+
 at::Tensor RankedTableModel::outputs(const Batch& batch) {
   return model_.scorer->scores(data_->features.index_select(0, batch.tokens));
 }

@@ -67,6 +67,7 @@ class RankedTableModel : public TaskModel {
 
   const Scorer& scorer() const { return *model_.scorer; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_.scorer->named(); }
+  std::vector<std::pair<std::string, at::Tensor>> buffers() const override;  // of the loss
   ModelUnits make_units() override { return model_.units; }
   ForwardLossTerms loss() override;
   void to(at::Device) override {}  // always on the CPU (check_device)
@@ -77,6 +78,7 @@ class RankedTableModel : public TaskModel {
 
   // From now on the queue holds these rows and no others, so that a step can be made again.
   void stand_still(const QueuedRows& queued);
+  RankingLoss* ranking_loss() { return training_.get(); }  // null: the loss is none
 
  private:
   ScorerModel model_;

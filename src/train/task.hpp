@@ -26,6 +26,8 @@ class TaskModel {
  public:
   virtual ~TaskModel() = default;
   virtual std::vector<std::pair<std::string, at::Tensor>> named() = 0;  // parameters; tied ones once
+  // What forward changes and all ranks must have alike, beside the parameters: a running mean, a queue.
+  virtual std::vector<std::pair<std::string, at::Tensor>> buffers() const { return {}; }
   // The model as units for layouts that shard parameters; its blocks run inside theirs from now on.
   virtual ModelUnits make_units() = 0;
   // Sums of the losses of a micro-batch. Not inside the root's unit yet; the model outlives it.

@@ -59,9 +59,12 @@ std::string Divergence::text() const {
 }
 
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                          const std::vector<std::pair<std::string, at::Tensor>>& buffers,
                                           DataParallel& layout) {
   Group group = layout.mesh().all();
-  const std::vector<KeptPiece> pieces = kept_pieces(named, layout);
+  std::vector<KeptPiece> pieces = kept_pieces(named, layout);
+  for (const auto& [name, buffer] : buffers)
+    pieces.push_back({named.size(), name + " (a buffer)", 0, buffer.numel(), buffer.detach().flatten()});
   std::vector<at::Tensor> bits;
   for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
   const at::Tensor digests = digest(bits);

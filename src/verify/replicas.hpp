@@ -11,8 +11,8 @@
 namespace isograd {
 
 struct Divergence {
-  std::string parameter;                // the first in the model's order
-  std::size_t differing = 0;            // parameters
+  std::string parameter;                // or buffer: the first in the model's order
+  std::size_t differing = 0;            // parameters and buffers
   std::vector<std::vector<int>> camps;  // ranks that agree with one another about it; the largest camp first
 
   std::string text() const;
@@ -20,8 +20,10 @@ struct Divergence {
 
 // Collective: an XXH3 of each parameter that this rank keeps (the whole where ranks keep the whole, otherwise
 // its part of a shard, with the fp32 master of bf16 ones) against those of the ranks that keep the same part.
-// `named` is the whole model, readable unless the layout shards parameters. The same answer on every rank.
+// `named` is the whole model, readable unless the layout shards parameters; `buffers` are whole on every rank.
+// The same answer on every rank.
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                          const std::vector<std::pair<std::string, at::Tensor>>& buffers,
                                           DataParallel& layout);
 
 }  // namespace isograd

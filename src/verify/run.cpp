@@ -311,7 +311,8 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   World& world = run.run.world;
   const auto due = [&](std::int64_t every) { return every > 0 && run.step % every == 0; };
   if (due(config.verify.checksums_every) && world.size > 1)
-    if (const auto divergence = find_divergence(run.run.model.named(), run.layout)) return divergence->text();
+    if (const auto divergence = find_divergence(run.run.model.named(), run.run.model.buffers(), run.layout))
+      return divergence->text();
   if (!due(config.verify.every)) return {};
   const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
   const MakeModel as_now = [&] {

@@ -7,9 +7,9 @@
 
 #include <fstream>
 
+#include "isograd/trainer.hpp"
 #include "isograd/world.hpp"
 #include "loss/ranking/ranking_testing.hpp"
-#include "isograd/trainer.hpp"
 #include "train/scorer_task.hpp"
 #include "verify/minimise.hpp"
 #include "verify/run.hpp"
@@ -47,6 +47,39 @@ class ScorerVerify : public ::testing::Test {
 
 const char* const kLosses[] = {"smooth_ap",     "recall_at_quantile", "pauc",
                                "pauc_pairwise", "sigmoid_focal",      "cross_entropy"};
+
+// The queue is no parameter, and a rank that ranks against other rows has another gradient.
+TEST_F(ScorerVerify, AQueueThatDriftsApartStopsTheRunAndIsNamed) {
+  config_.ranking.loss = "smooth_ap";
+  config_.verify.checksums_every = 1;
+  for (const bool planted : {false, true}) {
+    config_.run.directory = (folder_ / (planted ? "planted" : "right")).string();
+    std::vector<std::string> said(3);
+    std::vector<Outcome> outcomes(3);
+    run_ranks(3, [&](World& world) {
+      const auto rank = static_cast<std::size_t>(world.rank);
+      TrainerHooks hooks;
+      hooks.check = [&](RunningRun& running) {
+        if (planted && running.step == 2 && rank == 1) {
+          RankingLoss& loss = *dynamic_cast<RankedTableModel&>(running.run.model).ranking_loss();
+          auto state = loss.state();
+          for (auto& [name, value] : state)
+            if (name == "queue_scores") value.mul_(1 + 1e-6);
+          loss.load_state(state);
+        }
+        return said[rank] = check_running(running);
+      };
+      outcomes[rank] = Trainer(config_, world, hooks).run();
+    });
+    for (const auto& outcome : outcomes)
+      EXPECT_EQ(outcome.end, planted ? Outcome::End::kRefuted : Outcome::End::kFinished);
+    for (const auto& text : said)
+      EXPECT_EQ(text, planted
+                          ? "replicas differ in 1 parameter, first loss.queue_scores (a buffer): ranks 0, 2 "
+                            "against rank 1"
+                          : "");
+  }
+}
 
 TEST_F(ScorerVerify, PassesForEveryLossUnderEveryStrategy) {
   for (const int ranks : {1, 3})
