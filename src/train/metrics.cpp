@@ -1,6 +1,7 @@
 #include "train/metrics.hpp"
 
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
@@ -8,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
@@ -47,6 +49,17 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
   for (auto& row : read_metrics(options.json_log))
     if (row.step <= options.first_step) rows.push_back(std::move(row));
   return rows;
+}
+
+using OpenFile = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
+// Two runs that write one log would each lose the other's rows. Where files cannot be locked they may.
+void keep_others_out(std::FILE* log, const fs::path& file) {
+  if (!log || ::flock(::fileno(log), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  throw ConfigError({.where = file.string(),
+                     .found = "the log of a run that is under way",
+                     .expected = "a file of this run alone",
+                     .action = "Wait for that run, or name another file in run.json_log"});
 }
 
 }  // namespace
@@ -142,12 +155,15 @@ Metrics::Metrics(const MetricsOptions& options)
       rows_(kept_rows(options)),
       events_(options.events_directory, options.first_step + 1) {
   const fs::path& file = options_.json_log;
+  keep_others_out(OpenFile(std::fopen(file.c_str(), "rbe"), std::fclose).get(), file);
   if (file.has_parent_path()) make_folders(file.parent_path());
   std::string text;
   for (const auto& row : rows_) text += to_json_line(row);
   write_file(file, text);  // whole or not at all: a kill here does not cost the earlier rows
-  log_ = std::fopen(file.c_str(), "ab");
-  if (!log_) cannot_write(file);
+  OpenFile log(std::fopen(file.c_str(), "abe"), std::fclose);
+  if (!log) cannot_write(file);
+  keep_others_out(log.get(), file);
+  log_ = log.release();
 }
 
 Metrics::~Metrics() {

@@ -70,7 +70,7 @@ void require_name(std::FILE* file, const std::filesystem::path& path);
 std::uint32_t crc32c(std::string_view bytes);
 
 struct MetricsOptions {
-  std::filesystem::path json_log;          // its folder is created
+  std::filesystem::path json_log;  // its folder is created; ConfigError while another run writes to it
   std::filesystem::path events_directory;  // of TensorBoard; created
   std::int64_t first_step = 0;  // steps made before this run started; rows of later steps are dropped
   bool perplexity = false;      // exp(loss) is one

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/error_testing.hpp"
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 
@@ -44,6 +45,20 @@ StepEvent event(std::int64_t step) {
   event.seconds = 0.25;
   event.tokens_per_second = 4000;
   return event;
+}
+
+TEST_F(MetricsFiles, ALogOfARunUnderWayIsRefusedAndLeftAsItIs) {
+  {
+    Metrics first(options());
+    first.step(event(1));
+    const std::string text = read_file(options().json_log);
+    EXPECT_THAT(error_testing::error_of([&] { Metrics second(options()); }),
+                HasSubstr("the log of a run that is under way"));
+    first.step(event(2));
+    EXPECT_EQ(read_metrics(options().json_log).size(), 2u);
+    EXPECT_EQ(read_file(options().json_log).substr(0, text.size()), text);
+  }
+  Metrics after(options());  // the run has ended
 }
 
 TEST_F(MetricsFiles, EveryRowIsReadableAtOnceAndWithAllItsDigits) {
