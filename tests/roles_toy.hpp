@@ -101,10 +101,7 @@ inline Grid grid_of(const Sizes& sizes) {
 inline Layout::Named placements(const Grid& grid) {
   const int stages = grid.size({"pp"}), last = stages - 1;
   const auto heads = [&](int dim) {  // a head is not divided
-    Cut cut = even_cut(grid, "tp", dim, {kHeads});
-    cut.blocks = {kFeatures};
-    for (std::int64_t& rows : cut.rows[0]) rows *= kHead;
-    return cut;
+    return even_cut(grid, "tp", dim, {kFeatures}, kHead);
   };
   std::vector<int> ends{0};
   if (last > 0) ends.push_back(last);

@@ -29,6 +29,7 @@
 #include "isograd/ranking.hpp"
 #include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
 #include "isograd/token_losses.hpp"
 #include "isograd/trainer.hpp"

@@ -40,6 +40,7 @@ class Layout {
 
   const Mesh& mesh() const { return mesh_; }
   const std::vector<PlacedParameter>& parameters() const { return parameters_; }
+  Named placements() const;  // in the order of parameters()
   const PlacedParameter& parameter(const std::string& name) const;  // ConfigError: no such parameter
 
   // The rank's part of a whole tensor: a copy.

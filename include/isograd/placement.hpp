@@ -40,8 +40,10 @@ struct Cut {
   bool operator==(const Cut&) const = default;
 };
 
-// As even as possible, the first ranks along the axis get one row more.
-Cut even_cut(const Grid& grid, const std::string& axis, int dim, std::vector<std::int64_t> blocks);
+// As even as possible in pieces of `unit` rows, which stay together (the rows of a head); the first ranks
+// along the axis get one piece more.
+Cut even_cut(const Grid& grid, const std::string& axis, int dim, std::vector<std::int64_t> blocks,
+             std::int64_t unit = 1);
 
 struct Placement {
   std::vector<std::int64_t> whole_shape;

@@ -1,47 +1,14 @@
 #include "isograd/differentiable.hpp"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 
-#include <functional>
 #include <numeric>
 
 #include "comm/anchor.hpp"
+#include "comm/linear_map.hpp"
 
 namespace isograd::differentiable {
 namespace {
-
-using Map = std::function<at::Tensor(const at::Tensor&)>;
-
-// A collective and its dual, for autograd to carry.
-struct Duals final : torch::CustomClassHolder {
-  Duals(Map a, Map b) : forward(std::move(a)), backward(std::move(b)) {}
-  Map forward, backward;
-};
-
-struct Collective final : torch::autograd::Function<Collective> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
-                            const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Duals>& duals) {
-    context->saved_data["duals"] = c10::IValue::make_capsule(duals);
-    return duals->forward(input);
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    const auto capsule = context->saved_data["duals"].toCapsule();
-    return {static_cast<Duals*>(capsule.get())->backward(gradients[0]), {}, {}};
-  }
-};
-
-// `backward` is made of the functions below, so that it can be differentiated again.
-at::Tensor apply(const at::Tensor& input, Map forward, Map backward) {
-  const bool has_gradient = at::GradMode::is_enabled() && (at::isFloatingType(input.scalar_type()) ||
-                                                           at::isComplexType(input.scalar_type()));
-  if (!has_gradient) return forward(input.detach());
-  // Other ranks need this rank in the backward even if nobody here asks for a gradient.
-  return Collective::apply(input, anchor(),
-                           c10::make_intrusive<Duals>(std::move(forward), std::move(backward)));
-}
 
 at::Tensor copy_of(const at::Tensor& tensor) {
   return tensor.clone(at::MemoryFormat::Contiguous);
@@ -55,18 +22,13 @@ std::vector<std::int64_t> with_rows(std::int64_t rows, at::IntArrayRef rest) {
 
 }  // namespace
 
-const at::Tensor& anchor() {
-  static const at::Tensor* leaf = new at::Tensor(at::zeros({0}).requires_grad_());  // outlives all threads
-  return *leaf;
-}
-
 at::Tensor all_reduce(Group group, const at::Tensor& input) {
   const auto sum = [group](const at::Tensor& x) mutable {
     at::Tensor result = copy_of(x);
     group.all_reduce(result);
     return result;
   };
-  return apply(input, sum, [group](const at::Tensor& gradient) { return all_reduce(group, gradient); });
+  return apply_map(input, sum, [group](const at::Tensor& gradient) { return all_reduce(group, gradient); });
 }
 
 at::Tensor reduce(Group group, const at::Tensor& input, int root) {
@@ -75,8 +37,8 @@ at::Tensor reduce(Group group, const at::Tensor& input, int root) {
     group.reduce(result, root);
     return group.rank() == root ? result : result.zero_();
   };
-  return apply(input, sum,
-               [group, root](const at::Tensor& gradient) { return broadcast(group, gradient, root); });
+  return apply_map(input, sum,
+                   [group, root](const at::Tensor& gradient) { return broadcast(group, gradient, root); });
 }
 
 at::Tensor broadcast(Group group, const at::Tensor& input, int root) {
@@ -85,13 +47,13 @@ at::Tensor broadcast(Group group, const at::Tensor& input, int root) {
     group.broadcast(result, root);
     return result;
   };
-  return apply(input, send_all,
-               [group, root](const at::Tensor& gradient) { return reduce(group, gradient, root); });
+  return apply_map(input, send_all,
+                   [group, root](const at::Tensor& gradient) { return reduce(group, gradient, root); });
 }
 
 at::Tensor all_gather(Group group, const at::Tensor& input) {
   const auto stack = [group](const at::Tensor& x) mutable { return group.all_gather(x); };
-  return apply(input, stack, [group](const at::Tensor& gradient) {
+  return apply_map(input, stack, [group](const at::Tensor& gradient) {
     return reduce_scatter(group, gradient).squeeze(0);  // one row for each rank
   });
 }
@@ -109,8 +71,9 @@ at::Tensor all_gather_rows(Group group, const at::Tensor& input, const Group::Ro
     group.all_gather_rows_async(result, x, rows).wait();
     return result;
   };
-  return apply(input, join,
-               [group, rows](const at::Tensor& gradient) { return reduce_scatter(group, gradient, rows); });
+  return apply_map(input, join, [group, rows](const at::Tensor& gradient) {
+    return reduce_scatter(group, gradient, rows);
+  });
 }
 
 at::Tensor reduce_scatter(Group group, const at::Tensor& input, const Group::Rows& rows) {
@@ -121,7 +84,7 @@ at::Tensor reduce_scatter(Group group, const at::Tensor& input, const Group::Row
     group.reduce_scatter_async(result, x, ReduceOp::kSum, parts).wait();
     return result;
   };
-  return apply(input, sum, [group, parts](const at::Tensor& gradient) {
+  return apply_map(input, sum, [group, parts](const at::Tensor& gradient) {
     return all_gather_rows(group, gradient, parts);
   });
 }
@@ -131,8 +94,8 @@ at::Tensor gather(Group group, const at::Tensor& input, int root) {
     const at::Tensor all = group.gather(x, root);
     return all.defined() ? all : at::empty(with_rows(0, x.sizes()), x.options());
   };
-  return apply(input, stack,
-               [group, root](const at::Tensor& gradient) { return scatter(group, gradient, root); });
+  return apply_map(input, stack,
+                   [group, root](const at::Tensor& gradient) { return scatter(group, gradient, root); });
 }
 
 at::Tensor scatter(Group group, const at::Tensor& input, int root) {
@@ -142,7 +105,7 @@ at::Tensor scatter(Group group, const at::Tensor& input, int root) {
     return result;
   };
   const auto rows = input.size(0);
-  return apply(input, deal, [group, root, rows](const at::Tensor& gradient) {
+  return apply_map(input, deal, [group, root, rows](const at::Tensor& gradient) {
     const at::Tensor all = gather(group, gradient, root);
     // Added to, not replaced: a second backward must reach the gather.
     return all.size(0) == rows ? all : at::cat({all, gradient.new_zeros(with_rows(rows, gradient.sizes()))});
@@ -155,7 +118,7 @@ at::Tensor all_to_all(Group group, const at::Tensor& input, const Group::Rows& o
     return output_rows.empty() && input_rows.empty() ? group.all_to_all(x)
                                                      : group.all_to_all(x, output_rows, input_rows);
   };
-  return apply(input, exchange, [group, output_rows, input_rows](const at::Tensor& gradient) {
+  return apply_map(input, exchange, [group, output_rows, input_rows](const at::Tensor& gradient) {
     return all_to_all(group, gradient, input_rows, output_rows);
   });
 }
@@ -165,10 +128,12 @@ at::Tensor send(Group group, const at::Tensor& input, int to, int tag) {
     group.send(x, to, tag);
     return at::empty({0}, x.options());
   };
-  return apply(input, hand_over, [group, sizes = input.sizes().vec(), to, tag](const at::Tensor& gradient) {
-    // The gradient has no elements: it gives the sizes nothing but the graph of a second backward.
-    return recv(group, gradient.sum().expand(sizes), to, tag);
-  });
+  return apply_map(input, hand_over,
+                   [group, sizes = input.sizes().vec(), to, tag](const at::Tensor& gradient) {
+                     // The gradient has no elements: it gives the sizes nothing but the graph of a second
+                     // backward.
+                     return recv(group, gradient.sum().expand(sizes), to, tag);
+                   });
 }
 
 at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
@@ -177,7 +142,7 @@ at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
     group.recv(result, from, tag);
     return result;
   };
-  return apply(like, take, [group, from, tag](const at::Tensor& gradient) {
+  return apply_map(like, take, [group, from, tag](const at::Tensor& gradient) {
     // The result has no elements: what it is added to carries the graph of a second backward.
     return gradient.new_zeros(gradient.sizes()) + send(group, gradient, from, tag).sum();
   });

@@ -50,6 +50,12 @@ Layout::Layout(Mesh mesh, Named placements) : mesh_(std::move(mesh)) {
                            .owned = owned_part(placement, grid, mesh_.rank())});
 }
 
+Layout::Named Layout::placements() const {
+  Named named;
+  for (const PlacedParameter& each : parameters_) named.emplace_back(each.name, each.placement);
+  return named;
+}
+
 const PlacedParameter& Layout::parameter(const std::string& name) const {
   const auto found = std::find_if(parameters_.begin(), parameters_.end(),
                                   [&](const PlacedParameter& each) { return each.name == name; });

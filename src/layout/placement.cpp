@@ -54,13 +54,13 @@ Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment
   return {boundary(rank), boundary(rank + 1)};
 }
 
-Cut even_cut(const Grid& grid, const std::string& axis, int dim, std::vector<std::int64_t> blocks) {
+Cut even_cut(const Grid& grid, const std::string& axis, int dim, std::vector<std::int64_t> blocks,
+             std::int64_t unit) {
   const int size = grid.size({axis});
   Cut cut{.axis = axis, .dim = dim, .blocks = std::move(blocks), .rows = {}};
   for (const std::int64_t block : cut.blocks) {
     auto& rows = cut.rows.emplace_back();
-    for (int place = 0; place < size; ++place)
-      rows.push_back(owned_slice(block, place, size, /*alignment=*/1).size());
+    for (int place = 0; place < size; ++place) rows.push_back(owned_slice(block, place, size, unit).size());
   }
   return cut;
 }

@@ -33,25 +33,6 @@ void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even)
     batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
 }
 
-void StepWork::run(const MicroBatchSchedule& schedule) {
-  shares_.assign(size(), {}), left_ = size();
-  try {
-    schedule(*this);
-    check(left_ == 0, left_, "a forward and a backward of each micro-batch");
-  } catch (...) {
-    shares_.clear();  // and with them what the forwards kept
-    throw;
-  }
-}
-
-void StepWork::check(bool holds, std::size_t i, const char* expected) const {
-  if (holds) return;
-  throw ConfigError({.where = "StepOptions::schedule",
-                     .found = fmt::format("{} of {} micro-batches", i, size()),
-                     .expected = expected,
-                     .action = "Mend the schedule: one_after_another() is one that is right"});
-}
-
 // (2) The one division: this micro-batch's share of the global loss.
 void StepWork::forward(std::size_t i) {
   Share& share = shares_[i];
@@ -78,13 +59,6 @@ void StepWork::look() {
 void StepWork::log(std::size_t i) {
   const Share share = std::exchange(shares_[i], {});
   ledger_.add(share.terms, share.value.item<double>(), denominator_, census_);
-}
-
-void one_after_another(MicroBatchWork& work) {
-  for (std::size_t i = 0; i < work.size(); ++i) {
-    work.forward(i);
-    work.backward(i, i + 1 == work.size());
-  }
 }
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,

@@ -1,0 +1,83 @@
+// Tensor parallelism: the matrices of a model cut over the ranks along `tp`, which hold the same batch and
+// compute one loss together. Functions for the seams between what these ranks have in common and what each of
+// them has for itself, and the cut of a model of one's own.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "isograd/group.hpp"
+#include "isograd/layout.hpp"
+
+namespace isograd {
+
+// A tensor along tp is the same on all ranks, in use by each for itself, a part of a sum, or cut by tokens.
+// Each rank seeds its copy of the one loss with 1 and runs the same backward; the pairs below keep the sums
+// right (Shoeybi et al. 2019 call enter and leave f and g; Korthikanti et al. 2022 the cut forms g and
+// g-bar).
+//
+//               forward                             | backward
+//   enter          same -> in use: identity         | sum over ranks
+//   leave          part -> same: sum over ranks     | identity
+//   leave_cut      part -> cut: reduce-scatter      | all-gather
+//   enter_cut      cut -> in use: all-gather        | reduce-scatter
+//   gather_tokens  cut -> same: all-gather          | own rows
+//   cut_tokens     same -> cut: own rows            | all-gather
+//
+// A column product (weight cut by rows of [out, in]) takes what is in use and gives this rank's features; a
+// row product (cut along in) takes these and gives a part: its bias and a residual are added after leave().
+// Tokens are dim 0, dealt by split_rows() unless `rows` says how many each rank has, 0 allowed.
+//
+// Collective over `tp`, forward and backward, in the same order on every rank. With one rank all are the
+// identity. The functions of differentiable:: are for ranks that each have a loss of their own: along tp
+// their gradients come out size() times too large.
+at::Tensor enter(Group tp, const at::Tensor& same);
+at::Tensor leave(Group tp, const at::Tensor& part);
+at::Tensor leave_cut(Group tp, const at::Tensor& part, const Group::Rows& rows = {});
+// Without `rows` the ranks ask one another how many each has.
+at::Tensor enter_cut(Group tp, const at::Tensor& cut, const Group::Rows& rows = {});
+at::Tensor gather_tokens(Group tp, const at::Tensor& cut, const Group::Rows& rows = {});
+at::Tensor cut_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows = {});
+
+// Whether the seams hold their tensors to what they are said to be, by checksums: what is the same (the
+// inputs of enter and cut_tokens, the gradients of leave's and gather_tokens' outputs) is the same on every
+// rank, what is a part is not. PeerError on every rank otherwise. Of all ranks of this process; on from the
+// start in a build without optimization, or where ISOGRAD_CHECK_SEAMS is set. One small collective for each
+// seam.
+void check_seams(bool on);
+
+// What becomes of the parameters whose name matches: `*` stands for any characters.
+struct CutRule {
+  std::string name;
+  std::string axis = "tp";  // or a factor of a view of it
+  // Dealt to the ranks along this dimension, as evenly as possible in pieces of `unit` rows (the size of a
+  // head); their number need not be a multiple of the ranks'. -1: whole on every rank.
+  int dim = -1;
+  std::int64_t unit = 1;
+  // The dimension consists of these one after another, each cut by itself (queries, keys and values in one
+  // tensor). Not given: one.
+  std::vector<std::int64_t> blocks{};
+  // Axes along which ranks hold copies whose gradients are parts of the whole one, because each works on this
+  // rank's heads or tokens alone: norms of queries and keys; under cut tokens the norms between the products,
+  // and biases added there; key heads that several ranks' query heads read.
+  AxisSet summed{};
+};
+CutRule cut_along(std::string name, int dim, std::int64_t unit = 1, std::vector<std::int64_t> blocks = {});
+CutRule summed_along(std::string name, AxisSet axes = {"tp"});
+
+// Replaces the tensors of parameters that a rule cuts by this rank's rows, and returns the layout of all of
+// them; its placements() go into TrainableParameters::placements. A parameter that no rule matches is the
+// same on all ranks along tp and has the same gradient there. Collective over mesh.all(): when the model has
+// its values, the same on all ranks, and before what keeps its tensors is made. Tied parameters are named
+// once. ConfigError on every rank, before anything is changed: a rule that matches no parameter (the nearest
+// name is suggested), two rules that match one, an axis or a dimension that there is none of, blocks that do
+// not add up, pieces of a dimension that are fewer than the ranks along the axis.
+Layout cut(const std::vector<std::pair<std::string, at::Tensor>>& named, const Mesh& mesh,
+           const std::vector<CutRule>& rules);
+Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules);
+
+}  // namespace isograd

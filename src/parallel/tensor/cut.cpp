@@ -1,0 +1,124 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/paths.hpp"
+#include "base/refuse.hpp"
+#include "isograd/tensor_parallel.hpp"
+
+namespace isograd {
+namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+bool matches(std::string_view pattern, std::string_view name) {
+  if (pattern.empty()) return name.empty();
+  if (pattern[0] != '*')
+    return !name.empty() && name[0] == pattern[0] && matches(pattern.substr(1), name.substr(1));
+  for (std::size_t skipped = 0; skipped <= name.size(); ++skipped)
+    if (matches(pattern.substr(1), name.substr(skipped))) return true;
+  return false;
+}
+
+[[noreturn]] void refuse_rule(const CutRule& rule, std::string found, std::string expected,
+                              std::string action) {
+  refuse(fmt::format("the rule for '{}'", rule.name), std::move(found), std::move(expected),
+         std::move(action));
+}
+
+void check_matches_some(const CutRule& rule, const Named& named) {
+  const std::string* nearest = nullptr;
+  for (const auto& each : named) {
+    if (matches(rule.name, each.first)) return;
+    if (!nearest || edit_distance(rule.name, each.first) < edit_distance(rule.name, *nearest))
+      nearest = &each.first;
+  }
+  refuse_rule(rule, "no parameter whose name matches", fmt::format("one of the model's {}", named.size()),
+              nearest ? fmt::format("Correct the name; '{}' is near", *nearest) : "Correct the name");
+}
+
+std::int64_t pieces_of(const CutRule& rule, const std::vector<std::int64_t>& blocks,
+                       const std::string& name) {
+  std::int64_t least = INT64_MAX;
+  for (const std::int64_t block : blocks) {
+    if (block % rule.unit != 0)
+      refuse_rule(rule, fmt::format("{} rows of '{}' in pieces of {}", block, name, rule.unit),
+                  "pieces that the rows are a multiple of",
+                  "Correct `unit` (the size of a head) or `blocks`");
+    least = std::min(least, block / rule.unit);
+  }
+  return least;
+}
+
+Placement placement_of(const CutRule& rule, const std::string& name, const at::Tensor& tensor,
+                       const Grid& grid) {
+  const std::vector<std::int64_t> shape = tensor.sizes().vec();
+  if (rule.dim < 0) return placed(grid, shape, {}, {}, rule.summed);
+  if (rule.dim >= tensor.dim())
+    refuse_rule(rule, fmt::format("dimension {} of '{}', {}", rule.dim, name, c10::str(tensor.sizes())),
+                fmt::format("0 to {}", tensor.dim() - 1), "Correct the dimension");
+  const auto blocks = rule.blocks.empty()
+                          ? std::vector<std::int64_t>{shape[static_cast<std::size_t>(rule.dim)]}
+                          : rule.blocks;
+  const int ranks = grid.size({rule.axis});
+  if (const std::int64_t pieces = pieces_of(rule, blocks, name); pieces < ranks)
+    refuse_rule(rule,
+                fmt::format("{} piece{} of {} rows in '{}' for {} ranks along {}", pieces,
+                            pieces == 1 ? "" : "s", rule.unit, name, ranks, rule.axis),
+                "a piece (a head) for each rank, or more",
+                fmt::format("Use at most {} ranks along {}", pieces, rule.axis));
+  return placed(grid, shape, {even_cut(grid, rule.axis, rule.dim, blocks, rule.unit)}, {}, rule.summed);
+}
+
+}  // namespace
+
+CutRule cut_along(std::string name, int dim, std::int64_t unit, std::vector<std::int64_t> blocks) {
+  return {.name = std::move(name), .dim = dim, .unit = unit, .blocks = std::move(blocks)};
+}
+
+CutRule summed_along(std::string name, AxisSet axes) {
+  return {.name = std::move(name), .summed = std::move(axes)};
+}
+
+Layout cut(const Named& named, const Mesh& mesh, const std::vector<CutRule>& rules) {
+  for (const CutRule& rule : rules) {
+    if (rule.unit < 1)
+      refuse_rule(rule, fmt::format("pieces of {} rows", rule.unit), "1 or more", "Correct `unit`");
+    check_matches_some(rule, named);
+  }
+  Layout::Named placements;
+  for (const auto& [name, tensor] : named) {
+    const CutRule* rule = nullptr;
+    for (const CutRule& each : rules) {
+      if (!matches(each.name, name)) continue;
+      if (rule)
+        refuse_rule(each, fmt::format("'{}', which the rule for '{}' matches too", name, rule->name),
+                    "one rule for a parameter", "Make the names narrower");
+      rule = &each;
+    }
+    placements.emplace_back(name, rule ? placement_of(*rule, name, tensor, mesh.grid())
+                                       : placed(mesh.grid(), tensor.sizes().vec()));
+  }
+  Layout layout(mesh, std::move(placements));
+  const at::NoGradGuard no_grad;
+  for (auto [name, tensor] : named)  // the whole one is freed unless others keep it
+    if (tensor.sizes() != at::IntArrayRef(layout.parameter(name).local_shape))
+      tensor.set_data(layout.local(name, tensor));
+  return layout;
+}
+
+Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules) {
+  Named named;
+  for (const auto& item : model.named_parameters()) {
+    const bool tied = std::any_of(named.begin(), named.end(),
+                                  [&](const auto& each) { return each.second.is_same(item.value()); });
+    if (!tied) named.emplace_back(item.key(), item.value());
+  }
+  return cut(named, mesh, rules);
+}
+
+}  // namespace isograd

@@ -1,0 +1,168 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <numeric>
+
+#include "base/refuse.hpp"
+#include "comm/linear_map.hpp"
+#include "isograd/error.hpp"
+#include "isograd/tensor_parallel.hpp"
+#include "layout/copies.hpp"
+
+namespace isograd {
+namespace {
+
+bool checked_from_the_start() {
+  if (std::getenv("ISOGRAD_CHECK_SEAMS")) return true;
+#ifdef __OPTIMIZE__
+  return false;
+#else
+  return true;
+#endif
+}
+
+std::atomic<bool> checking{checked_from_the_start()};
+
+// Whether each rank's tensor is bit for bit rank 0's. Every rank has the same answer.
+std::vector<int> differing(const at::Tensor& tensor, Group& tp) {
+  const at::Tensor all = tp.all_gather(checksums({tensor}));
+  std::vector<int> ranks;
+  for (int rank = 1; rank < tp.size(); ++rank)
+    if (!all[rank].equal(all[0])) ranks.push_back(rank);
+  return ranks;
+}
+
+[[noreturn]] void refuse_seam(const char* seam, const std::string& found, const std::string& expected,
+                              const std::string& action) {
+  throw PeerError(
+      {.where = fmt::format("{}()", seam), .found = found, .expected = expected, .action = action});
+}
+
+void expect_same(const at::Tensor& tensor, Group& tp, const char* seam, const char* what) {
+  if (!checking) return;
+  if (const auto ranks = differing(tensor, tp); !ranks.empty())
+    refuse_seam(
+        seam, fmt::format("{} of rank {} along {} differs from rank 0's", what, ranks[0], tp.name()),
+        "the same on all of these ranks",
+        "Give ranks along tp the same batch; leave() what is a part, and enter() before it is used again");
+}
+
+void expect_parts(const at::Tensor& tensor, Group& tp, const char* seam) {
+  if (!checking || !differing(tensor, tp).empty() || tensor.count_nonzero().item<std::int64_t>() == 0) return;
+  refuse_seam(
+      seam, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
+      "each rank's part of a sum",
+      "Cut the weight of the product before it along its inputs, or leave this seam out: what is whole "
+      "already would come out as many times as there are ranks");
+}
+
+Group::Rows rows_of(const at::Tensor& whole, const Group& tp, const Group::Rows& rows, const char* seam) {
+  if (rows.empty()) return split_rows(whole.size(0), tp.size());
+  const auto sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+  if (static_cast<int>(rows.size()) != tp.size() || sum != whole.size(0))
+    refuse(fmt::format("{}()", seam), fmt::format("{} numbers of rows that add up to {}", rows.size(), sum),
+           fmt::format("one for each of {} ranks, {} together", tp.size(), whole.size(0)),
+           "Pass the rows that each rank has");
+  return rows;
+}
+
+at::Tensor own_rows(const at::Tensor& whole, const Group::Rows& rows, int rank) {
+  const auto begin = std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
+  return whole.narrow(0, begin, rows[static_cast<std::size_t>(rank)]);
+}
+
+at::Tensor summed(Group& tp, const at::Tensor& x) {
+  at::Tensor sum = x.clone(at::MemoryFormat::Contiguous);
+  tp.all_reduce(sum);
+  return sum;
+}
+
+at::Tensor gathered(Group& tp, const at::Tensor& x, const Group::Rows& rows) {
+  auto sizes = x.sizes().vec();
+  sizes.at(0) = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+  at::Tensor whole = at::empty(sizes, x.options());
+  tp.all_gather_rows_async(whole, x, rows).wait();
+  return whole;
+}
+
+at::Tensor scattered(Group& tp, const at::Tensor& x, const Group::Rows& rows) {
+  auto sizes = x.sizes().vec();
+  sizes.at(0) = rows[static_cast<std::size_t>(tp.rank())];
+  at::Tensor own = at::empty(sizes, x.options());
+  tp.reduce_scatter_async(own, x, ReduceOp::kSum, rows).wait();
+  return own;
+}
+
+Group::Rows asked(Group& tp, const at::Tensor& cut) {
+  const at::Tensor all = tp.all_gather(at::full({1}, cut.size(0), at::kLong)).flatten();
+  return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + all.numel()};
+}
+
+}  // namespace
+
+void check_seams(bool on) {
+  checking = on;
+}
+
+at::Tensor enter(Group tp, const at::Tensor& same) {
+  if (tp.size() == 1) return same;
+  expect_same(same, tp, "enter", "the input");
+  if (!same.requires_grad()) return same;  // on no rank then
+  return apply_map(
+      same, [](const at::Tensor& x) { return at::alias(x); },
+      [tp](const at::Tensor& gradient) mutable { return summed(tp, gradient); });
+}
+
+at::Tensor leave(Group tp, const at::Tensor& part) {
+  if (tp.size() == 1) return part;
+  expect_parts(part, tp, "leave");
+  return apply_map(
+      part, [tp](const at::Tensor& x) mutable { return summed(tp, x); },
+      [tp](const at::Tensor& gradient) mutable {
+        expect_same(gradient, tp, "leave", "the gradient of the output");
+        return at::alias(gradient);
+      });
+}
+
+at::Tensor leave_cut(Group tp, const at::Tensor& part, const Group::Rows& rows) {
+  if (tp.size() == 1) return part;
+  expect_parts(part, tp, "leave_cut");
+  const Group::Rows each = rows_of(part, tp, rows, "leave_cut");
+  return apply_map(
+      part, [tp, each](const at::Tensor& x) mutable { return scattered(tp, x, each); },
+      [tp, each](const at::Tensor& gradient) mutable { return gathered(tp, gradient, each); });
+}
+
+at::Tensor enter_cut(Group tp, const at::Tensor& cut, const Group::Rows& rows) {
+  if (tp.size() == 1) return cut;
+  const Group::Rows each = rows.empty() ? asked(tp, cut) : rows;
+  return apply_map(
+      cut, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
+      [tp, each](const at::Tensor& gradient) mutable { return scattered(tp, gradient, each); });
+}
+
+at::Tensor gather_tokens(Group tp, const at::Tensor& cut, const Group::Rows& rows) {
+  if (tp.size() == 1) return cut;
+  const Group::Rows each = rows.empty() ? asked(tp, cut) : rows;
+  return apply_map(
+      cut, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
+      [tp, each](const at::Tensor& gradient) mutable {
+        expect_same(gradient, tp, "gather_tokens", "the gradient of the output");
+        return own_rows(gradient, each, tp.rank()).clone();
+      });
+}
+
+at::Tensor cut_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows) {
+  if (tp.size() == 1) return same;
+  expect_same(same, tp, "cut_tokens", "the input");
+  const Group::Rows each = rows_of(same, tp, rows, "cut_tokens");
+  if (!same.requires_grad()) return own_rows(same, each, tp.rank());
+  return apply_map(
+      same, [tp, each](const at::Tensor& x) { return own_rows(x, each, tp.rank()).clone(); },
+      [tp, each](const at::Tensor& gradient) mutable { return gathered(tp, gradient, each); });
+}
+
+}  // namespace isograd

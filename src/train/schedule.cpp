@@ -1,0 +1,34 @@
+// In which order the micro-batches of a step run, and the rules that any such schedule is held to.
+#include "isograd/error.hpp"
+#include "isograd/step.hpp"
+#include "train/step_work.hpp"
+
+namespace isograd {
+
+void StepWork::run(const MicroBatchSchedule& schedule) {
+  shares_.assign(size(), {}), left_ = size();
+  try {
+    schedule(*this);
+    check(left_ == 0, left_, "a forward and a backward of each micro-batch");
+  } catch (...) {
+    shares_.clear();  // and with them what the forwards kept
+    throw;
+  }
+}
+
+void StepWork::check(bool holds, std::size_t i, const char* expected) const {
+  if (holds) return;
+  throw ConfigError({.where = "StepOptions::schedule",
+                     .found = fmt::format("{} of {} micro-batches", i, size()),
+                     .expected = expected,
+                     .action = "Mend the schedule: one_after_another() is one that is right"});
+}
+
+void one_after_another(MicroBatchWork& work) {
+  for (std::size_t i = 0; i < work.size(); ++i) {
+    work.forward(i);
+    work.backward(i, i + 1 == work.size());
+  }
+}
+
+}  // namespace isograd
