@@ -15,6 +15,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/layout.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/step.hpp"
@@ -44,6 +45,10 @@ struct VerifyModel {
   std::function<void()> without_noise{};  // switches dropout off, where there is any
   // What forward may change beside the parameters; ranks must do so alike.
   std::vector<std::pair<std::string, at::Tensor>> buffers{};
+  // For a model that ranks with the same batch hold together: puts this rank's parts in place of parameters,
+  // as isograd::cut() does, and lets forward communicate. Of layouts under test; the oracle's stays whole.
+  std::function<Layout(const Mesh&)> cut{};
+  std::shared_ptr<const Layout> placed{};  // what `cut` gave, before a layout under test is made
 };
 
 using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;

@@ -15,6 +15,10 @@ namespace isograd {
 
 struct VerifyOptions {
   int ranks = 2;
+  // The ranks' axes, the outermost first: {{"dp_shard", 2}, {"tp", 2}}, as many ranks as they make. Batches
+  // are dealt along the data axes, and VerifyModel::cut gets the mesh. Not given: `ranks` that see different
+  // data.
+  std::vector<Axis> axes{};
   at::ScalarType dtype = at::kFloat;  // the run's precision
   StepOptions step{};
   DeclaredLoss loss{};
@@ -37,8 +41,8 @@ template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (auto& item : module->named_parameters()) named.emplace_back(item.key(), item.value());
-  VerifyModel model = verify_model(
-      std::move(named), [module, logits](const Batch& batch) { return logits(*module, batch); });
+  VerifyModel model =
+      verify_model(std::move(named), [module, logits](const Batch& batch) { return logits(*module, batch); });
   for (auto& item : module->named_buffers()) model.buffers.emplace_back(item.key(), item.value());
   return model;
 }
@@ -63,9 +67,9 @@ VerifyModel verify_model(const Sharded<Module>& module, std::vector<UnitHandle> 
 LayoutUnderTest verify_layout(const std::string& strategy);
 std::vector<LayoutUnderTest> verify_layouts(const std::vector<std::string>& strategies);
 
-// One step over `batches`, the whole of it: rank r of W has batches r, r + W, ...; a rank may have none. Fill
-// in sample_ids and sample_targets where the loss needs them. `make_model` is called on every rank, one at a
-// time, and gets rank 0's parameters.
+// One step over `batches`, the whole of it: data rank r of W has batches r, r + W, ...; it may have none.
+// Fill in sample_ids and sample_targets where the loss needs them. `make_model` is called on every rank, one
+// at a time, and gets rank 0's parameters.
 Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options = {});
 

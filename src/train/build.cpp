@@ -216,7 +216,8 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) 
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
                                             const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
-                                            DataParallelOptions options, const FullyShardOptions& sharded) {
+                                            DataParallelOptions options, const FullyShardOptions& sharded,
+                                            const Layout::Named& placements) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
     throw ConfigError({.where = "parallel.strategy",
@@ -230,11 +231,18 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
                          .found = "a model without units",
                          .expected = "VerifyModel::units, as verify_model() gives it",
                          .action = "Make the model with verify_model(), or fill in its units"});
+    if (!placements.empty())
+      throw ConfigError({.where = "zero3",
+                         .found = "a model whose parameters are cut over ranks",
+                         .expected = "whole parameters",
+                         .action = "Choose bucketed: ZeRO over cut parameters is not built yet"});
     return fully_shard(units->root, parameters, units->blocks, mesh, sharded);
   }
   if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
-  if (strategy == "naive") return naive(trainable_parameters(parameters), mesh, options);
-  return bucketed(trainable_parameters(parameters), mesh, options);
+  TrainableParameters trainable = trainable_parameters(parameters);
+  trainable.placements = placements;
+  if (strategy == "naive") return naive(std::move(trainable), mesh, options);
+  return bucketed(std::move(trainable), mesh, options);
 }
 
 namespace {

@@ -12,6 +12,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/layout.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
@@ -56,12 +57,14 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
 // A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
-// that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. Collective.
+// that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. `placements`:
+// of parameters that are not merely copied. Collective.
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
                                             const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options,
-                                            const FullyShardOptions& sharded = {});
+                                            const FullyShardOptions& sharded = {},
+                                            const Layout::Named& placements = {});
 
 // parallel.strategy with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others

@@ -236,7 +236,8 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
 
   // One ratio for all of them, of no known origin; or several. Rounding may hide it in some parameters.
   if (!one.allowance().exact && !all)
-    if (const auto ratio = scale_of(one, all_names(one)); ratio && *ratio != 0) names = all_names(one), all = true;
+    if (const auto ratio = scale_of(one, all_names(one)); ratio && *ratio != 0)
+      names = all_names(one), all = true;
   if (const auto ratio = scale_of(one, names)) {
     finding.id = *ratio == 0 ? "gradient_lost" : all ? "scaled_by_factor" : "some_parameters_scaled";
     finding.sentence =

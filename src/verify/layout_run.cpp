@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <map>
 
 #include "isograd/error.hpp"
 #include "norm/passes.hpp"
@@ -145,6 +146,7 @@ struct LayoutRun::Metered : DataParallel {
 LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model,
                      Group group, std::unique_ptr<Optimizer> inner)
     : problem_(problem), group_(std::move(group)), model_(std::move(model)) {
+  if (model_.cut && problem.mesh) model_.placed = std::make_shared<Layout>(model_.cut(*problem.mesh));
   layout_ = std::make_unique<Metered>(layout.make_from_model
                                           ? layout.make_from_model(model_, group_)
                                           : layout.make(trainable_parameters(model_.named), group_));
@@ -185,15 +187,19 @@ LayoutRun::Made LayoutRun::step(const MicroBatches& local) {
   made.bytes_moved = static_cast<double>(layout_->bytes);
   for (const auto& view : layout_->views()) {
     made.names.push_back(view.name);
-    made.gradients.push_back(copied(view.gradient));
+    made.gradients.push_back(copied(whole(view.name, view.gradient)));
   }
   return made;
 }
 
 std::vector<at::Tensor> LayoutRun::parameters() {
   std::vector<at::Tensor> values;
-  for (const auto& view : layout_->views()) values.push_back(copied(view.master));
+  for (const auto& view : layout_->views()) values.push_back(copied(whole(view.name, view.master)));
   return values;
+}
+
+at::Tensor LayoutRun::whole(const std::string& name, const at::Tensor& held) const {
+  return model_.placed ? model_.placed->whole(name, held) : held;
 }
 
 std::vector<std::string> LayoutRun::differing_buffers() {
@@ -256,24 +262,39 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
                      .bytes_moved = number(3)};
   }
 
-  // On how many ranks each element counts.
-  std::vector<std::pair<std::size_t, std::pair<std::int64_t, std::int64_t>>> owners;
+  dump.owners = owners();
+}
+
+std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners() {
+  std::vector<std::pair<std::size_t, std::pair<std::int64_t, std::int64_t>>> found;
+  const auto range = [](const at::Tensor& times) {
+    return times.numel() == 0
+               ? std::pair<std::int64_t, std::int64_t>{1, 1}
+               : std::pair<std::int64_t, std::int64_t>{times.min().item<int>(), times.max().item<int>()};
+  };
+  std::map<std::size_t, std::pair<std::string, at::Tensor>> cut;  // on this rank; buckets of ranks may differ
   for (const Bucket& bucket : layout_->buckets()) {
     at::Tensor times = at::zeros({bucket.plan.numel}, at::kInt);
     times.slice(0, bucket.owned.begin, bucket.owned.end).fill_(1);
-    group_.all_reduce(times);
+    if (!model_.placed) group_.all_reduce(times);
     for (const Slot& slot : bucket.plan.slots) {
-      if (slot.numel == 0) {
-        owners.push_back({slot.index, {1, 1}});
-        continue;
-      }
       const at::Tensor part = times.narrow(0, slot.offset, slot.numel);
-      owners.push_back({slot.index, {part.min().item<int>(), part.max().item<int>()}});
+      if (model_.placed)
+        cut[slot.index] = {slot.name, part.view(slot.shape)};
+      else
+        found.emplace_back(slot.index, range(part));
     }
   }
-  std::sort(owners.begin(), owners.end());
-  dump.owners.clear();
-  for (const auto& [index, times] : owners) dump.owners.push_back(times);
+  for (auto& [index, each] : cut) {
+    auto& [name, times] = each;
+    Group copies = model_.placed->mesh().along(model_.placed->parameter(name).copies);
+    if (copies.size() > 1) copies.all_reduce(times);
+    found.emplace_back(index, range(model_.placed->whole(name, times)));
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<std::pair<std::int64_t, std::int64_t>> result;
+  for (const auto& [index, times] : found) result.push_back(times);
+  return result;
 }
 
 }  // namespace isograd

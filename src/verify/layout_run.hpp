@@ -56,6 +56,9 @@ class LayoutRun {
  private:
   struct Metered;
   void make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner);
+  at::Tensor whole(const std::string& name, const at::Tensor& held) const;  // collective where it is cut
+  // On how many ranks each element counts, the least and the most, by parameter. Collective.
+  std::vector<std::pair<std::int64_t, std::int64_t>> owners();
   const VerifyProblem& problem_;
   Group group_;
   VerifyModel model_;  // of a fresh layout

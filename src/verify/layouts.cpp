@@ -78,7 +78,8 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
     if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
-    const int dealt = grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
+    const int dealt =
+        grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
     for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {
       if (dealt % replicas != 0) continue;
       for (const bool share : {false, true}) {
@@ -89,7 +90,8 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
         const Grid grid = grid_of(chosen, ranks);
         if (share && (!may_share(strategy) || !host_memory || grid.size(sharded_axes(chosen)) == 1)) continue;
         if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
-        if (by_replica && grid.size({"dp_replicate"}) != grid_of(config, ranks).size({"dp_replicate"})) continue;
+        if (by_replica && grid.size({"dp_replicate"}) != grid_of(config, ranks).size({"dp_replicate"}))
+          continue;
         all.push_back(std::move(choice));
       }
     }

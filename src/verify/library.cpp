@@ -86,8 +86,10 @@ LayoutUnderTest verify_layout(const std::string& strategy) {
                        .action = "Make such a layout yourself and give it as a LayoutUnderTest"});
   const std::string& name = choice.strategy;
   return {.name = name, .make = nullptr, .make_from_model = [name](const VerifyModel& model, Group group) {
-            return make_strategy(name, model.named, model.units ? &*model.units : nullptr, group,
-                                 {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0});
+            const Mesh mesh = model.placed ? model.placed->mesh() : Mesh(group);
+            return make_strategy(name, model.named, model.units ? &*model.units : nullptr, mesh,
+                                 {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0}, {},
+                                 model.placed ? model.placed->placements() : Layout::Named{});
           }};
 }
 
@@ -102,9 +104,13 @@ Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
   const MicroBatches whole = with_positions(batches);
   VerifyProblem problem;
   problem.make_model = with_values_of_rank_zero(make_model, world.group);
-  for (std::size_t i = static_cast<std::size_t>(world.rank); i < whole.size();
-       i += static_cast<std::size_t>(world.size))
+  const Mesh mesh = options.axes.empty() ? Mesh(world.group) : Mesh(world, Grid(options.axes, world.size));
+  const auto data_ranks = static_cast<std::size_t>(mesh.size(mesh.data()));
+  for (auto i = static_cast<std::size_t>(mesh.place(mesh.data())); i < whole.size(); i += data_ranks)
     problem.local.push_back(whole[i]);
+  if (!options.axes.empty()) problem.mesh = mesh;
+  // Experiments deal the step out anew, to fewer ranks too: not yet where ranks hold a model together.
+  problem.experiments = static_cast<int>(data_ranks) == world.size;
   problem.whole = [&whole] { return whole; };
   problem.dtype = options.dtype;
   problem.step = options.step;
@@ -122,7 +128,8 @@ Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
 Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options) {
   Verdict verdict;
-  run_ranks(options.ranks, [&](World& world) {
+  const int ranks = options.axes.empty() ? options.ranks : Grid(options.axes).ranks();
+  run_ranks(ranks, [&](World& world) {
     Verdict own = verify(make_model, batches, layouts, options, world);
     if (world.rank == 0) verdict = std::move(own);
   });

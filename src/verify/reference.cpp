@@ -88,7 +88,8 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     reference.alone_error.push_back(error);
     ++next;
   }
-  if (!off.empty()) reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;
+  if (!off.empty())
+    reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;
   return reference;
 }
 

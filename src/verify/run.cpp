@@ -225,7 +225,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     const LayoutChoice& choice = layouts[i];
     problem.layouts[i].along = [task, choice, &world, model,
-                                    change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
+                                change](const std::string& axis) -> std::shared_ptr<VerifyProblem> {
       const auto other = along(*task, choice.in(task->config()), axis, world.size);
       if (!other) return nullptr;
       LayoutChoice same = choice;
