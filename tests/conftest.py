@@ -3,9 +3,13 @@ import functools
 import os
 import pathlib
 import re
+import signal
 import subprocess
 
 import pytest
+
+# A hang-up that is ignored (under nohup) stays ignored in what the tests start, which would then outlive it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"

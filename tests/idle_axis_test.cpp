@@ -28,6 +28,9 @@ struct Setting {
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const World&)> wrap =
       [](std::unique_ptr<DataParallel> layout, const World&) { return layout; };
   std::function<void(toy::Model&, const World&)> change = [](toy::Model&, const World&) {};
+  std::function<MicroBatches(const Mesh&, int step)> batches = [](const Mesh& mesh, int step) {
+    return toy::make_step(mesh.size(mesh.data()), 2, step)[static_cast<std::size_t>(mesh.place(mesh.data()))];
+  };
   int stops = -1;  // the rank that asks for it
   double max_norm = 0;
   int steps = 3;
@@ -53,9 +56,7 @@ Trained train(const Setting& setting) {
         },
         *layout, mean, *optimizer, {.max_norm = setting.max_norm});
     for (int i = 0; i < setting.steps; ++i) {
-      const auto batches = toy::make_step(setting.data, 2, i);
-      step.accumulate(batches[static_cast<std::size_t>(mesh.place(mesh.data()))],
-                      setting.stops == world.rank);
+      step.accumulate(setting.batches(mesh, i), setting.stops == world.rank);
       trained.reports[world.rank] = step.finish();
     }
     for (auto& view : layout->views()) {
@@ -150,6 +151,25 @@ TEST(IdleAxis, CopiesThatDifferAreRefused) {
              }});
     });
     EXPECT_NE(error.find("'twice'"), std::string::npos) << strategy.name << ": " << error;
+  }
+}
+
+// As when samples are dealt, or packs drawn, by the rank in the world.
+TEST(IdleAxis, RanksThatShareABatchAndHaveAnotherAreRefused) {
+  for (const bool fewer : {false, true}) {
+    Setting setting{.strategy = {.name = "bucketed"}, .data = 1, .tp = 2, .steps = 1};
+    setting.batches = [fewer](const Mesh& mesh, int step) {
+      MicroBatches own = toy::make_step(1, 2, step)[0];
+      if (mesh.rank() == 1 && fewer) own.pop_back();
+      if (mesh.rank() == 1 && !fewer)
+        for (Batch& batch : own) batch.tokens = (batch.tokens + 1) % toy::kVocabulary;
+      return own;
+    };
+    const std::string error = testing::error_of([&] { train(setting); });
+    EXPECT_NE(error.find("ranks that compute one loss together"), std::string::npos) << error;
+    EXPECT_NE(error.find(fewer ? "micro-batches on rank 1" : "other micro-batches on rank 1"),
+              std::string::npos)
+        << error;
   }
 }
 

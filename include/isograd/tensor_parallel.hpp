@@ -12,6 +12,7 @@
 
 #include "isograd/group.hpp"
 #include "isograd/layout.hpp"
+#include "isograd/token_losses.hpp"
 
 namespace isograd {
 
@@ -79,5 +80,15 @@ CutRule summed_along(std::string name, AxisSet axes = {"tp"});
 Layout cut(const std::vector<std::pair<std::string, at::Tensor>>& named, const Mesh& mesh,
            const std::vector<CutRule>& rules);
 Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules);
+
+// Which of a vocabulary this rank's rows of `name` are, an embedding or output matrix [V, H] cut along its
+// rows: for embedding_part() and the losses of token_losses.hpp.
+VocabularyShard vocabulary_shard(const Layout& layout, const std::string& name);
+
+// The rows of the tokens that this rank's part [V_local, H] of an embedding has, zeros for the others: a part,
+// for leave() or leave_cut(). tokens [T] int64 of the whole vocabulary. The row of `pad` gets no gradient; -1:
+// there is none.
+at::Tensor embedding_part(const at::Tensor& weight, const at::Tensor& tokens, const VocabularyShard& shard,
+                          std::int64_t pad = -1);
 
 }  // namespace isograd

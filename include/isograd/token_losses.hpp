@@ -10,7 +10,21 @@
 
 #include <cstdint>
 
+#include "isograd/group.hpp"
+
 namespace isograd {
+
+// Where the vocabulary is cut over ranks that hold the same tokens: this rank's logits are those of the
+// tokens from `first` on. Targets stay tokens of the whole vocabulary, and every loss below is the whole one
+// on every rank, with the same bits: one all-gather of three or four numbers a token, in the forward (for the
+// fused loss one for each tile of tokens). Gradients are those of this rank's logits and weight; that of
+// `hidden` is this rank's part, so that hidden comes out of enter() or enter_cut() (tensor_parallel.hpp).
+// Collective.
+struct VocabularyShard {
+  Group group = Group::solo();
+  std::int64_t first = 0;
+  std::int64_t vocabulary = 0;  // of all ranks together; 0: that of the logits, which are whole
+};
 
 // ---- language modelling ----
 
@@ -19,6 +33,7 @@ struct CrossEntropyOptions {
   double label_smoothing =
       0;  // ε in [0, 1]: ℓ = (1 − ε) (−log p_target) + ε · mean over the vocabulary of −log p
   double z_loss = 0;  // adds z · (log Σ_j exp x_j)² to each token's ℓ (PaLM, Chowdhery et al. 2022, §5)
+  VocabularyShard shard{};
 };
 
 // −log softmax(logits)[target], summed; logits [T, V], targets [T] int64 in [0, V) or kIgnoreIndex. First
@@ -29,10 +44,12 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
 
 // Σ_i w_i (log Σ_j exp x_ij)² by itself, for a term with its own name or denominator. Targets say which
 // tokens are valid. Multiply by the coefficient.
-at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& weights = {});
+at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& weights = {},
+                      const VocabularyShard& shard = {});
 
 // log softmax(logits)[target] of each token [T] in the computing type, differentiable; 0 for ignored ones.
-at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& targets);
+at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& targets,
+                                   const VocabularyShard& shard = {});
 
 // ---- the output projection and its cross entropy in one, without the logits ----
 
@@ -41,6 +58,7 @@ struct LinearCrossEntropyOptions {
   double label_smoothing = 0;
   double z_loss = 0;
   at::Tensor bias{};  // [V]; undefined: none
+  VocabularyShard shard{};
 
   // Speed and memory only. 0: chosen so that one tile of logits takes some 64 MiB. A tile narrower than the
   // vocabulary costs a fourth matrix product when gradients are wanted.

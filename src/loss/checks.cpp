@@ -38,6 +38,16 @@ void check_coefficients(const std::string& where, double label_smoothing, double
     refuse(where, fmt::format("z_loss = {}", z_loss), "a finite number, 0 or more", "Set z_loss");
 }
 
+VocabularyShard checked_shard(const std::string& where, VocabularyShard shard, std::int64_t columns) {
+  if (shard.vocabulary == 0 && shard.first == 0 && shard.group.size() == 1) shard.vocabulary = columns;
+  if (shard.first < 0 || shard.first + columns > shard.vocabulary)
+    refuse(where,
+           fmt::format("{} columns from {} on of a vocabulary of {}", columns, shard.first, shard.vocabulary),
+           "a shard that lies within its vocabulary",
+           "Take `first` and `vocabulary` from the weight's placement (vocabulary_shard())");
+  return shard;
+}
+
 void check_targets(const std::string& where, const at::Tensor& targets, std::int64_t tokens,
                    std::int64_t vocabulary) {
   if (targets.dim() != 1 || targets.size(0) != tokens || targets.scalar_type() != at::kLong)

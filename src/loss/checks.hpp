@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/refuse.hpp"  // what its users call where a check fails
+#include "isograd/token_losses.hpp"
 
 namespace isograd {
 
@@ -24,6 +25,10 @@ void check_type(const std::string& where, const std::string& name, const at::Ten
 
 // ε in [0, 1], z ≥ 0 and finite.
 void check_coefficients(const std::string& where, double label_smoothing, double z_loss);
+
+// With the vocabulary filled in. Columns [first, first + columns) lie within it; whole where there is one
+// rank.
+VocabularyShard checked_shard(const std::string& where, VocabularyShard shard, std::int64_t columns);
 
 // [tokens] int64 in [0, vocabulary) or kIgnoreIndex.
 void check_targets(const std::string& where, const at::Tensor& targets, std::int64_t tokens,

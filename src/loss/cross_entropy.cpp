@@ -99,14 +99,15 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
 // Every row's ℓ [T] in fp64; 0 where the mask is false. Two passes over the logits, as above.
 struct RowLosses : torch::autograd::Function<RowLosses> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits, const at::Tensor& targets,
-                            const at::Tensor& mask, double cross_entropy, double label_smoothing,
-                            double z_loss) {
-    const RowLoss loss{cross_entropy, label_smoothing, z_loss};
+                            const at::Tensor& mask, const RowLoss& loss, const VocabularyShard& shard) {
     RowStatistics rows = begin_rows(logits.size(0), loss, logits.device());
-    take_in(logits.contiguous(), 0, targets, mask, rows);
+    take_in(logits.contiguous(), shard.first, targets, mask, rows);
+    take_in_columns_of(shard.group, rows);
     ctx->save_for_backward({logits, targets, mask, rows.sums});
-    ctx->saved_data["loss"] = std::vector<double>{cross_entropy, label_smoothing, z_loss};
-    return at::where(mask, losses(rows, loss, logits.size(1)), 0.0);
+    ctx->saved_data["loss"] = std::vector<double>{loss.cross_entropy, loss.label_smoothing, loss.z_loss};
+    ctx->saved_data["first"] = shard.first;
+    ctx->saved_data["vocabulary"] = shard.vocabulary;
+    return at::where(mask, losses(rows, loss, shard.vocabulary), 0.0);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list upstream) {
@@ -120,14 +121,16 @@ struct RowLosses : torch::autograd::Function<RowLosses> {
     const at::Tensor coefficients =
         gradient_coefficients({.sums = saved[3], .target = {}, .total = {}},
                               {.cross_entropy = terms[0], .label_smoothing = terms[1], .z_loss = terms[2]},
-                              logits.size(1), upstream[0].to(at::kDouble));
-    write_gradient(rows, 0, targets, mask, coefficients, gradient);
+                              ctx->saved_data["vocabulary"].toInt(), upstream[0].to(at::kDouble));
+    write_gradient(rows, ctx->saved_data["first"].toInt(), targets, mask, coefficients, gradient);
     if (in_place) logits.unsafeGetTensorImpl()->bump_version();
-    return {gradient, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
-void check_arguments(const std::string& where, const at::Tensor& logits, const at::Tensor& targets) {
+// The shard with the vocabulary that it is one of.
+VocabularyShard check_arguments(const std::string& where, const at::Tensor& logits, const at::Tensor& targets,
+                                const VocabularyShard& given = {}) {
   check_type(where, "logits", logits);
   if (logits.dim() != 2 || !targets.defined() || targets.dim() != 1 || logits.size(0) != targets.size(0))
     refuse(where,
@@ -137,12 +140,14 @@ void check_arguments(const std::string& where, const at::Tensor& logits, const a
   if (logits.device() != targets.device())
     refuse(where, fmt::format("logits on {}, targets on {}", logits.device().str(), targets.device().str()),
            "one device", "Move the targets to the logits");
-  check_targets(where, targets, logits.size(0), logits.size(1));
+  const VocabularyShard shard = checked_shard(where, given, logits.size(1));
+  check_targets(where, targets, logits.size(0), shard.vocabulary);
+  return shard;
 }
 
 at::Tensor row_losses(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mask,
-                      const RowLoss& loss) {
-  return RowLosses::apply(logits, targets, mask, loss.cross_entropy, loss.label_smoothing, loss.z_loss);
+                      const RowLoss& loss, const VocabularyShard& shard) {
+  return RowLosses::apply(logits, targets, mask, loss, shard);
 }
 
 }  // namespace
@@ -158,28 +163,30 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
                              const CrossEntropyOptions& options) {
   const std::string where = "cross_entropy_sum";
   const at::Tensor wanted = targets.contiguous();
-  check_arguments(where, logits, wanted);
+  const VocabularyShard shard = check_arguments(where, logits, wanted, options.shard);
   check_coefficients(where, options.label_smoothing, options.z_loss);
   const TokenWeights tokens = token_weights(where, options.weights, wanted, logits.size(0), logits.device());
-  const at::Tensor each =
-      row_losses(logits, wanted, tokens.mask,
-                 {.cross_entropy = 1, .label_smoothing = options.label_smoothing, .z_loss = options.z_loss});
+  const at::Tensor each = row_losses(
+      logits, wanted, tokens.mask,
+      {.cross_entropy = 1, .label_smoothing = options.label_smoothing, .z_loss = options.z_loss}, shard);
   return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
 }
 
-at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& weights) {
+at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& weights,
+                      const VocabularyShard& given) {
   const at::Tensor wanted = targets.contiguous();
-  check_arguments("z_loss_sum", logits, wanted);
+  const VocabularyShard shard = check_arguments("z_loss_sum", logits, wanted, given);
   const TokenWeights tokens = token_weights("z_loss_sum", weights, wanted, logits.size(0), logits.device());
-  const at::Tensor each = row_losses(logits, wanted, tokens.mask, {.cross_entropy = 0, .z_loss = 1});
+  const at::Tensor each = row_losses(logits, wanted, tokens.mask, {.cross_entropy = 0, .z_loss = 1}, shard);
   return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
 }
 
-at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& targets) {
+at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& targets,
+                                   const VocabularyShard& given) {
   const at::Tensor wanted = targets.contiguous();
-  check_arguments("token_log_probabilities", logits, wanted);
+  const VocabularyShard shard = check_arguments("token_log_probabilities", logits, wanted, given);
   // Subtracted from 0, not negated: an ignored token has 0, not −0.
-  return at::rsub(row_losses(logits, wanted, wanted.ne(kIgnoreIndex), {}), 0.0)
+  return at::rsub(row_losses(logits, wanted, wanted.ne(kIgnoreIndex), {}, shard), 0.0)
       .to(computing_type(logits.scalar_type()));
 }
 

@@ -27,6 +27,7 @@ struct Problem {
   TokenWeights tokens;              // [T]
   double label_smoothing = 0, z_loss = 0;
   std::int64_t tile_tokens = 0, tile_vocabulary = 0;
+  VocabularyShard shard{};
   bool of_hidden = false, of_weight = false, of_bias = false;  // gradients wanted
 };
 
@@ -45,7 +46,9 @@ struct Tiles {
 };
 Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
   constexpr std::int64_t kBufferBytes = std::int64_t{64} << 20, kFewest = 64, kMost = 1024;
-  const std::int64_t vocabulary = std::max<std::int64_t>(1, problem.weight.size(0)),
+  // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
+  const std::int64_t ranks = problem.shard.group.size(),
+                     vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
                      elements = kBufferBytes / static_cast<std::int64_t>(problem.weight.element_size());
   Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
   if (tiles.vocabulary == 0)
@@ -135,20 +138,21 @@ class Sweep {
   void tile(std::int64_t begin, std::int64_t count) {
     const at::Tensor rows = cut(p_.hidden, begin, count), targets = cut(p_.targets, begin, count),
                      weights = cut(p_.tokens.weights, begin, count);
-    const std::int64_t vocabulary = p_.weight.size(0);
+    const std::int64_t vocabulary = p_.weight.size(0), whole = p_.shard.vocabulary;
     RowStatistics statistics = begin_rows(count, loss_, rows.device());
     at::Tensor made;  // the logits of the last columns
     for (std::int64_t first = 0; first < vocabulary; first += tiles_.vocabulary) {
       made.reset();  // before the next are made
       made = logits(rows, first, std::min(tiles_.vocabulary, vocabulary - first));
-      take_in(made, first, targets, {}, statistics);
+      take_in(made, p_.shard.first + first, targets, {}, statistics);
     }
-    const at::Tensor each = smoothed_cross_entropy(statistics, loss_.label_smoothing, vocabulary);
+    take_in_columns_of(p_.shard.group, statistics);
+    const at::Tensor each = smoothed_cross_entropy(statistics, loss_.label_smoothing, whole);
     sums_[0].add_((each * weights).sum());
     sums_[1].add_((log_sum_exp(statistics).square() * weights).sum());
     put(result_.log_probabilities, begin, 0.0 - negative_log_likelihood(statistics));
     if (p_.of_hidden || p_.of_weight || p_.of_bias)
-      gradients(begin, rows, targets, gradient_coefficients(statistics, loss_, vocabulary, weights), made);
+      gradients(begin, rows, targets, gradient_coefficients(statistics, loss_, whole, weights), made);
   }
 
   void gradients(std::int64_t begin, const at::Tensor& rows, const at::Tensor& targets,
@@ -162,7 +166,7 @@ class Sweep {
         made.reset();
         made = logits(rows, first, columns);
       }
-      write_gradient(made, first, targets, {}, coefficients, made);
+      write_gradient(made, p_.shard.first + first, targets, {}, coefficients, made);
       if (p_.of_hidden) {
         const at::Tensor part = product(made, p_.weight.narrow(0, first, columns).t());
         // Parts of the vocabulary add up in the computing type.
@@ -176,7 +180,7 @@ class Sweep {
       if (p_.of_bias)
         result_.bias.narrow(0, first, columns).add_(made.sum(0, false, result_.bias.scalar_type()));
     }
-    if (p_.of_hidden) put(result_.hidden, begin, of_rows);
+    if (p_.of_hidden) put(result_.hidden, begin, of_rows.defined() ? of_rows : at::zeros_like(rows));
   }
 
   const Problem& p_;
@@ -255,7 +259,8 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
         fmt::format("tile_tokens = {}, tile_vocabulary = {}", options.tile_tokens, options.tile_vocabulary),
         "1 or more, or 0 to have it chosen", "Leave them 0");
   const at::Tensor wanted = targets.contiguous();
-  check_targets(kWhere, wanted, hidden.size(0), weight.size(0));
+  const VocabularyShard shard = checked_shard(kWhere, options.shard, weight.size(0));
+  check_targets(kWhere, wanted, hidden.size(0), shard.vocabulary);
   Problem problem{.hidden = hidden.detach().contiguous(),
                   .weight = weight.detach().contiguous(),
                   .bias = options.bias.defined() ? options.bias.detach().contiguous() : at::Tensor(),
@@ -265,6 +270,7 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                   .z_loss = options.z_loss,
                   .tile_tokens = options.tile_tokens,
                   .tile_vocabulary = options.tile_vocabulary,
+                  .shard = shard,
                   .of_hidden = wants_gradient(hidden),
                   .of_weight = wants_gradient(weight),
                   .of_bias = wants_gradient(options.bias)};

@@ -147,7 +147,8 @@ TEST(GradientAccumulateLoss, RefusesBadCountsAndASecondDivision) {
   EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(at::ones({2}), 1, 5, alone); }),
               HasSubstr("shape [2]"));
   const at::Tensor share = gradient_accumulate_loss(x * 1, 2, 5, alone);
-  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(share, 2, 5, alone); }), HasSubstr("divided already"));
+  EXPECT_THAT(error_of<Error>([&] { gradient_accumulate_loss(share, 2, 5, alone); }),
+              HasSubstr("divided already"));
 }
 
 TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
@@ -172,8 +173,8 @@ TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
   EXPECT_NE(errors[1], "no error");
   // Calls of different steps that meet.
   run_ranks(3, [](World& world) {
-    const std::string error =
-        error_of<Error>([&] { gradient_accumulate_loss(parameter(1), 1, world.rank == 2 ? 9 : 4, world.group); });
+    const std::string error = error_of<Error>(
+        [&] { gradient_accumulate_loss(parameter(1), 1, world.rank == 2 ? 9 : 4, world.group); });
     EXPECT_THAT(error, AllOf(HasSubstr("ConfigError"), HasSubstr("the same global_valid on every rank")));
   });
 }

@@ -78,6 +78,19 @@ void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tens
   });
 }
 
+void take_in_columns_of(Group group, RowStatistics& rows) {
+  if (group.size() == 1) return;
+  std::vector<at::Tensor> own{rows.sums, rows.target.unsqueeze(1)};
+  if (rows.total.defined()) own.push_back(rows.total.unsqueeze(1));
+  const at::Tensor all = group.all_gather(at::cat(own, 1));  // [ranks, T, 3 or 4]
+  const at::Tensor maxima = all.select(2, 0), sums = all.select(2, 1),
+                   most = maxima.amax(0);  // NaN where one is
+  const at::Tensor parts = at::where(sums.eq(0), 0.0, sums * (maxima - most).exp());
+  rows.sums = at::stack({most, parts.sum(0)}, 1);
+  rows.target = all.select(2, 2).sum(0);
+  if (rows.total.defined()) rows.total = all.select(2, 3).sum(0);
+}
+
 at::Tensor log_sum_exp(const RowStatistics& rows) {
   return rows.sums.select(1, 0) + rows.sums.select(1, 1).log();
 }

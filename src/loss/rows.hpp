@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "isograd/group.hpp"
+
 namespace isograd {
 
 // ℓ = cross_entropy · [(1 − ε)(lse − x_target) + ε (lse − mean x)] + z_loss · lse², lse = log Σ_j exp x_j.
@@ -28,6 +30,10 @@ RowStatistics begin_rows(std::int64_t rows, const RowLoss& loss, const at::Devic
 // [T] column numbers of the whole row. Columns may all be −inf (a masked vocabulary); a NaN shows.
 void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,
              const at::Tensor& mask, RowStatistics& rows);
+
+// Takes in what the other ranks found in their columns of the same rows. Collective; the same bits on every
+// rank. Each target is a column of one rank.
+void take_in_columns_of(Group group, RowStatistics& rows);
 
 // lse and −log p_target [T] in fp64, and ℓ of each row; meaningless where the mask was false.
 at::Tensor log_sum_exp(const RowStatistics& rows);

@@ -2,21 +2,14 @@
 #include "isograd/step.hpp"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
 
 #include <algorithm>
 
 #include "isograd/error.hpp"
+#include "train/peers.hpp"
 #include "train/step_work.hpp"
 
 namespace isograd {
-
-// Whether any rank of the group says so. Collective.
-static bool any_rank(bool own, Group& group) {
-  at::Tensor flag = at::full({1}, own ? 1 : 0, at::kLong);
-  group.all_reduce(flag, ReduceOp::kMax);
-  return flag.item<std::int64_t>() != 0;
-}
 
 StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean)
     : forward_(forward), layout_(layout), mean_(mean) {}
@@ -25,9 +18,9 @@ StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normal
 // are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
 void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even) {
   batches_ = std::move(micro_batches);
-  Group counting = layout_.mesh().counting(), all = layout_.mesh().all();
+  Group counting = layout_.mesh().counting();
   census_ = mean_.count(batches_, counting, stop_requested);
-  if (all.size() > counting.size()) census_.stop_requested = any_rank(census_.stop_requested, all);
+  census_.stop_requested = agree_with_peers(batches_, census_.stop_requested, layout_.mesh());
   denominator_ = mean_.denominator(census_);
   if (even || layout_.takes_every_round())
     batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
