@@ -1,6 +1,6 @@
 // The reference language model: Llama to the letter, with its near relatives Qwen2, Qwen3 and Mistral.
-// No parallel code; attention never crosses a fragment of the batch. For batches that are cut over ranks it
-// comes in as an argument.
+// No parallel code: attention, which never crosses a fragment of the batch, and the seams around matrix
+// products come in as arguments.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
+#include "isograd/token_losses.hpp"
 
 namespace isograd {
 
@@ -59,6 +60,25 @@ struct DecoderConfig {
 // biases that the family does not have, ...).
 void check(const DecoderConfig& config);
 
+// What a forward does at the seams between the stream of tokens and its matrix products, where several ranks
+// hold the matrices of one model together (cut_decoder() in tensor_parallel.hpp makes them). Not given: one
+// device, nothing.
+struct ModelSeams {
+  using Map = std::function<at::Tensor(const at::Tensor&)>;
+  // The stream, normed, on its way into products that are cut by their outputs; of so many `tokens`, of which
+  // each rank's stream may have some.
+  std::function<at::Tensor(const at::Tensor& stream, std::int64_t tokens)> enter{};
+  Map leave{};         // what a product cut by its inputs gives, before its bias and the residual are added
+  Map whole_logits{};  // this rank's columns to those of the vocabulary; no gradient
+  // tokens [T] -> the stream, from this rank's rows of the embedding.
+  std::function<at::Tensor(const at::Tensor& weight, const at::Tensor& tokens, std::int64_t pad)> embed{};
+  VocabularyShard vocabulary{};  // the rows of the output weight that this rank has
+  // Where the weights of keys and values are whole: their heads [first, first + count) are computed, and
+  // query head h of this rank reads computed key head readers[h]. Empty: all, and h / (H / Hkv).
+  std::int64_t first_key_head = 0, key_heads = 0;
+  std::vector<std::int64_t> readers{};
+};
+
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
 class DecoderLM : public torch::nn::Module {
  public:
@@ -78,6 +98,9 @@ class DecoderLM : public torch::nn::Module {
   // [vocabulary, hidden], for a loss that makes the logits itself (linear_cross_entropy); tied output: the
   // embedding.
   const at::Tensor& output_weight() const;
+  // Which of the vocabulary the rows of output_weight() and the columns of logits() are, for a loss: all, but
+  // under set_seams().
+  const VocabularyShard& vocabulary() const;
   // Parameters in registration order; tied output appears once, under the embedding's name.
   std::vector<std::pair<std::string, at::Tensor>> named();
 
@@ -96,6 +119,7 @@ class DecoderLM : public torch::nn::Module {
   using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v)>;
   void set_attention(Attention attention);
+  void set_seams(ModelSeams seams);
 
  private:
   struct Impl;

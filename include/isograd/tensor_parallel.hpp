@@ -85,10 +85,28 @@ Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule
 // rows: for embedding_part() and the losses of token_losses.hpp.
 VocabularyShard vocabulary_shard(const Layout& layout, const std::string& name);
 
-// The rows of the tokens that this rank's part [V_local, H] of an embedding has, zeros for the others: a part,
-// for leave() or leave_cut(). tokens [T] int64 of the whole vocabulary. The row of `pad` gets no gradient; -1:
-// there is none.
+// The rows of the tokens that this rank's part [V_local, H] of an embedding has, zeros for the others: a
+// part, for leave() or leave_cut(). tokens [T] int64 of the whole vocabulary. The row of `pad` gets no
+// gradient; -1: there is none.
 at::Tensor embedding_part(const at::Tensor& weight, const at::Tensor& tokens, const VocabularyShard& shard,
                           std::int64_t pad = -1);
+
+class DecoderLM;
+
+struct TensorParallelOptions {
+  // Between the products each rank has some of the tokens (sequence parallelism): norms and residuals work on
+  // these, and reduce-scatter and all-gather take the place of all-reduce. Off: every rank has all of them.
+  bool cut_tokens = true;
+};
+
+// Cuts a decoder over the ranks along `tp` of the mesh: queries, gate and up by their outputs, o and down by
+// their inputs, embedding and output over the vocabulary; heads, features and tokens of the vocabulary are
+// dealt as evenly as possible. Key heads go with their query heads where tp divides their number; where tp is
+// a multiple of it and the mesh has the view `tp_heads` x `tp_copies` of tp they are cut along tp_heads, and
+// otherwise every rank has all of them and computes those that its query heads read. Its forward communicates
+// from then on, and hidden() is in use by each rank, for losses with vocabulary(). Collective, before a
+// layout is made. Without an axis tp, or with one rank along it, nothing is done but the layout. ConfigError:
+// more ranks than query heads.
+Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options = {});
 
 }  // namespace isograd

@@ -85,30 +85,56 @@ void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, st
 
 at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos,
                                   const at::Tensor& sin, const Attend& attend) const {
-  const std::int64_t count = stream.size(0), dim = config.head_dim;
+  const std::int64_t dim = config.head_dim;
   const double epsilon = config.norm_epsilon;
   const Block& block = blocks[static_cast<std::size_t>(layer)];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
-  const auto projected = linears(normed, {block.q.weight, block.k.weight, block.v.weight},
-                                 {block.q.bias, block.k.bias, block.v.bias});
-  at::Tensor q = projected[0].view({count, config.heads, dim});
-  at::Tensor k = projected[1].view({count, config.key_value_heads, dim});
-  const at::Tensor v = projected[2].view({count, config.key_value_heads, dim});
+  if (seams.enter) normed = seams.enter(normed, cos.size(0));
+  const Linear keys = of_key_heads(block.k), values = of_key_heads(block.v);
+  const auto projected =
+      linears(normed, {block.q.weight, keys.weight, values.weight}, {block.q.bias, keys.bias, values.bias});
+  const std::int64_t count = normed.size(0);  // of all tokens, also where each rank's stream has some of them
+  const auto by_head = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
+  at::Tensor q = by_head(projected[0]), k = by_head(projected[1]), v = by_head(projected[2]);
   if (config.query_key_norm) {
     q = isograd::rms_norm(q, block.q_norm, epsilon);
     k = isograd::rms_norm(k, block.k_norm, epsilon);
   }
-  const at::Tensor attended = attend(layer, isograd::rotary(q, cos, sin), isograd::rotary(k, cos, sin), v);
-  stream = linear_onto(residual, attended.reshape({count, config.heads * dim}), block.o.weight, block.o.bias);
+  q = isograd::rotary(q, cos, sin), k = isograd::rotary(k, cos, sin);
+  if (!seams.readers.empty()) {
+    const at::Tensor read = at::tensor(seams.readers, at::kLong).to(k.device());
+    k = k.index_select(1, read), v = v.index_select(1, read);
+  }
+  const at::Tensor attended = attend(layer, q, k, v);
+  stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
+  if (seams.enter) normed = seams.enter(normed, cos.size(0));
   const auto inner = linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
-  return linear_onto(residual, swiglu(inner[0], inner[1]), block.down.weight, block.down.bias);
+  return onto(residual, swiglu(inner[0], inner[1]), block.down);
+}
+
+at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
+                                 const Linear& linear) const {
+  if (!seams.leave) return linear_onto(residual, x, linear.weight, linear.bias);
+  const at::Tensor sum = residual + seams.leave(linears(x, {linear.weight}, {at::Tensor()})[0]);
+  return linear.bias.defined() ? sum + linear.bias : sum;
+}
+
+Linear DecoderLM::Impl::of_key_heads(const Linear& whole) const {
+  if (seams.key_heads == 0) return whole;
+  const auto rows = [&](const at::Tensor& of) {
+    return of.defined()
+               ? of.narrow(0, seams.first_key_head * config.head_dim, seams.key_heads * config.head_dim)
+               : of;
+  };
+  return {rows(whole.weight), rows(whole.bias)};
 }
 
 at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
                                    const Attend& attend) const {
-  at::Tensor stream = at::embedding(embedding, tokens, config.pad);  // [T, hidden]
+  at::Tensor stream = seams.embed ? seams.embed(embedding, tokens, config.pad)
+                                  : at::embedding(embedding, tokens, config.pad);  // [T, hidden]
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
     if (!around) {
       stream = block(layer, stream, cos, sin, attend);
@@ -119,7 +145,8 @@ at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& c
       return block(layer, in, cos, sin, attend);
     });
   }
-  return isograd::rms_norm(stream, norm, config.norm_epsilon);
+  const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
+  return seams.enter ? seams.enter(normed, tokens.size(0)) : normed;
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
@@ -197,12 +224,20 @@ const at::Tensor& DecoderLM::output_weight() const {
   return impl_->output();
 }
 
+const VocabularyShard& DecoderLM::vocabulary() const {
+  return impl_->seams.vocabulary;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
   return impl_->in_order;
 }
 
 void DecoderLM::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
+}
+
+void DecoderLM::set_seams(ModelSeams seams) {
+  impl_->seams = std::move(seams);
 }
 
 void DecoderLM::set_attention(Attention attention) {

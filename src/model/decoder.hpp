@@ -33,6 +33,10 @@ struct DecoderLM::Impl {
   at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos, const at::Tensor& sin,
                    const Attend& attend) const;
   at::Tensor logits(const at::Tensor& hidden) const;
+  // residual + x Wᵀ + b, of a product that ranks may hold together.
+  at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
+  // Of k_proj or v_proj, the rows of the heads that are computed here.
+  Linear of_key_heads(const Linear& whole) const;
   const at::Tensor& output() const { return config.tied_output ? embedding : head; }
 
   const DecoderConfig config;
@@ -44,7 +48,8 @@ struct DecoderLM::Impl {
   at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
   std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
   AroundBlock around;                                        // empty: nothing
-  Attention given_attention;                                 // empty: within fragments, on one device
+  ModelSeams seams;
+  Attention given_attention;  // empty: within fragments, on one device
 };
 
 }  // namespace isograd

@@ -121,8 +121,9 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
                                        : cached_attention(q, keys, values);
                     });
     done = length;
-    const at::Tensor last =
-        impl.logits(hidden.narrow(0, hidden.size(0) - 1, 1)).view(-1).to(at::kCPU, at::kDouble);
+    at::Tensor last = impl.logits(hidden.narrow(0, hidden.size(0) - 1, 1));
+    if (impl.seams.whole_logits) last = impl.seams.whole_logits(last);
+    last = last.view(-1).to(at::kCPU, at::kDouble);
     const double* logits = last.const_data_ptr<double>();
     const std::uint32_t token =
         draw_token({logits, logits + last.numel()}, options, static_cast<std::uint64_t>(answer.size()));

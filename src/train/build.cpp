@@ -176,11 +176,13 @@ bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocab
 ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config) {
   return [&model, config](const Batch& batch) -> LossTerms {
     const at::Tensor& weight = model.output_weight();
-    if (fuses_loss(config, batch.num_tokens(), weight.size(0), weight.element_size()))
+    const VocabularyShard& shard = model.vocabulary();
+    // By the whole vocabulary, so that ranks with unequal parts of it choose alike.
+    if (fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size()))
       return {{"cross_entropy", linear_cross_entropy_sum(model.hidden(batch), weight, batch.targets,
-                                                         {.weights = batch.weights})}};
-    return {
-        {"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets, {.weights = batch.weights})}};
+                                                         {.weights = batch.weights, .shard = shard})}};
+    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets,
+                                                {.weights = batch.weights, .shard = shard})}};
   };
 }
 

@@ -1,0 +1,102 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "isograd/decoder_lm.hpp"
+#include "isograd/tensor_parallel.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr const char *kAxis = "tp", *kHeads = "tp_heads", *kCopies = "tp_copies";
+
+// How key heads lie beside the query heads that read them.
+enum class KeyHeads { kCut, kCutWithCopies, kWhole };
+
+KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid, int ranks) {
+  if (config.key_value_heads % ranks == 0) return KeyHeads::kCut;
+  const bool viewed = grid.has(kHeads) && grid.has(kCopies);
+  if (viewed && grid.size({kHeads}) == config.key_value_heads && config.heads % ranks == 0)
+    return KeyHeads::kCutWithCopies;
+  return KeyHeads::kWhole;
+}
+
+bool is_any_of(std::string_view name, std::initializer_list<std::string_view> parts) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](std::string_view part) { return name.find(part) != std::string_view::npos; });
+}
+
+// What becomes of each parameter, by its Hugging Face name.
+std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool cut_tokens) {
+  const std::int64_t head = model.config().head_dim;
+  std::vector<CutRule> rules;
+  for (const auto& [name, tensor] : model.named()) {
+    const bool is_bias = name.ends_with(".bias");
+    if (is_any_of(name, {"q_norm", "k_norm"})) {
+      rules.push_back(summed_along(name));  // works on this rank's heads
+    } else if (is_any_of(name, {"q_proj"})) {
+      rules.push_back(cut_along(name, 0, head));
+    } else if (is_any_of(name, {"k_proj", "v_proj"})) {
+      CutRule rule = cut_along(name, 0, head);
+      if (keys == KeyHeads::kCutWithCopies) rule.axis = kHeads, rule.summed = {kCopies};
+      rules.push_back(keys == KeyHeads::kWhole ? summed_along(name) : rule);
+    } else if (is_any_of(name, {"gate_proj", "up_proj", "embed_tokens", "lm_head"})) {
+      rules.push_back(cut_along(name, 0));
+    } else if (is_any_of(name, {"o_proj", "down_proj"}) && !is_bias) {
+      rules.push_back(cut_along(name, 1, is_any_of(name, {"o_proj"}) ? head : 1));
+    } else if (cut_tokens) {
+      rules.push_back(summed_along(name));  // norms, and biases added to the stream: this rank's tokens
+    }
+  }
+  return rules;
+}
+
+// Which key heads this rank's query heads read, where it has all of them.
+void read_key_heads(ModelSeams& seams, const DecoderConfig& config, const Grid& grid, int place) {
+  const Cut heads = even_cut(grid, kAxis, 0, {config.heads});
+  const auto& each = heads.rows[0];
+  const auto first = std::accumulate(each.begin(), each.begin() + place, std::int64_t{0});
+  const std::int64_t count = each[static_cast<std::size_t>(place)],
+                     readers = config.heads / config.key_value_heads;
+  seams.first_key_head = first / readers;
+  for (std::int64_t head = first; head < first + count; ++head)
+    seams.readers.push_back(head / readers - seams.first_key_head);
+  seams.key_heads = seams.readers.back() + 1;
+}
+
+}  // namespace
+
+Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options) {
+  const int ranks = mesh.grid().has(kAxis) ? mesh.size({kAxis}) : 1;
+  if (ranks == 1) return cut(model.named(), mesh, {});
+  const DecoderConfig& config = model.config();
+  const KeyHeads keys = key_heads_of(config, mesh.grid(), ranks);
+  const Layout layout = cut(model.named(), mesh, rules_of(model, keys, options.cut_tokens));
+  const Group tp = mesh.along({kAxis});
+  const bool by_tokens = options.cut_tokens;
+
+  ModelSeams seams;
+  seams.enter = [tp, by_tokens](const at::Tensor& x, std::int64_t tokens) {
+    return by_tokens ? enter_cut(tp, x, split_rows(tokens, tp.size())) : enter(tp, x);
+  };
+  seams.leave = [tp, by_tokens](const at::Tensor& part) {
+    return by_tokens ? leave_cut(tp, part) : leave(tp, part);
+  };
+  const VocabularyShard inputs = vocabulary_shard(layout, "model.embed_tokens.weight");
+  seams.embed = [leave = seams.leave, inputs](const at::Tensor& weight, const at::Tensor& tokens,
+                                              std::int64_t pad) {
+    return leave(embedding_part(weight, tokens, inputs, pad));
+  };
+  seams.vocabulary = config.tied_output ? inputs : vocabulary_shard(layout, "lm_head.weight");
+  seams.whole_logits = [tp](const at::Tensor& columns) {
+    const at::NoGradGuard no_grad;
+    return Group(tp).all_gather_rows(columns.t().contiguous()).t();
+  };
+  if (keys == KeyHeads::kWhole) read_key_heads(seams, config, mesh.grid(), mesh.place({kAxis}));
+  model.set_seams(std::move(seams));
+  return layout;
+}
+
+}  // namespace isograd
