@@ -124,7 +124,7 @@ struct Cell {
   std::int64_t heads = 8, key_heads = 2;
   bool tied = false;
   int tp = 2, data = 1, ring = 1;
-  bool cut_tokens = true, fused = false, checkpointed = false, view = false;
+  bool sequence_parallel = true, fused = false, checkpointed = false, view = false;
   Mean mean = Mean::kTargets;
   std::string strategy = "bucketed";
   at::ScalarType type = at::kDouble;
@@ -143,9 +143,9 @@ struct Cell {
   }
   friend void PrintTo(const Cell& c, std::ostream* out) {
     *out << c.heads << "/" << c.key_heads << " heads, tied " << c.tied << ", tp " << c.tp << ", data "
-         << c.data << ", ring " << c.ring << ", tokens cut " << c.cut_tokens << ", fused " << c.fused << ", "
-         << c.strategy << ", " << c10::toString(c.type) << ", sample mean " << (c.mean == Mean::kSamples)
-         << ", view " << c.view << ", biases " << c.with_biases;
+         << c.data << ", ring " << c.ring << ", sequence parallel " << c.sequence_parallel << ", fused "
+         << c.fused << ", " << c.strategy << ", " << c10::toString(c.type) << ", sample mean "
+         << (c.mean == Mean::kSamples) << ", view " << c.view << ", biases " << c.with_biases;
   }
 };
 
@@ -162,7 +162,7 @@ Found train(const Cell& cell, int steps = 1) {
   run_ranks(ranks, [&](World& world) {
     const Mesh mesh(world, cell.grid());
     auto model = whole_model(cell.config(), cell.type);
-    const Layout placed = cut_decoder(*model, mesh, {.cut_tokens = cell.cut_tokens});
+    const Layout placed = cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel});
     if (cell.ring > 1) model->set_attention(ContextAttention(mesh));
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();
@@ -230,28 +230,69 @@ double largest_error(const Gradient& found, const Gradient& wanted) {
 
 class TensorParallel : public ::testing::TestWithParam<Cell> {};
 
+// With ISOGRAD_FULL_TESTS=1 every tp with every mean, loss, kind of heads and neighbouring axis; otherwise
+// each of these with some of the others.
 std::vector<Cell> cells() {
   std::vector<Cell> all;
-  for (const bool cut_tokens : {true, false}) {
+  if (std::getenv("ISOGRAD_FULL_TESTS")) {
+    for (const bool sequence_parallel : {true, false})
+      for (const Mean mean : {Mean::kTargets, Mean::kSamples})
+        for (const bool fused : {true, false})
+          for (const char* strategy : {"naive", "bucketed"})
+            for (const bool tied : {true, false})
+              for (const auto& [heads, key_heads] : {std::pair{8, 8}, {8, 2}, {6, 3}, {5, 1}, {10, 5}})
+                for (const auto& [tp, data, ring] : {std::tuple{1, 1, 1},
+                                                     {2, 1, 1},
+                                                     {3, 1, 1},
+                                                     {4, 1, 1},
+                                                     {5, 1, 1},
+                                                     {8, 1, 1},
+                                                     {2, 2, 1},
+                                                     {2, 1, 2},
+                                                     {2, 2, 2}})
+                  if (tp <= heads)
+                    all.push_back({.heads = heads,
+                                   .key_heads = key_heads,
+                                   .tied = tied,
+                                   .tp = tp,
+                                   .data = data,
+                                   .ring = ring,
+                                   .sequence_parallel = sequence_parallel,
+                                   .fused = fused,
+                                   .mean = mean,
+                                   .strategy = strategy});
+    return all;
+  }
+  for (const bool sequence_parallel : {true, false}) {
     for (const int tp : {1, 2, 3, 4, 5, 8}) {
-      all.push_back({.tp = tp, .cut_tokens = cut_tokens, .fused = tp % 2 == 1});
+      all.push_back({.tp = tp, .sequence_parallel = sequence_parallel, .fused = tp % 2 == 1});
       all.push_back({.heads = 8,
                      .key_heads = 8,
                      .tied = true,
                      .tp = tp,
-                     .cut_tokens = cut_tokens,
+                     .sequence_parallel = sequence_parallel,
                      .mean = Mean::kSamples});
     }
+    all.push_back({.heads = 6,
+                   .key_heads = 3,
+                   .tp = 2,
+                   .sequence_parallel = sequence_parallel,
+                   .fused = true});  // keys 0,1 and 1,2
     all.push_back(
-        {.heads = 6, .key_heads = 3, .tp = 2, .cut_tokens = cut_tokens, .fused = true});  // keys 0,1 and 1,2
-    all.push_back({.heads = 5, .key_heads = 1, .tied = true, .tp = 2, .cut_tokens = cut_tokens});
-    all.push_back({.heads = 8, .key_heads = 2, .tp = 4, .cut_tokens = cut_tokens, .view = true});
-    all.push_back({.tp = 3, .cut_tokens = cut_tokens, .strategy = "naive", .with_biases = true});
-    all.push_back({.tp = 2, .data = 2, .cut_tokens = cut_tokens, .mean = Mean::kSamples});
-    all.push_back({.tied = true, .tp = 2, .data = 3, .cut_tokens = cut_tokens, .fused = true});
-    all.push_back({.tp = 2, .ring = 2, .cut_tokens = cut_tokens});
+        {.heads = 5, .key_heads = 1, .tied = true, .tp = 2, .sequence_parallel = sequence_parallel});
     all.push_back(
-        {.tied = true, .tp = 2, .data = 2, .ring = 2, .cut_tokens = cut_tokens, .mean = Mean::kSamples});
+        {.heads = 8, .key_heads = 2, .tp = 4, .sequence_parallel = sequence_parallel, .view = true});
+    all.push_back(
+        {.tp = 3, .sequence_parallel = sequence_parallel, .strategy = "naive", .with_biases = true});
+    all.push_back({.tp = 2, .data = 2, .sequence_parallel = sequence_parallel, .mean = Mean::kSamples});
+    all.push_back({.tied = true, .tp = 2, .data = 3, .sequence_parallel = sequence_parallel, .fused = true});
+    all.push_back({.tp = 2, .ring = 2, .sequence_parallel = sequence_parallel});
+    all.push_back({.tied = true,
+                   .tp = 2,
+                   .data = 2,
+                   .ring = 2,
+                   .sequence_parallel = sequence_parallel,
+                   .mean = Mean::kSamples});
   }
   return all;
 }
@@ -293,11 +334,15 @@ TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
 }
 
 TEST(TensorParallelUpdates, CopiesStayTheSameBits) {
-  for (const bool cut_tokens : {true, false})
+  for (const bool sequence_parallel : {true, false})
     for (const Cell& cell :
-         {Cell{.tp = 2, .cut_tokens = cut_tokens, .type = at::kFloat},
-          Cell{.heads = 6, .key_heads = 3, .tp = 4, .cut_tokens = cut_tokens, .type = at::kFloat},
-          Cell{.tied = true, .tp = 2, .data = 2, .cut_tokens = cut_tokens, .type = at::kFloat}})
+         {Cell{.tp = 2, .sequence_parallel = sequence_parallel, .type = at::kFloat},
+          Cell{.heads = 6,
+          .key_heads = 3,
+          .tp = 4,
+          .sequence_parallel = sequence_parallel,
+          .type = at::kFloat},
+          Cell{.tied = true, .tp = 2, .data = 2, .sequence_parallel = sequence_parallel, .type = at::kFloat}})
       EXPECT_EQ(train(cell, 50).torn, "no error") << ::testing::PrintToString(cell);
 }
 
@@ -326,6 +371,33 @@ TEST(TensorParallelPlanted, AreSeen) {
   unsummed("q_norm");     // norms of this rank's heads
 }
 
+TEST(TensorParallelTraffic, IsTheFormulas) {
+  for (const int tp : {2, 3, 4, 5})
+    for (const bool sequence_parallel : {true, false})
+      for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+        run_ranks(tp, [&](World& world) {
+          const Mesh mesh(world, Grid({{"tp", world.size}}));
+          DecoderConfig config = shape(8, 2, false);
+          config.hidden = 60;  // the ring's share (tp - 1) / tp of every buffer is whole bytes
+          auto model = whole_model(config, type);
+          cut_decoder(*model, mesh, {.sequence_parallel = sequence_parallel});
+          const std::int64_t before = mesh.along({"tp"}).traffic().bytes();
+          std::int64_t tokens = 0;
+          for (const Batch& batch : step_of(0, 1, config.vocabulary)) {
+            if (batch.targets.ne(kIgnoreIndex).sum().item<std::int64_t>() == 0)
+              continue;  // nothing to differentiate
+            tokens += batch.num_tokens();
+            cross_entropy_sum(model->logits(batch), batch.targets, {.shard = model->vocabulary()}).backward();
+          }
+          at::Tensor sent = at::full({1}, mesh.along({"tp"}).traffic().bytes() - before, at::kLong);
+          world.group.all_reduce(sent);
+          EXPECT_EQ(
+              sent.item<std::int64_t>(),
+              tensor_traffic_bytes(config, tokens, tp, static_cast<std::int64_t>(c10::elementSize(type))))
+              << tp << " ranks, sequence parallel " << sequence_parallel << ", " << c10::toString(type);
+        });
+}
+
 TEST(TensorParallelRefused, MoreRanksThanHeads) {
   run_ranks(3, [](World& world) {
     DecoderLM model(shape(2, 1, false), at::kDouble, 1);
@@ -341,10 +413,11 @@ TEST(TensorParallelGenerates, TheTextOfOneProcess) {
   const DecoderConfig config = shape(6, 3, true);
   const auto text = generate(*whole_model(config, at::kDouble), {5, 9, 11}, {.max_tokens = 12});
   for (const int tp : {2, 3})
-    for (const bool cut_tokens : {true, false})
+    for (const bool sequence_parallel : {true, false})
       run_ranks(tp, [&](World& world) {
         auto model = whole_model(config, at::kDouble);
-        cut_decoder(*model, Mesh(world, Grid({{"tp", world.size}})), {.cut_tokens = cut_tokens});
+        cut_decoder(*model, Mesh(world, Grid({{"tp", world.size}})),
+                    {.sequence_parallel = sequence_parallel});
         EXPECT_EQ(generate(*model, {5, 9, 11}, {.max_tokens = 12}), text);
       });
 }

@@ -92,11 +92,12 @@ at::Tensor embedding_part(const at::Tensor& weight, const at::Tensor& tokens, co
                           std::int64_t pad = -1);
 
 class DecoderLM;
+struct DecoderConfig;
 
 struct TensorParallelOptions {
-  // Between the products each rank has some of the tokens (sequence parallelism): norms and residuals work on
-  // these, and reduce-scatter and all-gather take the place of all-reduce. Off: every rank has all of them.
-  bool cut_tokens = true;
+  // Between the products each rank has some of the tokens: norms and residuals work on these, and
+  // reduce-scatter and all-gather take the place of all-reduce. Off: every rank has all of them.
+  bool sequence_parallel = true;
 };
 
 // Cuts a decoder over the ranks along `tp` of the mesh: queries, gate and up by their outputs, o and down by
@@ -108,5 +109,11 @@ struct TensorParallelOptions {
 // layout is made. Without an axis tp, or with one rank along it, nothing is done but the layout. ConfigError:
 // more ranks than query heads.
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options = {});
+
+// What `ranks` ranks along tp send one another, all together, for one micro-batch's forward and backward with
+// activations of `bytes` each: 4 (2 layers + 1) (ranks - 1) tokens · hidden · bytes at the seams, cut tokens
+// or not, and ranks (ranks - 1) tokens · 24 for the loss's statistics (32 with smoothed labels).
+std::int64_t tensor_traffic_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
+                                  std::int64_t bytes, bool smoothed_labels = false);
 
 }  // namespace isograd

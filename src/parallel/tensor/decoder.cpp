@@ -29,7 +29,7 @@ bool is_any_of(std::string_view name, std::initializer_list<std::string_view> pa
 }
 
 // What becomes of each parameter, by its Hugging Face name.
-std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool cut_tokens) {
+std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool sequence_parallel) {
   const std::int64_t head = model.config().head_dim;
   std::vector<CutRule> rules;
   for (const auto& [name, tensor] : model.named()) {
@@ -46,7 +46,7 @@ std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool cut_tokens) 
       rules.push_back(cut_along(name, 0));
     } else if (is_any_of(name, {"o_proj", "down_proj"}) && !is_bias) {
       rules.push_back(cut_along(name, 1, is_any_of(name, {"o_proj"}) ? head : 1));
-    } else if (cut_tokens) {
+    } else if (sequence_parallel) {
       rules.push_back(summed_along(name));  // norms, and biases added to the stream: this rank's tokens
     }
   }
@@ -73,9 +73,9 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
   if (ranks == 1) return cut(model.named(), mesh, {});
   const DecoderConfig& config = model.config();
   const KeyHeads keys = key_heads_of(config, mesh.grid(), ranks);
-  const Layout layout = cut(model.named(), mesh, rules_of(model, keys, options.cut_tokens));
+  const Layout layout = cut(model.named(), mesh, rules_of(model, keys, options.sequence_parallel));
   const Group tp = mesh.along({kAxis});
-  const bool by_tokens = options.cut_tokens;
+  const bool by_tokens = options.sequence_parallel;
 
   ModelSeams seams;
   seams.enter = [tp, by_tokens](const at::Tensor& x, std::int64_t tokens) {
@@ -97,6 +97,15 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
   if (keys == KeyHeads::kWhole) read_key_heads(seams, config, mesh.grid(), mesh.place({kAxis}));
   model.set_seams(std::move(seams));
   return layout;
+}
+
+std::int64_t tensor_traffic_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
+                                  std::int64_t bytes, bool smoothed_labels) {
+  // An all-reduce and its dual, or a reduce-scatter and an all-gather each way: 2 (ranks - 1) of the buffer
+  // for a seam's forward and backward; the embedding's, two of each block, those before them and before the
+  // head.
+  const std::int64_t seams = 2 * (2 * config.layers + 1), statistics = (smoothed_labels ? 4 : 3) * 8;
+  return seams * 2 * (ranks - 1) * tokens * config.hidden * bytes + ranks * (ranks - 1) * tokens * statistics;
 }
 
 }  // namespace isograd
