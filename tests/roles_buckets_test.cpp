@@ -101,7 +101,7 @@ TEST(RolesInBucketsRefused, WhatHasNoGroup) {
   });
   run_ranks(2, [](World& world) {
     EXPECT_THAT(refused(world, {.dp_shard = 2, .ep = 2}, {.stage = 1}),
-                AllOf(HasSubstr("parameter 'experts'"), HasSubstr("placement of its own")));
+                AllOf(HasSubstr("parameter 'experts'"), HasSubstr("cuts it along axes that are sharded")));
     const Grid grid = grid_of({.tp = 2});
     EXPECT_THAT(refused(world, {.tp = 2}, {}, {{"none", placed(grid, {3})}}), HasSubstr("parameter 'none'"));
     EXPECT_THAT(refused(world, {.tp = 2}, {}, {{"up", placed(grid, {kFeatures, kHidden})}}),

@@ -123,12 +123,13 @@ Gradient one_process(const DecoderConfig& config, at::ScalarType type, int place
 struct Cell {
   std::int64_t heads = 8, key_heads = 2;
   bool tied = false;
-  int tp = 2, data = 1, ring = 1;
+  int tp = 2, data = 1, ring = 1, replicas = 1;
   bool sequence_parallel = true, fused = false, checkpointed = false, view = false;
   Mean mean = Mean::kTargets;
   std::string strategy = "bucketed";
   at::ScalarType type = at::kDouble;
   bool with_biases = false;
+  std::int64_t bucket_bytes = 2000;
   // What a planted mistake changes.
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, World&)> wrap =
@@ -137,7 +138,7 @@ struct Cell {
   DecoderConfig config() const { return with_biases ? biased() : shape(heads, key_heads, tied); }
   Grid grid() const {
     const Grid plain(
-        {{"dp_replicate", 1}, {"dp_shard", data}, {"cp_ring", ring}, {"cp_ulysses", 1}, {"tp", tp}});
+        {{"dp_replicate", replicas}, {"dp_shard", data}, {"cp_ring", ring}, {"cp_ulysses", 1}, {"tp", tp}});
     return view ? plain.viewed({"tp"}, {{"tp_heads", int(key_heads)}, {"tp_copies", tp / int(key_heads)}})
                 : plain;
   }
@@ -157,7 +158,7 @@ struct Found {
 
 Found train(const Cell& cell, int steps = 1) {
   Found found;
-  const int ranks = cell.tp * cell.data * cell.ring;
+  const int ranks = cell.tp * cell.data * cell.ring * cell.replicas;
   found.reports.resize(static_cast<std::size_t>(ranks));
   run_ranks(ranks, [&](World& world) {
     const Mesh mesh(world, cell.grid());
@@ -167,9 +168,11 @@ Found train(const Cell& cell, int steps = 1) {
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();
     cell.change_placements(parameters);
-    const auto strategy = cell.strategy == "naive" ? testing::Strategy{.name = "naive", .is_naive = true}
-                                                   : testing::Strategy{.name = "bucketed"};
-    auto layout = cell.wrap(strategy.make(parameters, mesh, {.bucket_bytes = 2000}), world);
+    const auto& strategies = testing::strategies();
+    const auto strategy = std::find_if(strategies.begin(), strategies.end(),
+                                       [&](const auto& each) { return each.name == cell.strategy; });
+    ASSERT_NE(strategy, strategies.end());
+    auto layout = cell.wrap(strategy->make(parameters, mesh, {.bucket_bytes = cell.bucket_bytes}), world);
     std::unique_ptr<Normalizer> mean;
     if (cell.mean == Mean::kSamples)
       mean = std::make_unique<SampleMean>();
@@ -287,6 +290,15 @@ std::vector<Cell> cells() {
     all.push_back({.tp = 2, .data = 2, .sequence_parallel = sequence_parallel, .mean = Mean::kSamples});
     all.push_back({.tied = true, .tp = 2, .data = 3, .sequence_parallel = sequence_parallel, .fused = true});
     all.push_back({.tp = 2, .ring = 2, .sequence_parallel = sequence_parallel});
+    for (const char* strategy : {"zero1", "zero2", "zero2 once", "shared", "shared zero2"})
+      for (const int replicas : {1, 2})
+        all.push_back({.heads = 6,
+                       .key_heads = 3,
+                       .tp = 2,
+                       .data = 2,
+                       .replicas = replicas,
+                       .sequence_parallel = sequence_parallel,
+                       .strategy = strategy});
     all.push_back({.tied = true,
                    .tp = 2,
                    .data = 2,
@@ -300,7 +312,7 @@ INSTANTIATE_TEST_SUITE_P(Cells, TensorParallel, ::testing::ValuesIn(cells()));
 
 TEST_P(TensorParallel, GradientLossAndNormAreOneProcesss) {
   const Cell cell = GetParam();
-  const Gradient wanted = one_process(cell.config(), at::kDouble, cell.data, cell.mean);
+  const Gradient wanted = one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean);
   const Found found = train(cell);
   EXPECT_LT(largest_error(found.gradient, wanted), 1e-10);
   for (const StepReport& report : found.reports) {
@@ -311,7 +323,7 @@ TEST_P(TensorParallel, GradientLossAndNormAreOneProcesss) {
 
 TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
   Cell cell = GetParam();
-  const Gradient exact = one_process(cell.config(), at::kDouble, cell.data, cell.mean);
+  const Gradient exact = one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean);
   for (const auto type : {at::kFloat, at::kBFloat16}) {
     cell.type = type;
     const Errors found = errors(train(cell).gradient, exact);
@@ -323,14 +335,34 @@ TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
     for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
       outside.clear();
       for (const auto& [name, error] :
-           errors(one_process(cell.config(), type, cell.data, cell.mean, draw),
-                  draw == 0 ? exact : one_process(cell.config(), at::kDouble, cell.data, cell.mean, draw)))
+           errors(one_process(cell.config(), type, cell.data * cell.replicas, cell.mean, draw),
+                  draw == 0
+                      ? exact
+                      : one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean, draw)))
         alone[name] = std::max(alone[name], error);
       for (const auto& [name, error] : found)
         if (!(error <= 4 * alone.at(name))) outside.push_back(name);
     }
     EXPECT_THAT(outside, ::testing::IsEmpty()) << c10::toString(type);
   }
+}
+
+// Ranks with unequal parts fill their buckets differently: reductions launched within backward are in no
+// order with the seams' own collectives.
+TEST(TensorParallelBuckets, OfAnySizeOnUnequalParts) {
+  for (const auto& [heads, tp] : {std::pair{5, 2}, {8, 3}, {8, 5}})
+    for (const std::int64_t bytes : {1, 300, 700, 1500, 5000, 1 << 20})
+      for (const bool sequence_parallel : {true, false}) {
+        const Cell cell{.heads = heads,
+                        .key_heads = 1,
+                        .tp = tp,
+                        .sequence_parallel = sequence_parallel,
+                        .bucket_bytes = bytes};
+        const Gradient wanted = one_process(cell.config(), at::kDouble, 1, cell.mean);
+        EXPECT_LT(largest_error(train(cell, 3).gradient, wanted), 1e300);  // that it ends
+        EXPECT_LT(largest_error(train(cell).gradient, wanted), 1e-10)
+            << ::testing::PrintToString(cell) << bytes;
+      }
 }
 
 TEST(TensorParallelUpdates, CopiesStayTheSameBits) {
@@ -381,7 +413,7 @@ TEST(TensorParallelTraffic, IsTheFormulas) {
           config.hidden = 60;  // the ring's share (tp - 1) / tp of every buffer is whole bytes
           auto model = whole_model(config, type);
           cut_decoder(*model, mesh, {.sequence_parallel = sequence_parallel});
-          const std::int64_t before = mesh.along({"tp"}).traffic().bytes();
+          const std::int64_t before = tensor_group(mesh).traffic().bytes();
           std::int64_t tokens = 0;
           for (const Batch& batch : step_of(0, 1, config.vocabulary)) {
             if (batch.targets.ne(kIgnoreIndex).sum().item<std::int64_t>() == 0)
@@ -389,7 +421,7 @@ TEST(TensorParallelTraffic, IsTheFormulas) {
             tokens += batch.num_tokens();
             cross_entropy_sum(model->logits(batch), batch.targets, {.shard = model->vocabulary()}).backward();
           }
-          at::Tensor sent = at::full({1}, mesh.along({"tp"}).traffic().bytes() - before, at::kLong);
+          at::Tensor sent = at::full({1}, tensor_group(mesh).traffic().bytes() - before, at::kLong);
           world.group.all_reduce(sent);
           EXPECT_EQ(
               sent.item<std::int64_t>(),

@@ -35,7 +35,7 @@ struct Block : torch::nn::Module {
   }
 
   isograd::Layout cut(const isograd::Mesh& mesh) {
-    tp = mesh.along({"tp"});
+    tp = isograd::tensor_group(mesh);
     return isograd::cut(
         *this, mesh,
         {isograd::cut_along("qkv", 0, kHead, {kHeads * kHead, kHeads * kHead, kHeads * kHead}),

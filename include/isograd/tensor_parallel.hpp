@@ -36,6 +36,10 @@ namespace isograd {
 // Collective over `tp`, forward and backward, in the same order on every rank. With one rank all are the
 // identity. The functions of differentiable:: are for ranks that each have a loss of their own: along tp
 // their gradients come out size() times too large.
+//
+// Seams communicate within backward, beside the reductions that backward launches: they take a group of their
+// own, tensor_group(), whose operations need no common order with those of others.
+Group tensor_group(const Mesh& mesh, const std::string& axis = "tp");
 at::Tensor enter(Group tp, const at::Tensor& same);
 at::Tensor leave(Group tp, const at::Tensor& part);
 at::Tensor leave_cut(Group tp, const at::Tensor& part, const Group::Rows& rows = {});

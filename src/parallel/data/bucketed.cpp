@@ -1,6 +1,7 @@
 // Gradients in buckets of shared memory, reduced inside backward as soon as they are complete.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -133,10 +134,16 @@ void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
              "Destroy the other layout of this model first");
   if (offload_)
     for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
+  // Buckets take turns with buffers of one shard group, and wait for its ranks.
   for (const NamedParameter& parameter : parameters)
-    if (policy_.sharded && parameter.sync != policy_.copied)
-      refuse(parameter.name, "a placement of its own in stage 1 or 2, or with one copy of the parameters",
-             "parameters that every rank has a copy of", "Use stage 0 with parameters of each rank's own");
+    if (policy_.sharded &&
+        sharded_along(policy_.mesh.grid(), parameter.sync, policy_.sharded_axes) != policy_.groups.sharded)
+      refuse(
+          parameter.name,
+          "a placement that cuts it along axes that are sharded, in stage 1 or 2 or with one copy "
+          "of the parameters",
+          fmt::format("shards along {}, as of the other parameters", fmt::join(policy_.groups.sharded, ", ")),
+          "Use stage 0 with parameters that are cut along data axes");
   claims_.emplace_back(parameters);
   if (check_parameters_) check_same_parameters(parameters, policy_.mesh);
 }

@@ -15,12 +15,14 @@ bool contains(const AxisSet& set, const AxisSet& part) {
   return std::includes(set.begin(), set.end(), part.begin(), part.end());
 }
 
-AxisSet sharded_of(const Grid& grid, const AxisSet& summed, const AxisSet& asked) {
+}  // namespace
+
+AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked) {
   if (const AxisSet others = without(asked, kDataAxes); !others.empty())
     isograd::refuse("the axes that are sharded", fmt::format("{}", fmt::join(others, ", ")),
                     fmt::format("some of {}", fmt::join(kDataAxes, ", ")), "Shard along data axes");
   AxisSet result;
-  for (const std::string& axis : summed) {
+  for (const std::string& axis : sync.summed) {
     const AxisSet axes = grid.axes_of(axis);
     const bool is_factor = axes != AxisSet{axis};
     if (is_factor ? contains(kDataAxes, axes) : asked.contains(axis)) result.insert(axis);
@@ -28,10 +30,8 @@ AxisSet sharded_of(const Grid& grid, const AxisSet& summed, const AxisSet& asked
   return result;
 }
 
-}  // namespace
-
 RoleGroups::RoleGroups(const Mesh& mesh, const SyncAxes& sync, const AxisSet& asked)
-    : sharded(sharded_of(mesh.grid(), sync.summed, asked)),
+    : sharded(sharded_along(mesh.grid(), sync, asked)),
       summed(mesh.along(sync.summed)),
       shard(mesh.along(sharded)),
       replicate(mesh.along(without(sync.summed, sharded))),

@@ -8,6 +8,9 @@
 
 namespace isograd {
 
+// Along which of the axes `asked` (of those that ranks may keep shards along) such a parameter is sharded.
+AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked);
+
 struct RoleGroups {
   // Collective over the ranks of each group. `asked`: axes along which ranks may keep shards. A factor of a
   // view of data axes is one of them: what is cut along one factor (experts along ep) shards along the other.

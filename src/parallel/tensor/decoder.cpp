@@ -74,7 +74,7 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
   const DecoderConfig& config = model.config();
   const KeyHeads keys = key_heads_of(config, mesh.grid(), ranks);
   const Layout layout = cut(model.named(), mesh, rules_of(model, keys, options.sequence_parallel));
-  const Group tp = mesh.along({kAxis});
+  const Group tp = tensor_group(mesh);
   const bool by_tokens = options.sequence_parallel;
 
   ModelSeams seams;

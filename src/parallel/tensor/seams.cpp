@@ -107,6 +107,10 @@ void check_seams(bool on) {
   checking = on;
 }
 
+Group tensor_group(const Mesh& mesh, const std::string& axis) {
+  return mesh.along({axis}, "tensor");
+}
+
 at::Tensor enter(Group tp, const at::Tensor& same) {
   if (tp.size() == 1) return same;
   expect_same(same, tp, "enter", "the input");

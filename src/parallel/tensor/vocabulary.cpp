@@ -18,7 +18,7 @@ VocabularyShard vocabulary_shard(const Layout& layout, const std::string& name) 
            fmt::format("{} cuts, the first of dimension {} in {} blocks", placement.cuts.size(), rows.dim,
                        rows.blocks.size()),
            "rows cut along one axis", "Cut it with cut_along(name, 0)");
-  shard.group = mesh.along({rows.axis});
+  shard.group = tensor_group(mesh, rows.axis);
   for (int place = 0; place < mesh.place({rows.axis}); ++place)
     shard.first += rows.rows[0][static_cast<std::size_t>(place)];
   return shard;
