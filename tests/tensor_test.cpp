@@ -11,6 +11,7 @@
 #include "base/error_testing.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/step.hpp"
@@ -19,6 +20,7 @@
 #include "model/decoder_testing.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
+#include "train/build.hpp"
 
 namespace isograd {
 namespace {
@@ -168,29 +170,37 @@ Found train(const Cell& cell, int steps = 1) {
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();
     cell.change_placements(parameters);
-    const auto& strategies = testing::strategies();
-    const auto strategy = std::find_if(strategies.begin(), strategies.end(),
-                                       [&](const auto& each) { return each.name == cell.strategy; });
-    ASSERT_NE(strategy, strategies.end());
-    auto layout = cell.wrap(strategy->make(parameters, mesh, {.bucket_bytes = cell.bucket_bytes}), world);
+    std::optional<ModelUnits> units;
+    std::unique_ptr<DataParallel> made;
+    if (cell.strategy == "zero3") {
+      units = model_units(*model, RunConfig{});
+      made = fully_shard(units->root, model->named(), units->blocks, mesh,
+                         {.checkpoint = cell.checkpointed, .placements = parameters.placements});
+    } else {
+      const auto& strategies = testing::strategies();
+      const auto strategy = std::find_if(strategies.begin(), strategies.end(),
+                                         [&](const auto& each) { return each.name == cell.strategy; });
+      ASSERT_NE(strategy, strategies.end());
+      made = strategy->make(parameters, mesh, {.bucket_bytes = cell.bucket_bytes});
+    }
+    auto layout = cell.wrap(std::move(made), world);
     std::unique_ptr<Normalizer> mean;
     if (cell.mean == Mean::kSamples)
       mean = std::make_unique<SampleMean>();
     else
       mean = std::make_unique<TokenMean>();
     const auto optimizer = steps > 1 ? adamw({.learning_rate = 1e-2}) : sgd({.learning_rate = 0});
-    Step step(
-        [&](const Batch& batch) -> LossTerms {
-          if (cell.fused)
-            return {{"cross_entropy",
-                     linear_cross_entropy_sum(
-                         model->hidden(batch), model->output_weight(), batch.targets,
-                         {.weights = batch.weights, .shard = model->vocabulary(), .tile_tokens = 4})}};
-          return {
-              {"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets,
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      if (cell.fused)
+        return {{"cross_entropy",
+                 linear_cross_entropy_sum(
+                     model->hidden(batch), model->output_weight(), batch.targets,
+                     {.weights = batch.weights, .shard = model->vocabulary(), .tile_tokens = 4})}};
+      return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets,
                                                   {.weights = batch.weights, .shard = model->vocabulary()})}};
-        },
-        *layout, *mean, *optimizer, {.even_micro_batches = cell.ring > 1});
+    };
+    Step step(units ? inside(units->root, forward) : forward, *layout, *mean, *optimizer,
+              {.even_micro_batches = cell.ring > 1});
     MicroBatches batches = step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes), cell.config().vocabulary);
     if (cell.ring > 1) batches = cut_micro_batches(batches, {.ring = cell.ring}, mesh.place(kContextAxes));
     StepReport report;
@@ -290,7 +300,14 @@ std::vector<Cell> cells() {
     all.push_back({.tp = 2, .data = 2, .sequence_parallel = sequence_parallel, .mean = Mean::kSamples});
     all.push_back({.tied = true, .tp = 2, .data = 3, .sequence_parallel = sequence_parallel, .fused = true});
     all.push_back({.tp = 2, .ring = 2, .sequence_parallel = sequence_parallel});
-    for (const char* strategy : {"zero1", "zero2", "zero2 once", "shared", "shared zero2"})
+    all.push_back({.tp = 3,
+                   .data = 2,
+                   .sequence_parallel = sequence_parallel,
+                   .checkpointed = true,
+                   .strategy = "zero3"});
+    all.push_back(
+        {.heads = 5, .key_heads = 1, .tp = 2, .sequence_parallel = sequence_parallel, .strategy = "zero3"});
+    for (const char* strategy : {"zero1", "zero2", "zero2 once", "shared", "shared zero2", "zero3"})
       for (const int replicas : {1, 2})
         all.push_back({.heads = 6,
                        .key_heads = 3,

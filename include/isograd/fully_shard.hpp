@@ -223,6 +223,8 @@ struct FullyShardOptions {
   // Gradients of bf16 parameters are kept and reduced in fp32, or in bf16 (DataParallelOptions).
   bool fp32_gradients = true;
   AxisSet sharded = kShardedAxes;  // DataParallelOptions
+  // Where those parameters live that are not merely copied (TrainableParameters::placements).
+  std::vector<std::pair<std::string, Placement>> placements{};
   // The ranks along `sharded` keep one copy of the parameters between them; nothing is gathered or freed.
   // ConfigError where the backend has no such memory.
   bool share_parameters = false;

@@ -233,12 +233,9 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
                          .found = "a model without units",
                          .expected = "VerifyModel::units, as verify_model() gives it",
                          .action = "Make the model with verify_model(), or fill in its units"});
-    if (!placements.empty())
-      throw ConfigError({.where = "zero3",
-                         .found = "a model whose parameters are cut over ranks",
-                         .expected = "whole parameters",
-                         .action = "Choose bucketed: ZeRO over cut parameters is not built yet"});
-    return fully_shard(units->root, parameters, units->blocks, mesh, sharded);
+    FullyShardOptions placed = sharded;
+    placed.placements = placements;
+    return fully_shard(units->root, parameters, units->blocks, mesh, placed);
   }
   if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
   TrainableParameters trainable = trainable_parameters(parameters);

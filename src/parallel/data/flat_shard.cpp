@@ -59,8 +59,12 @@ void write_values(const at::Tensor& to, Range held, const Slot& slot, const at::
 
 FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& parameters, const std::string& unit,
                      bool trained, bool fp32_gradients, const Initialize& initialize, ShardContext& context)
-    : context_(context), trained_(trained), fp32_gradients_(fp32_gradients), pieces_(plan.slots.size()) {
-  Group& shard = context.groups.shard;
+    : context_(context),
+      groups_(context.mesh, plan.sync, context.sharded_axes),
+      trained_(trained),
+      fp32_gradients_(fp32_gradients),
+      pieces_(plan.slots.size()) {
+  Group& shard = groups_.shard;
   const at::NoGradGuard no_grad;
   const Range all{0, plan.numel};
   const Range held = context.shards() > 1 ? owned_slice(plan.numel, shard.rank(), shard.size()) : all;
@@ -68,9 +72,8 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
       held.size() * context.shards() == plan.numel,
       fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, context.shards()));
   bucket_.held = held;
-  bucket_.owned =
-      context.shards() == 1 ? context.groups.owned_of_whole(plan.numel) : context.groups.owned_of_shard(held);
-  if (context.shards() > 1) bucket_.sharded = context.groups.sharded;
+  bucket_.owned = context.shards() == 1 ? groups_.owned_of_whole(plan.numel) : groups_.owned_of_shard(held);
+  if (context.shards() > 1) bucket_.sharded = groups_.sharded;
 
   if (context.always_whole()) {
     if (context.one_copy) check_can_be_shared(plan);
@@ -114,10 +117,10 @@ void FlatShard::make_gradients() {
     const at::ScalarType type = gradient_type(plan.dtype, fp32_gradients_);
     const std::int64_t kept = bucket_.held.size();
     if (context_.reduce_once) {
-      whole_gradients_ = context_.groups.shard.empty_shared(plan.numel, type, plan.device);
+      whole_gradients_ = groups_.shard.empty_shared(plan.numel, type, plan.device);
       bucket_.gradients = whole_gradients_.narrow(0, bucket_.held.begin, kept);
     } else {
-      bucket_.gradients = context_.groups.replicate.empty_shared(kept, type, plan.device);
+      bucket_.gradients = groups_.replicate.empty_shared(kept, type, plan.device);
     }
   }
   held_ = HeldPart(bucket_, context_.offload && trained_, context_.reduce_once);
@@ -146,7 +149,7 @@ void FlatShard::begin_gather() {
   if (state_ != State::kFreed) return;
   memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel, bucket_.plan.device);
   const at::Tensor by_rank = memory_.view({context_.shards(), bucket_.held.size()});
-  gather_ = context_.groups.shard.all_gather_async(by_rank, held_.parameters());
+  gather_ = groups_.shard.all_gather_async(by_rank, held_.parameters());
   state_ = State::kGathering;
 }
 
@@ -216,7 +219,7 @@ void FlatShard::begin_reduction(at::Tensor buffer) {
   const at::NoGradGuard no_grad;
   if (whole_gradients_.defined()) {
     if (context_.shards() > 1)
-      reduction_ = context_.groups.shard.reduce_scatter_async(held_.gradients(), whole_gradients_);
+      reduction_ = groups_.shard.reduce_scatter_async(held_.gradients(), whole_gradients_);
     return;
   }
   if (context_.shards() == 1) {
@@ -230,7 +233,7 @@ void FlatShard::begin_reduction(at::Tensor buffer) {
   ISOGRAD_INVARIANT(!scattered_.defined(), "a second reduction while one is under way");
   pack(buffer);
   scattered_ = buffer.narrow(0, bucket_.held.begin, bucket_.held.size());
-  reduction_ = context_.groups.shard.reduce_scatter_async(scattered_, std::move(buffer));
+  reduction_ = groups_.shard.reduce_scatter_async(scattered_, std::move(buffer));
 }
 
 void FlatShard::settle() {
@@ -257,7 +260,7 @@ void FlatShard::wait() {
 }
 
 void FlatShard::sum_over_replicas() {
-  Group& replicas = context_.groups.replicate;
+  Group& replicas = groups_.replicate;
   if (!trained_ || replicas.size() == 1) return;
   if (held_.gradients().defined()) {
     reduction_ = replicas.all_reduce_async(held_.gradients());

@@ -36,7 +36,8 @@ class GatherPool {
 // What all shards of a layout have in common.
 struct ShardContext {
   Mesh mesh;
-  RoleGroups groups;
+  RoleGroups groups;         // of parameters that every rank has a copy of; the shard group is everybody's
+  AxisSet sharded_axes;      // as asked
   bool one_copy = false;     // of the parameters, in memory that the shard group shares
   bool reduce_once = false;  // whole gradients are kept until the last micro-batch
   bool offload = false;      // what is held lies in host memory, the parameters do not
@@ -58,6 +59,7 @@ class FlatShard {
             bool trained, bool fp32_gradients, const Initialize& initialize, ShardContext& context);
 
   const Bucket& bucket() const { return bucket_; }
+  const RoleGroups& groups() const { return groups_; }
   bool trained() const { return trained_; }
   // Parameters that were frozen when the layout was made get gradients from here on. Collective.
   void train();
@@ -98,6 +100,7 @@ class FlatShard {
   void pack(const at::Tensor& buffer);
 
   ShardContext& context_;
+  RoleGroups groups_;
   bool trained_, fp32_gradients_;
   Bucket bucket_;
   HeldPart held_;

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -39,9 +40,10 @@ struct Members {
   std::array<const std::vector<NamedParameter>*, 2> lists() const { return {&trained, &frozen}; }
 };
 
-Members members_of(const Named& named, const Mesh& mesh) {
+Members members_of(const Named& named, const Mesh& mesh, const FullyShardOptions& options) {
   Members members;
   members.trained = trainable_parameters(named);
+  members.trained.placements = options.placements;
   place_parameters(members.trained, mesh.grid(), mesh.rank());
   for (const NamedParameter& parameter : members.trained.frozen) {
     const at::Tensor& tensor = parameter.tensor;
@@ -185,10 +187,11 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
 class ShardedLayout final : public FullySharded {
  public:
   ShardedLayout(const Uses& uses, const Named& named, const Mesh& mesh, const FullyShardOptions& options)
-      : handles_(uses.units), members_(members_of(named, mesh)) {
+      : handles_(uses.units), members_(members_of(named, mesh, options)) {
     const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
-    auto context = std::make_unique<ShardContext>(
-        ShardContext{.mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded)});
+    auto context = std::make_unique<ShardContext>(ShardContext{
+        .mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded), .sharded_axes = options.sharded});
+    check_shards(*context);
     context->one_copy = options.share_parameters && context->shards() > 1;
     context->reduce_once = options.reduce_once;
     context->offload = options.offload;
@@ -251,7 +254,13 @@ class ShardedLayout final : public FullySharded {
   const Mesh& mesh() const override { return passes_->context().mesh; }
   std::int64_t bytes_sent() override {
     const RoleGroups& groups = passes_->context().groups;
-    return isograd::bytes_sent({groups.summed, groups.shard, groups.replicate});
+    std::vector<Group> all{groups.summed, groups.shard, groups.replicate};
+    for (const ShardedUnit& unit : passes_->units())
+      for (const auto& flat : unit.flats) {
+        all.push_back(flat->groups().summed);
+        all.push_back(flat->groups().replicate);
+      }
+    return isograd::bytes_sent(all);
   }
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
@@ -302,6 +311,18 @@ class ShardedLayout final : public FullySharded {
                     [&](const NamedParameter& one) { return one.tensor.is_same(member.tensor); });
     }
     frozen_flats_.erase(found);
+  }
+
+  // Units are gathered from one shard group.
+  void check_shards(const ShardContext& context) const {
+    for (const auto* list : members_.lists())
+      for (const NamedParameter& parameter : *list)
+        if (sharded_along(context.mesh.grid(), parameter.sync, context.sharded_axes) !=
+            context.groups.sharded)
+          refuse(fmt::format("parameter '{}', cut along axes that are sharded", parameter.name),
+                 fmt::format("shards along {}, as of the other parameters",
+                             fmt::join(context.groups.sharded, ", ")),
+                 "Use bucketed() with stage 0 where parameters are cut along data axes");
   }
 
   void check_values() const {
