@@ -18,9 +18,13 @@ enum class KeyHeads { kCut, kCutWithCopies, kWhole };
 KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid, int ranks) {
   if (config.key_value_heads % ranks == 0) return KeyHeads::kCut;
   const bool viewed = grid.has(kHeads) && grid.has(kCopies);
-  if (viewed && grid.size({kHeads}) == config.key_value_heads && config.heads % ranks == 0)
-    return KeyHeads::kCutWithCopies;
-  return KeyHeads::kWhole;
+  if (!viewed || grid.size({kHeads}) != config.key_value_heads || config.heads % ranks != 0)
+    return KeyHeads::kWhole;
+  // The ranks of a key head's copies are those whose query heads read it: neighbours along tp.
+  for (int rank = 0; rank < grid.ranks(); ++rank)
+    if (grid.place({kHeads}, rank) != grid.place({kAxis}, rank) / grid.size({kCopies}))
+      return KeyHeads::kWhole;
+  return KeyHeads::kCutWithCopies;
 }
 
 bool is_any_of(std::string_view name, std::initializer_list<std::string_view> parts) {
