@@ -1,10 +1,11 @@
-"""The training step of `isograd bench step` in PyTorch: eager on one rank, DDP or FSDP2 over Gloo on several.
+"""The training step of `isograd bench step` and `bench tensor` in PyTorch: eager on one rank, DDP, FSDP2 or tensor
+parallelism (with its sequence parallelism) over Gloo on several.
 
 Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross_entropy, fused AdamW with weight
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
 directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS SIDE eager|ddp|fsdp2      starts the ranks
+    python llama_step.py EXCHANGE RANKS SIDE eager|ddp|fsdp2|tp   starts the ranks
 
 EXCHANGE holds
     case.json            shapes, learning rate, steps per turn
@@ -13,7 +14,7 @@ EXCHANGE holds
     SIDE.go.R            one byte per turn for rank R; end of file: done
     SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
 
-An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
+Ranks of "tp" hold one model together and all see what rank 0 sees. An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
 import json
 import os
@@ -59,9 +60,9 @@ class Block(nn.Module):
     def forward(self, x, cos, sin):
         b, t, _ = x.shape
         y, attn = self.input_layernorm(x), self.self_attn
-        q = attn["q_proj"](y).view(b, t, self.heads, self.head_dim).transpose(1, 2)
-        k = attn["k_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = attn["v_proj"](y).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = attn["q_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
+        k = attn["k_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
+        v = attn["v_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         y = self.attend(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
         x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))
@@ -110,16 +111,39 @@ def load_safetensors(path, model, tied):
     model.load_state_dict(state, strict=True)
 
 
-def optimizer_for(model, c):
+def optimizer_for(model, c, mode):
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": c["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=c["learning_rate"], betas=(c["beta1"], c["beta2"]), eps=c["epsilon"],
-                             fused=True)
+                             fused=mode != "tp", foreach=mode == "tp")  # fused takes no DTensor on the CPU
 
 
-def wrap(model, mode):
-    """The model as its wrapper trains it. Both wrappers then hold the mean over ranks of the ranks' gradients."""
+def cut(model, ranks):
+    """PyTorch's tensor parallelism as its tutorial writes it: sequence parallelism between the products."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel, SequenceParallel,
+                                                   parallelize_module)
+    mesh = init_device_mesh("cpu", (ranks,))
+    column = lambda: ColwiseParallel(input_layouts=Shard(1))
+    row = lambda: RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
+    for block in model.model["layers"]:
+        parallelize_module(block, mesh, {
+            "input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel(),
+            **{f"self_attn.{name}_proj": column() for name in "qkv"}, "self_attn.o_proj": row(),
+            "mlp.gate_proj": column(), "mlp.up_proj": column(), "mlp.down_proj": row()})
+    return model
+
+
+def wrap(model, mode, ranks):
+    """The model as its wrapper trains it. DDP and FSDP2 then hold the mean over ranks of the ranks' gradients."""
+    if mode == "tp":
+        return cut(model, ranks)
     if mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if mode == "fsdp2":
@@ -145,11 +169,11 @@ def run_rank(exchange, rank, ranks, side, mode):
     model = Llama(c, c["length"])
     load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
     model.to(device)
-    trained = wrap(model, mode)
-    optimizer = optimizer_for(model, c)
+    trained = wrap(model, mode, ranks)
+    optimizer = optimizer_for(model, c, mode)
     raw = bytearray((exchange / "tokens.bin").read_bytes())
     tokens = torch.frombuffer(raw, dtype=torch.int64)
-    tokens = tokens.reshape(-1, c["ranks"], c["sequences"], c["length"] + 1)[:, rank]
+    tokens = tokens.reshape(-1, c["ranks"], c["sequences"], c["length"] + 1)[:, 0 if mode == "tp" else rank]
     go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
     done = open(exchange / f"{side}.done", "w") if rank == 0 else None
     step = 0

@@ -29,6 +29,22 @@ std::vector<std::string> bench_strategies();
 // Returns 0 whatever the ratios are; 1 when losses or norms differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
 
+struct BenchTensorOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  int ranks = 2;
+  std::filesystem::path json;
+  double seconds = 60;  // of taking turns, for each case
+  std::string python;
+};
+
+// "communication", "middle", "compute", and "tiny".
+std::vector<std::string> bench_tensor_cases();
+
+// `isograd bench tensor`: a step of one Llama that ranks hold together, on one batch, with and without cut
+// tokens between the products, beside PyTorch's parallelize_module over Gloo, one PyTorch process and one
+// rank of ours. Records as those of bench_step, in milliseconds. Returns as bench_step.
+int bench_tensor(const BenchTensorOptions& options);
+
 struct BenchOptimOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
@@ -39,21 +38,6 @@ std::vector<Strategy> strategies_of(int ranks, const BenchStepOptions& options) 
     std::copy_if(strategies().begin(), strategies().end(), std::back_inserter(chosen),
                  [&](const Strategy& strategy) { return strategy.standard && possible(strategy); });
   return chosen;
-}
-
-// What the first turn of a side must share with the reference's for the comparison to mean anything.
-struct Agreement {
-  double first_loss = 0, losses = 0, norm = 0;  // relative differences
-  bool good() const { return first_loss <= 1e-4 && losses <= 1e-3 && norm <= 1e-3; }
-};
-
-Agreement compare(const Turn& side, const Turn& reference) {
-  const auto first = [](const std::vector<double>& values) {
-    return values.empty() ? std::nan("") : values.front();
-  };
-  return {.first_loss = relative_difference(first(side.losses), first(reference.losses)),
-          .losses = relative_difference(side.losses, reference.losses),
-          .norm = relative_difference(first(side.norms), first(reference.norms))};
 }
 
 struct Run {
@@ -126,11 +110,7 @@ void print(const Run& run) {
     const Agreement& found = run.agreements[i];
     if (found.good()) continue;
     const auto& side = i < run.ours.size() ? run.ours[i].side : run.peers[i - run.ours.size()].side;
-    fmt::print(
-        "  NOT COMPARABLE: {} differs from {}: first losses by {:.2g} (1e-4 allowed), those of the first "
-        "turn by "
-        "{:.2g} (1e-3 allowed), first norm by {:.2g} (1e-3 allowed)\n",
-        side.title, run.peers.front().side.title, found.first_loss, found.losses, found.norm);
+    fmt::print("  NOT COMPARABLE: {}\n", found.text(side.title, run.peers.front().side.title));
   }
   std::fflush(stdout);
 }
@@ -163,7 +143,8 @@ std::vector<std::string> bench_step_cases() {
 
 std::vector<std::string> bench_strategies() {
   std::vector<std::string> names;
-  for (const auto& strategy : strategies()) names.push_back(strategy.name);
+  for (const auto& strategy : strategies())
+    if (strategy.tensor == Strategy::Tensor::kNone) names.push_back(strategy.name);
   return names;
 }
 

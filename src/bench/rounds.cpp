@@ -1,5 +1,7 @@
 #include "bench/rounds.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -63,6 +65,22 @@ Ratio faster(const SideResult& ours, const SideResult& peer) {
     ratio.highest = std::max(ratio.highest, peer.rounds[i] / ours.rounds[i]);
   }
   return ratio;
+}
+
+Agreement compare(const Turn& side, const Turn& reference) {
+  const auto first = [](const std::vector<double>& values) {
+    return values.empty() ? std::nan("") : values.front();
+  };
+  return {.first_loss = relative_difference(first(side.losses), first(reference.losses)),
+          .losses = relative_difference(side.losses, reference.losses),
+          .norm = relative_difference(first(side.norms), first(reference.norms))};
+}
+
+std::string Agreement::text(const std::string& side, const std::string& reference) const {
+  return fmt::format(
+      "{} differs from {}: first losses by {:.2g} (1e-4 allowed), those of the first turn by {:.2g} (1e-3 "
+      "allowed), first norm by {:.2g} (1e-3 allowed)",
+      side, reference, first_loss, losses, norm);
 }
 
 std::string bench_self() {

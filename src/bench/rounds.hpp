@@ -43,6 +43,14 @@ struct Ratio {
 };
 Ratio faster(const SideResult& ours, const SideResult& peer);
 
+// What the first turn of a side must share with the reference's for the comparison to mean anything.
+struct Agreement {
+  double first_loss = 0, losses = 0, norm = 0;  // relative differences
+  bool good() const { return first_loss <= 1e-4 && losses <= 1e-3 && norm <= 1e-3; }
+  std::string text(const std::string& side, const std::string& reference) const;
+};
+Agreement compare(const Turn& side, const Turn& reference);
+
 std::string bench_self();  // this program
 
 double relative_difference(double a, double b);

@@ -23,10 +23,13 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const at::Device device =
       on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
   const StepCase& step_case = find_step_case(read_case_name(exchange));
-  const auto batches = read_batches(exchange, step_case, world.rank, world.size);
+  const Strategy& strategy = find_strategy(name);
+  const bool one_batch = strategy.tensor != Strategy::Tensor::kNone;
+  const auto batches =
+      read_batches(exchange, step_case, one_batch ? 0 : world.rank, one_batch ? 1 : world.size);
   const auto model = read_hf(exchange / "model", at::kFloat);
   model->to(device);
-  auto [layout, on_device] = prepare(find_strategy(name), *model, world.group);
+  auto [layout, on_device] = prepare(strategy, *model, world);
   const ForwardLossTerms forward = [device, &loss = on_device](const Batch& batch) {
     return loss(to_device(batch, device));
   };

@@ -2,6 +2,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
 
 namespace isograd {
@@ -31,6 +32,14 @@ const std::vector<Strategy>& strategies() {
        .title = "shared, no overlap",
        .options = {.share_parameters = true, .overlap = false},
        .standard = false},
+      {.name = "tensor",
+       .title = "tensor, sequence parallel",
+       .standard = false,
+       .tensor = Strategy::Tensor::kSequenceParallel},
+      {.name = "tensor-whole",
+       .title = "tensor, whole tokens",
+       .standard = false,
+       .tensor = Strategy::Tensor::kWholeTokens},
   };
   return all;
 }
@@ -47,14 +56,25 @@ const Strategy& find_strategy(const std::string& name) {
                      .action = "Choose one of them"});
 }
 
-Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group) {
+Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world) {
+  if (strategy.tensor != Strategy::Tensor::kNone) {
+    const Mesh mesh(world, Grid({{"tp", world.size}}));
+    const Layout placed = cut_decoder(
+        model, mesh, {.sequence_parallel = strategy.tensor == Strategy::Tensor::kSequenceParallel});
+    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()),
+            [&model](const Batch& batch) -> LossTerms {
+              return {{"cross_entropy",
+                       cross_entropy_sum(model.logits(batch), batch.targets, {.shard = model.vocabulary()})}};
+            }};
+  }
+  const Group& group = world.group;
   const auto forward = [&model](const Batch& batch) -> LossTerms {
     return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
   };
   const auto& options = strategy.options;
   if (options.stage < 3)
-    return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage), model.named(),
-                          nullptr, group, options),
+    return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage),
+                          model.named(), nullptr, group, options),
             forward};
   const ModelUnits units = model_units(model, RunConfig{});
   return {make_strategy("zero3", model.named(), &units, group, {},

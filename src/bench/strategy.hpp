@@ -1,4 +1,4 @@
-// The data-parallel strategies that the benchmarks compare.
+// The layouts that the benchmarks compare.
 #pragma once
 
 #include <memory>
@@ -8,6 +8,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/step.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 
@@ -17,6 +18,8 @@ struct Strategy {
   DataParallelOptions options{};
   std::string peer = "ddp";  // which of PyTorch's wrappers keeps as much on each rank: "ddp" or "fsdp2"
   bool standard = true;      // part of a run without --strategy
+  // Ranks hold one model together and see one batch; of `bench tensor`.
+  enum class Tensor { kNone, kWholeTokens, kSequenceParallel } tensor = Tensor::kNone;
 };
 
 const std::vector<Strategy>& strategies();
@@ -27,6 +30,6 @@ struct Prepared {
   std::unique_ptr<DataParallel> layout;
   ForwardLossTerms forward;
 };
-Prepared prepare(const Strategy& strategy, DecoderLM& model, const Group& group);  // collective
+Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world);  // collective
 
 }  // namespace isograd

@@ -105,6 +105,34 @@ Verb step_verb(CLI::App& bench) {
   return {step, [options] { return bench_step(*options); }};
 }
 
+Verb tensor_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "tensor", "Ranks that hold one model together, beside PyTorch's parallelize_module and one process");
+  auto options = std::make_shared<BenchTensorOptions>();
+  verb->add_option("--ranks", options->ranks, "along tp")
+      ->type_name("N")
+      ->check(CLI::Range(2, 8))
+      ->capture_default_str();
+  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_tensor_cases()));
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+      ->type_name("FILE");
+  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+  verb->add_option("--python", options->python,
+                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+  verb->footer(
+      "A ratio above 1 means that isograd is faster.\n"
+      "Status: 0 compared, whatever the ratios; 1 losses or norms differ; 2 bad input.");
+  return {verb, [options] { return bench_tensor(*options); }};
+}
+
 Verb optim_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
       "optim", "Sum, norm, clip and AdamW, beside PyTorch's clip_grad_norm_ and fused AdamW, and a triad");
@@ -232,6 +260,7 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
   return {comm_verb(*bench),
           wrapped_verb(*bench),
           step_verb(*bench),
+          tensor_verb(*bench),
           optim_verb(*bench),
           context_verb(*bench),
           ranking_verb(*bench),

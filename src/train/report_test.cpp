@@ -31,12 +31,16 @@ std::size_t count(const std::string& text, const std::string& part) {
 // The points of the drawn line, in the picture's units.
 std::vector<Point> line_of(const std::string& picture) {
   std::vector<Point> points;
-  std::smatch path;
-  if (!std::regex_search(picture, path, std::regex("class=\"line c0\" d=\"([^\"]*)\""))) return points;
-  const std::string text = path[1];
-  const std::regex place("[ML]([-0-9.]+) ([-0-9.]+)");
-  for (std::sregex_iterator at(text.begin(), text.end(), place), end; at != end; ++at)
-    points.push_back({std::stod((*at)[1]), std::stod((*at)[2])});
+  const std::string begins = "class=\"line c0\" d=\"";
+  const auto path = picture.find(begins);
+  if (path == std::string::npos) return points;
+  const auto first = path + begins.size();
+  const std::string text = picture.substr(first, picture.find('"', first) - first);  // M1.5 2L3 4.5...
+  for (auto at = text.find_first_of("ML"); at != std::string::npos; at = text.find_first_of("ML", at + 1)) {
+    std::size_t length = 0;
+    const double x = std::stod(text.substr(at + 1), &length);
+    points.push_back({x, std::stod(text.substr(at + 1 + length))});
+  }
   return points;
 }
 
@@ -78,11 +82,13 @@ TEST(Report, TagsAreClosedInOrder) {
   report.chart(chart_of({{1, kNaN}}));
   const std::string html = report.html();
   std::vector<std::string> open;
-  const std::regex tag("<(/?)([a-z0-9]+)([^>]*)>");
-  for (std::sregex_iterator at(html.begin(), html.end(), tag), end; at != end; ++at) {
-    const std::string name = (*at)[2], rest = (*at)[3];
-    if (name == "meta" || (!rest.empty() && rest.back() == '/')) continue;
-    if ((*at)[1] == "/") {
+  for (auto at = html.find('<'); at != std::string::npos; at = html.find('<', at + 1)) {
+    const std::string tag = html.substr(at + 1, html.find('>', at) - at - 1);
+    const bool closes = tag.starts_with('/');
+    const auto first = static_cast<std::size_t>(closes), last = tag.find_first_of(" /", first);
+    const std::string name = tag.substr(first, last == std::string::npos ? last : last - first);
+    if (name.empty() || name[0] == '!' || name == "meta" || tag.ends_with('/')) continue;
+    if (closes) {
       ASSERT_FALSE(open.empty());
       ASSERT_EQ(open.back(), name);
       open.pop_back();
