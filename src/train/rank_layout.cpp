@@ -118,7 +118,7 @@ RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> bu
     const Range held = within(bucket.held, *slot);
     result.parameters.push_back({.name = parameter.name,
                                  .placement = placement,
-                                 .copies = copies(placement, grid),
+                                 .sync = sync_axes(placement, grid),
                                  .local_shape = slot->shape,
                                  .bucket = b,
                                  .held = held,

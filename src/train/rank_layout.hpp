@@ -28,7 +28,7 @@ struct LaidBucket {
 struct LaidParameter {
   std::string name;
   Placement placement;
-  AxisSet copies{};
+  SyncAxes sync;  // along which it is copied and summed
   std::vector<std::int64_t> local_shape;
   std::size_t bucket = 0;       // of RankLayout::buckets
   Range held;                   // of the local tensor's elements, in their order

@@ -26,8 +26,15 @@ LayoutJson owners_of(const std::vector<OwnedBy>& owners) {
   return list;
 }
 
+// Those of several ranks, in the order of the grid.
+std::vector<std::string> several(const Grid& grid, const AxisSet& axes) {
+  std::vector<std::string> result;
+  for (const Axis& axis : grid.axes())
+    if (axis.size > 1 && axes.contains(axis.name)) result.push_back(axis.name);
+  return result;
+}
+
 LayoutJson mesh_of(const RankLayout& layout) {
-  const AxisSet data = data_axes(layout.grid);
   LayoutJson axes = LayoutJson::array();
   for (const Axis& axis : layout.grid.axes())
     axes.push_back({{"name", axis.name},
@@ -36,7 +43,9 @@ LayoutJson mesh_of(const RankLayout& layout) {
                     {"ranks", layout.grid.ranks_along({axis.name}, layout.rank)},
                     {"samples_differ", kSampleAxes.contains(axis.name)},
                     {"tokens_differ", kContextAxes.contains(axis.name)}});
-  return {{"ranks", layout.grid.ranks()}, {"axes", axes}, {"counted_along", data}};
+  return {{"ranks", layout.grid.ranks()},
+          {"axes", axes},
+          {"counted_along", several(layout.grid, data_axes(layout.grid))}};
 }
 
 LayoutJson parameter_of(const LaidParameter& parameter, const LaidBucket& bucket) {
@@ -44,13 +53,12 @@ LayoutJson parameter_of(const LaidParameter& parameter, const LaidBucket& bucket
   for (const Cut& cut : parameter.placement.cuts)
     cuts.push_back({{"axis", cut.axis}, {"dim", cut.dim}, {"blocks", cut.blocks}, {"rows", cut.rows}});
   return {{"name", parameter.name},
-          {"dtype", c10::toString(bucket.planned.plan.dtype)},
           {"whole_shape", parameter.placement.whole_shape},
           {"local_shape", parameter.local_shape},
           {"cuts", cuts},
           {"stages", parameter.placement.stages},
-          {"copied_along", parameter.copies},
-          {"summed_along", parameter.placement.summed},
+          {"copied_along", parameter.sync.copies},
+          {"summed_along", parameter.sync.summed},
           {"sharded_along", bucket.sharded},
           {"bucket", parameter.bucket},
           {"held", pair_of(parameter.held)},
@@ -78,6 +86,7 @@ std::string to_json(const RunLayout& run) {
   for (const LaidBucket& bucket : layout.buckets) buckets.push_back(bucket_of(bucket));
   const LayoutJson document = {{"layout", run.description},
                                {"strategy", run.config.parallel.strategy},
+                               {"dtype", run.config.train.dtype},
                                {"rank", layout.rank},
                                {"mesh", mesh_of(layout)},
                                {"parameters", parameters},

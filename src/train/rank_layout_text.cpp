@@ -69,17 +69,25 @@ std::string listed(const std::vector<std::string>& all, std::size_t most) {
   return shown == all.size() ? text : text + fmt::format(", +{}", all.size() - shown);
 }
 
-std::string words(const AxisSet& axes) {
-  return axes.empty() ? "no axis" : fmt::format("{}", fmt::join(axes, ", "));
-}
-
-// In the order of the grid.
+// Axes of several ranks, those of the grid in its order.
 std::string words(const AxisSet& axes, const Grid& grid) {
   std::vector<std::string> ordered;
   for (const Axis& axis : grid.axes())
-    if (axes.contains(axis.name)) ordered.push_back(axis.name);
-  return ordered.size() == axes.size() && !axes.empty() ? fmt::format("{}", fmt::join(ordered, ", "))
-                                                        : words(axes);
+    if (axis.size > 1 && axes.contains(axis.name)) ordered.push_back(axis.name);
+  for (const std::string& factor : without(axes, grid.names())) ordered.push_back(factor);
+  return ordered.empty() ? "no axis" : fmt::format("{}", fmt::join(ordered, ", "));
+}
+
+// A line that goes on in the next one, behind a comma, where it would become too long.
+std::string wrapped(const std::string& line) {
+  std::string text, rest = line;
+  while (length(rest) > kColumns) {
+    const std::size_t comma = rest.rfind(", ", kColumns - 2);
+    if (comma == std::string::npos) break;
+    text += rest.substr(0, comma + 1) + "\n";
+    rest = "  " + rest.substr(comma + 2);
+  }
+  return text + rest + "\n";
 }
 
 std::string range(std::int64_t begin, std::int64_t last) {
@@ -146,13 +154,14 @@ std::string mesh_text(const RunLayout& run) {
     if (axis.size == 1) seen = kept = "-";
     rows.push_back({axis.name, std::to_string(axis.size), seen, kept, ranks_text(ranks, 2)});
   }
-  std::string text = fmt::format("{}\n{} rank{}, seen from rank {}\n\n", printable(run.description),
-                                 layout.grid.ranks(), layout.grid.ranks() == 1 ? "" : "s", layout.rank);
+  std::string text = wrapped(printable(run.description));
+  text += fmt::format("{} rank{}, seen from rank {}\n\n", layout.grid.ranks(),
+                      layout.grid.ranks() == 1 ? "" : "s", layout.rank);
   text += table(std::move(rows), {0, 2, 3, 4});
   const int counting = layout.grid.size(data);
-  text += fmt::format("Targets are counted along {}: {}.\n", words(data, layout.grid),
-                      counting == 1 ? std::string("on the one rank there is")
-                                    : fmt::format("over {} ranks with data of their own", counting));
+  text += counting == 1
+              ? std::string("Targets are counted on the one rank that has them.\n")
+              : fmt::format("Targets are counted along {}: {} ranks.\n", words(data, layout.grid), counting);
   if (normalises_by_replica(run.config))
     text += "The loss is the mean of the means of dp_replicate's replicas (loss.normalise_over).\n";
   return text;
@@ -168,12 +177,12 @@ std::string parameters_text(const RankLayout& layout) {
   std::vector<Kind> order;
   std::map<Kind, Rows> tables;
   for (const LaidParameter& parameter : layout.parameters) {
-    const Kind kind{cuts_text(parameter.placement), words(parameter.copies, layout.grid),
-                    words(parameter.placement.summed, layout.grid),
+    const Kind kind{cuts_text(parameter.placement), words(parameter.sync.copies, layout.grid),
+                    words(parameter.sync.summed, layout.grid),
                     words(layout.buckets[parameter.bucket].sharded, layout.grid)};
     if (!tables.contains(kind)) {
       order.push_back(kind);
-      tables[kind] = {{"parameter", "whole", "here", "owners", "owned here", "bytes here"}};
+      tables[kind] = {{"parameter", "whole", "here", "owners", "held", "owned", "bytes"}};
     }
     std::int64_t owned = 0;
     std::vector<int> owners;
@@ -182,27 +191,29 @@ std::string parameters_text(const RankLayout& layout) {
       owners.push_back(one.rank);
     }
     tables[kind].push_back({parameter.name, shape(parameter.placement.whole_shape),
-                            shape(parameter.local_shape), ranks_text(std::move(owners), 2),
+                            parameter.placement.cuts.empty() ? "whole" : shape(parameter.local_shape),
+                            ranks_text(std::move(owners), 2), std::to_string(parameter.held.size()),
                             std::to_string(owned), std::to_string(parameter.kept.total())});
   }
   std::string text;
   for (const Kind& kind : order)
-    text += fmt::format("\nCut along      {}\ncopied along   {}\nsummed along   {}\nsharded along  {}\n{}",
-                        kind.cuts, kind.copies, kind.summed, kind.sharded,
-                        table(std::move(tables[kind]), {0, 1, 2, 3}));
+    text += fmt::format(
+        "\nParameters on rank {}\n  cut along      {}\n  copied along   {}\n  summed along   {}\n"
+        "  sharded along  {}\n{}",
+        layout.rank, kind.cuts, kind.copies, kind.summed, kind.sharded,
+        table(std::move(tables[kind]), {0, 1, 2, 3}));
   return text;
 }
 
 std::string buckets_text(const RankLayout& layout) {
-  Rows rows{{"bucket", "parameters", "elements", "of them padding", "held here", "owners"}};
+  Rows rows{{"bucket", "parameters", "elements", "padding", "held", "owners"}};
   for (std::size_t b = 0; b < layout.buckets.size(); ++b) {
     const LaidBucket& bucket = layout.buckets[b];
     std::vector<std::string> owners;
     for (const OwnedBy& one : bucket.owners)
       owners.push_back(fmt::format("{}: {}", one.rank, range(one.elements)));
     const std::string& unit = bucket.planned.unit;
-    rows.push_back({unit.empty() ? std::to_string(b) : fmt::format("{} {}", b, unit),
-                    std::to_string(bucket.planned.plan.slots.size()),
+    rows.push_back({unit.empty() ? std::to_string(b) : unit, std::to_string(bucket.planned.plan.slots.size()),
                     std::to_string(bucket.planned.plan.numel), std::to_string(bucket.padding),
                     range(bucket.held), listed(owners, 2)});
   }
@@ -220,7 +231,7 @@ std::string totals_text(const RunLayout& run) {
   row(fmt::format("rank {}", layout.rank), layout.total);
   row("formula", persistent_bytes(run.plan));
   return "\n" + table(std::move(rows), {0}) +
-         fmt::format("{}, {}\n", kept_by_formula(run.plan), symbols(run.plan));
+         wrapped(fmt::format("{}, {}", kept_by_formula(run.plan), symbols(run.plan)));
 }
 
 }  // namespace
