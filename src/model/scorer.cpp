@@ -32,7 +32,8 @@ Scorer::Scorer(const ScorerShape& shape, at::ScalarType dtype, std::uint64_t see
     }
     at::Tensor drawn = at::empty(values.sizes(), at::kDouble);
     const RandomKey key{.seed = seed, .layer = hash_name(name)};
-    const double deviation = std::sqrt(2.0 / static_cast<double>(values.size(1)));
+    const std::int64_t inputs = values.size(1);
+    const double deviation = std::sqrt(2.0 / static_cast<double>(inputs));
     for (std::int64_t i = 0; i < drawn.numel(); ++i)
       drawn.data_ptr<double>()[i] = deviation * random_normal(key, static_cast<std::uint64_t>(i));
     values.copy_(drawn);

@@ -4,17 +4,12 @@
 #include <dlfcn.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "base/files.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
-#include "train/device.hpp"
-#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {

@@ -3,9 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <functional>
 #include <map>
-#include <tuple>
 
 #include "base/print.hpp"
 #include "train/memory.hpp"
