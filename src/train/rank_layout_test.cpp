@@ -243,19 +243,32 @@ TEST(RankLayout, GivesEachElementOfCutParametersOneOwner) {
         {"row", placed(grid, {40, 33}, {even_cut(grid, "tp", 1, {33})})},
         {"head norm", placed(grid, {19}, {}, {}, {"tp"})},
     };
-    for (const char* strategy : {"naive", "bucketed"}) {
+    for (const char* strategy : {"naive", "bucketed", "zero1", "zero2", "zero3"}) {
+      SCOPED_TRACE(strategy);
       Counts counts;
       for (int rank = 0; rank < grid.ranks(); ++rank) {
         NamedTensors held{{"norm", at::empty({70}, at::TensorOptions(at::kMeta)).requires_grad_(true)}};
         for (const auto& [name, placement] : placements)
           held.emplace_back(name, at::empty(local_shape(placement, grid, rank), at::TensorOptions(at::kMeta))
                                       .requires_grad_(true));
+        const ModelUnits units{.root = UnitHandle([held] {
+                                 std::vector<at::Tensor> all;
+                                 for (const auto& [name, tensor] : held) all.push_back(tensor);
+                                 return all;
+                               }),
+                               .blocks = {}};
         const RankLayout layout =
-            lay_out(held, plan_strategy(strategy, held, nullptr, grid, rank, {}, {}, placements), grid, rank,
+            lay_out(held, plan_strategy(strategy, held, &units, grid, rank, {}, {}, placements), grid, rank,
                     element_bytes(at::kFloat, 2), placements);
+        expect_same(sum(layout), layout.total);
         EXPECT_EQ(layout.parameters.at(1).sync.copies, AxisSet{"dp_shard"});
         EXPECT_EQ(layout.parameters.at(3).sync.summed, (AxisSet{"dp_shard", "tp"}));
         count_owned(counts, layout);
+        const std::string text = to_text({.layout = layout, .config = {}, .plan = {}, .description = {}});
+        EXPECT_THAT(text, ::testing::ContainsRegex("tp +[23]  the same +cut"));
+        EXPECT_THAT(text, HasSubstr("cut along      tp (dim 1)"));
+        EXPECT_THAT(text, ::testing::ContainsRegex(tp == 2 && rank % 2 == 0 ? "row +40 x 33  40 x 17"
+                                                                            : "row +40 x 33"));
       }
       EXPECT_EQ(counts.size(), 4u);
       expect_one_owner_each(counts);
