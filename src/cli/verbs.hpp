@@ -32,5 +32,6 @@ std::vector<Verb> data_verbs(CLI::App& program);
 Verb config_verb(CLI::App& program);
 Verb museum_verb(CLI::App& program);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
+Verb layout_verb(CLI::App& program);
 
 }  // namespace isograd

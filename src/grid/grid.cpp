@@ -190,6 +190,15 @@ std::vector<int> Grid::ranks_along(const AxisSet& along, int rank) const {
 }
 
 int Grid::place(const AxisSet& along, int rank) const {
+  check(along);
+  // The ranks along axes ascend as their coordinates do; along factors of views they may lie otherwise.
+  if (std::none_of(along.begin(), along.end(), [&](const std::string& name) { return view_of(name); })) {
+    const std::vector<int> own = coordinates(rank);
+    int index = 0;
+    for (std::size_t i = 0; i < axes_.size(); ++i)
+      if (along.count(axes_[i].name)) index = index * axes_[i].size + own[i];
+    return index;
+  }
   const std::vector<int> ranks = ranks_along(along, rank);
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,12 +24,15 @@ class Scorer {
   // Hidden layers with ReLU, then one score; weights by (seed, parameter name): normal, variance 2 / inputs
   // (He et al., ICCV 2015); biases 0.
   Scorer(const ScorerShape& shape, at::ScalarType dtype, std::uint64_t seed);
+  // Parameters on the meta device: shapes alone.
+  static std::shared_ptr<Scorer> without_values(const ScorerShape& shape, at::ScalarType dtype);
 
   at::Tensor scores(const at::Tensor& features) const;  // [N, F] -> [N, 1]
   std::vector<std::pair<std::string, at::Tensor>>& named() { return named_; }
 
  private:
-  std::vector<std::pair<std::string, at::Tensor>> named_;  // weight, bias, weight, bias, ...
+  Scorer(const ScorerShape& shape, const at::TensorOptions& options);  // weights left unset
+  std::vector<std::pair<std::string, at::Tensor>> named_;              // weight, bias, weight, bias, ...
 };
 
 }  // namespace isograd

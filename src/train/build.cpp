@@ -4,17 +4,12 @@
 #include <dlfcn.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "base/files.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
-#include "train/device.hpp"
-#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
@@ -213,115 +208,6 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
   const int replicas = normalises_by_replica(config) ? grid_of(config, ranks).size({"dp_replicate"}) : 1;
   return make_normalizer(mean_of(config), config.loss.denominator, {.replicas = replicas});
-}
-
-std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
-                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                                            const ModelUnits* units, const Mesh& mesh,
-                                            DataParallelOptions options, const FullyShardOptions& sharded,
-                                            const Layout::Named& placements) {
-  const auto names = strategy_names();
-  if (std::find(names.begin(), names.end(), strategy) == names.end())
-    throw ConfigError({.where = "parallel.strategy",
-                       .found = strategy,
-                       .expected = fmt::format("{}", fmt::join(names, ", ")),
-                       .action = "Choose one of them"});
-  options.stage = stage_of(strategy);
-  if (options.stage == 3) {
-    if (!units)
-      throw ConfigError({.where = "zero3",
-                         .found = "a model without units",
-                         .expected = "VerifyModel::units, as verify_model() gives it",
-                         .action = "Make the model with verify_model(), or fill in its units"});
-    FullyShardOptions placed = sharded;
-    placed.placements = placements;
-    return fully_shard(units->root, parameters, units->blocks, mesh, placed);
-  }
-  if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
-  TrainableParameters trainable = trainable_parameters(parameters);
-  trainable.placements = placements;
-  if (strategy == "naive") return naive(std::move(trainable), mesh, options);
-  return bucketed(std::move(trainable), mesh, options);
-}
-
-namespace {
-
-bool shares_parameters(const RunConfig& config, const std::string& strategy, const Group& group) {
-  const std::string& asked = config.parallel.share_parameters;
-  if (asked != "auto") return asked == "on";
-  return strategy != "naive" && strategy != "overlapped" && group.has_host_memory() &&
-         device_kind(config) == "cpu";
-}
-
-}  // namespace
-
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
-                                          const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                                          const ModelUnits& units, World& world,
-                                          const std::vector<std::string>& bucket_order, at::Device device) {
-  const auto& parallel = config.parallel;
-  const bool share = shares_parameters(config, parallel.strategy, world.group);
-  return make_strategy(parallel.strategy, parameters, &units, Mesh(world, grid_of(config, world.size)),
-                       {.sharded = sharded_axes(config),
-                        .share_parameters = share,
-                        .fp32_gradients = config.train.fp32_gradients,
-                        .reduce_once = parallel.reduce_once,
-                        .offload = parallel.offload,
-                        .bucket_bytes = parallel.bucket_bytes,
-                        .first_bucket_bytes = parallel.first_bucket_bytes,
-                        .overlap = parallel.overlap,
-                        .order = bucket_order},
-                       {.reshard_after_forward = parallel.reshard_after_forward,
-                        .checkpoint = parallel.checkpoint_activations,
-                        .reduce_once = parallel.reduce_once,
-                        .fp32_gradients = config.train.fp32_gradients,
-                        .sharded = sharded_axes(config),
-                        .share_parameters = share,
-                        .offload = parallel.offload,
-                        .gather_limit_bytes = parallel.gather_limit_bytes,
-                        .initialize = units.initialize,
-                        .device = device,
-                        .prefetch = parallel.prefetch});
-}
-
-std::string describe_layout(const RunConfig& config, const Group& group) {
-  const std::string& strategy = config.parallel.strategy;
-  const int stage = stage_of(strategy);
-  const Grid grid = grid_of(config, group.size());
-  std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
-  if (stage > 0 && config.parallel.replicas > 1)
-    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
-  if (grid.size(kContextAxes) > 1) {
-    text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
-                        config.parallel.cp_ulysses);
-    if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
-  }
-  if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
-  if (group.size() > 1 && shares_parameters(config, strategy, group)) text += ", one copy of the parameters";
-  if (device_kind(config) == "cuda")
-    text += fmt::format(", on GPUs over {}", backend_of(config, group.size()));
-  if (config.parallel.offload) text += ", gradients and states in host memory";
-  return text;
-}
-
-DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group) {
-  const std::string& strategy = config.parallel.strategy;
-  const Grid grid = grid_of(config, group.size());
-  const AxisSet sharded = sharded_axes(config);
-  int states = 2;  // moments of AdamW
-  if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
-  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
-  const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
-  DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
-                        .stage = stage_of(strategy),
-                        .shards = grid.size(sharded),
-                        .replicas = grid.size(without(kDataAxes, sharded)),
-                        .share_parameters = group.size() > 1 && shares_parameters(config, strategy, group),
-                        .reduce_once = config.parallel.reduce_once,
-                        .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
-  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
-  plan.numel = numel;
-  return plan;
 }
 
 Schedule make_schedule(const RunConfig& config) {

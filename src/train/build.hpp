@@ -17,6 +17,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
 #include "isograd/text_data.hpp"
+#include "parallel/data/planned_bucket.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
@@ -56,28 +57,43 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
+// What a layout depends on of the ranks that it is made on.
+struct RanksOfRun {
+  int size = 1;
+  bool host_memory = true;  // Group::has_host_memory()
+
+  RanksOfRun(int size_, bool host_memory_) : size(size_), host_memory(host_memory_) {}
+  RanksOfRun(const Group& group) : RanksOfRun(group.size(), group.has_host_memory()) {}  // NOLINT
+};
+
 // A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
 // that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. `placements`:
 // of parameters that are not merely copied. Collective.
-std::unique_ptr<DataParallel> make_strategy(const std::string& strategy,
-                                            const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options,
                                             const FullyShardOptions& sharded = {},
                                             const Layout::Named& placements = {});
+// The buckets that it would make on `rank`. Pure.
+std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
+                                         const ModelUnits* units, const Grid& grid, int rank,
+                                         DataParallelOptions options, const FullyShardOptions& sharded = {},
+                                         const Layout::Named& placements = {});
 
 // parallel.strategy with the configured options. `bucket_order`: of the run that this
 // one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others
 // stay where they are. Collective.
-std::unique_ptr<DataParallel> make_layout(const RunConfig& config,
-                                          const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
                                           const ModelUnits& units, World& world,
                                           const std::vector<std::string>& bucket_order = {},
                                           at::Device device = at::kCPU);
+// The buckets that it will make on `rank`, without weights or other ranks. Pure.
+std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
+                                       const ModelUnits& units, const RanksOfRun& ranks, int rank);
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
-std::string describe_layout(const RunConfig& config, const Group& group);
+std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.
-DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Group& group);
+DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 

@@ -152,6 +152,8 @@ AxisSet sharded_axes(const RunConfig& config);
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).
 void check(const RunConfig& config, int ranks);
+// The same for ranks that may be elsewhere: whether this machine has their devices is not asked.
+void check_but_devices(const RunConfig& config, int ranks);
 // docs/configuration.md, from the same table.
 std::string configuration_markdown();
 // The configuration as TOML, every key written out, so that parse_config gives it back: goes into the run's

@@ -11,6 +11,10 @@ namespace isograd {
 
 void check(const RunConfig& config, int ranks) {
   check_device(config, ranks);
+  check_but_devices(config, ranks);
+}
+
+void check_but_devices(const RunConfig& config, int ranks) {
   if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
   const Grid grid = grid_of(config, ranks);
   const int sharing = grid.size(kContextAxes), dealt = grid.size(kSampleAxes);

@@ -102,6 +102,21 @@ ElementBytes element_bytes(at::ScalarType parameters, int states) {
   return {.parameter = rounded ? 2 : 4, .gradient = 4, .master = rounded ? 4 : 0, .state = 4 * states};
 }
 
+std::string kept_by_formula(const DataParallelPlan& plan) {
+  return fmt::format("{}: keeps {}",
+                     plan.share_parameters ? std::string("one copy of the parameters")
+                                           : fmt::format("ZeRO stage {}", plan.stage),
+                     persistent_formula(plan));
+}
+
+std::string symbols(const DataParallelPlan& plan) {
+  std::string text = fmt::format("with Ψ = {} parameters", plan.numel);
+  if (plan.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", plan.whole);
+  if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
+  if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  return text;
+}
+
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group) {
   const at::Tensor own = at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state,
                                      use.other, use.passing, use.sent},
@@ -124,13 +139,7 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
         megabytes(static_cast<double>(at[5])), static_cast<double>(at[6]));
   }
   add("formula", persistent_bytes(plan), "", "", traffic_bytes(plan).total());
-  text += fmt::format("{}: keeps {}, sends {} a step, with Ψ = {} parameters",
-                      plan.share_parameters ? std::string("one copy of the parameters")
-                                            : fmt::format("ZeRO stage {}", plan.stage),
-                      persistent_formula(plan), traffic_formula(plan), plan.numel);
-  if (plan.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", plan.whole);
-  if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
-  if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  text += fmt::format("{}, sends {} a step, {}", kept_by_formula(plan), traffic_formula(plan), symbols(plan));
   if (use.gather_bound > 0)
     text += fmt::format("\ngathered: at most {} MB of parameters at a time, of {} that the units allow",
                         megabytes(static_cast<double>(use.gathered)),

@@ -51,6 +51,10 @@ class MemoryWatch {
 // Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
 ElementBytes element_bytes(at::ScalarType parameters, int states);
 
+// "ZeRO stage 2: keeps 4Ψ + 12Ψ/N", and "with Ψ = 93 parameters, N = 4".
+std::string kept_by_formula(const DataParallelPlan& plan);
+std::string symbols(const DataParallelPlan& plan);
+
 // The table of `isograd train --memory`, a line for each rank, then the formulas. Collective; the text is on
 // rank 0.
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group);

@@ -46,8 +46,7 @@ ScorerShape read_scorer_shape(const fs::path& directory) {
   return shape;
 }
 
-ScorerModel make_scorer(const ScorerShape& shape, at::ScalarType dtype, std::uint64_t seed) {
-  auto scorer = std::make_shared<Scorer>(shape, dtype, seed);
+ScorerModel make_scorer(std::shared_ptr<Scorer> scorer) {
   ModelUnits units{.root = UnitHandle([scorer] {
                      std::vector<at::Tensor> all;
                      for (auto& [name, tensor] : scorer->named()) all.push_back(tensor);
@@ -59,7 +58,8 @@ ScorerModel make_scorer(const ScorerShape& shape, at::ScalarType dtype, std::uin
 
 ScorerModel make_scorer(const RunConfig& config, const ScorerData& data, const std::string& loss,
                         at::ScalarType dtype) {
-  return make_scorer(scorer_shape(config, data, loss), dtype, static_cast<std::uint64_t>(config.run.seed));
+  return make_scorer(std::make_shared<Scorer>(scorer_shape(config, data, loss), dtype,
+                                              static_cast<std::uint64_t>(config.run.seed)));
 }
 
 std::shared_ptr<RankingLoss> make_ranking_loss(const RunConfig& config, const std::string& name,

@@ -168,21 +168,24 @@ class ScorerTask : public Task {
   }
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
     const std::string& from = config().model.load;
-    return model_of(
-        from.empty() ? scorer_shape(config(), *data_, config().ranking.loss) : read_scorer_shape(from),
-        dtype);
+    const ScorerShape shape = from.empty() ? own_shape() : read_scorer_shape(from);
+    return model_of(std::make_shared<Scorer>(shape, dtype, seed()), shape);
+  }
+  std::shared_ptr<TaskModel> make_model_without_values() const override {
+    const std::string& from = config().model.load;
+    const ScorerShape shape = from.empty() ? own_shape() : read_scorer_shape(from);
+    check_features(shape, from);
+    return model_of(Scorer::without_values(shape, scalar_type(config().train.dtype)), shape);
   }
   std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
     check_trainable();
     const ScorerShape shape = read_scorer_shape(directory);
     check_features(shape, directory.string());
-    auto model = model_of(shape, dtype);
+    auto model = model_of(std::make_shared<Scorer>(shape, dtype, seed()), shape);
     model->read(directory, /*with_queue=*/true);
     return model;
   }
-  ShapeKeys shape() const override {
-    return scorer_shape_keys(scorer_shape(config(), *data_, config().ranking.loss));
-  }
+  ShapeKeys shape() const override { return scorer_shape_keys(own_shape()); }
   ShapeKeys saved_shape(const fs::path& directory) const override {
     return scorer_shape_keys(read_scorer_shape(directory));
   }
@@ -270,10 +273,12 @@ class ScorerTask : public Task {
     return data_->validation.empty() ? data_->train : data_->validation;
   }
 
-  std::shared_ptr<RankedTableModel> model_of(const ScorerShape& shape, at::ScalarType dtype) const {
-    auto model = std::make_shared<RankedTableModel>(
-        make_scorer(shape, dtype, static_cast<std::uint64_t>(config().run.seed)), shape, config(), data_,
-        group_);
+  std::uint64_t seed() const { return static_cast<std::uint64_t>(config().run.seed); }
+  ScorerShape own_shape() const { return scorer_shape(config(), *data_, config().ranking.loss); }
+
+  std::shared_ptr<RankedTableModel> model_of(std::shared_ptr<Scorer> scorer, const ScorerShape& shape) const {
+    auto model =
+        std::make_shared<RankedTableModel>(make_scorer(std::move(scorer)), shape, config(), data_, group_);
     if (repeatable_) model->stand_still(queued_);
     return model;
   }

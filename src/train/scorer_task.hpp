@@ -31,7 +31,7 @@ struct ScorerModel {
   std::shared_ptr<Scorer> scorer;
   ModelUnits units;
 };
-ScorerModel make_scorer(const ScorerShape& shape, at::ScalarType dtype, std::uint64_t seed);
+ScorerModel make_scorer(std::shared_ptr<Scorer> scorer);
 // To be trained by `loss` (ranking.loss, or cross entropy to compare with).
 ScorerShape scorer_shape(const RunConfig& config, const ScorerData& data, const std::string& loss);
 ScorerModel make_scorer(const RunConfig& config, const ScorerData& data, const std::string& loss,

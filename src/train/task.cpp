@@ -1,6 +1,7 @@
 #include "train/task.hpp"
 
 #include "isograd/error.hpp"
+#include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task_kind.hpp"
@@ -11,6 +12,19 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   // Once, before anybody reads of them.
   if (!config.model.load.empty()) on_rank_zero(group, [&] { verify_model_files(config.model.load); });
   return kind_of(config).make(config, group);
+}
+
+std::shared_ptr<TaskModel> Task::make_model_to_lay_out() const {
+  const bool fresh = config_.model.load.empty();
+  if (fresh && stage_of(config_.parallel.strategy) == 3) return make_model_without_values();
+  return make_model(scalar_type(config_.train.dtype));
+}
+
+std::shared_ptr<TaskModel> model_without_values(const RunConfig& config) {
+  const TaskKind& kind = kind_of(config);
+  if (kind.model_without_values) return kind.model_without_values(config);
+  Group alone = Group::solo();
+  return kind.make(config, alone)->make_model_without_values();
 }
 
 const std::vector<const TaskKind*>& task_kinds() {

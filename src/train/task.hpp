@@ -107,9 +107,11 @@ class Task {
   // ---- model ----
   // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
   virtual std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const = 0;
-  // The same for the configured layout: where it shards fresh parameters the model has none yet (meta
-  // device), so that no rank ever holds all of them.
-  virtual std::shared_ptr<TaskModel> make_model_to_lay_out() const = 0;
+  // Shapes alone: parameters on the meta device, in train.dtype.
+  virtual std::shared_ptr<TaskModel> make_model_without_values() const = 0;
+  // Either for the configured layout: without values where it shards fresh parameters, so that no rank ever
+  // holds all of them.
+  virtual std::shared_ptr<TaskModel> make_model_to_lay_out() const;
   // Of the same shape, with values that are about to be overwritten.
   virtual std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const = 0;
   virtual std::shared_ptr<TaskModel> read_model(const std::filesystem::path& directory,
@@ -123,7 +125,8 @@ class Task {
   virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
   // A run that a finished one is compared with: in a folder of its own inside run.directory.
   virtual std::optional<RunConfig> comparison() const { return std::nullopt; }
-  // When all steps are made; on rank 0, the model is whole. `comparison`: how that run went; null without one.
+  // When all steps are made; on rank 0, the model is whole. `comparison`: how that run went; null without
+  // one.
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
   // ---- for verify ----
@@ -148,6 +151,11 @@ class Task {
 
 // By model.kind. Collective; ConfigError on every rank when the data is unusable.
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
+
+// Task::make_model_without_values() of the run, which reads no more data than that depends on, and no
+// weights: to be looked at, not to be run.
+std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
+std::shared_ptr<TaskModel> text_model_without_values(const RunConfig& config);
 
 // The kinds.
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);

@@ -14,6 +14,7 @@
 namespace isograd {
 
 class Task;
+class TaskModel;
 
 // As batch.tokens_per_micro_batch: everything at once. The most that a file may say.
 inline constexpr std::int64_t kAllTokens = 1'000'000'000;
@@ -37,6 +38,8 @@ struct TaskKind {
   std::string (*accumulation_text)(const RunConfig& config);
   bool on_gpu = true;  // whether it has code for one
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);
+  // model_without_values() where it depends on no data; null: the task makes it.
+  std::shared_ptr<TaskModel> (*model_without_values)(const RunConfig& config){};
 };
 
 const std::vector<const TaskKind*>& task_kinds();

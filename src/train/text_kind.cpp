@@ -147,7 +147,8 @@ const TaskKind& text_kind() {
           [](const RunConfig& config) {
             return fmt::format("{} to a micro-batch", config.batch.packs_per_micro_batch);
           },
-      .make = make_text_task};
+      .make = make_text_task,
+      .model_without_values = text_model_without_values};
   return kind;
 }
 

@@ -73,11 +73,15 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   return keys;
 }
 
+DecoderConfig configured_shape(const RunConfig& config) {
+  return config.model.load.empty() ? config.model.shape : read_hf_config(config.model.load);
+}
+
 // With the corpus's bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs
 // are longer than the model's positions.
 DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   const bool loaded = !config.model.load.empty();
-  DecoderConfig shape = loaded ? read_hf_config(config.model.load) : config.model.shape;
+  DecoderConfig shape = configured_shape(config);
   if (corpus.tokenizer) {
     if (shape.bos < 0) shape.bos = corpus.tokenizer->bos();
     if (shape.eos < 0) shape.eos = corpus.tokenizer->eos();
@@ -96,14 +100,13 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   // Dynamic scaling exists for documents beyond max_positions; a window may not slide.
   const bool beyond = shape.rope_scaling.kind == "dynamic";
   if (config.data.pack_length > shape.max_positions && !beyond)
-    throw ConfigError(
-        {.where = "data.pack_length",
-         .found = std::to_string(config.data.pack_length),
-         .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
-         .action = fmt::format("Set data.pack_length = {}{}", shape.max_positions,
-                               loaded ? "; the model of model.load has no more positions"
-                                      : fmt::format(", or model.max_positions = {}",
-                                                    config.data.pack_length))});
+    throw ConfigError({.where = "data.pack_length",
+                       .found = std::to_string(config.data.pack_length),
+                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
+                       .action = fmt::format(
+                           "Set data.pack_length = {}{}", shape.max_positions,
+                           loaded ? "; the model of model.load has no more positions"
+                                  : fmt::format(", or model.max_positions = {}", config.data.pack_length))});
   if (shape.sliding_window > 0 && config.data.pack_length > shape.sliding_window)
     throw ConfigError({.where = "data.pack_length",
                        .found = std::to_string(config.data.pack_length),
@@ -187,10 +190,8 @@ class TextTask : public Task {
     return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
   }
 
-  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
-    const at::ScalarType dtype = scalar_type(config().train.dtype);
-    if (config().parallel.strategy != "zero3" || !config().model.load.empty()) return make_model(dtype);
-    return with(DecoderLM::without_values(shape_, dtype));
+  std::shared_ptr<TaskModel> make_model_without_values() const override {
+    return with(DecoderLM::without_values(shape_, scalar_type(config().train.dtype)));
   }
 
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
@@ -250,6 +251,13 @@ class TextTask : public Task {
 
 }  // namespace
 
+std::shared_ptr<TaskModel> text_model_without_values(const RunConfig& config) {
+  const DecoderConfig shape = configured_shape(config);
+  check(shape);
+  return std::make_shared<TextModel>(DecoderLM::without_values(shape, scalar_type(config.train.dtype)),
+                                     config, nullptr);
+}
+
 std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group) {
   Corpus corpus = open_corpus(config, group);
   const std::string& prompt = config.sample.prompt;
@@ -260,7 +268,8 @@ std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group) {
                          .found = "a prompt, and data.shards of a tokenizer that is not known here",
                          .expected = "no prompt: nothing can be encoded or generated as text",
                          .action = "Leave sample.prompt out"});
-    if (!prompt.empty()) check_prompt(*corpus.tokenizer, prompt, model_shape(config, corpus), "sample.prompt");
+    if (!prompt.empty())
+      check_prompt(*corpus.tokenizer, prompt, model_shape(config, corpus), "sample.prompt");
     task = std::make_unique<TextTask>(config, std::move(corpus));
   });
   return task;

@@ -211,10 +211,8 @@ class VideoTask : public Task {
     if (!config().model.load.empty()) return read_model(config().model.load, dtype);
     return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, seed()));
   }
-  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
-    const at::ScalarType dtype = scalar_type(config().train.dtype);
-    if (config().parallel.strategy != "zero3" || !config().model.load.empty()) return make_model(dtype);
-    return with(VideoDiT::without_values(shape_of_model(), dtype));
+  std::shared_ptr<TaskModel> make_model_without_values() const override {
+    return with(VideoDiT::without_values(shape_of_model(), scalar_type(config().train.dtype)));
   }
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
     return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, 0));

@@ -136,14 +136,14 @@ void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
     for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
   // Buckets take turns with buffers of one shard group, and wait for its ranks.
   for (const NamedParameter& parameter : parameters)
-    if (policy_.sharded &&
-        sharded_along(policy_.mesh.grid(), parameter.sync, policy_.sharded_axes) != policy_.groups.sharded)
-      refuse(
-          parameter.name,
-          "a placement that cuts it along axes that are sharded, in stage 1 or 2 or with one copy "
-          "of the parameters",
-          fmt::format("shards along {}, as of the other parameters", fmt::join(policy_.groups.sharded, ", ")),
-          "Use stage 0 with parameters that are cut along data axes");
+    if (policy_.sharded && sharded_along(policy_.mesh.grid(), parameter.sync, policy_.sharded_axes) !=
+                               policy_.groups.roles.sharded)
+      refuse(parameter.name,
+             "a placement that cuts it along axes that are sharded, in stage 1 or 2 or with one copy "
+             "of the parameters",
+             fmt::format("shards along {}, as of the other parameters",
+                         fmt::join(policy_.groups.roles.sharded, ", ")),
+             "Use stage 0 with parameters that are cut along data axes");
   claims_.emplace_back(parameters);
   if (check_parameters_) check_same_parameters(parameters, policy_.mesh);
 }

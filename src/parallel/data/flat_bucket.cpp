@@ -18,22 +18,13 @@ constexpr std::size_t kTransientBuffers = 2;
 }  // namespace
 
 BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options)
-    : mesh(mesh_),
+    : BucketRules(options, shards_of_copied(mesh_.grid(), options.sharded, mesh_.rank())),
+      mesh(mesh_),
       sharded_axes(options.sharded),
       copied(sync_axes(placed(mesh.grid(), {}), mesh.grid())),
-      groups(mesh, copied, options.sharded) {
-  if (options.stage < 0 || options.stage > 2)
-    throw ConfigError({.where = "stage",
-                       .found = std::to_string(options.stage),
-                       .expected = "0, 1 or 2",
-                       .action = "Use fully_shard() for stage 3"});
-  const bool parts = groups.shard.size() > 1;  // else there is nothing to shard or to share
-  fp32_gradients = options.fp32_gradients;
-  offload = options.offload;
-  one_copy = options.share_parameters && parts;
-  sharded = (options.stage > 0 || one_copy) && parts;
-  every_round = options.stage == 2 && !options.reduce_once && parts;
-}
+      groups(mesh, copied, options.sharded),
+      offload(options.offload),
+      fp32_gradients(options.fp32_gradients) {}
 
 std::size_t BucketPolicy::most_in_flight() const {
   return every_round ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
@@ -65,12 +56,7 @@ void BucketPolicy::meet() {
 FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy)
     : policy_(policy), groups_(policy.mesh, plan.sync, policy.sharded_axes) {
   Group& shard = groups_.shard;
-  const Range all{0, plan.numel};
-  Range held = all, owned = groups_.owned_of_whole(plan.numel);
-  if (policy.sharded) {
-    held = owned_slice(plan.numel, shard.rank(), shard.size());
-    owned = groups_.owned_of_shard(held);
-  }
+  const auto [held, owned, sharded] = groups_.roles.share(plan.numel, policy.sharded);
   if (policy.one_copy) {
     check_can_be_shared(plan);
     parameters_ = shard.host_shared(plan.numel, plan.dtype);
@@ -92,7 +78,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
     held_gradients = gradients_.narrow(0, held.begin, held.size());
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
-  if (policy.sharded) bucket_.sharded = groups_.sharded;
+  bucket_.sharded = sharded;
   held_ = HeldPart(bucket_, policy.offload, keeps_gradients());
   writes_ = Writes(bucket_.plan, parameters);
 }

@@ -8,6 +8,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
+#include "parallel/data/bucket_rules.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/wait_clock.hpp"
@@ -15,18 +16,15 @@
 namespace isograd {
 
 // What follows from the options for all buckets of a layout.
-struct BucketPolicy {
+struct BucketPolicy : BucketRules {
   BucketPolicy(const Mesh& mesh, const DataParallelOptions& options);
 
   Mesh mesh;
-  AxisSet sharded_axes;   // as asked
-  SyncAxes copied;        // of a parameter that every rank has a copy of
-  RoleGroups groups;      // of such parameters
-  bool sharded = false;   // each rank of the shard group updates its shard
-  bool one_copy = false;  // of the parameters, in memory that the shard group shares
-  bool offload = false;   // what is held lies in host memory, the parameters do not
+  AxisSet sharded_axes;  // as asked
+  SyncAxes copied;       // of a parameter that every rank has a copy of
+  RoleGroups groups;     // of such parameters
+  bool offload = false;  // what is held lies in host memory, the parameters do not
   bool fp32_gradients = true;
-  bool every_round = false;  // gradients of each micro-batch are reduced and dropped
   WaitClock waited;
 
   int shards() const { return sharded ? groups.shard.size() : 1; }

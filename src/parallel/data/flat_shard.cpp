@@ -67,13 +67,13 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
   Group& shard = groups_.shard;
   const at::NoGradGuard no_grad;
   const Range all{0, plan.numel};
-  const Range held = context.shards() > 1 ? owned_slice(plan.numel, shard.rank(), shard.size()) : all;
+  const auto [held, owned, sharded] = groups_.roles.share(plan.numel, /*in_shards=*/true);
   ISOGRAD_INVARIANT(
       held.size() * context.shards() == plan.numel,
       fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, context.shards()));
   bucket_.held = held;
-  bucket_.owned = context.shards() == 1 ? groups_.owned_of_whole(plan.numel) : groups_.owned_of_shard(held);
-  if (context.shards() > 1) bucket_.sharded = groups_.sharded;
+  bucket_.owned = owned;
+  bucket_.sharded = sharded;
 
   if (context.always_whole()) {
     if (context.one_copy) check_can_be_shared(plan);

@@ -1,4 +1,4 @@
-// Which parameter belongs to which unit, and the layout around the units.
+// The layout around the units.
 #include "isograd/fully_shard.hpp"
 
 #include <ATen/ATen.h>
@@ -6,9 +6,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
-#include <limits>
-#include <unordered_map>
 
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
@@ -17,11 +14,11 @@
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/unit_handle.hpp"
 #include "parallel/data/unit_passes.hpp"
+#include "parallel/data/unit_plan.hpp"
 
 namespace isograd {
 namespace {
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
 using Handles = std::vector<UnitHandle>;
 
 [[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
@@ -31,86 +28,7 @@ using Handles = std::vector<UnitHandle>;
                      .action = std::move(action)});
 }
 
-// Trained and frozen parameters of the model, tied ones once. What is frozen and of another type or layout
-// than parameters are trained in stays as it is, whole on every rank.
-struct Members {
-  TrainableParameters trained;
-  std::vector<NamedParameter> frozen;
-
-  std::array<const std::vector<NamedParameter>*, 2> lists() const { return {&trained, &frozen}; }
-};
-
-Members members_of(const Named& named, const Mesh& mesh, const FullyShardOptions& options) {
-  Members members;
-  members.trained = trainable_parameters(named);
-  members.trained.placements = options.placements;
-  place_parameters(members.trained, mesh.grid(), mesh.rank());
-  for (const NamedParameter& parameter : members.trained.frozen) {
-    const at::Tensor& tensor = parameter.tensor;
-    const auto type = tensor.scalar_type();
-    const bool floating = type == at::kFloat || type == at::kDouble || type == at::kBFloat16;
-    if (floating && tensor.layout() == at::kStrided && tensor.is_leaf()) members.frozen.push_back(parameter);
-  }
-  return members;
-}
-
-// The units' handles, each once, the root first; and the list of uses in their terms.
-struct Uses {
-  Handles units;
-  std::vector<std::size_t> uses;
-};
-
-Uses uses_of(const UnitHandle& root, const Handles& blocks) {
-  Uses result{.units = {root}, .uses = {kRootUnit}};
-  for (const UnitHandle& block : blocks) {
-    std::size_t unit = 0;
-    while (unit < result.units.size() && result.units[unit].binding() != block.binding()) ++unit;
-    if (unit == kRootUnit) refuse("the root among its own blocks", "blocks only", "Take it off the list");
-    if (unit == result.units.size()) result.units.push_back(block);
-    result.uses.push_back(unit);
-  }
-  for (const UnitHandle& handle : result.units)
-    if (handle.bound())
-      refuse("a model that another layout has sharded", "one layout at a time", "Destroy the other layout");
-  return result;
-}
-
-// Unit by tensor: the only block that has it, else the root.
-std::unordered_map<const c10::TensorImpl*, std::size_t> assign(const Uses& uses, const Named& named) {
-  std::unordered_map<const c10::TensorImpl*, std::size_t> units;
-  for (const auto& [name, tensor] : named)
-    if (tensor.defined()) units[tensor.unsafeGetTensorImpl()] = kRootUnit;
-  std::unordered_set<const c10::TensorImpl*> in_blocks;
-  for (std::size_t unit = 1; unit < uses.units.size(); ++unit) {
-    std::unordered_set<const c10::TensorImpl*> own;
-    for (const at::Tensor& tensor : uses.units[unit].binding()->parameters()) {
-      const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-      if (!tensor.defined() || !own.insert(impl).second) continue;
-      const auto found = units.find(impl);
-      if (found == units.end())
-        refuse(fmt::format("a parameter {} of block {} that the root does not have", c10::str(tensor.sizes()),
-                           unit - 1),
-               "blocks that are registered in the root", "Register the block's module in the model");
-      found->second = in_blocks.insert(impl).second ? unit : kRootUnit;
-    }
-  }
-  return units;
-}
-
-// What the parameters' names have in common, up to a dot.
-std::string name_of(std::size_t unit, const std::vector<std::string>& names) {
-  if (unit == kRootUnit) return "root";
-  std::string common = names.empty() ? "" : names.front();
-  for (const std::string& name : names) {
-    std::size_t same = 0;
-    while (same < std::min(common.size(), name.size()) && common[same] == name[same]) ++same;
-    common.resize(same);
-  }
-  const std::size_t dot = common.rfind('.');
-  return dot == std::string::npos || dot == 0 ? fmt::format("block {}", unit - 1) : common.substr(0, dot);
-}
-
-void check_same(const Members& members, const Mesh& mesh) {
+void check_same(const UnitMembers& members, const Mesh& mesh) {
   std::vector<NamedParameter> all = members.trained;
   all.insert(all.end(), members.frozen.begin(), members.frozen.end());
   for (NamedParameter& parameter : all)
@@ -119,51 +37,6 @@ void check_same(const Members& members, const Mesh& mesh) {
       parameter.tensor = at::empty({0}, at::TensorOptions(parameter.tensor.scalar_type()));
     }
   check_same_parameters(all, mesh);
-}
-
-// What one unit will be made of.
-struct UnitPlan {
-  struct Flat {
-    BucketPlan plan;
-    bool trained;
-  };
-  std::string name;
-  bool reshard = true, fp32_gradients = true;
-  std::vector<Flat> flats{};
-  std::int64_t bytes = 0;  // gathered
-};
-
-std::vector<UnitPlan> plan_units(const Uses& uses, const Named& named, const Members& members,
-                                 const FullyShardOptions& options, int shards, bool always_whole) {
-  const auto unit_of = assign(uses, named);
-  std::vector<UnitPlan> units(uses.units.size());
-  for (std::size_t unit = 0; unit < units.size(); ++unit) {
-    std::vector<std::string> names;
-    for (const auto* list : members.lists()) {
-      std::vector<NamedParameter> mine;
-      std::vector<std::size_t> places;
-      for (std::size_t i = 0; i < list->size(); ++i)
-        if (unit_of.at((*list)[i].tensor.unsafeGetTensorImpl()) == unit) {
-          mine.push_back((*list)[i]);
-          names.push_back((*list)[i].name);
-          places.push_back(i);
-        }
-      for (BucketPlan& plan : plan_buckets(mine, std::numeric_limits<std::int64_t>::max())) {
-        for (Slot& slot : plan.slots) slot.index = places[slot.index];
-        pad_for(plan, shards);
-        if (mine.front().tensor.is_meta()) plan.device = options.device;
-        if (!always_whole)
-          units[unit].bytes += plan.numel * static_cast<std::int64_t>(c10::elementSize(plan.dtype));
-        units[unit].flats.push_back({std::move(plan), list == &members.trained});
-      }
-    }
-    const auto& own = uses.units[unit].binding()->reshard;
-    units[unit].fp32_gradients = uses.units[unit].binding()->fp32_gradients.value_or(options.fp32_gradients);
-    units[unit].name = name_of(unit, names);
-    units[unit].reshard =
-        own.value_or(unit == kRootUnit ? options.reshard_root : options.reshard_after_forward);
-  }
-  return units;
 }
 
 void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
@@ -186,8 +59,9 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
 
 class ShardedLayout final : public FullySharded {
  public:
-  ShardedLayout(const Uses& uses, const Named& named, const Mesh& mesh, const FullyShardOptions& options)
-      : handles_(uses.units), members_(members_of(named, mesh, options)) {
+  ShardedLayout(const UnitUses& uses, const NamedTensors& named, const Mesh& mesh,
+                const FullyShardOptions& options)
+      : handles_(uses.units), members_(unit_members(named, options.placements, mesh.grid(), mesh.rank())) {
     const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
     auto context = std::make_unique<ShardContext>(ShardContext{
         .mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded), .sharded_axes = options.sharded});
@@ -318,10 +192,10 @@ class ShardedLayout final : public FullySharded {
     for (const auto* list : members_.lists())
       for (const NamedParameter& parameter : *list)
         if (sharded_along(context.mesh.grid(), parameter.sync, context.sharded_axes) !=
-            context.groups.sharded)
+            context.groups.roles.sharded)
           refuse(fmt::format("parameter '{}', cut along axes that are sharded", parameter.name),
                  fmt::format("shards along {}, as of the other parameters",
-                             fmt::join(context.groups.sharded, ", ")),
+                             fmt::join(context.groups.roles.sharded, ", ")),
                  "Use bucketed() with stage 0 where parameters are cut along data axes");
   }
 
@@ -335,7 +209,7 @@ class ShardedLayout final : public FullySharded {
   }
 
   Handles handles_;
-  Members members_;
+  UnitMembers members_;
   std::vector<Claim> claims_;
   std::vector<Bucket> buckets_;
   std::vector<FlatShard*> frozen_flats_;  // of units, in an order that all ranks share
@@ -344,9 +218,10 @@ class ShardedLayout final : public FullySharded {
 
 }  // namespace
 
-std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root, const Named& named, const Handles& blocks,
-                                          const Mesh& mesh, FullyShardOptions options) {
-  return std::make_unique<ShardedLayout>(uses_of(root, blocks), named, mesh, options);
+std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root, const NamedTensors& named,
+                                          const Handles& blocks, const Mesh& mesh,
+                                          FullyShardOptions options) {
+  return std::make_unique<ShardedLayout>(unit_uses(root, blocks), named, mesh, options);
 }
 
 }  // namespace isograd

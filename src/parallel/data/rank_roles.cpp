@@ -1,0 +1,50 @@
+#include "parallel/data/rank_roles.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "base/refuse.hpp"
+
+namespace isograd {
+namespace {
+
+bool contains(const AxisSet& set, const AxisSet& part) {
+  return std::includes(set.begin(), set.end(), part.begin(), part.end());
+}
+
+}  // namespace
+
+AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked) {
+  if (const AxisSet others = without(asked, kDataAxes); !others.empty())
+    isograd::refuse("the axes that are sharded", fmt::format("{}", fmt::join(others, ", ")),
+                    fmt::format("some of {}", fmt::join(kDataAxes, ", ")), "Shard along data axes");
+  AxisSet result;
+  for (const std::string& axis : sync.summed) {
+    const AxisSet axes = grid.axes_of(axis);
+    const bool is_factor = axes != AxisSet{axis};
+    if (is_factor ? contains(kDataAxes, axes) : asked.contains(axis)) result.insert(axis);
+  }
+  return result;
+}
+
+RankRoles::RankRoles(const Grid& grid, const SyncAxes& sync, const AxisSet& asked, int rank)
+    : summed(sync.summed),
+      sharded(sharded_along(grid, sync, asked)),
+      replicate(without(sync.summed, sharded)),
+      copy_(grid.place(sync.copies, rank)),
+      copies_(grid.size(sync.copies)),
+      shard_(grid.place(sharded, rank)),
+      shards_(grid.size(sharded)),
+      first_of_its_shard_(grid.place(without(sync.copies, sharded), rank) == 0) {}
+
+Share RankRoles::share(std::int64_t numel, bool in_shards) const {
+  if (!in_shards || shards_ == 1)
+    return {.held = {0, numel}, .owned = owned_slice(numel, copy_, copies_), .sharded = {}};
+  const Range held = owned_slice(numel, shard_, shards_);
+  return {
+      .held = held, .owned = first_of_its_shard_ ? held : Range{held.begin, held.begin}, .sharded = sharded};
+}
+
+}  // namespace isograd

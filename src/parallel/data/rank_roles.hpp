@@ -1,0 +1,40 @@
+// A rank among those that a flat buffer concerns, by role, from the axes that its parameters have in common.
+// Integer arithmetic alone: what a layout makes groups of, and what can be said of one without any.
+#pragma once
+
+#include "isograd/placement.hpp"
+
+namespace isograd {
+
+// What of a flat buffer is a rank's, in elements.
+struct Share {
+  Range held;         // its values, master and state
+  Range owned;        // of these what the rank counts
+  AxisSet sharded{};  // where not held whole: the axes along which the other parts lie (Bucket::sharded)
+};
+
+// Along which of the axes `asked` such a parameter is sharded: those that it is summed along, and factors of
+// views of data axes (what is cut along one factor, experts along ep, shards along the other). ConfigError:
+// an axis that is no data axis.
+AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked);
+
+struct RankRoles {
+  // `asked`: axes along which ranks may keep shards, as sharded_along() takes them.
+  RankRoles(const Grid& grid, const SyncAxes& sync, const AxisSet& asked, int rank);
+
+  AxisSet summed;     // along which gradients add up
+  AxisSet sharded;    // along which each rank may keep a shard, a part of `summed`
+  AxisSet replicate;  // of `summed` those whose ranks keep the same shard
+
+  int shards() const { return shards_; }
+  // Of a buffer of `numel`. Held whole: a rank counts a slice over all copies. In shards: all of its shard or
+  // nothing.
+  Share share(std::int64_t numel, bool in_shards) const;
+
+ private:
+  int copy_, copies_;        // of the whole
+  int shard_, shards_;       // along `sharded`
+  bool first_of_its_shard_;  // among the ranks that keep the same one
+};
+
+}  // namespace isograd

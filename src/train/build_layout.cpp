@@ -1,0 +1,162 @@
+// A configuration's layout: the strategy that it names with the configured options, made on ranks or
+// foretold.
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "isograd/error.hpp"
+#include "train/build.hpp"
+#include "train/device.hpp"
+#include "train/memory.hpp"
+
+namespace isograd {
+namespace {
+
+// A strategy by its name: the one place where a name becomes options.
+struct Chosen {
+  bool naive = false;
+  DataParallelOptions options{};  // but for stage 3
+};
+
+// ConfigError: no such strategy, stage 3 of a model without units.
+Chosen chosen(const std::string& strategy, const ModelUnits* units, DataParallelOptions options) {
+  const auto names = strategy_names();
+  if (std::find(names.begin(), names.end(), strategy) == names.end())
+    throw ConfigError({.where = "parallel.strategy",
+                       .found = strategy,
+                       .expected = fmt::format("{}", fmt::join(names, ", ")),
+                       .action = "Choose one of them"});
+  options.stage = stage_of(strategy);
+  if (options.stage == 3 && !units)
+    throw ConfigError({.where = "zero3",
+                       .found = "a model without units",
+                       .expected = "VerifyModel::units, as verify_model() gives it",
+                       .action = "Make the model with verify_model(), or fill in its units"});
+  if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
+  return {.naive = strategy == "naive", .options = std::move(options)};
+}
+
+TrainableParameters trainable(const NamedTensors& parameters, const Layout::Named& placements) {
+  TrainableParameters result = trainable_parameters(parameters);
+  result.placements = placements;
+  return result;
+}
+
+FullyShardOptions with(FullyShardOptions options, const Layout::Named& placements) {
+  options.placements = placements;
+  return options;
+}
+
+bool shares_parameters(const RunConfig& config, const RanksOfRun& ranks) {
+  const std::string &asked = config.parallel.share_parameters, &strategy = config.parallel.strategy;
+  if (asked != "auto") return asked == "on";
+  return strategy != "naive" && strategy != "overlapped" && ranks.host_memory && device_kind(config) == "cpu";
+}
+
+DataParallelOptions whole_options(const RunConfig& config, bool share) {
+  const auto& parallel = config.parallel;
+  return {.sharded = sharded_axes(config),
+          .share_parameters = share,
+          .fp32_gradients = config.train.fp32_gradients,
+          .reduce_once = parallel.reduce_once,
+          .offload = parallel.offload,
+          .bucket_bytes = parallel.bucket_bytes,
+          .first_bucket_bytes = parallel.first_bucket_bytes,
+          .overlap = parallel.overlap};
+}
+
+FullyShardOptions sharded_options(const RunConfig& config, bool share) {
+  const auto& parallel = config.parallel;
+  return {.reshard_after_forward = parallel.reshard_after_forward,
+          .checkpoint = parallel.checkpoint_activations,
+          .reduce_once = parallel.reduce_once,
+          .fp32_gradients = config.train.fp32_gradients,
+          .sharded = sharded_axes(config),
+          .share_parameters = share,
+          .offload = parallel.offload,
+          .gather_limit_bytes = parallel.gather_limit_bytes,
+          .prefetch = parallel.prefetch};
+}
+
+}  // namespace
+
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options, const FullyShardOptions& sharded,
+                                            const Layout::Named& placements) {
+  const Chosen by = chosen(strategy, units, std::move(options));
+  if (by.options.stage == 3)
+    return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
+  return (by.naive ? naive : bucketed)(trainable(parameters, placements), mesh, by.options);
+}
+
+std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
+                                         const ModelUnits* units, const Grid& grid, int rank,
+                                         DataParallelOptions options, const FullyShardOptions& sharded,
+                                         const Layout::Named& placements) {
+  const Chosen by = chosen(strategy, units, std::move(options));
+  if (by.options.stage == 3)
+    return plan_fully_sharded(units->root, parameters, units->blocks, grid, rank, with(sharded, placements));
+  return (by.naive ? plan_naive : plan_bucketed)(trainable(parameters, placements), grid, rank, by.options);
+}
+
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
+                                          const ModelUnits& units, World& world,
+                                          const std::vector<std::string>& bucket_order, at::Device device) {
+  const bool share = shares_parameters(config, world.group);
+  DataParallelOptions options = whole_options(config, share);
+  options.order = bucket_order;
+  FullyShardOptions sharded = sharded_options(config, share);
+  sharded.initialize = units.initialize;
+  sharded.device = device;
+  return make_strategy(config.parallel.strategy, parameters, &units, Mesh(world, grid_of(config, world.size)),
+                       std::move(options), sharded);
+}
+
+std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
+                                       const ModelUnits& units, const RanksOfRun& ranks, int rank) {
+  const bool share = shares_parameters(config, ranks);
+  return plan_strategy(config.parallel.strategy, parameters, &units, grid_of(config, ranks.size), rank,
+                       whole_options(config, share), sharded_options(config, share));
+}
+
+std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
+  const std::string& strategy = config.parallel.strategy;
+  const int stage = stage_of(strategy);
+  const Grid grid = grid_of(config, ranks.size);
+  std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
+  if (stage > 0 && config.parallel.replicas > 1)
+    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
+  if (grid.size(kContextAxes) > 1) {
+    text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
+                        config.parallel.cp_ulysses);
+    if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
+  }
+  if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
+  if (ranks.size > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
+  if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));
+  if (config.parallel.offload) text += ", gradients and states in host memory";
+  return text;
+}
+
+DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks) {
+  const std::string& strategy = config.parallel.strategy;
+  const Grid grid = grid_of(config, ranks.size);
+  const AxisSet sharded = sharded_axes(config);
+  int states = 2;  // moments of AdamW
+  if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
+  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
+  const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
+  DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
+                        .stage = stage_of(strategy),
+                        .shards = grid.size(sharded),
+                        .replicas = grid.size(without(kDataAxes, sharded)),
+                        .share_parameters = ranks.size > 1 && shares_parameters(config, ranks),
+                        .reduce_once = config.parallel.reduce_once,
+                        .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
+  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
+  plan.numel = numel;
+  return plan;
+}
+
+}  // namespace isograd

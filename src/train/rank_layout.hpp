@@ -1,0 +1,69 @@
+// Where every parameter of a run lies, as one rank has it: from shapes and arithmetic alone.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "isograd/layout.hpp"
+#include "isograd/plan.hpp"
+#include "parallel/data/planned_bucket.hpp"
+#include "train/config.hpp"
+
+namespace isograd {
+
+// Elements that a rank owns.
+struct OwnedBy {
+  int rank = 0;
+  Range elements;
+};
+
+struct LaidBucket {
+  PlannedBucket planned;
+  Range held;                   // by the rank
+  AxisSet sharded{};            // along which the other parts lie
+  std::vector<OwnedBy> owners;  // of its elements, each once, ascending; among the ranks that hold copies
+  std::int64_t padding = 0;     // elements of no parameter
+};
+
+struct LaidParameter {
+  std::string name;
+  Placement placement;
+  SyncAxes sync;  // along which it is copied and summed
+  std::vector<std::int64_t> local_shape;
+  std::size_t bucket = 0;       // of RankLayout::buckets
+  Range held;                   // of the local tensor's elements, in their order
+  std::vector<OwnedBy> owners;  // of these, as those of a bucket
+  PersistentBytes kept;         // by the rank
+};
+
+struct RankLayout {
+  Grid grid;
+  int rank = 0;
+  std::vector<LaidParameter> parameters;  // trained ones, in the model's order
+  std::vector<LaidBucket> buckets;        // in the layout's order
+  PersistentBytes padding, total;         // kept by the rank; total: with the padding
+
+  std::int64_t numel() const;  // of the parameters
+};
+
+// Of what `parameters` names, each of the rank's local shape and on any device, in the buckets that
+// plan_strategy() gives. `bytes` of an element by what it is for, but for its gradient, whose type the bucket
+// says. `placements` of parameters that are not merely copied.
+RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> buckets, const Grid& grid,
+                   int rank, const ElementBytes& bytes, const Layout::Named& placements = {});
+
+// The layout of a run, and what people ask beside it.
+struct RunLayout {
+  RankLayout layout;
+  RunConfig config;
+  DataParallelPlan plan;    // whose formulas `train --memory` prints
+  std::string description;  // describe_layout()
+};
+// No weights, no ranks. ConfigError: ranks that the configured axes do not divide, a rank that is none of
+// them, whatever check() refuses but for devices that this machine does not have.
+RunLayout lay_out(const RunConfig& config, int ranks, int rank);
+
+std::string to_text(const RunLayout& run);  // lines of at most 100 columns
+std::string to_json(const RunLayout& run);  // docs/layout.md
+
+}  // namespace isograd
