@@ -271,10 +271,14 @@ TEST(Zero3, ABufferUsedTooEarlyIsNoticed) {
     run_ranks(3, [&](World& world) {
       const Mesh mesh(world.group);
       const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
-      ShardContext context{.mesh = mesh, .groups = RoleGroups(mesh, copied, kShardedAxes)};
+      ShardContext context{
+          .mesh = mesh, .groups = RoleGroups(mesh, copied, kShardedAxes), .sharded_axes = kShardedAxes};
       std::vector<NamedParameter> parameters;
       for (const char* name : {"a", "b"})
-        parameters.push_back({.name = name, .tensor = at::zeros({96}, at::kDouble).requires_grad_()});
+        parameters.push_back({.name = name,
+                              .tensor = at::zeros({96}, at::kDouble).requires_grad_(),
+                              .decays = true,
+                              .sync = copied});
       std::vector<std::unique_ptr<FlatShard>> flats;
       for (std::size_t i = 0; i < 2; ++i) {
         BucketPlan plan = plan_buckets({parameters[i]}, 1 << 20).at(0);
