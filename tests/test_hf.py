@@ -19,10 +19,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 VOCABULARY, FRAGMENTS, LENGTH = 97, 3, 40
 
-# Both sides compute in fp32 and add in different orders. The logits pass through some 20 products and sums of up
-# to 100 terms; each rounds at 6e-8 of its size: well below 1e-5 of the logits' root mean square.
-TOLERANCE = 1e-5
-
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
              initializer_range=0.2)
@@ -101,6 +97,14 @@ def distance(ours, theirs):
     return ((ours.double() - theirs.double()).abs().max() / theirs.double().square().mean().sqrt()).item()
 
 
+def allowed(theirs, folder, directory):
+    """Both compute in fp32 and add in different orders, which costs more on a processor of narrow registers: ours may be
+    off from the logits in fp64 (which are theirs in fp64 to 1e-13, below) by four times what transformers is."""
+    rounding = distance(theirs.detach(), ours(folder, directory, "logits", "float64")["logits"])
+    assert 0 < rounding < 1e-4  # else the files hold other weights, and this says nothing
+    return 5 * rounding
+
+
 def ours(folder, directory, verb="logits", *dtype):
     done = probe(verb, directory, folder / "tokens.safetensors", folder / "out.safetensors", *dtype)
     assert done.returncode == 0, done.stderr
@@ -114,7 +118,7 @@ def test_logits_and_gradients_of_what_transformers_wrote(case, tmp_path):
     tokens = tokens_for(tmp_path)
     found = ours(tmp_path, tmp_path / "model", "loss")
     out = model(tokens, labels=tokens)
-    assert distance(found["logits"], out.logits.detach()) < TOLERANCE
+    assert distance(found["logits"], out.logits.detach()) < allowed(out.logits, tmp_path, tmp_path / "model")
     assert abs(found["loss"].item() - out.loss.item()) < 1e-5 * abs(out.loss.item())
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -136,7 +140,7 @@ def test_transformers_loads_what_we_wrote(case, tmp_path):
     tokens = tokens_for(tmp_path)
     with torch.no_grad():
         theirs = model.eval()(tokens).logits
-    assert distance(ours(tmp_path, tmp_path / "model")["logits"], theirs) < TOLERANCE
+    assert distance(ours(tmp_path, tmp_path / "model")["logits"], theirs) < allowed(theirs, tmp_path, tmp_path / "model")
 
 
 # As many roundings as in fp32, whose gradients lie within 2e-5 above, each smaller by the ratio of the units.
@@ -286,7 +290,8 @@ def test_shards_are_read(tmp_path):
     assert (tmp_path / "model/model.safetensors.index.json").exists()
     tokens = tokens_for(tmp_path)
     with torch.no_grad():
-        assert distance(ours(tmp_path, tmp_path / "model")["logits"], model(tokens).logits) < TOLERANCE
+        theirs = model(tokens).logits
+    assert distance(ours(tmp_path, tmp_path / "model")["logits"], theirs) < allowed(theirs, tmp_path, tmp_path / "model")
 
 
 def test_the_comparison_can_fail(tmp_path):
@@ -295,14 +300,15 @@ def test_the_comparison_can_fail(tmp_path):
     tokens = tokens_for(tmp_path)
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
+        bound = allowed(model(tokens).logits, tmp_path, tmp_path / "model")
         model.model.layers[1].input_layernorm.weight[0] *= 1.01
-        assert distance(ours(tmp_path, tmp_path / "model")["logits"], model(tokens).logits) > TOLERANCE
+        assert distance(ours(tmp_path, tmp_path / "model")["logits"], model(tokens).logits) > bound
     config = json.loads((tmp_path / "model/config.json").read_text())
     config["rope_parameters"]["rope_theta"] *= 1.01
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[0] /= 1.01
-        assert distance(ours(tmp_path, tmp_path / "model")["logits"], model(tokens).logits) > TOLERANCE
+        assert distance(ours(tmp_path, tmp_path / "model")["logits"], model(tokens).logits) > bound
 
 
 @pytest.mark.parametrize("key, value", [("hidden_act", "gelu"), ("attention_dropout", 0.1),
