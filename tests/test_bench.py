@@ -88,6 +88,24 @@ def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wr
     assert "NOT COMPARABLE" in result.stdout
 
 
+def test_a_model_that_ranks_hold_together_is_compared_with_parallelize_module(tmp_path):
+    """One batch for all five sides, equal losses and norms over several optimizer steps."""
+    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "tensor.json", of="tensor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "tensor.json").read_text())
+    assert len(records) == 8 and {record["peer_name"] for record in records} == {
+        "isograd, one rank", "PyTorch tensor parallel over Gloo", "one PyTorch process"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "tensor" and record["unit"] == "ms"
+        check_ratio(record)
+    python = broken_peer(tmp_path, "llama_step.py", 'lr=c["learning_rate"]',
+                         'lr=c["learning_rate"] * (2 if mode == "tp" else 1)')
+    result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of="tensor")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NOT COMPARABLE: PyTorch tensor parallel over Gloo" in result.stdout
+
+
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
     result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "optim.json", of="optim")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -58,11 +58,10 @@ class Block(nn.Module):
         })
 
     def forward(self, x, cos, sin):
-        b, t, _ = x.shape
         y, attn = self.input_layernorm(x), self.self_attn
-        q = attn["q_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
-        k = attn["k_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
-        v = attn["v_proj"](y).view(b, t, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (attn[f"{name}_proj"](y) for name in "qkv")
+        b, t, _ = q.shape  # all tokens, also where x has this rank's
+        q, k, v = (z.view(b, t, -1, self.head_dim).transpose(1, 2) for z in (q, k, v))
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         y = self.attend(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
         x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))

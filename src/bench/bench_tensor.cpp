@@ -16,8 +16,10 @@ namespace {
 struct Size {
   std::string name, step_case;
 };
-const std::vector<Size> kSizes = {
-    {"communication", "tensor-64"}, {"middle", "tensor-512"}, {"compute", "tensor-2048"}, {"tiny", "tiny"}};
+const std::vector<Size> kSizes = {{"communication", "tensor-64"},
+                                  {"middle", "tensor-512"},
+                                  {"compute", "tensor-2048"},
+                                  {"tiny", "tensor-tiny"}};
 
 // Ours first: cut tokens, whole ones, one rank; then PyTorch's ranks and its one process.
 constexpr std::size_t kOurs = 3;

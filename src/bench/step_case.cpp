@@ -56,7 +56,8 @@ const std::vector<StepCase>& step_cases() {
       {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
       // Attention and products over many tokens; few parameters.
       {"compute", shape(256, 4, 4, 4, 64, 704, false), 1, 2048, 1},
-      // One batch for all ranks, of tensor parallelism.
+      // One batch for all ranks, of tensor parallelism; untied, for PyTorch's parts what is tied in two.
+      {"tensor-tiny", shape(64, 2, 4, 2, 16, 128, false), 2, 32, 3, false},
       {"tensor-64", shape(512, 6, 8, 8, 64, 1408, false), 1, 64, 10, false},
       {"tensor-512", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2, false},
       {"tensor-2048", shape(512, 4, 8, 8, 64, 1408, false), 1, 2048, 1, false},
