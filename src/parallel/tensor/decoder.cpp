@@ -22,7 +22,8 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid, int ranks) 
     return KeyHeads::kWhole;
   // The ranks of a key head's copies are those whose query heads read it: neighbours along tp.
   for (int rank = 0; rank < grid.ranks(); ++rank)
-    if (grid.place({kHeads}, rank) != grid.place({kAxis}, rank) / grid.size({kCopies}))
+    if (grid.place({kAxis}, rank) !=
+        grid.place({kHeads}, rank) * grid.size({kCopies}) + grid.place({kCopies}, rank))
       return KeyHeads::kWhole;
   return KeyHeads::kCutWithCopies;
 }
