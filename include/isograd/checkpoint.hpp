@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/layout.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/tensor_stream.hpp"
 #include "isograd/text_data.hpp"
 
 namespace isograd {
@@ -55,11 +57,14 @@ std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, cons
 struct SaveOptions {
   std::filesystem::path root;  // folder of checkpoints
   std::int64_t keep = 2;       // the newest that stay; older ones go once the new one is complete
+  // Of a model whose parameters are cut over ranks; null: every rank, or its shards, have them whole.
+  const Layout* placed = nullptr;
 };
 
-// Writes config.json, model.safetensors and what else belongs to the model into a folder. Called on rank 0,
-// while the model is whole.
-using WriteModel = std::function<void(const std::filesystem::path& directory)>;
+// Writes config.json, model.safetensors and what else belongs to the model into a folder. Called on rank 0.
+// `weights`: the trained parameters, in the model's order, of which no two buckets are whole at a time; the
+// model's own tensors can be read unless the layout shards them.
+using WriteModel = std::function<void(const std::filesystem::path& directory, const TensorStream& weights)>;
 
 // Collective: rank 0 writes a hidden sibling, fsyncs every file, renames it, fsyncs the folder; the others
 // wait. An error of rank 0 (a full disk, ...) is thrown on every rank and leaves earlier checkpoints whole.
@@ -77,9 +82,10 @@ std::filesystem::path save_checkpoint(const SaveOptions& options, const Training
 TrainingState open_checkpoint(const std::filesystem::path& directory);
 
 // The model is read (a language model with read_hf(directory, dtype)) and given to a layout; then this fills
-// in the optimizer's state and the masters. ConfigError on missing, unexpected or misshapen tensors.
+// in the optimizer's state and the masters. `placed` as in SaveOptions, of this run's mesh, whatever the mesh
+// was that saved. ConfigError on missing, unexpected or misshapen tensors.
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
-                       DataParallel& layout, Optimizer& optimizer);
+                       DataParallel& layout, Optimizer& optimizer, const Layout* placed = nullptr);
 
 // The tokenizer kept with a checkpoint. ConfigError for a model trained on foreign shards.
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const std::filesystem::path& directory,

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
+#include "isograd/tensor_stream.hpp"
 #include "isograd/token_losses.hpp"
 
 namespace isograd {
@@ -138,6 +139,9 @@ class DecoderLM : public torch::nn::Module {
 // missing and unexpected tensors, and weights that are not finite.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
+// The same of tensors that come one after another, with the model's names.
+void write_hf(const std::filesystem::path& directory, const DecoderConfig& config,
+              const TensorStream& weights);
 std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
 
 struct SampleOptions {

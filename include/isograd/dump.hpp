@@ -42,7 +42,7 @@ struct StepDump {
   std::vector<std::vector<double>> amounts{};
   std::string counted{};
   std::vector<Axis> axes;  // {"dp_shard", 4}, ..., outermost first
-  std::string precision;                          // "fp64", "fp32", "bf16"
+  std::string precision;   // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // of the loss, each by itself, without its weight
   // Figures and terms that were recorded and are no number, by their keys in step.json ("loss", "norm",
@@ -67,6 +67,14 @@ struct StepDump {
     double bytes_moved = std::numeric_limits<double>::quiet_NaN();  // to make the step
   };
   std::vector<RankView> ranks;
+
+  // Of parameters whose copies differ between ranks that see the same batch: their sum over these ranks, and
+  // the axes that they lie along. Not written to files.
+  struct PeerSum {
+    std::string name, axes;
+    at::Tensor sum;
+  };
+  std::vector<PeerSum> peer_sums{};
 
   // [rank][micro-batch] the part of `gradients` that its tokens made, so that all of them add up to it. With
   // it, wrong weights can be told where the step cannot be made again. Empty where there are no tokens.

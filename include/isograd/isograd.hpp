@@ -30,6 +30,7 @@
 #include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
+#include "isograd/tensor_stream.hpp"
 #include "isograd/text_data.hpp"
 #include "isograd/token_losses.hpp"
 #include "isograd/trainer.hpp"

@@ -84,6 +84,9 @@ CutRule summed_along(std::string name, AxisSet axes = {"tp"});
 Layout cut(const std::vector<std::pair<std::string, at::Tensor>>& named, const Mesh& mesh,
            const std::vector<CutRule>& rules);
 Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules);
+// The placements that it declares, from shapes alone: `named` is whole. Pure; the same errors.
+Layout::Named cut_placements(const std::vector<std::pair<std::string, at::Tensor>>& named, const Grid& grid,
+                             const std::vector<CutRule>& rules);
 
 // Which of a vocabulary this rank's rows of `name` are, an embedding or output matrix [V, H] cut along its
 // rows: for embedding_part() and the losses of token_losses.hpp.
@@ -113,6 +116,12 @@ struct TensorParallelOptions {
 // layout is made. Without an axis tp, or with one rank along it, nothing is done but the layout. ConfigError:
 // more ranks than query heads.
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options = {});
+// The placements that it declares, while the model is whole. Pure; the same errors.
+Layout::Named decoder_placements(DecoderLM& model, const Grid& grid,
+                                 const TensorParallelOptions& options = {});
+// The grid with the view `tp_heads` x `tp_copies` of tp, where several ranks' query heads read each key head:
+// tp is a multiple of the key heads and divides the query heads. Otherwise as it is.
+Grid with_key_head_view(const Grid& grid, const DecoderConfig& config);
 
 // What `ranks` ranks along tp send one another, all together, for one micro-batch's forward and backward with
 // activations of `bytes` each: 4 (2 layers + 1) (ranks - 1) tokens · hidden · bytes at the seams, cut tokens

@@ -18,6 +18,7 @@ namespace isograd {
 struct RunConfig;  // src/train/config.hpp
 class Task;        // src/train/task.hpp: the data and the family of models that the run is about
 class TaskModel;
+class Layout;
 
 // One step as seen from outside. The same on all ranks, except `seconds`.
 struct StepEvent {
@@ -35,8 +36,8 @@ struct StepEvent {
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.
 struct Evaluation {
   std::int64_t step = 0;
-  double loss = 0;                    // in the task's unit: nats per token, ...
-  std::int64_t targets = 0;           // 0: nothing is held out, there are figures alone
+  double loss = 0;                   // in the task's unit: nats per token, ...
+  std::int64_t targets = 0;          // 0: nothing is held out, there are figures alone
   std::vector<TermValue> figures{};  // what else the task measures of the model
 };
 
@@ -55,6 +56,7 @@ struct FinishedRun {
   World& world;
   const Task& task;
   TaskModel& model;
+  const Layout* placed;  // where ranks hold the model together, what of it is whose; null: whole
 };
 
 // What a check may look at after a step's update. The model is whole while whole_parameters() of the layout

@@ -149,6 +149,7 @@ struct VerifyProblem {
   struct Living {
     DataParallel* layout;
     ForwardLossTerms forward;
+    const Layout* placed = nullptr;  // of a model that ranks hold together
   };
   std::optional<Living> living{};
   // Where ranks along some axes hold the same batch: those of it see different data along the data axes

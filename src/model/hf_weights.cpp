@@ -151,17 +151,19 @@ std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dty
   return model;
 }
 
-void write_hf(const fs::path& directory, DecoderLM& model) {
+void write_hf(const fs::path& directory, const DecoderConfig& config, const TensorStream& weights) {
   std::error_code problem;
   fs::create_directories(directory, problem);
   if (problem || !fs::is_directory(directory))
     bad(directory, "", problem ? problem.message() : "no folder", "a folder that can be made");
   if (fs::exists(directory / kIndex))
     bad(directory, "", std::string(kIndex) + " of another model", "a folder without it");
-  const auto parameters = model.named();
-  write_safetensors(directory / kWhole, parameters);
-  write_file(directory / "config.json",
-             hf_config_text(model.config(), parameters.front().second.scalar_type()));
+  write_safetensors(directory / kWhole, weights);
+  write_file(directory / "config.json", hf_config_text(config, weights.entries.front().dtype));
+}
+
+void write_hf(const fs::path& directory, DecoderLM& model) {
+  write_hf(directory, model.config(), stream_of(model.named()));
 }
 
 }  // namespace isograd

@@ -200,12 +200,10 @@ class Reader {
                      .action = "Write tensors that the safetensors format can hold"});
 }
 
-const Dtype& dtype_of(const std::filesystem::path& path, const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided)
-    cannot_write(path, name, "no dense tensor", "a dense tensor");
+const Dtype& dtype_of(const std::filesystem::path& path, const TensorStream::Entry& entry) {
   for (const Dtype& dtype : kDtypes)
-    if (dtype.type == tensor.scalar_type() && (dtype.packed == 1 || tensor.dim() > 0)) return dtype;
-  cannot_write(path, name, c10::toString(tensor.scalar_type()), "a dtype of the format");
+    if (dtype.type == entry.dtype && (dtype.packed == 1 || !entry.shape.empty())) return dtype;
+  cannot_write(path, entry.name, c10::toString(entry.dtype), "a dtype of the format");
 }
 
 }  // namespace
@@ -214,30 +212,46 @@ std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& 
   return Reader(path).read(metadata);
 }
 
-void write_safetensors(const std::filesystem::path& path,
-                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
-                       const Metadata& metadata) {
-  std::vector<const std::pair<std::string, at::Tensor>*> order;
-  for (const auto& tensor : tensors) order.push_back(&tensor);
-  std::stable_sort(order.begin(), order.end(), [&](const auto* a, const auto* b) {
-    return dtype_of(path, a->first, a->second).bits > dtype_of(path, b->first, b->second).bits;
-  });
+TensorStream stream_of(NamedTensors tensors) {
+  const auto bytes = [](const auto& named) {
+    return named.second.defined() ? named.second.element_size() : 0;
+  };
+  std::stable_sort(tensors.begin(), tensors.end(),
+                   [&](const auto& a, const auto& b) { return bytes(a) > bytes(b); });
+  TensorStream stream;
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.defined() || tensor.layout() != at::kStrided)
+      cannot_write("a file of tensors", name, "no dense tensor", "a dense tensor");
+    stream.entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  }
+  stream.each = [tensors = std::move(tensors)](const TensorStream::Take& take) {
+    for (const auto& [name, tensor] : tensors) take(tensor);
+  };
+  return stream;
+}
 
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const Metadata& metadata) {
+  write_safetensors(path, stream_of(tensors), metadata);
+}
+
+void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
+                       const Metadata& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
   std::uint64_t offset = 0;
   std::set<std::string> names{kMetadataKey};
-  for (const auto* item : order) {
-    const auto& [name, tensor] = *item;
-    if (!names.insert(name).second)
-      cannot_write(path, name, "this name twice, or reserved", "a name of its own");
-    const Dtype& dtype = dtype_of(path, name, tensor);
-    std::vector<std::int64_t> shape = tensor.sizes().vec();
+  for (const TensorStream::Entry& entry : tensors.entries) {
+    if (!names.insert(entry.name).second)
+      cannot_write(path, entry.name, "this name twice, or reserved", "a name of its own");
+    const Dtype& dtype = dtype_of(path, entry);
+    std::vector<std::int64_t> shape = entry.shape;
     if (dtype.packed > 1) shape.back() *= dtype.packed;
-    const std::uint64_t end = offset + static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size();
+    const auto numel = static_cast<std::uint64_t>(c10::multiply_integers(entry.shape));
+    const std::uint64_t end = offset + numel * c10::elementSize(entry.dtype);
     // Its names differ, so none needs to be looked for among those before it.
     header.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(
-        name,
+        entry.name,
         nlohmann::ordered_json{{"dtype", dtype.name}, {"shape", shape}, {"data_offsets", {offset, end}}});
     offset = end;
   }
@@ -253,10 +267,15 @@ void write_safetensors(const std::filesystem::path& path,
   const std::uint64_t length = text.size();
   file.write(&length, sizeof length);
   file.write(text);
-  for (const auto* item : order) {
-    const at::Tensor dense = item->second.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+  std::size_t written = 0;
+  tensors.each([&](const at::Tensor& tensor) {
+    const TensorStream::Entry& entry = tensors.entries.at(written++);
+    ISOGRAD_INVARIANT(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
+                      fmt::format("'{}' is not what its entry says", entry.name));
+    const at::Tensor dense = tensor.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
     file.write(dense.const_data_ptr(), dense.nbytes());
-  }
+  });
+  ISOGRAD_INVARIANT(written == tensors.entries.size(), "fewer tensors than entries");
   file.commit();
 }
 

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "isograd/tensor_stream.hpp"
+
 namespace isograd {
 
 using Metadata = std::map<std::string, std::string>;
@@ -23,8 +25,10 @@ std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& 
 // Whole or not at all. Tensors of larger elements come first (all stay aligned), otherwise in the given
 // order. Contiguous CPU tensors are written from where they are. ConfigError: a name twice, a dtype that the
 // format does not have, a full disk.
-void write_safetensors(const std::filesystem::path& path,
-                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const Metadata& metadata = {{"format", "pt"}});
+// The same of tensors that come one after another, in their order.
+void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 
 }  // namespace isograd

@@ -1,16 +1,15 @@
 // The axes of a configuration: which ranks see which samples, which parts of them, and where shards lie.
+#include <fmt/format.h>
+
 #include "isograd/error.hpp"
 #include "train/config.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
+namespace {
 
-int stage_of(const std::string& strategy) {
-  if (strategy == "zero1") return 1;
-  if (strategy == "zero3") return 3;
-  return strategy == "zero2" ? 2 : 0;
-}
-
-Grid grid_of(const RunConfig& config, int ranks) {
+// Of ranks that see different tokens.
+Grid data_grid_of(const RunConfig& config, int ranks) {
   const auto& parallel = config.parallel;
   DataAxes sizes{.dp_replicate = static_cast<int>(parallel.replicas),
                  .cp_ring = static_cast<int>(parallel.cp_ring),
@@ -19,6 +18,34 @@ Grid grid_of(const RunConfig& config, int ranks) {
   if (stage_of(parallel.strategy) > 0) return grid;
   sizes.dp_replicate = grid.size(kSampleAxes);  // each keeps everything
   return data_grid(ranks, sizes);
+}
+
+}  // namespace
+
+int stage_of(const std::string& strategy) {
+  if (strategy == "zero1") return 1;
+  if (strategy == "zero3") return 3;
+  return strategy == "zero2" ? 2 : 0;
+}
+
+Grid grid_of(const RunConfig& config, int ranks) {
+  const auto together = static_cast<int>(config.parallel.tp);
+  if (together == 1) return data_grid_of(config, ranks);
+  if (ranks % together != 0)
+    throw ConfigError({.where = "parallel.tp",
+                       .found = fmt::format("{} for {} ranks", together, ranks),
+                       .expected = "a size that divides the ranks",
+                       .action = "Change parallel.tp or the ranks"});
+  std::vector<Axis> axes = data_grid_of(config, ranks / together).axes();
+  axes.push_back({"tp", together});  // neighbours
+  const Grid grid(axes, ranks);
+  const TaskKind& kind = kind_of(config);
+  if (!kind.view)
+    throw ConfigError({.where = "parallel.tp",
+                       .found = fmt::format("{} with model.kind = \"{}\"", together, kind.name),
+                       .expected = "1: only a decoder's matrices are cut over ranks yet",
+                       .action = "Leave parallel.tp out"});
+  return kind.view(config, grid);
 }
 
 AxisSet sharded_axes(const RunConfig& config) {

@@ -120,6 +120,10 @@ at::ScalarType scalar_type(const std::string& dtype) {
                      .action = "Choose one of them"});
 }
 
+DecoderConfig configured_shape(const RunConfig& config) {
+  return config.model.load.empty() ? config.model.shape : read_hf_config(config.model.load);
+}
+
 ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
   ModelUnits units{.root = UnitHandle([&model] {
                      std::vector<at::Tensor> all;

@@ -36,7 +36,8 @@ std::vector<std::string> default_corpus();
 // are opened as they are. ConfigError on every rank when rank 0 finds the corpus unusable.
 Corpus open_corpus(const RunConfig& config, Group& group);
 
-at::ScalarType scalar_type(const std::string& dtype);  // of train.dtype
+at::ScalarType scalar_type(const std::string& dtype);     // of train.dtype
+DecoderConfig configured_shape(const RunConfig& config);  // of model.load, or of [model]
 
 // The model as units for layouts that shard parameters; plain calls in all others. Keeps a reference.
 ModelUnits model_units(DecoderLM& model, const RunConfig& config);
@@ -80,16 +81,20 @@ std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const Name
                                          DataParallelOptions options, const FullyShardOptions& sharded = {},
                                          const Layout::Named& placements = {});
 
-// parallel.strategy with the configured options. `bucket_order`: of the run that this
-// one continues (DataParallelOptions::order). `device`: where parameters without values come to be; others
-// stay where they are. Collective.
+// parallel.strategy with the configured options, on a mesh of grid_of(). `placed`: of a model that ranks hold
+// together (TaskModel::cut()); null: copies on every rank. `bucket_order`: of the run that this one continues
+// (DataParallelOptions::order). `device`: where parameters without values come to be; others stay where they
+// are. Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
-                                          const ModelUnits& units, World& world,
+                                          const ModelUnits& units, const Mesh& mesh,
+                                          const Layout* placed = nullptr,
                                           const std::vector<std::string>& bucket_order = {},
                                           at::Device device = at::kCPU);
-// The buckets that it will make on `rank`, without weights or other ranks. Pure.
+// The buckets that it will make on `rank`, without weights or other ranks: of parameters of the rank's local
+// shapes. Pure.
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
-                                       const ModelUnits& units, const RanksOfRun& ranks, int rank);
+                                       const ModelUnits& units, const RanksOfRun& ranks, int rank,
+                                       const Layout::Named& placements = {});
 // For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.

@@ -78,6 +78,17 @@ FullyShardOptions sharded_options(const RunConfig& config, bool share) {
           .prefetch = parallel.prefetch};
 }
 
+using Initialize = std::function<void(const std::string& name, at::Tensor& values)>;
+
+// One parameter at a time is whole, so that its values are those of every other layout.
+Initialize local_part_of(Initialize initialize, const Layout& placed) {
+  return [initialize = std::move(initialize), placed](const std::string& name, at::Tensor& values) {
+    at::Tensor whole = at::zeros(placed.parameter(name).placement.whole_shape, values.options());
+    initialize(name, whole);
+    values.copy_(placed.local(name, whole));
+  };
+}
+
 }  // namespace
 
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
@@ -101,23 +112,25 @@ std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const Name
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
-                                          const ModelUnits& units, World& world,
+                                          const ModelUnits& units, const Mesh& mesh, const Layout* placed,
                                           const std::vector<std::string>& bucket_order, at::Device device) {
-  const bool share = shares_parameters(config, world.group);
+  const bool share = shares_parameters(config, mesh.all());
   DataParallelOptions options = whole_options(config, share);
   options.order = bucket_order;
   FullyShardOptions sharded = sharded_options(config, share);
   sharded.initialize = units.initialize;
+  if (placed && units.initialize) sharded.initialize = local_part_of(units.initialize, *placed);
   sharded.device = device;
-  return make_strategy(config.parallel.strategy, parameters, &units, Mesh(world, grid_of(config, world.size)),
-                       std::move(options), sharded);
+  return make_strategy(config.parallel.strategy, parameters, &units, mesh, std::move(options), sharded,
+                       placed ? placed->placements() : Layout::Named{});
 }
 
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
-                                       const ModelUnits& units, const RanksOfRun& ranks, int rank) {
+                                       const ModelUnits& units, const RanksOfRun& ranks, int rank,
+                                       const Layout::Named& placements) {
   const bool share = shares_parameters(config, ranks);
   return plan_strategy(config.parallel.strategy, parameters, &units, grid_of(config, ranks.size), rank,
-                       whole_options(config, share), sharded_options(config, share));
+                       whole_options(config, share), sharded_options(config, share), placements);
 }
 
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
@@ -132,8 +145,11 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
                         config.parallel.cp_ulysses);
     if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
   }
+  if (const std::int64_t tp = config.parallel.tp; tp > 1)
+    text += fmt::format(", matrices cut over {}{}", tp,
+                        config.parallel.sequence_parallel ? " (tokens too, between them)" : "");
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
-  if (ranks.size > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
+  if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));
   if (config.parallel.offload) text += ", gradients and states in host memory";
   return text;
@@ -151,7 +167,7 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Ra
                         .stage = stage_of(strategy),
                         .shards = grid.size(sharded),
                         .replicas = grid.size(without(kDataAxes, sharded)),
-                        .share_parameters = ranks.size > 1 && shares_parameters(config, ranks),
+                        .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
                         .reduce_once = config.parallel.reduce_once,
                         .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
   if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;

@@ -1,5 +1,6 @@
 #include "isograd/checkpoint.hpp"
 
+#include <exception>
 #include <map>
 
 #include "base/files.hpp"
@@ -9,6 +10,7 @@
 #include "train/checkpoint_files.hpp"
 #include "train/checkpoint_state.hpp"
 #include "train/rank_zero.hpp"
+#include "train/whole_tensors.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -55,23 +57,6 @@ std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& 
   return places;
 }
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-// Whole, on rank 0; nothing on the others. Collective.
-Named optimizer_tensors(DataParallel& layout, Optimizer& optimizer) {
-  OptimizerState state = sharded_state(layout, optimizer);
-  for (auto& [key, flats] : state)
-    for (std::size_t b = 0; b < flats.size(); ++b)
-      if (flats[b].defined()) {
-        const at::Tensor whole = layout.gather_whole(layout.buckets()[b], flats[b]);
-        flats[b] = layout.mesh().rank() == 0 ? whole : at::Tensor();
-      }
-  Named named;
-  for (const auto& [name, place] : places(layout, state))
-    named.emplace_back(name, slot_view(place.flat, place.slot));
-  return named;
-}
-
 }  // namespace
 
 fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
@@ -79,16 +64,27 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   const fs::path directory = checkpoint_path(options.root, state.step);
   TrainingState whole_state = state;
   whole_state.missed_updates = optimizer.missed_updates();
-  const Named tensors = optimizer_tensors(layout, optimizer);
-  const auto whole = layout.whole_parameters();  // rank 0 writes the model's own tensors
+  OptimizerState parameters;
+  for (const Bucket& bucket : layout.buckets()) parameters[""].push_back(bucket.parameters);
+  WholeTensors weights(layout, std::move(parameters), options.placed);
+  WholeTensors states(layout, sharded_state(layout, optimizer), options.placed);
   Group all = layout.mesh().all();
+  if (all.rank() != 0) weights.drain(), states.drain();
   on_rank_zero(all, [&] {
-    publish_directory(directory, [&](const fs::path& folder) {
-      write_model(folder);
-      write_safetensors(folder / kOptimizerFile, tensors);
-      write_file(folder / kStateFile, to_json(whole_state));
-    });
-    prune_checkpoints(options.root, state.step, options.keep);
+    std::exception_ptr problem;
+    try {
+      publish_directory(directory, [&](const fs::path& folder) {
+        write_model(folder, weights.stream());
+        weights.drain();
+        write_safetensors(folder / kOptimizerFile, states.stream());
+        write_file(folder / kStateFile, to_json(whole_state));
+      });
+      prune_checkpoints(options.root, state.step, options.keep);
+    } catch (...) {
+      problem = std::current_exception();
+    }
+    weights.drain(), states.drain();  // the other ranks take part to the end, whatever happens to the files
+    if (problem) std::rethrow_exception(problem);
   });
   return directory;
 }
@@ -100,7 +96,7 @@ TrainingState open_checkpoint(const fs::path& directory) {
 }
 
 void restore_optimizer(const fs::path& directory, const TrainingState& state, DataParallel& layout,
-                       Optimizer& optimizer) {
+                       Optimizer& optimizer, const Layout* placed) {
   const fs::path path = directory / kOptimizerFile;
   const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
     throw ConfigError(
@@ -115,13 +111,15 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
     if (!wanted.contains(name)) bad(name, "a tensor that this run has no place for", "none");
   for (const auto& [name, place] : wanted) {
     const auto& [bucket, slot, flat] = place;
-    const std::string expected = described(flat.scalar_type(), slot.shape);
+    const std::vector<std::int64_t>& shape =
+        placed ? placed->parameter(slot.name).placement.whole_shape : slot.shape;
+    const std::string expected = described(flat.scalar_type(), shape);
     const auto found = saved.find(name);
     if (found == saved.end()) bad(name, "no such tensor", expected);
     const at::Tensor& source = found->second;
-    if (source.sizes() != slot.shape || source.scalar_type() != flat.scalar_type())
+    if (source.sizes() != at::IntArrayRef(shape) || source.scalar_type() != flat.scalar_type())
       bad(name, described(source.scalar_type(), source.sizes()), expected);
-    write_slot(flat, bucket.held, slot, source);
+    write_slot(flat, bucket.held, slot, placed ? placed->local(slot.name, source) : source);
   }
   optimizer.set_updates(state.updates);
   optimizer.set_missed_updates(state.missed_updates);

@@ -99,6 +99,8 @@ struct RunConfig {
     std::string strategy = "bucketed";  // one of strategy_names()
     std::int64_t replicas = 1;          // of a sharded strategy
     std::int64_t cp_ring = 1, cp_ulysses = 1;
+    std::int64_t tp = 1;
+    bool sequence_parallel = true;
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;
@@ -143,8 +145,9 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
 int stage_of(const std::string& strategy);  // of ZeRO
-// dp_replicate x dp_shard x cp_ring x cp_ulysses; without shards all that have different samples are replicas.
-// ConfigError unless the configured sizes divide the ranks.
+// dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp where there are several ranks along it; without
+// shards all that have different samples are replicas. ConfigError unless the configured sizes divide the
+// ranks.
 Grid grid_of(const RunConfig& config, int ranks);
 // Along which parameters are sharded, or gradients summed at once; replicas along the other data axes.
 AxisSet sharded_axes(const RunConfig& config);

@@ -17,7 +17,7 @@ void check(const RunConfig& config, int ranks) {
 void check_but_devices(const RunConfig& config, int ranks) {
   if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
   const Grid grid = grid_of(config, ranks);
-  const int sharing = grid.size(kContextAxes), dealt = grid.size(kSampleAxes);
+  const int dealt = grid.size(kSampleAxes), sharing = ranks / dealt;
   const TaskKind& kind = kind_of(config);
   if (kind.check_ranks) kind.check_ranks(config, ranks);
   const std::int64_t batch = kind.samples_per_step(config);

@@ -129,6 +129,16 @@ std::vector<ConfigKey> common_keys() {
       KEY("parallel.cp_ulysses", parallel.cp_ulysses, "", at_least(1, 1e6),
           "Ranks that share each micro-batch and exchange tokens for heads. Must divide `model.heads`, and "
           "`model.key_value_heads` or be a multiple of it."),
+      KEY("parallel.tp", parallel.tp, "", at_least(1, 1e6),
+          "Ranks that hold the matrices of one model together and see the same packs: heads, features and "
+          "the "
+          "vocabulary are dealt to them. At most `model.heads`; times the other axes it must divide the "
+          "ranks "
+          "(`docs/tensor-parallelism.md`)."),
+      KEY("parallel.sequence_parallel", parallel.sequence_parallel, "", any(),
+          "With `parallel.tp`: between the matrix products each of these ranks has some of the tokens, so "
+          "that "
+          "norms and residuals are computed once and kept once. Off: each has all of them."),
       KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
           one_of({"all", "ulysses_only", "ring_only", "none"}),
           "Over which of these ranks a sharded strategy spreads its shards, besides those with other packs; "

@@ -50,8 +50,7 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   const auto add = [&](bool unused, UnusedKeys keys) {
     if (unused) rules.push_back(std::move(keys));
   };
-  add(config.data.shards.empty(),
-      {"data.end_of_text", "data.shards is empty, and text has its own marks"});
+  add(config.data.shards.empty(), {"data.end_of_text", "data.shards is empty, and text has its own marks"});
   add(!config.model.load.empty(), {"model.",
                                    "model.load is given, and its config.json describes the model",
                                    {"model.load", "model.kind"}});
@@ -59,6 +58,7 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
       {"model.rope_scaling.",
        "model.rope_scaling.kind is \"default\": no scaling",
        {"model.rope_scaling.kind"}});
+  add(config.parallel.tp == 1, {"parallel.sequence_parallel", "parallel.tp is 1"});
   const TaskKind& own = kind_of(config);
   rules.insert(rules.end(), own.unused.begin(), own.unused.end());
   for (const TaskKind* kind : task_kinds())

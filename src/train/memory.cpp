@@ -117,7 +117,7 @@ std::string symbols(const DataParallelPlan& plan) {
   return text;
 }
 
-std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group) {
+std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group, bool cut) {
   const at::Tensor own = at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state,
                                      use.other, use.passing, use.sent},
                                     at::kLong);
@@ -127,19 +127,21 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
   std::string text = fmt::format(fmt::runtime(row), "MB", "parameters", "gradients", "masters", "state",
                                  "total", "other", "in passing", "sent");
   const auto add = [&](const std::string& head, const PersistentBytes& kept, const std::string& other,
-                       const std::string& passing, double sent) {
+                       const std::string& passing, const std::string& sent) {
     const auto cell = [](std::int64_t bytes) { return megabytes(static_cast<double>(bytes)); };
-    text +=
-        fmt::format(fmt::runtime(row), head, cell(kept.parameters), cell(kept.gradients), cell(kept.master),
-                    cell(kept.state), cell(kept.total()), other, passing, megabytes(sent));
+    text += fmt::format(fmt::runtime(row), head, cell(kept.parameters), cell(kept.gradients),
+                        cell(kept.master), cell(kept.state), cell(kept.total()), other, passing, sent);
   };
   for (int rank = 0; rank < group.size(); ++rank) {
     const auto* at = all[rank].const_data_ptr<std::int64_t>();
     add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]}, megabytes(static_cast<double>(at[4])),
-        megabytes(static_cast<double>(at[5])), static_cast<double>(at[6]));
+        megabytes(static_cast<double>(at[5])), megabytes(static_cast<double>(at[6])));
   }
-  add("formula", persistent_bytes(plan), "", "", traffic_bytes(plan).total());
-  text += fmt::format("{}, sends {} a step, {}", kept_by_formula(plan), traffic_formula(plan), symbols(plan));
+  add("formula", persistent_bytes(plan), "", "", cut ? "" : megabytes(traffic_bytes(plan).total()));
+  text += kept_by_formula(plan);
+  // Along tp parameters of one rank are summed over different ranks.
+  text += cut ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
+  text += ", " + symbols(plan);
   if (use.gather_bound > 0)
     text += fmt::format("\ngathered: at most {} MB of parameters at a time, of {} that the units allow",
                         megabytes(static_cast<double>(use.gathered)),

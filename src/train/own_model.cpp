@@ -68,15 +68,13 @@ void read_own_shape(const fs::path& directory, const OwnFamily& family, const Sh
 }
 
 void write_own_model(const fs::path& directory, const OwnFamily& family, const ShapeFields& shape,
-                     const NamedTensors& named) {
+                     const TensorStream& weights) {
   fs::create_directories(directory);
   nlohmann::ordered_json json{{"model_type", family.type}};
   for (const ShapeField& field : shape)
     std::visit([&](const auto* value) { json[field.key] = *value; }, field.value);
   write_file(directory / kConfigFile, json.dump(2) + "\n");
-  NamedTensors tensors;
-  for (const auto& [name, tensor] : named) tensors.emplace_back(name, tensor.detach());
-  write_safetensors(directory / kWeightsFile, tensors);
+  write_safetensors(directory / kWeightsFile, weights);
 }
 
 OwnWeights::OwnWeights(const fs::path& directory)

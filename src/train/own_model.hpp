@@ -11,6 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "isograd/tensor_stream.hpp"
+
 namespace isograd {
 
 struct OwnFamily {
@@ -25,11 +27,10 @@ struct ShapeField {
   std::string text() const;
 };
 using ShapeFields = std::vector<ShapeField>;
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 bool is_own_model(const std::filesystem::path& directory, const OwnFamily& family);  // by its config.json
 void write_own_model(const std::filesystem::path& directory, const OwnFamily& family,
-                     const ShapeFields& shape, const NamedTensors& named);
+                     const ShapeFields& shape, const TensorStream& weights);
 // ConfigError naming file and key where something is missing or does not fit.
 void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
                     const ShapeFields& shape);

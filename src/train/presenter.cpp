@@ -192,6 +192,7 @@ struct Presenter::Impl {
     std::string all;
     for (const auto& notice : notices) all += notice + "\n";
     if (!all.empty()) report.text("Notices", all);
+    report.folded("Where every parameter lies, seen from rank 0", facts.where_all_lies);
     report.folded("Configuration", to_toml(config));
     report.write(outcome.report);
   }
@@ -218,8 +219,8 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
           ? std::string()
           : fmt::format("{} {} in ", human_count(static_cast<double>(task.num_tokens)), task.tokens);
   impl_->progress.line(fmt::format("{} parameters on {}; {}{} {}, {} of them held out",
-                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(), tokens,
-                                   task.train_documents + task.validation_documents, task.documents,
+                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(),
+                                   tokens, task.train_documents + task.validation_documents, task.documents,
                                    task.validation_documents));
   if (facts.first_step > 0) impl_->progress.line(fmt::format("continuing after step {}", facts.first_step));
 }

@@ -18,6 +18,7 @@ struct RunFacts {
   std::string layout{};  // describe_layout()
   std::string device = "cpu";
   std::int64_t parameters = 0;
+  std::string where_all_lies{};  // to_text() of rank 0's RunLayout
   TaskFacts task{};
   Baseline baseline{};
   Peak peak{};  // of all ranks

@@ -1,5 +1,6 @@
 #include "train/rank_layout.hpp"
 
+#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,7 +11,6 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
-#include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/task.hpp"
 
@@ -128,23 +128,34 @@ RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> bu
   return result;
 }
 
+RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const ModelUnits& units,
+                  const RanksOfRun& ranks, int rank, const Layout::Named& placements) {
+  const Grid grid = grid_of(config, ranks.size);
+  DataParallelPlan plan = make_plan(config, 0, ranks);
+  RankLayout layout = lay_out(parameters, plan_layout(config, parameters, units, ranks, rank, placements),
+                              grid, rank, plan.bytes, placements);
+  plan.numel = layout.numel();
+  return {.layout = std::move(layout),
+          .config = config,
+          .plan = plan,
+          .description = describe_layout(config, ranks)};
+}
+
 RunLayout lay_out(const RunConfig& config, int ranks, int rank) {
   check_but_devices(config, ranks);
   if (rank < 0 || rank >= ranks)
     refuse(fmt::format("--rank {}", rank), fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s"),
            fmt::format("0 to {}", ranks - 1), "Name one of them, or more ranks with --ranks");
   const RanksOfRun on(ranks, ranks == 1 || backend_of(config, ranks) == "shm");
+  const Grid grid = grid_of(config, ranks);
   const auto model = model_without_values(config);
-  const ModelUnits units = model->make_units();
   const auto named = model->named();
-  DataParallelPlan plan = make_plan(config, 0, on);
-  RankLayout layout =
-      lay_out(named, plan_layout(config, named, units, on, rank), grid_of(config, ranks), rank, plan.bytes);
-  plan.numel = layout.numel();
-  return {.layout = std::move(layout),
-          .config = config,
-          .plan = plan,
-          .description = describe_layout(config, on)};
+  Layout::Named placements;
+  if (config.parallel.tp > 1) placements = model->placements(grid);
+  for (std::size_t i = 0; i < placements.size(); ++i)
+    at::Tensor(named[i].second)
+        .set_data(at::empty(local_shape(placements[i].second, grid, rank), named[i].second.options()));
+  return lay_out(config, named, model->make_units(), on, rank, placements);
 }
 
 }  // namespace isograd

@@ -7,6 +7,7 @@
 #include "isograd/layout.hpp"
 #include "isograd/plan.hpp"
 #include "parallel/data/planned_bucket.hpp"
+#include "train/build.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
@@ -62,6 +63,10 @@ struct RunLayout {
 // No weights, no ranks. ConfigError: ranks that the configured axes do not divide, a rank that is none of
 // them, whatever check() refuses but for devices that this machine does not have.
 RunLayout lay_out(const RunConfig& config, int ranks, int rank);
+
+// The same of a model that is there: parameters of the rank's local shapes, before a layout is made of them.
+RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const ModelUnits& units,
+                  const RanksOfRun& ranks, int rank, const Layout::Named& placements);
 
 std::string to_text(const RunLayout& run);  // lines of at most 100 columns
 std::string to_json(const RunLayout& run);  // docs/layout.md

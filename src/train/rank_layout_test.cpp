@@ -142,7 +142,7 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
       const RunLayout foretold = lay_out(config, ranks, world.rank);
       const auto model = make_task(config, world.group)->make_model(scalar_type(config.train.dtype));
       const ModelUnits units = model->make_units();
-      const auto layout = make_layout(config, model->named(), units, world);
+      const auto layout = make_layout(config, model->named(), units, Mesh(world, grid_of(config, ranks)));
       const auto& buckets = layout->buckets();
       ASSERT_EQ(foretold.layout.buckets.size(), buckets.size());
       for (std::size_t b = 0; b < buckets.size(); ++b) {

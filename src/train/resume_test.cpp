@@ -202,7 +202,7 @@ TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   auto model = read_hf(checkpoint, at::kBFloat16);
   World alone;
   const ModelUnits units = model_units(*model, other);
-  auto layout = make_layout(other, model->named(), units, alone);
+  auto layout = make_layout(other, model->named(), units, Mesh(alone.group));
   auto optimizer = make_optimizer(other);
   EXPECT_THAT(config_error_of([&] { restore_optimizer(checkpoint, state, *layout, *optimizer); }),
               HasSubstr("master: found no such tensor"));
@@ -219,7 +219,7 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
   auto model = read_hf(checkpoint, at::kFloat);
   World alone;
   const ModelUnits units = model_units(*model, config);
-  auto layout = make_layout(config, model->named(), units, alone);
+  auto layout = make_layout(config, model->named(), units, Mesh(alone.group));
   const auto optimizer = make_optimizer(config), resumed = make_optimizer(config);
   restore_optimizer(checkpoint, open_checkpoint(checkpoint), *layout, *optimizer);
   at::Tensor frozen = model->named()[0].second;
@@ -235,7 +235,8 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
   state.step = 9;
   state.updates = optimizer->updates();
   const fs::path saved = save_checkpoint(
-      {.root = checkpoint.parent_path()}, state, [](const fs::path&) {}, *layout, *optimizer);
+      {.root = checkpoint.parent_path()}, state, [](const fs::path&, const TensorStream&) {}, *layout,
+      *optimizer);
   restore_optimizer(saved, open_checkpoint(saved), *layout, *resumed);
   EXPECT_EQ(resumed->updates(), 9);
   EXPECT_EQ(resumed->missed_updates(), (Optimizer::Missed{{model->named()[0].first, 2}}));

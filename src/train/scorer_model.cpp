@@ -143,9 +143,9 @@ void RankedTableModel::stand_still(const QueuedRows& queued) {
   training_->load_state(state);
 }
 
-void RankedTableModel::write(const fs::path& directory) {
+void RankedTableModel::write(const fs::path& directory, const TensorStream& weights) {
   ScorerShape shape = shape_;
-  write_own_model(directory, kScorerFamily, fields(shape), named());
+  write_own_model(directory, kScorerFamily, fields(shape), weights);
   if (training_) write_safetensors(directory / kQueueFile, training_->state());
 }
 

@@ -73,7 +73,7 @@ class RankedTableModel : public TaskModel {
   void to(at::Device) override {}  // always on the CPU (check_device)
   at::Tensor outputs(const Batch& batch) override;
   void attend_over(const Mesh&) override {}
-  void write(const std::filesystem::path& directory) override;
+  void write(const std::filesystem::path& directory, const TensorStream& weights) override;
   void read(const std::filesystem::path& directory, bool with_queue);  // what write() left
 
   // From now on the queue holds these rows and no others, so that a step can be made again.

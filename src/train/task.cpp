@@ -14,6 +14,16 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   return kind_of(config).make(config, group);
 }
 
+Layout::Named TaskModel::placements(const Grid& grid) {
+  Layout::Named copies;
+  for (const auto& [name, tensor] : named()) copies.emplace_back(name, placed(grid, tensor.sizes().vec()));
+  return copies;
+}
+
+Layout TaskModel::cut(const Mesh& mesh) {
+  return Layout(mesh, placements(mesh.grid()));
+}
+
 std::shared_ptr<TaskModel> Task::make_model_to_lay_out() const {
   const bool fresh = config_.model.load.empty();
   if (fresh && stage_of(config_.parallel.strategy) == 3) return make_model_without_values();

@@ -14,8 +14,10 @@
 
 #include "isograd/context_parallel.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/layout.hpp"
 #include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/tensor_stream.hpp"
 #include "train/config.hpp"
 #include "train/report.hpp"
 
@@ -36,10 +38,16 @@ class TaskModel {
   virtual void to(at::Device device) = 0;
   // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
+  // Where its parameters lie on a grid whose ranks hold the model together (parallel.tp), while it is whole.
+  // Pure. Copies of everything, where a kind says nothing else.
+  virtual Layout::Named placements(const Grid& grid);
+  // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
+  // model's values the same on all ranks, or none, and before a layout of it is made.
+  virtual Layout cut(const Mesh& mesh);
   // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
   virtual void attend_over(const Mesh& mesh) = 0;
-  // config.json, model.safetensors and what else goes into a checkpoint. Called while the model is whole.
-  virtual void write(const std::filesystem::path& directory) = 0;
+  // config.json, model.safetensors and what else goes into a checkpoint. `weights`: those of named(), whole.
+  virtual void write(const std::filesystem::path& directory, const TensorStream& weights) = 0;
 };
 
 // What people read of a task, and what the order of its data depends on.

@@ -36,6 +36,8 @@ struct TaskKind {
   // apart, for people: "2 to a micro-batch".
   std::vector<RunConfig> (*accumulations)(const RunConfig& config, int ranks);
   std::string (*accumulation_text)(const RunConfig& config);
+  // The views of tp that the placements of its model ask for. Null: ranks cannot hold such a model together.
+  Grid (*view)(const RunConfig& config, const Grid& grid){};
   bool on_gpu = true;  // whether it has code for one
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);
   // model_without_values() where it depends on no data; null: the task makes it.

@@ -3,6 +3,7 @@
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
@@ -35,12 +36,20 @@ class TextModel : public TaskModel {
       return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
     });
   }
-  void write(const fs::path& directory) override {
-    write_hf(directory, *model_);
+  Layout::Named placements(const Grid& grid) override {
+    return decoder_placements(*model_, grid, cut_options());
+  }
+  Layout cut(const Mesh& mesh) override { return cut_decoder(*model_, mesh, cut_options()); }
+  void write(const fs::path& directory, const TensorStream& weights) override {
+    write_hf(directory, model_->config(), weights);
     if (tokenizer_) tokenizer_->write(directory);
   }
 
  private:
+  TensorParallelOptions cut_options() const {
+    return {.sequence_parallel = config_.parallel.sequence_parallel};
+  }
+
   std::shared_ptr<DecoderLM> model_;
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
@@ -71,10 +80,6 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   add("model.tied_output", shape.tied_output);
   add("model.pad", shape.pad);
   return keys;
-}
-
-DecoderConfig configured_shape(const RunConfig& config) {
-  return config.model.load.empty() ? config.model.shape : read_hf_config(config.model.load);
 }
 
 // With the corpus's bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs

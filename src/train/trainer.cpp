@@ -13,6 +13,7 @@
 #include "train/memory.hpp"
 #include "train/parts.hpp"
 #include "train/presenter.hpp"
+#include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/run_folder.hpp"
@@ -61,6 +62,9 @@ struct Trainer::Impl {
   std::optional<ModelUnits> units{};
   std::optional<Mesh> mesh{};
   std::optional<RunParts> parts{};
+  std::optional<Layout> placed{};  // where ranks hold the model together (parallel.tp)
+  std::int64_t parameters = 0;     // of the whole model
+  std::string where_all_lies{};    // of rank 0, for people
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
@@ -102,7 +106,7 @@ struct Trainer::Impl {
       on_every_rank(group,
                     [&] { model = task->read_model(resumed.directory, scalar_type(config.train.dtype)); });
       make_layout_of_model(resumed.state.bucket_order);
-      restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer);
+      restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, cut_layout());
       state = resumed.state;
       learning_rates = schedule_change(state, config);
       state.config = to_toml(config);
@@ -144,21 +148,28 @@ struct Trainer::Impl {
 
   void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
     model->to(device);
+    for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
+    if (config.parallel.tp > 1) placed.emplace(model->cut(*mesh));
     units = model->make_units();
-    layout =
-        make_layout(config, model->named(), *units, world, bucket_order, device);
+    if (world.rank == 0)
+      where_all_lies = to_text(lay_out(config, model->named(), *units, world.group, 0,
+                                       placed ? placed->placements() : Layout::Named{}));
+    layout = make_layout(config, model->named(), *units, *mesh, cut_layout(), bucket_order, device);
   }
+
+  const Layout* cut_layout() const { return placed ? &*placed : nullptr; }
 
   RunFacts facts(const Baseline& baseline) const {
     RunFacts facts{.ranks = world.size,
                    .layout = describe_layout(config, world.group),
                    .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
+                   .parameters = parameters,
+                   .where_all_lies = where_all_lies,
                    .task = task->facts(),
                    .baseline = baseline,
                    .peak = peak,
                    .steps_per_epoch = loader->steps_per_epoch(),
                    .first_step = state.step};
-    for (const auto& [name, tensor] : model->named()) facts.parameters += tensor.numel();
     return facts;
   }
 
@@ -234,7 +245,7 @@ struct Trainer::Impl {
     if (!hooks.check ||
         !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
       return true;
-    RunningRun running{{config, world, *task, *model}, *layout, state.step, forward};
+    RunningRun running{{config, world, *task, *model, cut_layout()}, *layout, state.step, forward};
     refutation = hooks.check(running);
     if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
     return refutation.empty();
@@ -260,8 +271,11 @@ struct Trainer::Impl {
     if (saved_step == state.step) return;
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
-        {.root = checkpoint_root(config), .keep = config.checkpoint.keep}, state,
-        [this](const std::filesystem::path& directory) { model->write(directory); }, *layout, *optimizer);
+        {.root = checkpoint_root(config), .keep = config.checkpoint.keep, .placed = cut_layout()}, state,
+        [this](const std::filesystem::path& directory, const TensorStream& weights) {
+          model->write(directory, weights);
+        },
+        *layout, *optimizer);
     saved_step = state.step;
     if (presenter) presenter->saved(outcome.checkpoint);
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
@@ -303,7 +317,7 @@ struct Trainer::Impl {
     const auto whole = layout->whole_parameters();  // to compare and to sample with
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
-      FinishedRun run{config, world, *task, *model};
+      FinishedRun run{config, world, *task, *model, cut_layout()};
       tables = hooks.on_finish(run);
     }
     // The verdict of a table is rank 0's, and every rank ends with it.
@@ -322,13 +336,17 @@ struct Trainer::Impl {
                                 .columns = {},
                                 .rows = {},
                                 .passed = false});
-    const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group) : std::string();
+    const std::string bytes =
+        memory ? memory_table(memory->use(), plan(), world.group, placed.has_value()) : std::string();
+    Showing showing;
+    const bool to_show = finished && std::isfinite(outcome.loss);
+    const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
+    if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them
     on_rank_zero(world.group, [&] {
       if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
-      Showing showing;
-      if (finished && std::isfinite(outcome.loss))
-        showing = task->show(*model, outcome, comparison ? &*comparison : nullptr);
-      else if (finished)
+      if (to_show && !placed)
+        show();
+      else if (finished && !to_show)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
       if (outcome.end == Outcome::End::kStopped)

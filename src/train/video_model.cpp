@@ -36,9 +36,8 @@ VideoDiTConfig read_video_shape(const fs::path& directory) {
   return shape;
 }
 
-void write_video_model(const fs::path& directory, VideoDiT& model) {
-  VideoDiTConfig shape = model.config();
-  write_own_model(directory, kVideoFamily, fields(shape), model.named());
+void write_video_model(const fs::path& directory, VideoDiTConfig shape, const TensorStream& weights) {
+  write_own_model(directory, kVideoFamily, fields(shape), weights);
 }
 
 std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {

@@ -16,7 +16,8 @@ namespace isograd {
 bool is_video_model(const std::filesystem::path& directory);  // by its config.json
 VideoDiTConfig read_video_shape(const std::filesystem::path& directory);
 std::shared_ptr<VideoDiT> read_video_model(const std::filesystem::path& directory, at::ScalarType dtype);
-void write_video_model(const std::filesystem::path& directory, VideoDiT& model);
+void write_video_model(const std::filesystem::path& directory, VideoDiTConfig shape,
+                       const TensorStream& weights);
 ShapeKeys video_shape_keys(VideoDiTConfig shape);
 
 struct VideoSampleOptions {

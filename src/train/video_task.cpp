@@ -32,7 +32,9 @@ class VideoModel : public TaskModel {
   VideoDiT& transformer() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
   ForwardLossTerms loss() override { return flow_matching_loss(*model_, store_, seed_); }
-  void write(const fs::path& directory) override { write_video_model(directory, *model_); }
+  void write(const fs::path& directory, const TensorStream& weights) override {
+    write_video_model(directory, model_->config(), weights);
+  }
   void to(at::Device device) override {
     if (!model_->device().is_meta()) model_->to(device);
   }

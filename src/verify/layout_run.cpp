@@ -155,6 +155,7 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout
 
 LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
     : problem_(problem), group_(std::move(group)) {
+  if (problem.living->placed) model_.placed = std::make_shared<Layout>(*problem.living->placed);
   layout_ = std::make_unique<Metered>(*problem.living->layout);
   make_step(problem.living->forward, nullptr);
 }
@@ -263,6 +264,14 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
   }
 
   dump.owners = owners();
+  for (std::size_t i : torn) {
+    if (!model_.placed) break;
+    const Mesh& mesh = model_.placed->mesh();
+    const AxisSet peers = without(model_.placed->parameter(made.names[i]).copies, mesh.data());
+    at::Tensor sum = made.gradients[i].clone();
+    if (mesh.size(peers) > 1) mesh.along(peers).all_reduce(sum);
+    dump.peer_sums.push_back({made.names[i], mesh.grid().text(peers), sum});
+  }
 }
 
 std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners() {

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "isograd/fully_shard.hpp"
@@ -18,33 +19,48 @@ struct KeptPiece {
   std::string name;
   std::int64_t begin, end;
   at::Tensor bits;
+  std::int64_t cut = 0;  // which of the parts along the axes that the parameter is cut along
 };
 
-void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix,
+std::int64_t cut_of(const std::string& parameter, const Layout* placed) {
+  AxisSet axes;
+  if (placed)
+    for (const Cut& each : placed->parameter(parameter).placement.cuts) axes.insert(each.axis);
+  return axes.empty() ? 0 : placed->mesh().place(axes);
+}
+
+void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix, const Layout* placed,
                std::vector<KeptPiece>& pieces) {
   for (const Slot& slot : bucket.plan.slots) {
     const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
     const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
+    const std::int64_t first = slot.offset;  // ranks with other parts of the model have other buckets
     pieces.push_back({.order = slot.index,
                       .name = slot.name + suffix,
-                      .begin = begin,
-                      .end = end,
-                      .bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin)});
+                      .begin = begin - first,
+                      .end = end - first,
+                      .bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin),
+                      .cut = cut_of(slot.name, placed)});
   }
 }
 
 std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
-                                   DataParallel& layout) {
+                                   DataParallel& layout, const Layout* placed) {
   std::vector<KeptPiece> pieces;
   const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
   if (readable)
     for (std::size_t i = 0; i < named.size(); ++i)
-      pieces.push_back({i, named[i].first, 0, named[i].second.numel(), named[i].second});
+      pieces.push_back(
+          {i, named[i].first, 0, named[i].second.numel(), named[i].second, cut_of(named[i].first, placed)});
   for (const Bucket& bucket : layout.buckets()) {
-    if (!readable) add_slots(bucket, bucket.parameters, "", pieces);
+    if (!readable) add_slots(bucket, bucket.parameters, "", placed, pieces);
     if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
-      add_slots(bucket, bucket.master, " (its fp32 master)", pieces);
+      add_slots(bucket, bucket.master, " (its fp32 master)", placed, pieces);
   }
+  // In an order that no rank's buckets decide.
+  std::stable_sort(pieces.begin(), pieces.end(), [](const KeptPiece& a, const KeptPiece& b) {
+    return std::pair(a.order, a.name) < std::pair(b.order, b.name);
+  });
   return pieces;
 }
 
@@ -60,31 +76,33 @@ std::string Divergence::text() const {
 
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           const std::vector<std::pair<std::string, at::Tensor>>& buffers,
-                                          DataParallel& layout) {
+                                          DataParallel& layout, const Layout* placed) {
   Group group = layout.mesh().all();
-  std::vector<KeptPiece> pieces = kept_pieces(named, layout);
+  std::vector<KeptPiece> pieces = kept_pieces(named, layout, placed);
   for (const auto& [name, buffer] : buffers)
     pieces.push_back({named.size(), name + " (a buffer)", 0, buffer.numel(), buffer.detach().flatten()});
   std::vector<at::Tensor> bits;
   for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
   const at::Tensor digests = digest(bits);
-  at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), 3}, at::kLong);
+  constexpr std::size_t kColumns = 4;
+  at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), kColumns}, at::kLong);
   auto* row = rows.data_ptr<std::int64_t>();
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     *row++ = pieces[i].begin;
     *row++ = pieces[i].end;
     *row++ = digests.const_data_ptr<std::int64_t>()[i];
+    *row++ = pieces[i].cut;
   }
-  const at::Tensor all = group.all_gather(rows).contiguous();  // [W, pieces, 3]
+  const at::Tensor all = group.all_gather(rows).contiguous();  // [W, pieces, kColumns]
   const auto* value = all.const_data_ptr<std::int64_t>();
 
   std::optional<Divergence> found;
   std::size_t first = 0, differing = 0;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    std::map<std::pair<std::int64_t, std::int64_t>, std::map<std::int64_t, std::vector<int>>> by_part;
+    std::map<std::array<std::int64_t, 3>, std::map<std::int64_t, std::vector<int>>> by_part;
     for (int rank = 0; rank < group.size(); ++rank) {
-      const auto* entry = value + (static_cast<std::size_t>(rank) * pieces.size() + i) * 3;
-      if (entry[0] < entry[1]) by_part[{entry[0], entry[1]}][entry[2]].push_back(rank);
+      const auto* entry = value + (static_cast<std::size_t>(rank) * pieces.size() + i) * kColumns;
+      if (entry[0] < entry[1]) by_part[{entry[3], entry[0], entry[1]}][entry[2]].push_back(rank);
     }
     for (const auto& [part, by_bits] : by_part) {
       if (by_bits.size() == 1) continue;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/layout.hpp"
 
 namespace isograd {
 
@@ -20,10 +21,10 @@ struct Divergence {
 
 // Collective: an XXH3 of each parameter that this rank keeps (the whole where ranks keep the whole, otherwise
 // its part of a shard, with the fp32 master of bf16 ones) against those of the ranks that keep the same part.
-// `named` is the whole model, readable unless the layout shards parameters; `buffers` are whole on every rank.
-// The same answer on every rank.
+// `named` is the rank's model, readable unless the layout shards parameters; `placed` says which part of the
+// whole one it is, null: all of it; `buffers` are whole on every rank. The same answer on every rank.
 std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           const std::vector<std::pair<std::string, at::Tensor>>& buffers,
-                                          DataParallel& layout);
+                                          DataParallel& layout, const Layout* placed = nullptr);
 
 }  // namespace isograd

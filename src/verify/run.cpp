@@ -92,8 +92,10 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
           .make_from_model =
               [chosen, &world, gathered, device](const VerifyModel& model, const Group& group) {
                 if (group.size() == world.size) {
-                  *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
-                  return make_layout(chosen, model.named, *model.units, world, {}, device);
+                  if (!model.placed) *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
+                  return make_layout(chosen, model.named, *model.units,
+                                     Mesh(world, grid_of(chosen, world.size)), model.placed.get(), {},
+                                     device);
                 }
                 World fewer;  // in an experiment: one replica, whole samples
                 fewer.rank = group.rank();
@@ -101,7 +103,8 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
                 on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
-                return make_layout(on_fewer, model.named, *model.units, fewer, {}, device);
+                return make_layout(on_fewer, model.named, *model.units,
+                                   Mesh(fewer, grid_of(on_fewer, fewer.size)), nullptr, {}, device);
               },
           .axes = used_axes(grid_of(chosen, world.size)),
           .traffic =
@@ -137,6 +140,8 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
+  if (setting.task->config().parallel.tp > 1)
+    made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
   made.units = model->make_units();
   made.loss_terms = [model, loss = on_device(setting.device, inside(made.units->root, model->loss()))](
                         const Batch& batch) { return loss(batch); };
@@ -212,6 +217,12 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
+  if (config.parallel.tp > 1) {
+    problem.mesh = *mesh;
+    // Ranks that hold a model together are not dealt out anew, and what crosses tp is in no plan yet.
+    problem.experiments = false;
+    for (LayoutUnderTest& layout : problem.layouts) layout.traffic = {};
+  }
   if (problem.loss.global) {
     // Its forward is a collective of all ranks: no experiment on fewer or other ones, no claim of traffic.
     for (LayoutUnderTest& layout : problem.layouts) layout.axes.clear(), layout.traffic = {};
@@ -256,9 +267,11 @@ void join(Verdict& verdict, Verdict more) {
 }
 
 // The model of a run with its weights of this moment; what it draws is keyed as the run's own.
-MakeModel model_of(TaskModel& model, const Task& task) {
+// Collective where ranks hold it together.
+MakeModel model_of(const FinishedRun& run, const Task& task) {
   std::vector<at::Tensor> values;
-  for (const auto& [name, tensor] : model.named()) values.push_back(tensor.detach().clone());
+  for (const auto& [name, tensor] : run.model.named())
+    values.push_back(run.placed ? run.placed->whole(name, tensor) : tensor.detach().clone());
   return [values, &task](const Setting& setting) {
     return [setting, values, &task](at::ScalarType dtype) {
       const auto made = task.make_blank_model(dtype);
@@ -302,8 +315,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 
 Verdict verify_finished(FinishedRun& run) {
   const KeptTask task = run.task.repeatable(&run.model);
-  return verify_step(task, run.world, model_of(run.model, *task), chosen_layouts(run.config, {}, run.world),
-                     {});
+  return verify_step(task, run.world, model_of(run, *task), chosen_layouts(run.config, {}, run.world), {});
 }
 
 std::string check_running(RunningRun& run, const ChangeProblem& change) {
@@ -311,16 +323,18 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   World& world = run.run.world;
   const auto due = [&](std::int64_t every) { return every > 0 && run.step % every == 0; };
   if (due(config.verify.checksums_every) && world.size > 1)
-    if (const auto divergence = find_divergence(run.run.model.named(), run.run.model.buffers(), run.layout))
+    if (const auto divergence =
+            find_divergence(run.run.model.named(), run.run.model.buffers(), run.layout, run.run.placed))
       return divergence->text();
   if (!due(config.verify.every)) return {};
   const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
   const MakeModel as_now = [&] {
     const auto whole = run.layout.whole_parameters();
-    return model_of(run.run.model, run.run.task);
+    return model_of(run.run, run.run.task);
   }();
   const ChangeProblem living = [&](VerifyProblem& problem, World& own) {
-    problem.living = VerifyProblem::Living{.layout = &run.layout, .forward = run.forward};
+    problem.living =
+        VerifyProblem::Living{.layout = &run.layout, .forward = run.forward, .placed = run.run.placed};
     problem.loss.per_token = run.run.task.plain_losses();
     if (change) change(problem, own);
   };

@@ -100,7 +100,7 @@ void prepare_video_models(const fs::path& folder) {
   shape.patch_elements = 12, shape.hidden = 16, shape.layers = 2, shape.heads = 2, shape.feed_forward = 8;
   shape.timestep_features = 8, shape.max_frames = 2, shape.max_height = shape.max_width = 4;
   VideoDiT model(shape, at::kFloat, 1);
-  write_video_model(folder, model);
+  write_video_model(folder, model.config(), stream_of(model.named()));
 }
 
 void read_video_folder(const fs::path& file) {

@@ -104,8 +104,6 @@ void add_waiting(std::vector<Exhibit>& list) {
   waits("B10", "micro-batches of a pipeline summed", "ratio = number of micro-batches", "the pipeline axis");
   waits("B13", "expert gradients multiplied or divided by ep", "ratio ep or 1/ep on experts only",
         "the expert axis");
-  waits("B21", "layer norms not summed over tensor-parallel peers", "about 1/tp on those parameters",
-        "the tensor axis");
 }
 
 }  // namespace isograd::museum

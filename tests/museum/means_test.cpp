@@ -171,6 +171,11 @@ const std::map<std::string, Plant>& own_plants() {
          const double peers = world.size == 4 ? 2 : world.size;
          divides([peers](const Counted& c) { return c.all * peers; })(p, world, mean);
        }},
+      {"B5t",
+       [](VerifyProblem& p, World& world, Mean mean) {
+         find("B5t")->plant(p, world);
+         divides([ranks = world.size](const Counted& c) { return c.all * ranks; })(p, world, mean);
+       }},
       {"B7", divides([](const Counted& c) { return c.own * c.ranks; })},
       {"B8", counted_layout<planted::MultipliesSums>([](const Counted& c) { return c.all; })},
       {"B9", counted_layout<planted::RescalesTheBuffer>(

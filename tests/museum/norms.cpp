@@ -6,25 +6,6 @@
 namespace isograd::museum {
 namespace {
 
-// B18a: every copy of a replicated gradient has an owner of its own.
-struct OwnedOnEveryRank : planted::Wrapped {
-  explicit OwnedOnEveryRank(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {
-    for (Bucket& bucket : buckets()) bucket.owned = {0, bucket.plan.numel};
-  }
-};
-
-double norm_of_own(const std::vector<Bucket>& buckets) {
-  double squares = 0;
-  for (const Bucket& bucket : buckets)
-    squares += bucket.gradients
-                   .slice(0, bucket.owned.begin - bucket.held.begin, bucket.owned.end - bucket.held.begin)
-                   .to(at::kDouble)
-                   .square()
-                   .sum()
-                   .item<double>();
-  return std::sqrt(squares);
-}
-
 // B18d
 struct NeverClips : Optimizer {
   std::unique_ptr<Optimizer> inner;
@@ -38,6 +19,18 @@ struct NeverClips : Optimizer {
 };
 
 }  // namespace
+
+double norm_of_own(const std::vector<Bucket>& buckets) {
+  double squares = 0;
+  for (const Bucket& bucket : buckets)
+    squares += bucket.gradients
+                   .slice(0, bucket.owned.begin - bucket.held.begin, bucket.owned.end - bucket.held.begin)
+                   .to(at::kDouble)
+                   .square()
+                   .sum()
+                   .item<double>();
+  return std::sqrt(squares);
+}
 
 void add_norms(std::vector<Exhibit>& list) {
   list.push_back({.id = "B18a",

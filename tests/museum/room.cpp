@@ -123,6 +123,7 @@ const std::vector<Exhibit>& exhibits() {
     add_data(list);
     add_global(list);
     add_context(list);
+    add_tensor(list);
     add_waiting(list);
     // "B18a" -> 18, 'a'
     const auto place = [](const std::string& id) {
@@ -157,6 +158,19 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"averaged_over_axis",
        {"B19", "B24"},
        "an average over an axis where parts are summed: the axis is another one"},
+      {"not_summed_over_axis",
+       {"B16", "B21", "B21k"},
+       "parts that stay on their ranks: of whole gradients, of norms, of copied key heads"},
+      {"counted_on_peers",
+       {"B5", "B5t"},
+       "peers that count what another has counted: the axis is another one"},
+      {"norm_counts_replicas",
+       {"B18a", "B18at"},
+       "copies counted: of all elements, or of those that tp copies"},
+      {"norm_of_own_shard",
+       {"B18b", "B18bt"},
+       "a part's norm: of a shard, or of the rows that tp gives a rank"},
+      {"term_scaled", {"B22", "B22t"}, "a term multiplied by ranks: with other data, or with the same"},
       {"documents_leak",
        {"B20a", "B20b"},
        "the same mistake within a pack and across the boundary of two shards"},

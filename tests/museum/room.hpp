@@ -46,6 +46,18 @@ void rank_all_rows(VerifyProblem& problem, World& world);
 // A small decoder instead, whose documents are cut over context ranks.
 void cut_over_context(VerifyProblem& problem, World& world);
 
+// Or a small decoder whose matrices are cut over all ranks, which see the same packs.
+void cut_over_tensor(VerifyProblem& problem, World& world);
+
+// B18a: every copy of a gradient has an owner of its own.
+struct OwnedOnEveryRank : planted::Wrapped {
+  explicit OwnedOnEveryRank(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {
+    for (Bucket& bucket : buckets()) bucket.owned = {0, bucket.plan.numel};
+  }
+};
+// B18b: of what this rank owns.
+double norm_of_own(const std::vector<Bucket>& buckets);
+
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>
 void with_layout(VerifyProblem& problem, Arguments... arguments) {

@@ -84,7 +84,7 @@ CutRule summed_along(std::string name, AxisSet axes) {
   return {.name = std::move(name), .summed = std::move(axes)};
 }
 
-Layout cut(const Named& named, const Mesh& mesh, const std::vector<CutRule>& rules) {
+Layout::Named cut_placements(const Named& named, const Grid& grid, const std::vector<CutRule>& rules) {
   for (const CutRule& rule : rules) {
     if (rule.unit < 1)
       refuse_rule(rule, fmt::format("pieces of {} rows", rule.unit), "1 or more", "Correct `unit`");
@@ -100,10 +100,14 @@ Layout cut(const Named& named, const Mesh& mesh, const std::vector<CutRule>& rul
                     "one rule for a parameter", "Make the names narrower");
       rule = &each;
     }
-    placements.emplace_back(name, rule ? placement_of(*rule, name, tensor, mesh.grid())
-                                       : placed(mesh.grid(), tensor.sizes().vec()));
+    placements.emplace_back(
+        name, rule ? placement_of(*rule, name, tensor, grid) : placed(grid, tensor.sizes().vec()));
   }
-  Layout layout(mesh, std::move(placements));
+  return placements;
+}
+
+Layout cut(const Named& named, const Mesh& mesh, const std::vector<CutRule>& rules) {
+  Layout layout(mesh, cut_placements(named, mesh.grid(), rules));
   const at::NoGradGuard no_grad;
   for (auto [name, tensor] : named)  // the whole one is freed unless others keep it
     if (tensor.sizes() != at::IntArrayRef(layout.parameter(name).local_shape))

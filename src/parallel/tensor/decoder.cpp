@@ -15,7 +15,12 @@ constexpr const char *kAxis = "tp", *kHeads = "tp_heads", *kCopies = "tp_copies"
 // How key heads lie beside the query heads that read them.
 enum class KeyHeads { kCut, kCutWithCopies, kWhole };
 
-KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid, int ranks) {
+int ranks_of(const Grid& grid) {
+  return grid.has(kAxis) ? grid.size({kAxis}) : 1;
+}
+
+KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
+  const int ranks = ranks_of(grid);
   if (config.key_value_heads % ranks == 0) return KeyHeads::kCut;
   const bool viewed = grid.has(kHeads) && grid.has(kCopies);
   if (!viewed || grid.size({kHeads}) != config.key_value_heads || config.heads % ranks != 0)
@@ -34,7 +39,9 @@ bool is_any_of(std::string_view name, std::initializer_list<std::string_view> pa
 }
 
 // What becomes of each parameter, by its Hugging Face name.
-std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool sequence_parallel) {
+std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
+  if (ranks_of(grid) == 1) return {};
+  const KeyHeads keys = key_heads_of(model.config(), grid);
   const std::int64_t head = model.config().head_dim;
   std::vector<CutRule> rules;
   for (const auto& [name, tensor] : model.named()) {
@@ -51,7 +58,7 @@ std::vector<CutRule> rules_of(DecoderLM& model, KeyHeads keys, bool sequence_par
       rules.push_back(cut_along(name, 0));
     } else if (is_any_of(name, {"o_proj", "down_proj"}) && !is_bias) {
       rules.push_back(cut_along(name, 1, is_any_of(name, {"o_proj"}) ? head : 1));
-    } else if (sequence_parallel) {
+    } else if (options.sequence_parallel) {
       rules.push_back(summed_along(name));  // norms, and biases added to the stream: this rank's tokens
     }
   }
@@ -73,12 +80,21 @@ void read_key_heads(ModelSeams& seams, const DecoderConfig& config, const Grid& 
 
 }  // namespace
 
+Grid with_key_head_view(const Grid& grid, const DecoderConfig& config) {
+  const int ranks = ranks_of(grid);
+  const std::int64_t keys = config.key_value_heads;
+  if (keys >= ranks || ranks % keys != 0 || config.heads % ranks != 0) return grid;
+  return grid.viewed({kAxis}, {{kHeads, static_cast<int>(keys)}, {kCopies, static_cast<int>(ranks / keys)}});
+}
+
+Layout::Named decoder_placements(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
+  return cut_placements(model.named(), grid, rules_of(model, grid, options));
+}
+
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options) {
-  const int ranks = mesh.grid().has(kAxis) ? mesh.size({kAxis}) : 1;
-  if (ranks == 1) return cut(model.named(), mesh, {});
+  const Layout layout = cut(model.named(), mesh, rules_of(model, mesh.grid(), options));
+  if (ranks_of(mesh.grid()) == 1) return layout;
   const DecoderConfig& config = model.config();
-  const KeyHeads keys = key_heads_of(config, mesh.grid(), ranks);
-  const Layout layout = cut(model.named(), mesh, rules_of(model, keys, options.sequence_parallel));
   const Group tp = tensor_group(mesh);
   const bool by_tokens = options.sequence_parallel;
 
@@ -99,7 +115,8 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
     const at::NoGradGuard no_grad;
     return Group(tp).all_gather_rows(columns.t().contiguous()).t();
   };
-  if (keys == KeyHeads::kWhole) read_key_heads(seams, config, mesh.grid(), mesh.place({kAxis}));
+  if (key_heads_of(config, mesh.grid()) == KeyHeads::kWhole)
+    read_key_heads(seams, config, mesh.grid(), mesh.place({kAxis}));
   model.set_seams(std::move(seams));
   return layout;
 }

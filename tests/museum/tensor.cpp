@@ -1,0 +1,190 @@
+// Mistakes on the tensor axis: B5, B18a, B18b, B21 and B22. A small decoder whose matrices are cut over
+// ranks.
+#include "isograd/decoder_lm.hpp"
+#include "isograd/tensor_parallel.hpp"
+#include "museum/room.hpp"
+#include "train/build.hpp"
+
+namespace isograd::museum {
+namespace {
+
+// What an exhibit puts in place of the right thing.
+struct Wrong {
+  std::function<bool(const std::string& name)> unsummed{};  // parameters whose sum along tp is left out
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)> layout{};
+  double term_factor = 1;  // of the auxiliary term, on every rank
+  bool with_term = false, sequence_parallel = true;
+};
+
+// Twelve heads that read one key head: every rank has it whole, for its own heads.
+DecoderConfig shape() {
+  DecoderConfig config;
+  config.vocabulary = 31, config.hidden = 24, config.layers = 1;
+  config.heads = 12, config.key_value_heads = 1;
+  config.head_dim = 2, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  return config;
+}
+
+MicroBatches packs() {
+  MicroBatches all;
+  for (std::int64_t pack = 0; pack < 7; ++pack)  // no number of ranks in a test
+    all.push_back(toy::make_batch({3 + pack, 9 - pack, 5}, 3 * pack));
+  return all;
+}
+
+// A term that the last norm's weight alone has a gradient of, the same on all ranks.
+at::Tensor size_of_norm(const DecoderLM& model, const Batch& batch) {
+  for (const auto& [name, tensor] : const_cast<DecoderLM&>(model).named())
+    if (name == "model.norm.weight") return tensor.square().sum() * batch.num_targets();
+  return {};
+}
+
+VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Wrong& wrong) {
+  VerifyModel made;
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.loss_terms = [model, wrong](const Batch& batch) {
+    LossTerms terms{
+        {"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets,
+                                            {.weights = batch.weights, .shard = model->vocabulary()})}};
+    if (wrong.with_term)
+      terms.push_back({.name = "norm",
+                       .sum = size_of_norm(*model, batch) * wrong.term_factor,
+                       .mean = Mean::kTargets,
+                       .weight = 0.5});
+    return terms;
+  };
+  if (wrong.with_term)
+    made.more_terms = {
+        {"norm", [model](const Batch& batch) { return size_of_norm(*model, batch); }, Mean::kTargets, 0.5}};
+  made.cut = [model, wrong](const Mesh& mesh) {
+    return cut_decoder(*model, mesh, {.sequence_parallel = wrong.sequence_parallel});
+  };
+  return made;
+}
+
+VerifyProblem tensor_problem(World& world, const Wrong& wrong) {
+  VerifyProblem problem = right_problem(world);
+  problem.mesh = Mesh(world, Grid({{"tp", world.size}}));
+  problem.experiments = false;
+  problem.local = packs();
+  problem.whole = packs;
+  problem.make_model = [wrong](at::ScalarType type) {
+    return model_of(std::make_shared<DecoderLM>(shape(), type, 3), wrong);
+  };
+  LayoutUnderTest& layout = problem.layouts[0];
+  layout = {.name = "tensor parallel",
+            .make = nullptr,
+            .make_from_model =
+                [wrong](const VerifyModel& model, const Group&) {
+                  TrainableParameters parameters = trainable_parameters(model.named);
+                  parameters.placements = model.placed->placements();
+                  for (auto& [name, placement] : parameters.placements)
+                    if (wrong.unsummed && wrong.unsummed(name)) placement.summed.erase("tp");
+                  auto right =
+                      bucketed(std::move(parameters), model.placed->mesh(),
+                               {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
+                  return wrong.layout ? wrong.layout(std::move(right)) : std::move(right);
+                },
+            .axes = {{"tp", world.size}}};
+  return problem;
+}
+
+std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
+  return [wrong = std::move(wrong)](VerifyProblem& problem, World& world) {
+    problem = tensor_problem(world, wrong);
+  };
+}
+
+// B5
+struct CountsPeers : TokenMean {
+  int peers;
+  explicit CountsPeers(int peers_) : peers(peers_) {}
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    Census census = TokenMean::count(micro_batches, data, stop);
+    census.targets *= peers;
+    return census;
+  }
+};
+
+}  // namespace
+
+void cut_over_tensor(VerifyProblem& problem, World& world) {
+  plants({.with_term = true, .sequence_parallel = false})(problem, world);
+}
+
+void add_tensor(std::vector<Exhibit>& list) {
+  list.push_back(
+      {.id = "B5t",
+       .title = "tokens counted on tensor-parallel peers",
+       .mistake = "The token count is summed over all ranks, those too that hold parts of one model "
+                  "and see the same tokens.",
+       .who = "Trainers that add tensor parallelism to a count over the world.",
+       .number = "Loss and every gradient are 1/tp, the token count in the log is tp times too large.",
+       .diagnosis = "counted_on_peers",
+       .plant = [](VerifyProblem& problem, World& world) {
+         problem = tensor_problem(world, {});
+         problem.make_normalizer = [ranks = world.size] { return std::make_unique<CountsPeers>(ranks); };
+       }});
+  list.push_back(
+      {.id = "B18at",
+       .title = "the norm counts every tensor-parallel copy",
+       .mistake = "Squares are summed over all ranks, those of norm weights too, of which each has a copy.",
+       .who = "Norms taken over the world when some parameters are cut and others copied.",
+       .number = "A norm that is too large by the copies' share; gradients agree, clipped parameters do not.",
+       .diagnosis = "norm_counts_replicas",
+       .plant = plants({.layout = [](auto right) -> std::unique_ptr<DataParallel> {
+         return std::make_unique<OwnedOnEveryRank>(std::move(right));
+       }})});
+  list.push_back({.id = "B18bt",
+                  .title = "the norm of the own rows",
+                  .mistake = "Each rank clips by the norm of the rows and columns that tp gave it.",
+                  .who = "clip_grad_norm of a single-device library on a model that is cut over ranks.",
+                  .number = "A norm that is too small, and another one on every rank.",
+                  .diagnosis = "norm_of_own_shard",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = tensor_problem(world, {});
+                    problem.clipping = OwnClipping{
+                        .norm = [](std::vector<Bucket>& buckets, Group&) { return norm_of_own(buckets); }};
+                  }});
+  list.push_back(
+      {.id = "B21",
+       .title = "norm weights not summed over tensor-parallel peers",
+       .mistake =
+           "With tokens cut between the products each rank's norms see its own tokens: their gradients "
+           "are parts, and stay parts.",
+       .who = "Sequence parallelism added to tensor parallelism, whose norms had the same gradient on all "
+              "ranks.",
+       .number = "About 1/tp on those parameters, another part on each rank.",
+       .diagnosis = "not_summed_over_axis",
+       .plant = plants({.unsummed = [](const std::string& name) {
+         return name.find("layernorm") != std::string::npos || name == "model.norm.weight";
+       }})});
+  list.push_back(
+      {.id = "B21k",
+       .title = "copied key heads not summed",
+       .mistake =
+           "Fewer key heads than ranks: each rank has a copy for the query heads that it computes, and "
+           "each copy keeps the gradient of its own readers.",
+       .who = "Grouped-query models under more tensor-parallel ranks than key heads.",
+       .number = "A part of the gradient of keys and values on each rank; all others are right.",
+       .diagnosis = "not_summed_over_axis",
+       .plant = plants({.unsummed = [](const std::string& name) {
+         return name.find("k_proj") != std::string::npos || name.find("v_proj") != std::string::npos;
+       }})});
+  list.push_back(
+      {.id = "B22t",
+       .title = "an auxiliary loss multiplied by tp",
+       .mistake = "A term that all ranks compute alike is summed over them.",
+       .who = "Balance and z-losses under tensor parallelism.",
+       .number = "The parameters that it reaches are off by their share of it; the term is tp times "
+                 "too large.",
+       .diagnosis = "term_scaled",
+       .plant = [](VerifyProblem& problem, World& world) {
+         problem = tensor_problem(
+             world,
+             {.term_factor = static_cast<double>(world.size), .with_term = true, .sequence_parallel = false});
+       }});
+}
+
+}  // namespace isograd::museum
