@@ -26,12 +26,13 @@ namespace isograd::context {
 using testing::ContextSizes;
 
 struct Axes {
-  int dp_replicate = 1, dp_shard = 1, ring = 1, ulysses = 1;
+  int dp_replicate = 1, dp_shard = 1, ring = 1, ulysses = 1, tp = 1;
   int data() const { return dp_replicate * dp_shard; }
   int context() const { return ring * ulysses; }
-  int ranks() const { return data() * context(); }
+  int ranks() const { return data() * context() * tp; }
   std::string name() const {
-    return fmt::format("dp {} x {}, ring {}, ulysses {}", dp_replicate, dp_shard, ring, ulysses);
+    return fmt::format("dp {} x {}, ring {}, ulysses {}{}", dp_replicate, dp_shard, ring, ulysses,
+                       tp > 1 ? fmt::format(", tp {}", tp) : "");
   }
 };
 

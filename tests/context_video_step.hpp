@@ -4,6 +4,7 @@
 #include "context_planted.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/random.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "model/video_dit_testing.hpp"
 
 namespace isograd::context {
@@ -114,6 +115,8 @@ struct VideoSetting : Setting {
   // What the forward sees of its part: a seam for what is planted.
   std::function<Batch(const Batch&)> seen = [](const Batch& batch) { return batch; };
   double learning_rate = 0;
+  bool sequence_parallel = true;  // of axes with tp
+  std::function<void(isograd::Layout::Named&)> change_placements = [](isograd::Layout::Named&) {};
 };
 
 struct VideoOutcome : Outcome {
@@ -128,10 +131,17 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
   outcome.weights.resize(outcome.gradients.size()), outcome.reports.resize(outcome.gradients.size());
   options.ring = axes.ring, options.ulysses = axes.ulysses, options.causal = false;
   run_ranks(axes.ranks(), [&](World& world) {
-    const Mesh mesh(world, data_grid(world.size, {.dp_replicate = axes.dp_replicate,
-                                                  .cp_ring = axes.ring,
-                                                  .cp_ulysses = axes.ulysses}));
+    std::vector<Axis> sizes =
+        data_grid(world.size / axes.tp,
+                  {.dp_replicate = axes.dp_replicate, .cp_ring = axes.ring, .cp_ulysses = axes.ulysses})
+            .axes();
+    sizes.push_back({"tp", axes.tp});
+    const Mesh mesh(world, Grid(sizes));
     VideoDiT model(setting.config, setting.dtype, 3);
+    const isograd::Layout placed = cut_video(model, mesh, {.sequence_parallel = setting.sequence_parallel});
+    TrainableParameters parameters = trainable_parameters(model.named());
+    parameters.placements = placed.placements();
+    setting.change_placements(parameters.placements);
     model.set_attention(setting.attention(ContextAttention(mesh, /*causal=*/false)));
     const Mesh layout_mesh = setting.layout_mesh(world, mesh);
     ForwardLossTerms forward = [&, right = flow_matching_loss(model, steps[0].store, kNoiseSeed)](
@@ -154,11 +164,13 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
             })[0];
       });
       layout = fully_shard(root, model.named(), blocks, layout_mesh,
-                           {.checkpoint = setting.strategy.checkpoint, .sharded = setting.sharded});
+                           {.checkpoint = setting.strategy.checkpoint,
+                            .sharded = setting.sharded,
+                            .placements = parameters.placements});
       forward = inside(root, forward);
     } else {
       layout = setting.strategy.flat.make(
-          trainable_parameters(model.named()), layout_mesh,
+          parameters, layout_mesh,
           {.sharded = setting.sharded, .bucket_bytes = 1024, .overlap = setting.reduce});
     }
     layout = setting.wrap(std::move(layout), mesh);
@@ -169,7 +181,11 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
     for (std::size_t i = 0; i < steps.size(); ++i) {
       const bool last = i + 1 == steps.size();
       const auto keep = [&] {
-        for (auto& view : layout->views()) outcome.gradients[rank][view.name] = view.gradient.clone();
+        std::map<std::string, at::Tensor>& kept = outcome.gradients[rank];
+        for (auto& view : layout->views()) kept[view.name] = view.gradient.clone();
+        if (axes.tp == 1) return;
+        for (const PlacedParameter& each : placed.parameters())
+          kept[each.name] = placed.whole(each.name, kept.at(each.name));
       };
       step.accumulate(cut_micro_batches(steps[i].whole[static_cast<std::size_t>(mesh.place(kSampleAxes))],
                                         options, mesh.place(kContextAxes)));

@@ -7,7 +7,7 @@
 
 #include "train/build.hpp"
 #include "train/task.hpp"
-#include "train/trainer_testing.hpp"
+#include "train/video_testing.hpp"
 #include "verify/layouts.hpp"
 #include "verify/run.hpp"
 
@@ -26,16 +26,17 @@ struct Cell {
 
 class TensorRun : public testing_runs::TinyRuns {
  protected:
-  // Little that tp divides: 6 heads over 3 key heads, 29 features, a vocabulary of 259.
-  RunConfig plain(const std::string& name, const std::string& dtype = "float64") const {
+  // Little that tp divides: 6 heads over 3 key heads, 29 features, a vocabulary of 259. `even`: sizes of
+  // which ranks have as many, and a part that fills its bucket.
+  RunConfig plain(const std::string& name, const std::string& dtype = "float64", bool even = false) const {
     RunConfig config = tiny(name, dtype);
     auto& shape = config.model.shape;
     shape.layers = 2;
     shape.hidden = 24;
     shape.heads = 6;
     shape.key_value_heads = 3;
-    shape.feed_forward = 29;
-    shape.vocabulary = 259;
+    shape.feed_forward = even ? 120 : 29;
+    shape.vocabulary = even ? 960 : 259;
     config.sample.tokens = 9;
     config.verify.checksums_every = 1;
     return config;
@@ -88,13 +89,15 @@ const Cell kCells[] = {{2, 2, 1, "bucketed"},
 
 TEST_F(TensorRun, IsTheRunOfOneProcess) {
   for (const char* kind : {"token_mean", "sample_mean"}) {
-    RunConfig one = plain(std::string("alone-") + kind);
+    const bool even = kind == std::string("token_mean");
+    RunConfig one = plain(std::string("alone-") + kind, "float64", even);
     one.loss.kind = kind;
     const Run alone = checked(one, 1);
     EXPECT_GT(std::abs(alone.steps[0].report.loss - alone.steps[6].report.loss), 1e-3);
     for (const Cell& cell : kCells) {
       RunConfig config = cut(cell, name_of(cell) + kind);
       config.loss.kind = kind;
+      config.model = one.model;
       expect_same(checked(config, cell.ranks), alone, 0, name_of(cell) + ", " + kind);
     }
   }
@@ -229,6 +232,45 @@ TEST_F(TensorRun, IsWatchedWhileItTrains) {
   }
 }
 
+class TensorVideoRun : public testing_runs::TinyVideos {};
+
+TEST_F(TensorVideoRun, IsTheRunOfOneProcess) {
+  RunConfig plain = videos("alone", "float64");
+  plain.model.shape.layers = 2;
+  plain.model.shape.feed_forward = 29;
+  const Run alone = run(plain, 1);
+  for (const auto& [ranks, tp, ring, strategy, by_tokens] : {std::tuple{2, 2, 1, "bucketed", true},
+                                                             {3, 3, 1, "zero3", false},
+                                                             {4, 4, 1, "zero1", true},
+                                                             {4, 2, 2, "zero3", true},
+                                                             {6, 3, 1, "naive", false}}) {
+    RunConfig config = plain;
+    config.run.directory = (root_ / fmt::format("{}-{}-{}", ranks, tp, ring)).string();
+    config.parallel.tp = tp;
+    config.parallel.cp_ring = ring;
+    config.parallel.strategy = strategy;
+    config.parallel.sequence_parallel = by_tokens;
+    const Run found = run(config, ranks);
+    ASSERT_EQ(found.steps.size(), alone.steps.size());
+    for (std::size_t i = 0; i < alone.steps.size(); ++i) {
+      const StepReport &a = found.steps[i].report, &b = alone.steps[i].report;
+      EXPECT_EQ(a.census.tokens, b.census.tokens) << config.run.directory;
+      EXPECT_NEAR(a.loss, b.loss, 1e-9 * b.loss) << config.run.directory << ", step " << i;
+      EXPECT_NEAR(a.norm, b.norm, 1e-9 * b.norm) << config.run.directory << ", step " << i;
+    }
+    EXPECT_NEAR(*found.outcomes[0].validation_loss, *alone.outcomes[0].validation_loss, 1e-9);
+    const Verdict verdict = verified(config, ranks);
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+    // A checkpoint of it goes on without tp.
+    RunConfig going_on = plain;
+    going_on.run.directory += fmt::format("-after-{}-{}-{}", ranks, tp, ring);
+    going_on.model = RunConfig{}.model;
+    going_on.model.kind = "video";
+    going_on.model.load = found.outcomes[0].checkpoint.string();
+    EXPECT_LT(run(going_on, 1).steps[0].report.loss, alone.steps[0].report.loss);
+  }
+}
+
 TEST_F(TensorRun, WhatDoesNotFitIsRefused) {
   const auto refused = [&](const Cell& cell, int ranks) {
     return config_error_of([&] { run(cut(cell, "refused"), ranks); });
@@ -238,10 +280,10 @@ TEST_F(TensorRun, WhatDoesNotFitIsRefused) {
   RunConfig ulysses = cut({4, 2, 1, "bucketed"}, "ulysses");
   ulysses.parallel.cp_ulysses = 2;
   EXPECT_THAT(config_error_of([&] { run(ulysses, 4); }), HasSubstr("parallel.cp_ulysses"));
-  RunConfig video;
-  video.model.kind = "video";
-  video.parallel.tp = 2;
-  EXPECT_THAT(config_error_of([&] { grid_of(video, 2); }), HasSubstr("model.kind = \"video\""));
+  RunConfig scorer;
+  scorer.model.kind = "scorer";
+  scorer.parallel.tp = 2;
+  EXPECT_THAT(config_error_of([&] { grid_of(scorer, 2); }), HasSubstr("model.kind = \"scorer\""));
   EXPECT_THAT(config_error_of([&] { parse_config("[parallel]\nsequence_parallel = false\n", "a.toml"); }),
               HasSubstr("parallel.tp is 1"));
 }

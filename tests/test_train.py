@@ -66,7 +66,7 @@ class Workplace:
         self.folder = folder
         self.backend = backend
         self.text = folder / "text"
-        self.text.mkdir()
+        self.text.mkdir(parents=True)
         rng = random.Random(11)
         for i in range(30):
             words = "".join(rng.choice("abcdefg ") for _ in range(rng.randrange(5, 200)))

@@ -62,14 +62,20 @@ struct DecoderConfig {
 void check(const DecoderConfig& config);
 
 // What a forward does at the seams between the stream of tokens and its matrix products, where several ranks
-// hold the matrices of one model together (cut_decoder() in tensor_parallel.hpp makes them). Not given: one
-// device, nothing.
+// hold the matrices of one model together (tensor_parallel.hpp makes them). Not given: one device, nothing.
 struct ModelSeams {
   using Map = std::function<at::Tensor(const at::Tensor&)>;
   // The stream, normed, on its way into products that are cut by their outputs; of so many `tokens`, of which
   // each rank's stream may have some.
   std::function<at::Tensor(const at::Tensor& stream, std::int64_t tokens)> enter{};
-  Map leave{};         // what a product cut by its inputs gives, before its bias and the residual are added
+  Map leave{};  // what a product cut by its inputs gives, before its bias and the residual are added
+
+  // Of a model whose inputs and outputs are rows of tokens, where each rank's stream has some of them: which
+  // of so many, and the outputs of all from those of this rank's.
+  std::function<std::pair<std::int64_t, std::int64_t>(std::int64_t tokens)> own_tokens{};  // begin, count
+  std::function<at::Tensor(const at::Tensor& own, std::int64_t tokens)> all_tokens{};
+
+  // Of a language model.
   Map whole_logits{};  // this rank's columns to those of the vocabulary; no gradient
   // tokens [T] -> the stream, from this rank's rows of the embedding.
   std::function<at::Tensor(const at::Tensor& weight, const at::Tensor& tokens, std::int64_t pad)> embed{};

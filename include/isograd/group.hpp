@@ -59,6 +59,7 @@ struct Traffic {
     std::int64_t bytes = 0;
   };
   std::map<std::string, Operation> operations{};  // by name: "all_reduce", ...
+  double waited_seconds = 0;                      // for operations to end, with what this rank moved itself
   std::int64_t bytes() const;                     // of all
 };
 

@@ -36,6 +36,8 @@ class Mesh {
   // A `use` asks for a group apart from others of the same ranks, whose operations need no common order with
   // theirs: attention exchanges within backward, beside the reductions that backward launches.
   Group along(const AxisSet& axes, const std::string& use = {}) const;
+  // Seconds that this rank has waited in groups with a use of their own.
+  double waited_apart() const;
   // The ranks that see different data: targets, samples and weights are counted over them and nowhere else,
   // since the others hold the same ones.
   Group counting() const;

@@ -123,6 +123,13 @@ Layout::Named decoder_placements(DecoderLM& model, const Grid& grid,
 // tp is a multiple of the key heads and divides the query heads. Otherwise as it is.
 Grid with_key_head_view(const Grid& grid, const DecoderConfig& config);
 
+// Cuts a video model likewise: queries, keys, values and the feed-forward's first matrix by their outputs,
+// the matrices behind them by their inputs. What a timestep becomes is computed by every rank. With cut
+// tokens each rank embeds its own patches, and the velocities are gathered at the end.
+class VideoDiT;
+Layout cut_video(VideoDiT& model, const Mesh& mesh, const TensorParallelOptions& options = {});
+Layout::Named video_placements(VideoDiT& model, const Grid& grid, const TensorParallelOptions& options = {});
+
 // What `ranks` ranks along tp send one another, all together, for one micro-batch's forward and backward with
 // activations of `bytes` each: 4 (2 layers + 1) (ranks - 1) tokens · hidden · bytes at the seams, cut tokens
 // or not, and ranks (ranks - 1) tokens · 24 for the loss's statistics (32 with smoothed labels).

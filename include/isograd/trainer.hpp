@@ -27,7 +27,7 @@ struct StepEvent {
   StepReport report;
   double learning_rate = 0;
   double seconds = 0;            // wall clock of this step on this rank, reading data included
-  double exposed_seconds = 0;    // of these: communication that no computation hid (DataParallel)
+  double exposed_seconds = 0;    // of these: communication that no computation hid
   double tokens_per_second = 0;  // of all ranks together
   std::optional<double> mfu =
       {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs

@@ -79,6 +79,7 @@ class VideoDiT : public torch::nn::Module {
   // variable_length_attention over cu_seqlens, which refuses batches that are cut over context ranks.
   using Attention = DecoderLM::Attention;
   void set_attention(Attention attention);
+  void set_seams(ModelSeams seams);
 
  private:
   struct Impl;

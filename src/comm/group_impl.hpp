@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
@@ -66,10 +67,24 @@ class TrafficCounter {
     calls_[kind].fetch_add(1, std::memory_order_relaxed);
     bytes_[kind].fetch_add(bytes, std::memory_order_relaxed);
   }
+  // Runs `wait`, which may throw, and adds up how long it took.
+  template <typename Wait>
+  auto timed(Wait&& wait) {
+    struct Clock {
+      std::atomic<std::int64_t>& sum;
+      std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+      ~Clock() {
+        const auto taken = std::chrono::steady_clock::now() - start;
+        sum.fetch_add(std::chrono::nanoseconds(taken).count(), std::memory_order_relaxed);
+      }
+    } clock{nanoseconds_};
+    return wait();
+  }
   Traffic read() const;
 
  private:
   std::array<std::atomic<std::int64_t>, kKinds> calls_{}, bytes_{};
+  std::atomic<std::int64_t> nanoseconds_{0};
 };
 
 struct Group::Impl {
@@ -124,7 +139,8 @@ struct Group::Impl {
   }
 
   void complete(const Call& call, Started& started) const {
-    if (started.work && !guarded(call, [&] { return started.work->wait(timeout); })) aborted(call);
+    const auto wait = [&] { return guarded(call, [&] { return started.work->wait(timeout); }); };
+    if (started.work && !traffic.timed(wait)) aborted(call);
     if (!started.copies.empty()) copy_results(started);
   }
   static void copy_results(Started& started);

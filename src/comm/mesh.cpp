@@ -60,6 +60,13 @@ Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   return made(std::move(ranks), use, name);
 }
 
+double Mesh::waited_apart() const {
+  double seconds = 0;
+  for (const auto& [key, group] : impl_->groups)
+    if (!key.second.empty()) seconds += group.traffic().waited_seconds;
+  return seconds;
+}
+
 Group Mesh::counting() const {
   return along(data());
 }

@@ -14,6 +14,7 @@ Traffic TrafficCounter::read() const {
                                           "all_gather", "gather", "scatter",        "all_to_all",
                                           "send",       "barrier"};
   Traffic traffic;
+  traffic.waited_seconds = static_cast<double>(nanoseconds_.load(std::memory_order_relaxed)) * 1e-9;
   for (std::size_t kind = 0; kind < kKinds; ++kind)
     if (const std::int64_t calls = calls_[kind].load(std::memory_order_relaxed); calls > 0)
       traffic.operations[kNames[kind]] = {calls, bytes_[kind].load(std::memory_order_relaxed)};

@@ -1,11 +1,13 @@
-// Weights of a Hugging Face directory: model.safetensors, or shards listed in its index.
+// model.safetensors, or shards listed in its index.
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
+#include "model/hf_weights.hpp"
 #include "model/json_reader.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
@@ -26,12 +28,7 @@ constexpr const char* kHead = "lm_head.weight";
                      .action = "Use weights that belong to the config.json beside them"});
 }
 
-struct Stored {
-  at::Tensor tensor;
-  fs::path file;
-};
-
-std::map<std::string, Stored> read_shards(const fs::path& directory) {
+std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
   const fs::path index = directory / kIndex;
   const std::string text = read_file(index);
   const auto [object, problem] = parse_json(text);
@@ -48,26 +45,26 @@ std::map<std::string, Stored> read_shards(const fs::path& directory) {
     if (!shards[shard].contains(name))
       bad(directory / shard, name, "no such tensor", "one, as the index says");
   }
-  std::map<std::string, Stored> stored;
+  std::map<std::string, FoundTensor> stored;
   for (const auto& [shard, tensors] : shards)
     for (const auto& [name, tensor] : tensors) {
       const auto place = object["weight_map"].find(name);
       if (place == object["weight_map"].end() || *place != shard)
         bad(directory / shard, name, "a tensor that the index does not place here", "none");
-      stored.emplace(name, Stored{tensor, directory / shard});
+      stored.emplace(name, FoundTensor{tensor, directory / shard});
     }
   return stored;
 }
 
-std::map<std::string, Stored> read_weights(const fs::path& directory) {
+std::map<std::string, FoundTensor> read_weights(const fs::path& directory) {
   const bool whole = fs::exists(directory / kWhole), index = fs::exists(directory / kIndex);
   if (whole == index)
     bad(directory, "", whole ? "both a whole file and an index of shards" : "no weights",
         fmt::format("either {} or {}", kWhole, kIndex));
   if (index) return read_shards(directory);
-  std::map<std::string, Stored> stored;
+  std::map<std::string, FoundTensor> stored;
   for (auto& [name, tensor] : read_safetensors(directory / kWhole))
-    stored.emplace(name, Stored{tensor, directory / kWhole});
+    stored.emplace(name, FoundTensor{tensor, directory / kWhole});
   return stored;
 }
 
@@ -77,7 +74,7 @@ bool is_derived(const std::string& name) {
 }
 
 // The first layer that the file has weights of and config.json has none for, or the other way round.
-void check_layers(const fs::path& directory, const std::map<std::string, Stored>& stored,
+void check_layers(const fs::path& directory, const std::map<std::string, FoundTensor>& stored,
                   std::int64_t layers) {
   std::int64_t most = 0;
   std::string last;
@@ -100,10 +97,11 @@ bool is_number(at::ScalarType type) {
   return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
 }
 
-const Stored& fitting(const std::map<std::string, Stored>& stored, const fs::path& directory,
-                      const std::string& name, at::IntArrayRef shape) {
-  const auto place = stored.find(name);
-  if (place == stored.end()) bad(directory, name, "no such tensor", c10::str("a tensor of shape ", shape));
+}  // namespace
+
+const FoundTensor& HfWeights::fitting(const std::string& name, at::IntArrayRef shape) const {
+  const auto place = stored_.find(name);
+  if (place == stored_.end()) bad(directory_, name, "no such tensor", c10::str("a tensor of shape ", shape));
   const auto& [tensor, file] = place->second;
   if (tensor.sizes() != shape) bad(file, name, c10::str("shape ", tensor.sizes()), c10::str("shape ", shape));
   if (!is_number(tensor.scalar_type()))
@@ -112,42 +110,54 @@ const Stored& fitting(const std::map<std::string, Stored>& stored, const fs::pat
   return place->second;
 }
 
-}  // namespace
-
-std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dtype) {
-  const DecoderConfig config = read_hf_config(directory);
-  auto stored = read_weights(directory);
-  const auto embedding = stored.find("model.embed_tokens.weight");
-  if (embedding != stored.end() && embedding->second.tensor.dim() == 2 &&
-      embedding->second.tensor.size(0) != config.vocabulary)
+HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
+    : directory_(directory),
+      config_(read_hf_config(directory)),
+      dtype_(dtype),
+      stored_(read_weights(directory)) {
+  const auto embedding = stored_.find("model.embed_tokens.weight");
+  if (embedding != stored_.end() && embedding->second.tensor.dim() == 2 &&
+      embedding->second.tensor.size(0) != config_.vocabulary)
     bad(embedding->second.file, embedding->first, fmt::format("{} rows", embedding->second.tensor.size(0)),
-        fmt::format("{}, the vocab_size of config.json", config.vocabulary));
-  check_layers(directory, stored, config.layers);
+        fmt::format("{}, the vocab_size of config.json", config_.vocabulary));
+  check_layers(directory, stored_, config_.layers);
 
   // Before memory is taken for shapes that the files contradict.
-  if (config.layers > static_cast<std::int64_t>(stored.size()))
-    bad(directory, "", fmt::format("{} tensors", stored.size()),
-        fmt::format("those of {} layers", config.layers));
-  for (const auto& [name, parameter] : DecoderLM::without_values(config, dtype)->named())
-    fitting(stored, directory, name, parameter.sizes());
-
-  const std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype));
-  const at::NoGradGuard no_grad;
-  for (auto& [name, parameter] : model->impl_->in_order) {
-    const auto& [tensor, file] = fitting(stored, directory, name, parameter.sizes());
-    parameter.copy_(tensor);
-    check_finite(file, name, parameter);
+  if (config_.layers > static_cast<std::int64_t>(stored_.size()))
+    bad(directory, "", fmt::format("{} tensors", stored_.size()),
+        fmt::format("those of {} layers", config_.layers));
+  std::set<std::string> known;
+  for (const auto& [name, parameter] : DecoderLM::without_values(config_, dtype)->named()) {
+    fitting(name, parameter.sizes());
+    known.insert(name);
   }
-  for (const auto& [name, parameter] : model->impl_->in_order) stored.erase(name);
-  for (const auto& [name, place] : stored) {
-    if (is_derived(name)) continue;
-    const bool tied_copy = config.tied_output && name == kHead;
-    if (!tied_copy) bad(place.file, name, "a tensor that this model has no place for", "none");
-    if (place.tensor.sizes() != model->impl_->embedding.sizes() ||
-        !place.tensor.to(dtype).equal(model->impl_->embedding))
+  for (const auto& [name, place] : stored_) {
+    if (known.contains(name) || is_derived(name)) continue;
+    if (!config_.tied_output || name != kHead)
+      bad(place.file, name, "a tensor that this model has no place for", "none");
+    const at::Tensor& tied = stored_.at("model.embed_tokens.weight").tensor;
+    if (place.tensor.sizes() != tied.sizes() || !place.tensor.to(dtype).equal(tied.to(dtype)))
       bad(place.file, name, "values that differ from the embedding's",
           "the same values, or no such tensor: config.json ties them");
   }
+}
+
+void HfWeights::fill(const std::string& name, const at::Tensor& values) const {
+  const at::NoGradGuard no_grad;
+  const auto& [tensor, file] = fitting(name, values.sizes());
+  values.copy_(tensor);
+  check_finite(file, name, values);
+}
+
+void HfWeights::check_values() const {
+  for (const auto& [name, parameter] : DecoderLM::without_values(config_, dtype_)->named())
+    fill(name, at::empty(parameter.sizes(), dtype_));
+}
+
+std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dtype) {
+  const HfWeights weights(directory, dtype);
+  const std::shared_ptr<DecoderLM> model(new DecoderLM(weights.config(), dtype));
+  for (auto& [name, parameter] : model->impl_->in_order) weights.fill(name, parameter);
   return model;
 }
 

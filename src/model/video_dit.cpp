@@ -1,5 +1,6 @@
 #include "isograd/video_dit.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention/attention.hpp"
@@ -106,6 +107,7 @@ struct VideoDiT::Impl {
   std::vector<DiTBlock> blocks{};
   AroundBlock around{};  // empty: nothing
   Attention given_attention{};
+  ModelSeams seams{};
 
   void create(torch::nn::Module& root, at::Device device) {
     const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
@@ -166,24 +168,29 @@ struct VideoDiT::Impl {
 
   at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& condition, const Batch& batch,
                    const Lengths& lengths) const {
-    const std::int64_t count = stream.size(0), dim = config.width_of_head();
+    const std::int64_t count = batch.num_tokens(), dim = config.width_of_head();
     const DiTBlock& block = blocks[static_cast<std::size_t>(layer)];
+    const auto entered = [&](const at::Tensor& x) { return seams.enter ? seams.enter(x, count) : x; };
+    const auto onto_stream = [&](const at::Tensor& x, const Linear& with) {
+      if (!seams.leave) return linears(x, {with.weight}, {with.bias})[0];
+      return seams.leave(linears(x, {with.weight}, {at::Tensor()})[0]) + with.bias;
+    };
     const auto modulation =
         linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
     const auto projected =
-        linears(modulated(norm(stream), modulation[0], modulation[1], lengths),
+        linears(entered(modulated(norm(stream), modulation[0], modulation[1], lengths)),
                 {block.q.weight, block.k.weight, block.v.weight}, {block.q.bias, block.k.bias, block.v.bias});
-    const auto heads = [&](const at::Tensor& x) { return x.view({count, config.heads, dim}); };
+    const auto heads = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
     const at::Tensor q = rms_norm(heads(projected[0]), block.q_norm, config.norm_epsilon),
                      k = rms_norm(heads(projected[1]), block.k_norm, config.norm_epsilon),
                      v = heads(projected[2]);
     at::Tensor out = given_attention ? given_attention(batch, q, k, v)
                                      : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
-    out = linears(out.reshape({count, config.heads * dim}), {block.o.weight}, {block.o.bias})[0];
+    out = onto_stream(out.reshape({count, q.size(1) * dim}), block.o);
     stream = gated(stream, modulation[2], out, lengths);
-    out = linears(modulated(norm(stream), modulation[3], modulation[4], lengths), {block.in.weight},
+    out = linears(entered(modulated(norm(stream), modulation[3], modulation[4], lengths)), {block.in.weight},
                   {block.in.bias})[0];
-    out = linears(at::gelu(out, "tanh"), {block.out.weight}, {block.out.bias})[0];
+    out = onto_stream(at::gelu(out, "tanh"), block.out);
     return gated(stream, modulation[5], out, lengths);
   }
 
@@ -262,17 +269,26 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
                               const at::Tensor& times) {
   const Impl& model = *impl_;
   model.check_input(batch, noised, coordinates, times);
-  Lengths lengths;
-  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
-    lengths.push_back(batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
+  const std::int64_t count = batch.num_tokens();
+  const auto [begin, own] =
+      model.seams.own_tokens ? model.seams.own_tokens(count) : std::pair(std::int64_t{0}, count);
+  Lengths lengths;  // of the fragments, as far as they are in this rank's stream
+  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
+    const auto within = [&, begin = begin, own = own](std::int64_t at) {
+      return std::clamp<std::int64_t>(at - begin, 0, own);
+    };
+    lengths.push_back(within(batch.cu_seqlens[f + 1]) - within(batch.cu_seqlens[f]));
+  }
   const auto linear = [](const at::Tensor& x, const Linear& with) {
     return linears(x, {with.weight}, {with.bias})[0];
   };
   const at::Device device = noised.device();
-  at::Tensor stream = linear(noised.to(model.dtype), model.patch);
+  at::Tensor stream = linear(noised.narrow(0, begin, own).to(model.dtype), model.patch);
   const at::Tensor* tables[] = {&model.frame, &model.row, &model.column};
   for (std::int64_t axis = 0; axis < 3; ++axis)
-    stream = stream + at::embedding(*tables[axis], moved(coordinates.select(1, axis).contiguous(), device));
+    stream =
+        stream + at::embedding(*tables[axis],
+                               moved(coordinates.narrow(0, begin, own).select(1, axis).contiguous(), device));
   const at::Tensor features =
       moved(features_of(times.cpu(), model.config.timestep_features).to(model.dtype), device);
   const at::Tensor condition = at::silu(linear(at::silu(linear(features, model.time_in)), model.time_out));
@@ -289,7 +305,9 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
                      });
   }
   const auto modulation = linear(condition, model.final_modulation).chunk(2, 1);
-  return linear(modulated(model.norm(stream), modulation[0], modulation[1], lengths), model.final_linear);
+  const at::Tensor velocity =
+      linear(modulated(model.norm(stream), modulation[0], modulation[1], lengths), model.final_linear);
+  return model.seams.all_tokens ? model.seams.all_tokens(velocity, count) : velocity;
 }
 
 void VideoDiT::set_around_block(AroundBlock around) {
@@ -306,6 +324,10 @@ std::vector<at::Tensor> VideoDiT::block_parameters(std::int64_t layer) const {
 
 void VideoDiT::set_attention(Attention attention) {
   impl_->given_attention = std::move(attention);
+}
+
+void VideoDiT::set_seams(ModelSeams seams) {
+  impl_->seams = std::move(seams);
 }
 
 }  // namespace isograd

@@ -1,6 +1,10 @@
 // The axes of a configuration: which ranks see which samples, which parts of them, and where shards lie.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
+
+#include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "train/config.hpp"
 #include "train/task_kind.hpp"
@@ -43,9 +47,35 @@ Grid grid_of(const RunConfig& config, int ranks) {
   if (!kind.view)
     throw ConfigError({.where = "parallel.tp",
                        .found = fmt::format("{} with model.kind = \"{}\"", together, kind.name),
-                       .expected = "1: only a decoder's matrices are cut over ranks yet",
+                       .expected = "1: only decoders and video models are cut over ranks yet",
                        .action = "Leave parallel.tp out"});
   return kind.view(config, grid);
+}
+
+void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
+  const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
+  if (ranks == 1) return;
+  auto all = dealt.others;
+  all.insert(all.begin(), {"query heads", dealt.heads});
+  for (const auto& [what, number] : all)
+    if (ranks > number)
+      throw ConfigError({.where = "parallel.tp",
+                         .found = fmt::format("{} ranks for {} {}", ranks, number, what),
+                         .expected = fmt::format("at most {}", number),
+                         .action = "Lower parallel.tp; more ranks fit along the other axes"});
+  if (ulysses == 1) return;
+  const auto heads = split_rows(dealt.heads, static_cast<int>(ranks)),
+             keys = split_rows(dealt.key_heads, static_cast<int>(ranks));
+  const bool even = heads.front() == heads.back() && keys.front() == keys.back();
+  const auto possible = even ? possible_ulysses(heads.front(), keys.front()) : std::vector<int>{1};
+  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end())
+    throw ConfigError({.where = "parallel.cp_ulysses",
+                       .found = fmt::format("{} beside parallel.tp = {}, of {} heads and {} key heads",
+                                            ulysses, ranks, dealt.heads, dealt.key_heads),
+                       .expected = fmt::format("one of {}: tp deals the heads first, evenly where Ulysses "
+                                               "deals them on",
+                                               fmt::join(possible, ", ")),
+                       .action = "Lower one of them, or use parallel.cp_ring"});
 }
 
 AxisSet sharded_axes(const RunConfig& config) {

@@ -22,6 +22,9 @@
 
 namespace isograd {
 
+// Whole values of one parameter, into a tensor of its shape. ConfigError: they are not finite.
+using FillValues = std::function<void(const std::string& name, at::Tensor& values)>;
+
 struct Corpus {
   std::shared_ptr<TokenStore> tokens;
   std::shared_ptr<Tokenizer> tokenizer;  // null: shards whose tokenizer is not known, or is not named
@@ -90,6 +93,9 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTe
                                           const Layout* placed = nullptr,
                                           const std::vector<std::string>& bucket_order = {},
                                           at::Device device = at::kCPU);
+// Gives parameters that have none their values, or the rank's part of them, one at a time.
+void give_values(const NamedTensors& parameters, const FillValues& fill, const Layout* placed,
+                 at::Device device);
 // The buckets that it will make on `rank`, without weights or other ranks: of parameters of the rank's local
 // shapes. Pure.
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,

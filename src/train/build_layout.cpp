@@ -1,9 +1,12 @@
 // A configuration's layout: the strategy that it names with the configured options, made on ranks or
 // foretold.
+#include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 
+#include "base/memory.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
@@ -78,13 +81,11 @@ FullyShardOptions sharded_options(const RunConfig& config, bool share) {
           .prefetch = parallel.prefetch};
 }
 
-using Initialize = std::function<void(const std::string& name, at::Tensor& values)>;
-
 // One parameter at a time is whole, so that its values are those of every other layout.
-Initialize local_part_of(Initialize initialize, const Layout& placed) {
-  return [initialize = std::move(initialize), placed](const std::string& name, at::Tensor& values) {
+FillValues local_part_of(FillValues fill, const Layout& placed) {
+  return [fill = std::move(fill), placed](const std::string& name, at::Tensor& values) {
     at::Tensor whole = at::zeros(placed.parameter(name).placement.whole_shape, values.options());
-    initialize(name, whole);
+    fill(name, whole);
     values.copy_(placed.local(name, whole));
   };
 }
@@ -123,6 +124,19 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTe
   sharded.device = device;
   return make_strategy(config.parallel.strategy, parameters, &units, mesh, std::move(options), sharded,
                        placed ? placed->placements() : Layout::Named{});
+}
+
+void give_values(const NamedTensors& parameters, const FillValues& fill, const Layout* placed,
+                 at::Device device) {
+  const FillValues own = placed ? local_part_of(fill, *placed) : fill;
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : parameters) {
+    at::Tensor values = at::zeros(parameter.sizes(), parameter.options().device(at::kCPU));
+    own(name, values);  // the same bits on any device
+    values = values.to(device);
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+  }
+  return_freed_memory();
 }
 
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,

@@ -306,6 +306,7 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   }
   if (config.parallel.strategy == "naive" || config.parallel.strategy == "overlapped")
     config.parallel.share_parameters = "auto";  // these keep no copy that ranks could share
+  if (config.parallel.tp == 1) config.parallel.sequence_parallel = true;  // without effect
   if (config.parallel.device == "cpu" && config.parallel.backend == "nccl") config.parallel.device = "cuda";
   const std::string text = to_toml(config);
   const RunConfig again = parse_config(text, "written.toml");

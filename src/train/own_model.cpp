@@ -108,11 +108,13 @@ void OwnWeights::check_shapes(const NamedTensors& described) const {
 
 void OwnWeights::copy_into(const NamedTensors& named) const {
   check_shapes(named);
+  for (const auto& [name, tensor] : named) fill(name, tensor);
+}
+
+void OwnWeights::fill(const std::string& name, const at::Tensor& values) const {
   const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : named) {
-    tensor.copy_(saved_.at(name));
-    check_finite(file_, name, tensor);
-  }
+  values.copy_(saved_.at(name));
+  check_finite(file_, name, values);
 }
 
 }  // namespace isograd

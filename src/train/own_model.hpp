@@ -43,6 +43,7 @@ class OwnWeights {
   void check_layers(std::int64_t layers) const;
   void check_shapes(const NamedTensors& described) const;
   void copy_into(const NamedTensors& named) const;  // checked; and that all values are finite
+  void fill(const std::string& name, const at::Tensor& values) const;  // one of checked shapes, the same
 
  private:
   [[noreturn]] void refuse(const std::string& name, const std::string& found,

@@ -162,9 +162,10 @@ class ScorerTask : public Task {
     }
     return model;
   }
-  std::shared_ptr<TaskModel> make_model_to_lay_out() const override {
+  ModelToLayOut make_model_to_lay_out(const fs::path& directory) const override {
     check_trainable();
-    return make_model(scalar_type(config().train.dtype));
+    const at::ScalarType dtype = scalar_type(config().train.dtype);
+    return {.model = directory.empty() ? make_model(dtype) : read_model(directory, dtype)};
   }
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
     const std::string& from = config().model.load;
@@ -177,8 +178,8 @@ class ScorerTask : public Task {
     check_features(shape, from);
     return model_of(Scorer::without_values(shape, scalar_type(config().train.dtype)), shape);
   }
-  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
-    check_trainable();
+  // Of a checkpoint, with the queue of its loss.
+  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const {
     const ScorerShape shape = read_scorer_shape(directory);
     check_features(shape, directory.string());
     auto model = model_of(std::make_shared<Scorer>(shape, dtype, seed()), shape);

@@ -24,12 +24,6 @@ Layout TaskModel::cut(const Mesh& mesh) {
   return Layout(mesh, placements(mesh.grid()));
 }
 
-std::shared_ptr<TaskModel> Task::make_model_to_lay_out() const {
-  const bool fresh = config_.model.load.empty();
-  if (fresh && stage_of(config_.parallel.strategy) == 3) return make_model_without_values();
-  return make_model(scalar_type(config_.train.dtype));
-}
-
 std::shared_ptr<TaskModel> model_without_values(const RunConfig& config) {
   const TaskKind& kind = kind_of(config);
   if (kind.model_without_values) return kind.model_without_values(config);

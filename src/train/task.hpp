@@ -18,6 +18,7 @@
 #include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/tensor_stream.hpp"
+#include "train/build.hpp"
 #include "train/config.hpp"
 #include "train/report.hpp"
 
@@ -48,6 +49,14 @@ class TaskModel {
   virtual void attend_over(const Mesh& mesh) = 0;
   // config.json, model.safetensors and what else goes into a checkpoint. `weights`: those of named(), whole.
   virtual void write(const std::filesystem::path& directory, const TensorStream& weights) = 0;
+};
+
+// A model without values, which come one parameter at a time: no rank need ever hold all of them.
+struct ModelToLayOut {
+  std::shared_ptr<TaskModel> model{};
+  FillValues fill{};  // not given: the model has its values
+  std::function<void()>
+      check_values{};  // for fill's error, before anything is made; not given: there is none
 };
 
 // What people read of a task, and what the order of its data depends on.
@@ -117,13 +126,10 @@ class Task {
   virtual std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const = 0;
   // Shapes alone: parameters on the meta device, in train.dtype.
   virtual std::shared_ptr<TaskModel> make_model_without_values() const = 0;
-  // Either for the configured layout: without values where it shards fresh parameters, so that no rank ever
-  // holds all of them.
-  virtual std::shared_ptr<TaskModel> make_model_to_lay_out() const;
+  // For a layout, with the weights of `directory`, or if that is empty those of make_model(). ConfigError.
+  virtual ModelToLayOut make_model_to_lay_out(const std::filesystem::path& directory) const = 0;
   // Of the same shape, with values that are about to be overwritten.
   virtual std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const = 0;
-  virtual std::shared_ptr<TaskModel> read_model(const std::filesystem::path& directory,
-                                                at::ScalarType dtype) const = 0;
   // Of this run and of a checkpoint: where they differ the key is named.
   virtual ShapeKeys shape() const = 0;
   virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
@@ -135,6 +141,7 @@ class Task {
   virtual std::optional<RunConfig> comparison() const { return std::nullopt; }
   // When all steps are made; on rank 0, the model is whole. `comparison`: how that run went; null without
   // one.
+  virtual bool shows_model() const { return true; }  // by what it computes; else the model need not be whole
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
   // ---- for verify ----

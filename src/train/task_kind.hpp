@@ -44,6 +44,15 @@ struct TaskKind {
   std::shared_ptr<TaskModel> (*model_without_values)(const RunConfig& config){};
 };
 
+// What the ranks along tp deal among themselves of a block.
+struct DealtOverTp {
+  std::int64_t heads = 1, key_heads = 1;
+  std::vector<std::pair<const char*, std::int64_t>> others{};
+};
+// For check_ranks. ConfigError unless each rank along tp has something of everything, and Ulysses can deal
+// out the heads of each further.
+void check_dealt(const RunConfig& config, const DealtOverTp& dealt);
+
 const std::vector<const TaskKind*>& task_kinds();
 const TaskKind& kind_of(const RunConfig& config);  // ConfigError where there is none of that name
 

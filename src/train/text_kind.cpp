@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
@@ -133,35 +132,13 @@ std::vector<RunConfig> text_accumulations(const RunConfig& config, int ranks) {
   return all;
 }
 
-// That each rank along tp has something of every matrix, and Ulysses something to deal out on it.
-void check_cut(const RunConfig& config, int) {
-  const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
-  if (ranks == 1) return;
+void check_text_cut(const RunConfig& config, int) {
+  if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
-  const std::pair<const char*, std::int64_t> dealt[] = {
-      {"query heads", shape.heads},
-      {"features of the feed-forward network", shape.feed_forward},
-      {"tokens of the vocabulary", shape.vocabulary}};
-  for (const auto& [what, number] : dealt)
-    if (ranks > number)
-      throw ConfigError({.where = "parallel.tp",
-                         .found = fmt::format("{} ranks for {} {}", ranks, number, what),
-                         .expected = fmt::format("at most {}", number),
-                         .action = "Lower parallel.tp; more ranks fit along the other axes"});
-  if (ulysses == 1) return;
-  const auto dealt_heads = split_rows(shape.heads, static_cast<int>(ranks)),
-             dealt_keys = split_rows(shape.key_value_heads, static_cast<int>(ranks));
-  const bool even = dealt_heads.front() == dealt_heads.back() && dealt_keys.front() == dealt_keys.back();
-  const auto possible =
-      even ? possible_ulysses(dealt_heads.front(), dealt_keys.front()) : std::vector<int>{1};
-  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end())
-    throw ConfigError({.where = "parallel.cp_ulysses",
-                       .found = fmt::format("{} beside parallel.tp = {}, of {} heads and {} key heads",
-                                            ulysses, ranks, shape.heads, shape.key_value_heads),
-                       .expected = fmt::format("one of {}: tp deals the heads first, evenly where Ulysses "
-                                               "deals them on",
-                                               fmt::join(possible, ", ")),
-                       .action = "Lower one of them, or use parallel.cp_ring"});
+  check_dealt(config, {.heads = shape.heads,
+                       .key_heads = shape.key_value_heads,
+                       .others = {{"features of the feed-forward network", shape.feed_forward},
+                                  {"tokens of the vocabulary", shape.vocabulary}}});
 }
 
 }  // namespace
@@ -178,7 +155,7 @@ const TaskKind& text_kind() {
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(config.model.shape);
           },
-      .check_ranks = check_cut,
+      .check_ranks = check_text_cut,
       .accumulations = text_accumulations,
       .accumulation_text =
           [](const RunConfig& config) {

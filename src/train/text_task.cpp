@@ -5,6 +5,7 @@
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
+#include "model/hf_weights.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_zero.hpp"
@@ -191,7 +192,7 @@ class TextTask : public Task {
 
   std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
     const DecoderConfig& shape = shape_;
-    if (!config().model.load.empty()) return read_model(config().model.load, dtype);
+    if (!config().model.load.empty()) return with(read_hf(config().model.load, dtype));
     return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
   }
 
@@ -203,8 +204,21 @@ class TextTask : public Task {
     return with(std::make_shared<DecoderLM>(shape_, dtype, 0));
   }
 
-  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
-    return with(read_hf(directory, dtype));
+  ModelToLayOut make_model_to_lay_out(const fs::path& directory) const override {
+    const fs::path from = directory.empty() ? fs::path(config().model.load) : directory;
+    const at::ScalarType dtype = scalar_type(config().train.dtype);
+    if (from.empty()) {
+      const auto model = DecoderLM::without_values(shape_, dtype);
+      return {.model = with(model),
+              .fill = [model, seed = static_cast<std::uint64_t>(config().run.seed)](const std::string& name,
+                                                                                    at::Tensor& values) {
+                model->initialize(name, values, seed);
+              }};
+    }
+    const auto weights = std::make_shared<const HfWeights>(from, dtype);
+    return {.model = with(DecoderLM::without_values(weights->config(), dtype)),
+            .fill = [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); },
+            .check_values = [weights] { weights->check_values(); }};
   }
 
   ShapeKeys shape() const override { return shape_keys(shape_); }
@@ -212,8 +226,9 @@ class TextTask : public Task {
     return shape_keys(read_hf_config(directory));
   }
 
+  bool shows_model() const override { return corpus_.tokenizer && config().sample.tokens > 0; }
   Showing show(TaskModel& model, const Outcome&, const Outcome*) const override {
-    if (!corpus_.tokenizer || config().sample.tokens == 0) return {};
+    if (!shows_model()) return {};
     return {.text = sample_text(static_cast<TextModel&>(model).decoder(), *corpus_.tokenizer,
                                 config().sample.prompt,
                                 {.max_tokens = config().sample.tokens,

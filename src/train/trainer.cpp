@@ -99,13 +99,10 @@ struct Trainer::Impl {
     if (config.run.memory) memory.emplace(device);
     if (config.checkpoint.resume.empty()) {
       state = fresh_state(*task);
-      on_every_rank(group, [&] { model = task->make_model_to_lay_out(); });
-      make_layout_of_model();
+      make_layout_of_model({}, {});
     } else {
       Resumed resumed = resume_run(*task, group);
-      on_every_rank(group,
-                    [&] { model = task->read_model(resumed.directory, scalar_type(config.train.dtype)); });
-      make_layout_of_model(resumed.state.bucket_order);
+      make_layout_of_model(resumed.directory, resumed.state.bucket_order);
       restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, cut_layout());
       state = resumed.state;
       learning_rates = schedule_change(state, config);
@@ -146,11 +143,21 @@ struct Trainer::Impl {
     }
   }
 
-  void make_layout_of_model(const std::vector<std::string>& bucket_order = {}) {
-    model->to(device);
+  // With the weights of `directory`; empty: those that the run starts from.
+  void make_layout_of_model(const std::filesystem::path& directory,
+                            const std::vector<std::string>& bucket_order) {
+    ModelToLayOut made;
+    on_every_rank(world.group, [&] { made = task->make_model_to_lay_out(directory); });
+    model = made.model;
+    const bool sharded = stage_of(config.parallel.strategy) == 3;
+    if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
     for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
     if (config.parallel.tp > 1) placed.emplace(model->cut(*mesh));
+    if (made.fill && !sharded)
+      on_every_rank(world.group, [&] { give_values(model->named(), made.fill, cut_layout(), device); });
+    model->to(device);
     units = model->make_units();
+    units->initialize = made.fill;
     if (world.rank == 0)
       where_all_lies = to_text(lay_out(config, model->named(), *units, world.group, 0,
                                        placed ? placed->placements() : Layout::Named{}));
@@ -181,14 +188,14 @@ struct Trainer::Impl {
     Step step(forward, *layout, *mean, *optimizer, {.max_norm = config.train.max_norm});
     while (state.step < total) {
       const auto start = Clock::now();
-      const double exposed_before = layout->exposed_seconds();
+      const double exposed_before = exposed_so_far();
       if (memory) memory->before_step(*layout);
       optimizer->set_learning_rate(schedule.at(state.step));
       if (peak.flops_per_second > 0) flops = task->step_flops(*loader, loader->position());
       const MicroBatches own = parts->of_step(loader->next());
       if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
       const StepReport report = step(own, StopSignals::requested() || trouble);
-      const double seconds = seconds_since(start), exposed = layout->exposed_seconds() - exposed_before;
+      const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!diverged) count(report);
@@ -208,6 +215,8 @@ struct Trainer::Impl {
     }
     if (evaluated_step != state.step) measure();  // a resume of a run that had made all its steps
   }
+
+  double exposed_so_far() const { return layout->exposed_seconds() + mesh->waited_apart(); }
 
   void count(const StepReport& report) {
     ++state.step;
@@ -314,7 +323,9 @@ struct Trainer::Impl {
     const bool finished = outcome.end == Outcome::End::kFinished;
     outcome.balance = parts->balance();
     const std::optional<Outcome> comparison = finished ? compare() : std::nullopt;
-    const auto whole = layout->whole_parameters();  // to compare and to sample with
+    const bool to_show = finished && std::isfinite(outcome.loss);
+    std::shared_ptr<const void> whole;
+    if (finished && (hooks.on_finish || task->shows_model())) whole = layout->whole_parameters();
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
       FinishedRun run{config, world, *task, *model, cut_layout()};
@@ -339,7 +350,6 @@ struct Trainer::Impl {
     const std::string bytes =
         memory ? memory_table(memory->use(), plan(), world.group, placed.has_value()) : std::string();
     Showing showing;
-    const bool to_show = finished && std::isfinite(outcome.loss);
     const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
     if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them
     on_rank_zero(world.group, [&] {

@@ -6,6 +6,7 @@
 #include "train/config_keys.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
+#include "train/video_model.hpp"
 
 namespace isograd {
 namespace key_table {
@@ -59,6 +60,18 @@ std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
   return all;
 }
 
+void check_video_cut(const RunConfig& config, int) {
+  if (config.parallel.tp == 1) return;
+  const auto& fresh = config.model.shape;
+  const std::string& load = config.model.load;
+  const VideoDiTConfig shape = load.empty()
+                                   ? VideoDiTConfig{.heads = fresh.heads, .feed_forward = fresh.feed_forward}
+                                   : read_video_shape(load);
+  check_dealt(config, {.heads = shape.heads,
+                       .key_heads = shape.heads,
+                       .others = {{"features of the feed-forward network", shape.feed_forward}}});
+}
+
 }  // namespace
 
 const TaskKind& video_kind() {
@@ -83,10 +96,12 @@ const TaskKind& video_kind() {
       .of_no_other = {{"video.", kOnlyOfVideos},
                       {"batch.videos_per_step", kOnlyOfVideos},
                       {"batch.tokens_per_micro_batch", kOnlyOfVideos}},
+      .check_ranks = check_video_cut,
       .accumulations = video_accumulations,
       .accumulation_text = [](const RunConfig& config) -> std::string {
         return config.batch.tokens_per_micro_batch == 1 ? "a video to a micro-batch" : "one micro-batch";
       },
+      .view = [](const RunConfig&, const Grid& grid) { return grid; },
       .make = make_video_task};
   return kind;
 }

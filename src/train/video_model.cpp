@@ -40,12 +40,17 @@ void write_video_model(const fs::path& directory, VideoDiTConfig shape, const Te
   write_own_model(directory, kVideoFamily, fields(shape), weights);
 }
 
-std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
+OwnWeights open_video_weights(const fs::path& directory) {
   const VideoDiTConfig shape = read_video_shape(directory);
-  const OwnWeights weights(directory);
+  OwnWeights weights(directory);
   weights.check_layers(shape.layers);
-  weights.check_shapes(VideoDiT::without_values(shape, dtype)->named());
-  auto model = std::make_shared<VideoDiT>(shape, dtype, 0);
+  weights.check_shapes(VideoDiT::without_values(shape, at::kFloat)->named());
+  return weights;
+}
+
+std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
+  const OwnWeights weights = open_video_weights(directory);
+  auto model = std::make_shared<VideoDiT>(read_video_shape(directory), dtype, 0);
   weights.copy_into(model->named());
   return model;
 }

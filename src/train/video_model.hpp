@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isograd/video_dit.hpp"
+#include "train/own_model.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -15,6 +16,7 @@ namespace isograd {
 // missing or does not fit.
 bool is_video_model(const std::filesystem::path& directory);  // by its config.json
 VideoDiTConfig read_video_shape(const std::filesystem::path& directory);
+OwnWeights open_video_weights(const std::filesystem::path& directory);  // of shapes that fit
 std::shared_ptr<VideoDiT> read_video_model(const std::filesystem::path& directory, at::ScalarType dtype);
 void write_video_model(const std::filesystem::path& directory, VideoDiTConfig shape,
                        const TensorStream& weights);

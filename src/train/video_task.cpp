@@ -10,6 +10,7 @@
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/random.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
@@ -26,8 +27,11 @@ using Store = std::shared_ptr<const VideoStore>;
 
 class VideoModel : public TaskModel {
  public:
-  VideoModel(std::shared_ptr<VideoDiT> model, Store store, std::uint64_t seed)
-      : model_(std::move(model)), store_(std::move(store)), seed_(seed) {}
+  VideoModel(std::shared_ptr<VideoDiT> model, Store store, const RunConfig& config)
+      : model_(std::move(model)),
+        store_(std::move(store)),
+        seed_(static_cast<std::uint64_t>(config.run.seed)),
+        cut_options_{.sequence_parallel = config.parallel.sequence_parallel} {}
 
   VideoDiT& transformer() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
@@ -75,6 +79,11 @@ class VideoModel : public TaskModel {
                             store_->coordinates(batch.tokens), drawn.times);
   }
 
+  Layout::Named placements(const Grid& grid) override {
+    return video_placements(*model_, grid, cut_options_);
+  }
+  Layout cut(const Mesh& mesh) override { return cut_video(*model_, mesh, cut_options_); }
+
   void attend_over(const Mesh& mesh) override {
     if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention(
@@ -89,6 +98,7 @@ class VideoModel : public TaskModel {
   std::shared_ptr<VideoDiT> model_;
   Store store_;
   std::uint64_t seed_;
+  TensorParallelOptions cut_options_;
 };
 
 // ---- the data ----
@@ -210,7 +220,7 @@ class VideoTask : public Task {
   }
 
   std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
-    if (!config().model.load.empty()) return read_model(config().model.load, dtype);
+    if (!config().model.load.empty()) return with(read_video_model(config().model.load, dtype));
     return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, seed()));
   }
   std::shared_ptr<TaskModel> make_model_without_values() const override {
@@ -219,8 +229,25 @@ class VideoTask : public Task {
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
     return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, 0));
   }
-  std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const override {
-    return with(read_video_model(directory, dtype));
+  ModelToLayOut make_model_to_lay_out(const fs::path& directory) const override {
+    const fs::path from = directory.empty() ? fs::path(config().model.load) : directory;
+    const at::ScalarType dtype = scalar_type(config().train.dtype);
+    if (from.empty()) {
+      const auto model = VideoDiT::without_values(shape_of_model(), dtype);
+      return {.model = with(model),
+              .fill = [model, seed = seed()](const std::string& name, at::Tensor& values) {
+                model->initialize(name, values, seed);
+              }};
+    }
+    const auto model = VideoDiT::without_values(read_video_shape(from), dtype);
+    const auto weights = std::make_shared<const OwnWeights>(open_video_weights(from));
+    return {.model = with(model),
+            .fill = [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); },
+            .check_values =
+                [weights, model, dtype] {
+                  for (const auto& [name, parameter] : model->named())
+                    weights->fill(name, at::empty(parameter.sizes(), dtype));
+                }};
   }
 
   ShapeKeys shape() const override { return video_shape_keys(shape_of_model()); }
@@ -292,7 +319,7 @@ class VideoTask : public Task {
   }
 
   std::shared_ptr<TaskModel> with(std::shared_ptr<VideoDiT> model) const {
-    return std::make_shared<VideoModel>(std::move(model), store_, seed());
+    return std::make_shared<VideoModel>(std::move(model), store_, config());
   }
 
   Store store_;

@@ -4,6 +4,7 @@
 #include <exception>
 #include <tuple>
 
+#include "base/memory.hpp"
 #include "layout/flat.hpp"
 
 namespace isograd {
@@ -54,13 +55,15 @@ at::Tensor WholeTensors::whole(const Place& place) {
 void WholeTensors::each(const TensorStream::Take& take) {
   std::exception_ptr problem;  // of the one that takes: the other ranks know nothing of it
   while (next_ < places_.size()) {
-    const at::Tensor tensor = whole(places_[next_++]);
-    if (!take || problem) continue;
+    const std::size_t gathered = gathered_.size();
+    at::Tensor tensor = whole(places_[next_++]);
     try {
-      take(tensor);
+      if (take && !problem) take(tensor);
     } catch (...) {
       problem = std::current_exception();
     }
+    tensor.reset();
+    if (gathered_.size() < gathered || next_ == places_.size()) return_freed_memory();
   }
   if (problem) std::rethrow_exception(problem);
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/memory.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
@@ -94,6 +95,7 @@ class ShardedLayout final : public FullySharded {
         else
           frozen_flats_.push_back(unit.flats.back().get());
       }
+      return_freed_memory();  // of values that were whole
     }
     passes_ = std::make_shared<UnitPasses>(
         std::move(context), std::move(units), uses.uses, members_.trained,

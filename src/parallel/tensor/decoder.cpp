@@ -1,46 +1,35 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include <algorithm>
 #include <numeric>
 
-#include "isograd/decoder_lm.hpp"
-#include "isograd/tensor_parallel.hpp"
+#include "parallel/tensor/model_seams.hpp"
 
 namespace isograd {
 namespace {
 
-constexpr const char *kAxis = "tp", *kHeads = "tp_heads", *kCopies = "tp_copies";
+constexpr const char *kHeads = "tp_heads", *kCopies = "tp_copies";
 
 // How key heads lie beside the query heads that read them.
 enum class KeyHeads { kCut, kCutWithCopies, kWhole };
 
-int ranks_of(const Grid& grid) {
-  return grid.has(kAxis) ? grid.size({kAxis}) : 1;
-}
-
 KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
-  const int ranks = ranks_of(grid);
+  const int ranks = ranks_along_tp(grid);
   if (config.key_value_heads % ranks == 0) return KeyHeads::kCut;
   const bool viewed = grid.has(kHeads) && grid.has(kCopies);
   if (!viewed || grid.size({kHeads}) != config.key_value_heads || config.heads % ranks != 0)
     return KeyHeads::kWhole;
   // The ranks of a key head's copies are those whose query heads read it: neighbours along tp.
   for (int rank = 0; rank < grid.ranks(); ++rank)
-    if (grid.place({kAxis}, rank) !=
+    if (grid.place({kTensorAxis}, rank) !=
         grid.place({kHeads}, rank) * grid.size({kCopies}) + grid.place({kCopies}, rank))
       return KeyHeads::kWhole;
   return KeyHeads::kCutWithCopies;
 }
 
-bool is_any_of(std::string_view name, std::initializer_list<std::string_view> parts) {
-  return std::any_of(parts.begin(), parts.end(),
-                     [&](std::string_view part) { return name.find(part) != std::string_view::npos; });
-}
-
 // What becomes of each parameter, by its Hugging Face name.
 std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
-  if (ranks_of(grid) == 1) return {};
+  if (ranks_along_tp(grid) == 1) return {};
   const KeyHeads keys = key_heads_of(model.config(), grid);
   const std::int64_t head = model.config().head_dim;
   std::vector<CutRule> rules;
@@ -67,7 +56,7 @@ std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorPa
 
 // Which key heads this rank's query heads read, where it has all of them.
 void read_key_heads(ModelSeams& seams, const DecoderConfig& config, const Grid& grid, int place) {
-  const Cut heads = even_cut(grid, kAxis, 0, {config.heads});
+  const Cut heads = even_cut(grid, kTensorAxis, 0, {config.heads});
   const auto& each = heads.rows[0];
   const auto first = std::accumulate(each.begin(), each.begin() + place, std::int64_t{0});
   const std::int64_t count = each[static_cast<std::size_t>(place)],
@@ -81,10 +70,11 @@ void read_key_heads(ModelSeams& seams, const DecoderConfig& config, const Grid& 
 }  // namespace
 
 Grid with_key_head_view(const Grid& grid, const DecoderConfig& config) {
-  const int ranks = ranks_of(grid);
+  const int ranks = ranks_along_tp(grid);
   const std::int64_t keys = config.key_value_heads;
   if (keys >= ranks || ranks % keys != 0 || config.heads % ranks != 0) return grid;
-  return grid.viewed({kAxis}, {{kHeads, static_cast<int>(keys)}, {kCopies, static_cast<int>(ranks / keys)}});
+  return grid.viewed({kTensorAxis},
+                     {{kHeads, static_cast<int>(keys)}, {kCopies, static_cast<int>(ranks / keys)}});
 }
 
 Layout::Named decoder_placements(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
@@ -93,18 +83,10 @@ Layout::Named decoder_placements(DecoderLM& model, const Grid& grid, const Tenso
 
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options) {
   const Layout layout = cut(model.named(), mesh, rules_of(model, mesh.grid(), options));
-  if (ranks_of(mesh.grid()) == 1) return layout;
+  if (ranks_along_tp(mesh.grid()) == 1) return layout;
   const DecoderConfig& config = model.config();
   const Group tp = tensor_group(mesh);
-  const bool by_tokens = options.sequence_parallel;
-
-  ModelSeams seams;
-  seams.enter = [tp, by_tokens](const at::Tensor& x, std::int64_t tokens) {
-    return by_tokens ? enter_cut(tp, x, split_rows(tokens, tp.size())) : enter(tp, x);
-  };
-  seams.leave = [tp, by_tokens](const at::Tensor& part) {
-    return by_tokens ? leave_cut(tp, part) : leave(tp, part);
-  };
+  ModelSeams seams = stream_seams(tp, options);
   const VocabularyShard inputs = vocabulary_shard(layout, "model.embed_tokens.weight");
   seams.embed = [leave = seams.leave, inputs](const at::Tensor& weight, const at::Tensor& tokens,
                                               std::int64_t pad) {
@@ -116,7 +98,7 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
     return Group(tp).all_gather_rows(columns.t().contiguous()).t();
   };
   if (key_heads_of(config, mesh.grid()) == KeyHeads::kWhole)
-    read_key_heads(seams, config, mesh.grid(), mesh.place({kAxis}));
+    read_key_heads(seams, config, mesh.grid(), mesh.place({kTensorAxis}));
   model.set_seams(std::move(seams));
   return layout;
 }

@@ -1,0 +1,38 @@
+// The weights of a Hugging Face directory, tensor by tensor.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <string>
+
+#include "isograd/decoder_lm.hpp"
+
+namespace isograd {
+
+struct FoundTensor {
+  at::Tensor tensor;
+  std::filesystem::path file;
+};
+
+// The files stay mapped: memory is taken by what is filled alone.
+class HfWeights {
+ public:
+  // ConfigError as read_hf() has them, but for values that are not finite. `dtype`: that tensors are read in,
+  // by which a tied output's copy is compared with the embedding.
+  HfWeights(const std::filesystem::path& directory, at::ScalarType dtype);
+  const DecoderConfig& config() const { return config_; }
+  // Into a tensor of the parameter's shape, rounded to its type. ConfigError: not finite.
+  void fill(const std::string& name, const at::Tensor& values) const;
+  // All of them, for its error; one is in memory at a time.
+  void check_values() const;
+
+ private:
+  const FoundTensor& fitting(const std::string& name, at::IntArrayRef shape) const;
+
+  std::filesystem::path directory_;
+  DecoderConfig config_;
+  at::ScalarType dtype_;
+  std::map<std::string, FoundTensor> stored_;
+};
+
+}  // namespace isograd
