@@ -27,3 +27,15 @@ def backend(request):
     if request.param not in built_backends():
         pytest.skip("needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without")
     return request.param
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: left out of the default suite, for time (docs/testing.md)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("ISOGRAD_FULL_TESTS"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

@@ -46,9 +46,9 @@ inline DecoderConfig biased() {
 }
 
 // What data rank `place` of `places` has: uneven micro-batches, some without a target, fewer on the last one.
-inline MicroBatches step_of(int place, int places, std::int64_t vocabulary) {
+inline MicroBatches step_of(int place, int places, std::int64_t vocabulary, int accumulation = 3) {
   MicroBatches batches;
-  const int count = place + 1 == places && places > 1 ? 1 : 3;
+  const int count = place + 1 == places && places > 1 ? 1 : accumulation;
   for (int i = 0; i < count; ++i) {
     const auto seed = static_cast<std::uint64_t>(10 * place + i);
     const std::vector<std::int64_t> lengths =
@@ -91,40 +91,11 @@ struct Gradient {
   }
 };
 
-// Σ over tokens / their number, or the mean over samples of each one's mean.
-inline Gradient one_process(const DecoderConfig& config, at::ScalarType type, int places, Mean mean,
-                            std::uint64_t draw = 0) {
-  auto model = whole_model(config, type, draw);
-  double targets = 0, samples = 0;
-  for (int place = 0; place < places; ++place)
-    for (const Batch& batch : step_of(place, places, config.vocabulary))
-      for (const std::int64_t count : batch.sample_targets) targets += double(count), samples += count > 0;
-  Gradient result;
-  for (int place = 0; place < places; ++place)
-    for (const Batch& batch : step_of(place, places, config.vocabulary)) {
-      const at::Tensor log_p = at::log_softmax(model->logits(batch).to(at::kDouble), 1);
-      at::Tensor weights = at::zeros({batch.num_tokens()}, at::kDouble);
-      for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
-        const double own = mean == Mean::kTargets ? 1 / targets
-                           : batch.sample_targets[f] > 0
-                               ? 1 / (samples * static_cast<double>(batch.sample_targets[f]))
-                               : 0;
-        weights.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).fill_(own);
-      }
-      weights.masked_fill_(batch.targets.eq(kIgnoreIndex), 0);
-      const at::Tensor loss =
-          -(log_p.gather(1, batch.targets.clamp_min(0).unsqueeze(1)).squeeze(1) * weights).sum();
-      result.loss += loss.item<double>();
-      if (loss.requires_grad()) loss.backward();
-    }
-  for (auto& [name, tensor] : model->named()) result.of[name] = tensor.grad().clone();
-  return result;
-}
-
 struct Cell {
   std::int64_t heads = 8, key_heads = 2;
   bool tied = false;
   int tp = 2, data = 1, ring = 1, replicas = 1;
+  int accumulation = 3;  // the most micro-batches of a rank
   bool sequence_parallel = true, fused = false, checkpointed = false;
   bool view = false, view_turned = false;  // tp as tp_heads x tp_copies, or the other way round
   Mean mean = Mean::kTargets;
@@ -147,12 +118,44 @@ struct Cell {
   }
   friend void PrintTo(const Cell& c, std::ostream* out) {
     *out << c.heads << "/" << c.key_heads << " heads, tied " << c.tied << ", tp " << c.tp << ", data "
-         << c.data << ", ring " << c.ring << ", sequence parallel " << c.sequence_parallel << ", fused "
-         << c.fused << ", " << c.strategy << ", " << c10::toString(c.type) << ", sample mean "
-         << (c.mean == Mean::kSamples) << ", view " << c.view << c.view_turned << ", biases "
-         << c.with_biases;
+         << c.data << ", ring " << c.ring << ", " << c.accumulation << " micro-batches"
+         << ", sequence parallel " << c.sequence_parallel << ", fused " << c.fused << ", " << c.strategy
+         << ", " << c10::toString(c.type) << ", sample mean " << (c.mean == Mean::kSamples) << ", view "
+         << c.view << c.view_turned << ", biases " << c.with_biases;
   }
 };
+
+// Σ over tokens / their number, or the mean over samples of each one's mean.
+inline Gradient one_process(const Cell& cell, at::ScalarType type, std::uint64_t draw = 0) {
+  const DecoderConfig config = cell.config();
+  const int places = cell.data * cell.replicas;
+  const Mean mean = cell.mean;
+  auto model = whole_model(config, type, draw);
+  double targets = 0, samples = 0;
+  for (int place = 0; place < places; ++place)
+    for (const Batch& batch : step_of(place, places, config.vocabulary, cell.accumulation))
+      for (const std::int64_t count : batch.sample_targets) targets += double(count), samples += count > 0;
+  Gradient result;
+  for (int place = 0; place < places; ++place)
+    for (const Batch& batch : step_of(place, places, config.vocabulary, cell.accumulation)) {
+      const at::Tensor log_p = at::log_softmax(model->logits(batch).to(at::kDouble), 1);
+      at::Tensor weights = at::zeros({batch.num_tokens()}, at::kDouble);
+      for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
+        const double own = mean == Mean::kTargets ? 1 / targets
+                           : batch.sample_targets[f] > 0
+                               ? 1 / (samples * static_cast<double>(batch.sample_targets[f]))
+                               : 0;
+        weights.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).fill_(own);
+      }
+      weights.masked_fill_(batch.targets.eq(kIgnoreIndex), 0);
+      const at::Tensor loss =
+          -(log_p.gather(1, batch.targets.clamp_min(0).unsqueeze(1)).squeeze(1) * weights).sum();
+      result.loss += loss.item<double>();
+      if (loss.requires_grad()) loss.backward();
+    }
+  for (auto& [name, tensor] : model->named()) result.of[name] = tensor.grad().clone();
+  return result;
+}
 
 struct Found {
   Gradient gradient;
@@ -203,7 +206,8 @@ inline Found train(const Cell& cell, int steps = 1) {
     };
     Step step(units ? inside(units->root, forward) : forward, *layout, *mean, *optimizer,
               {.even_micro_batches = cell.ring > 1});
-    MicroBatches batches = step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes), cell.config().vocabulary);
+    MicroBatches batches =
+        step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes), cell.config().vocabulary, cell.accumulation);
     if (cell.ring > 1) batches = cut_micro_batches(batches, {.ring = cell.ring}, mesh.place(kContextAxes));
     StepReport report;
     for (int i = 0; i < steps; ++i) report = step(batches);

@@ -12,15 +12,15 @@ using ::testing::HasSubstr;
 
 class TensorParallel : public ::testing::TestWithParam<Cell> {};
 
-// With ISOGRAD_FULL_TESTS=1 every tp with every mean, loss, kind of heads and neighbouring axis; otherwise
-// each of these with some of the others.
+// With ISOGRAD_FULL_TESTS=1 every tp beside every neighbouring axis, with every mean, strategy, kind of heads
+// and number of micro-batches, fused and unfused by turns; otherwise each of these with some of the others.
 std::vector<Cell> cells() {
   std::vector<Cell> all;
   if (std::getenv("ISOGRAD_FULL_TESTS")) {
     for (const bool sequence_parallel : {true, false})
       for (const Mean mean : {Mean::kTargets, Mean::kSamples})
-        for (const bool fused : {true, false})
-          for (const char* strategy : {"naive", "bucketed"})
+        for (const int accumulation : {1, 3})
+          for (const char* strategy : {"bucketed", "zero1", "zero3", "shared"})
             for (const bool tied : {true, false})
               for (const auto& [heads, key_heads] : {std::pair{8, 8}, {8, 2}, {6, 3}, {5, 1}, {10, 5}})
                 for (const auto& [tp, data, ring] : {std::tuple{1, 1, 1},
@@ -39,8 +39,9 @@ std::vector<Cell> cells() {
                                    .tp = tp,
                                    .data = data,
                                    .ring = ring,
+                                   .accumulation = accumulation,
                                    .sequence_parallel = sequence_parallel,
-                                   .fused = fused,
+                                   .fused = all.size() % 3 == 0,
                                    .mean = mean,
                                    .strategy = strategy});
     return all;
@@ -100,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(Cells, TensorParallel, ::testing::ValuesIn(cells()));
 
 TEST_P(TensorParallel, GradientLossAndNormAreOneProcesss) {
   const Cell cell = GetParam();
-  const Gradient wanted = one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean);
+  const Gradient wanted = one_process(cell, at::kDouble);
   const Found found = train(cell);
   EXPECT_LT(largest_error(found.gradient, wanted), 1e-10);
   for (const StepReport& report : found.reports) {
@@ -111,7 +112,7 @@ TEST_P(TensorParallel, GradientLossAndNormAreOneProcesss) {
 
 TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
   Cell cell = GetParam();
-  const Gradient exact = one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean);
+  const Gradient exact = one_process(cell, at::kDouble);
   for (const auto type : {at::kFloat, at::kBFloat16}) {
     cell.type = type;
     const Errors found = errors(train(cell).gradient, exact);
@@ -123,10 +124,7 @@ TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
     for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
       outside.clear();
       for (const auto& [name, error] :
-           errors(one_process(cell.config(), type, cell.data * cell.replicas, cell.mean, draw),
-                  draw == 0
-                      ? exact
-                      : one_process(cell.config(), at::kDouble, cell.data * cell.replicas, cell.mean, draw)))
+           errors(one_process(cell, type, draw), draw == 0 ? exact : one_process(cell, at::kDouble, draw)))
         alone[name] = std::max(alone[name], error);
       for (const auto& [name, error] : found)
         if (!(error <= 4 * alone.at(name))) outside.push_back(name);
@@ -146,7 +144,7 @@ TEST(TensorParallelBuckets, OfAnySizeOnUnequalParts) {
                         .tp = tp,
                         .sequence_parallel = sequence_parallel,
                         .bucket_bytes = bytes};
-        const Gradient wanted = one_process(cell.config(), at::kDouble, 1, cell.mean);
+        const Gradient wanted = one_process(cell, at::kDouble);
         EXPECT_LT(largest_error(train(cell, 3).gradient, wanted), 1e300);  // that it ends
         EXPECT_LT(largest_error(train(cell).gradient, wanted), 1e-10)
             << ::testing::PrintToString(cell) << bytes;
@@ -169,7 +167,7 @@ TEST(TensorParallelUpdates, CopiesStayTheSameBits) {
 // The mistakes that trainers have shipped, each by a public seam; the wrong parameters are those it is about.
 TEST(TensorParallelPlanted, AreSeen) {
   const Cell right{.heads = 6, .key_heads = 3, .tp = 2};
-  const Gradient wanted = one_process(right.config(), at::kDouble, 1, right.mean);
+  const Gradient wanted = one_process(right, at::kDouble);
   ASSERT_LT(largest_error(train(right).gradient, wanted), 1e-10);
   const auto unsummed = [&](const std::string& part) {
     Cell cell = right;

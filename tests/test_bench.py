@@ -77,9 +77,9 @@ def broken_peer(tmp_path, name, right, wrong):
     ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1)),
     ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]', ("--ranks", 1)),
     # AdamW hides the factor from the losses; the norm tells it.
-    ("set_force_sum_reduction_for_comms(True)",
-     "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
-     ("--ranks", 2, "--strategy", "stage-0")),
+    pytest.param("set_force_sum_reduction_for_comms(True)",
+                 "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
+                 ("--ranks", 2, "--strategy", "stage-0"), marks=pytest.mark.full),
 ], ids=["rotary embedding", "optimizer", "fsdp2 divides by another number"])
 def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong, arguments):
     python = broken_peer(tmp_path, "llama_step.py", right, wrong)
@@ -121,7 +121,7 @@ def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
 
 @pytest.mark.parametrize("right, wrong", [
     ('lr=c["learning_rate"]', 'lr=1.01 * c["learning_rate"]'),
-    ('"weight_decay": c["weight_decay"]', '"weight_decay": 0.0'),
+    pytest.param('"weight_decay": c["weight_decay"]', '"weight_decay": 0.0', marks=pytest.mark.full),
     ('for r in range(c["ranks"])', 'for r in range(1)'),
 ], ids=["learning rate", "weight decay", "one rank's gradient"])
 def test_a_peer_that_updates_otherwise_is_not_compared(tmp_path, right, wrong):
@@ -171,7 +171,7 @@ def test_collectives_are_compared_with_gloo_and_memcpy(tmp_path):
 
 
 @without_module
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_wrapped_steps_differ_in_the_backends_name_alone(tmp_path, wrapper):
     result = subprocess.run([BUILD / "bin/isograd", "bench", "wrapped", "--case", wrapper, "--size", "tiny", "--seconds",
                              "0.2", "--json", tmp_path / "wrapped.json"], cwd=ROOT, text=True, capture_output=True,

@@ -169,11 +169,14 @@ def test_checkpoints_load_on_either(folder):
         assert isograd("sample", run, "--tokens", 4, gpu=False).returncode == 0
 
 
-OFFLOADED = [("float64", 1, "bucketed", []), ("bfloat16", 1, "zero3", []), ("float64", 2, "naive", []),
-             ("float32", 3, "bucketed", []), ("float64", 2, "zero1", []), ("float64", 3, "zero2", []),
-             ("bfloat16", 2, "zero2", ["train.fp32_gradients=false"]), ("float64", 2, "zero2", ["parallel.reduce_once=true"]),
-             ("float64", 3, "zero3", []), ("float32", 2, "zero3", ["parallel.reduce_once=true"]),
-             ("float64", 4, "zero2", ["parallel.replicas=2"]), ("float64", 4, "zero3", ["parallel.replicas=2"])]
+# Every strategy, type and number of ranks; their other combinations in the full suite.
+OFFLOADED = [("float64", 1, "bucketed", []), ("float64", 3, "zero2", []),
+             ("bfloat16", 2, "zero2", ["train.fp32_gradients=false"]), ("float64", 2, "zero1", []),
+             ("float32", 2, "zero3", ["parallel.reduce_once=true"]), ("float64", 4, "zero3", ["parallel.replicas=2"])]
+OFFLOADED += [pytest.param(*case, marks=pytest.mark.full) for case in [
+    ("bfloat16", 1, "zero3", []), ("float64", 2, "naive", []), ("float32", 3, "bucketed", []),
+    ("float64", 2, "zero2", ["parallel.reduce_once=true"]), ("float64", 3, "zero3", []),
+    ("float64", 4, "zero2", ["parallel.replicas=2"])]]
 
 
 @pytest.mark.parametrize("dtype, ranks, strategy, sets", OFFLOADED)

@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2_moe import modeling_qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3
-from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
-                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
+                          MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
@@ -60,6 +64,18 @@ CASES = {
     "qwen2-pad-tied": (Qwen2ForCausalLM, Qwen2Config, dict(pad_token_id=0, tie_word_embeddings=True)),
     "qwen3-pad": (Qwen3ForCausalLM, Qwen3Config, dict(pad_token_id=96)),
     "mistral-pad": (MistralForCausalLM, MistralConfig, dict(pad_token_id=5, sliding_window=None)),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4)),
+    "mixtral-window-top-3": (MixtralForCausalLM, MixtralConfig,
+                             dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=40)),
+    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+                                                           shared_expert_intermediate_size=40)),
+    "qwen2-moe-dense-layer": (Qwen2MoeForCausalLM, Qwen2MoeConfig,
+                              dict(num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True,
+                                   shared_expert_intermediate_size=40, mlp_only_layers=[1])),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)),
+    "qwen3-moe-every-other": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
+                              dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+                                   decoder_sparse_step=2, tie_word_embeddings=True)),
     # Longer sequences than max_position_embeddings: the scaling depends on the length.
     "dynamic-beyond": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=ROPE["dynamic"], max_position_embeddings=24)),
     **{f"rope-{name}": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=rope)) for name, rope in ROPE.items()},
@@ -80,6 +96,7 @@ def make(case):
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+    model.config._experts_implementation = "eager"  # its grouped products have no fp64
     return model.eval()
 
 
@@ -108,7 +125,11 @@ def allowed(theirs, folder, directory):
 def ours(folder, directory, verb="logits", *dtype):
     done = probe(verb, directory, folder / "tokens.safetensors", folder / "out.safetensors", *dtype)
     assert done.returncode == 0, done.stderr
-    return load_file(folder / "out.safetensors")
+    found = load_file(folder / "out.safetensors")
+    for name in [name for name in found if name.endswith("experts.gate_proj")]:  # one tensor in transformers
+        up = found.pop(name.replace("gate_proj", "up_proj"))
+        found[name.replace("gate_proj", "gate_up_proj")] = torch.cat((found.pop(name), up), dim=1)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,6 +164,20 @@ def test_transformers_loads_what_we_wrote(case, tmp_path):
     assert distance(ours(tmp_path, tmp_path / "model")["logits"], theirs) < allowed(theirs, tmp_path, tmp_path / "model")
 
 
+def test_transformers_loads_several_files_of_ours(tmp_path):
+    case = next(iter(CASES))
+    make(case).config.save_pretrained(tmp_path / "config")
+    for folder, file_bytes in (("whole", []), ("several", [20000])):
+        created = probe("create", tmp_path / "config/config.json", tmp_path / folder, 5, *file_bytes)
+        assert created.returncode == 0, created.stderr
+    assert len(list((tmp_path / "several").glob("model-*-of-*.safetensors"))) > 2
+    several, report = CASES[case][0].from_pretrained(tmp_path / "several", output_loading_info=True)
+    assert not any(report.values()), report
+    whole = CASES[case][0].from_pretrained(tmp_path / "whole")
+    for (name, theirs), (_, ours) in zip(several.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(theirs, ours), name
+
+
 # As many roundings as in fp32, whose gradients lie within 2e-5 above, each smaller by the ratio of the units.
 TOLERANCE64 = 2e-5 * 2 ** -29
 
@@ -155,7 +190,8 @@ def wide(monkeypatch):
 
         def __getattr__(self, name):
             return getattr(torch, name)
-    for module in (modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_rope_utils):
+    for module in (modeling_llama, modeling_mistral, modeling_mixtral, modeling_qwen2, modeling_qwen2_moe, modeling_qwen3,
+                   modeling_qwen3_moe, modeling_rope_utils):
         monkeypatch.setattr(module, "torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)  # quotients of whole numbers

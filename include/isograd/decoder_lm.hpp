@@ -31,8 +31,18 @@ struct RopeScaling {
   std::optional<double> attention_factor{};  // yarn
 };
 
+// A mixture of experts in place of a layer's feed-forward network (mixtral, qwen2_moe, qwen3_moe).
+struct ExpertsShape {
+  std::int64_t count = 0;                // of a layer that has them; 0: no layer has
+  std::int64_t per_token = 2;            // of these compute a token
+  std::int64_t feed_forward = 0;         // width inside an expert
+  bool normalise = true;                 // the weights of a token's experts add up to 1
+  std::int64_t shared_feed_forward = 0;  // of the expert that every token goes through (qwen2_moe); 0: none
+  std::vector<std::int64_t> dense_layers{};  // that have an ordinary network, ascending
+};
+
 struct DecoderConfig {
-  std::string family = "llama";  // llama | qwen2 | qwen3 | mistral
+  std::string family = "llama";  // llama | qwen2 | qwen3 | mistral | mixtral | qwen2_moe | qwen3_moe
   std::int64_t vocabulary = 258;
   std::int64_t hidden = 256;
   std::int64_t layers = 4;
@@ -56,6 +66,11 @@ struct DecoderConfig {
   // A window is computed only as far as it never slides: no document may be longer. 0: none.
   std::int64_t sliding_window = 0;
   std::int64_t full_layers = 0;  // qwen2, qwen3: so many first layers have no window
+  ExpertsShape experts{};
+
+  bool has_experts(std::int64_t layer) const;
+  // Whose attention and norms it has: mixtral those of mistral, qwen2_moe and qwen3_moe of qwen2 and qwen3.
+  std::string dense_family() const;
 };
 // Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim,
 // biases that the family does not have, ...).
@@ -145,9 +160,11 @@ class DecoderLM : public torch::nn::Module {
 // missing and unexpected tensors, and weights that are not finite.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
-// The same of tensors that come one after another, with the model's names.
+// The same of tensors that come one after another, with the model's names: in one file, or in several of at
+// most `file_bytes` (but one tensor at least) and an index of them.
+inline constexpr std::int64_t kHfFileBytes = 5'000'000'000;  // transformers 4's max_shard_size
 void write_hf(const std::filesystem::path& directory, const DecoderConfig& config,
-              const TensorStream& weights);
+              const TensorStream& weights, std::int64_t file_bytes = kHfFileBytes);
 std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
 
 struct SampleOptions {

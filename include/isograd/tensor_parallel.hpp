@@ -136,4 +136,18 @@ Layout::Named video_placements(VideoDiT& model, const Grid& grid, const TensorPa
 std::int64_t tensor_traffic_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
                                   std::int64_t bytes, bool smoothed_labels = false);
 
+// What the forward of one block keeps for its backward on rank 0 of `ranks` along tp, which has the most: of
+// T tokens and t = T / ranks with sequence parallelism (t = T without), with h query heads, k key heads and f
+// features of this rank's and activations of `bytes` each
+//   cut     2 t hidden                 the stream before each of the two norms
+//   whole   2 T hidden                 the normed tokens that enter the products
+//   cut     T head_dim (2 h + 2 k)     queries, keys, values, what attention gives; with norms of queries and
+//                                      keys h + k more, what these normed
+//   cut     3 T f                      gate, up and their product
+// and in fp32 (fp64 beside activations of 8 bytes) 2 t for the norms, T h for attention, T (h + k) for norms
+// of queries and keys. Where every rank has all key heads (cut_decoder()) k = h, a copy for each query head
+// that reads it; normed are those alone that are read.
+std::int64_t tensor_activation_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
+                                     const TensorParallelOptions& options, std::int64_t bytes);
+
 }  // namespace isograd

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "isograd/error.hpp"
 
@@ -27,26 +28,39 @@ std::string text_of(const std::vector<Axis>& axes) {
   return parts.empty() ? "no axis" : fmt::format("{}", fmt::join(parts, " x "));
 }
 
+// Of sizes of 1 or more, the others taken for 1. One beyond any number of ranks is wrong however it goes on.
+std::int64_t product_of(const std::vector<Axis>& axes) {
+  std::int64_t product = 1;
+  for (const Axis& axis : axes)
+    product = std::min<std::int64_t>(product * std::max(axis.size, 1), std::int64_t{1} << 32);
+  return product;
+}
+
+int ranks_of(const std::vector<Axis>& axes) {
+  const std::int64_t product = product_of(axes);
+  if (product > std::numeric_limits<int>::max())
+    throw ConfigError({.where = "the axes of the ranks",
+                       .found = text_of(axes),
+                       .expected = fmt::format("at most {} ranks", std::numeric_limits<int>::max()),
+                       .action = "Make an axis smaller"});
+  return static_cast<int>(product);
+}
+
 // Which single change makes the product right; empty where none does.
 std::vector<std::string> possible(const std::vector<Axis>& axes, std::int64_t ranks) {
   std::vector<std::string> changes;
   for (const Axis& axis : axes) {
-    std::int64_t others = 1;
-    for (const Axis& other : axes)
-      if (&other != &axis) others *= other.size;
-    if (others > 0 && ranks % others == 0) changes.push_back(fmt::format("{} {}", axis.name, ranks / others));
+    std::vector<Axis> others_of = axes;
+    others_of.erase(others_of.begin() + (&axis - axes.data()));
+    const std::int64_t others = product_of(others_of);
+    if (ranks % others == 0) changes.push_back(fmt::format("{} {}", axis.name, ranks / others));
   }
   return changes;
 }
 
 void check_sizes(const std::vector<Axis>& axes, std::int64_t ranks, const std::string& where) {
-  std::int64_t product = 1;
-  bool sound = true;
-  for (const Axis& axis : axes) {
-    sound = sound && axis.size >= 1;
-    // A product beyond any number of ranks is wrong however it goes on.
-    product = std::min<std::int64_t>(product * std::max(axis.size, 1), std::int64_t{1} << 32);
-  }
+  const std::int64_t product = product_of(axes);
+  const bool sound = std::all_of(axes.begin(), axes.end(), [](const Axis& axis) { return axis.size >= 1; });
   if (sound && product == ranks) return;
   const auto changes = sound ? possible(axes, ranks) : std::vector<std::string>{};
   throw ConfigError(
@@ -71,12 +85,7 @@ Grid::Grid(std::vector<Axis> axes, int ranks) : axes_(std::move(axes)), ranks_(r
                          .action = "Rename one of them"});
 }
 
-static int product_of(const std::vector<Axis>& axes) {
-  int product = 1;
-  for (const Axis& axis : axes) product *= axis.size;
-  return product;
-}
-Grid::Grid(std::vector<Axis> axes) : Grid(axes, product_of(axes)) {}
+Grid::Grid(std::vector<Axis> axes) : Grid(axes, ranks_of(axes)) {}
 
 Grid Grid::viewed(const AxisSet& of, std::vector<Axis> factors) const {
   for (const auto& name : of)

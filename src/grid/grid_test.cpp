@@ -58,6 +58,10 @@ TEST(Grid, NamesWhatIsWrong) {
   expect_in(product, "take 6 ranks");
   expect_in(error_of([] { Grid({{"tp", 0}}, 1); }), "tp 0");
   expect_in(error_of([] { Grid({{"tp", 1 << 30}, {"pp", 1 << 30}, {"dp_shard", 16}}, 0); }), "for 0 ranks");
+  expect_in(error_of([] {
+              Grid(std::vector<Axis>{{"tp", 65536}, {"pp", 65536}});
+            }),
+            "at most 2147483647 ranks");
   expect_in(error_of([] { Grid({{"tp", 2}, {"tp", 2}}, 4); }), "'tp' twice");
   const Grid grid({{"dp_shard", 4}, {"tp", 2}}, 8);
   expect_in(error_of([&] { grid.size({"tensor"}); }), "one of dp_shard, tp");

@@ -1,4 +1,5 @@
 // Which shapes are possible.
+#include <algorithm>
 #include <cmath>
 
 #include "isograd/decoder_lm.hpp"
@@ -52,12 +53,52 @@ void check_scaling(const DecoderConfig& config) {
   }
 }
 
+void check_experts(const DecoderConfig& config) {
+  const ExpertsShape& experts = config.experts;
+  if (config.family == config.dense_family())
+    bad("experts", std::to_string(experts.count),
+        fmt::format("0 for {} (mixtral, qwen2_moe and qwen3_moe have them)", config.family));
+  at_least_one("experts", experts.count);
+  at_least_one("expert_feed_forward", experts.feed_forward);
+  at_least_one("experts_per_token", experts.per_token);
+  if (experts.per_token > experts.count)
+    bad("experts_per_token", std::to_string(experts.per_token),
+        fmt::format("at most {}, the experts", experts.count));
+  if (experts.shared_feed_forward < 0 || (experts.shared_feed_forward > 0) != (config.family == "qwen2_moe"))
+    bad("shared_expert_feed_forward", std::to_string(experts.shared_feed_forward),
+        config.family == "qwen2_moe" ? "at least 1 for qwen2_moe" : "0 for " + config.family);
+  if (config.family == "mixtral" && !experts.normalise) bad("normalise_experts", "false", "true for mixtral");
+  for (std::size_t i = 0; i < experts.dense_layers.size(); ++i) {
+    const std::int64_t layer = experts.dense_layers[i];
+    if (layer < 0 || layer >= config.layers || (i > 0 && layer <= experts.dense_layers[i - 1]))
+      bad("dense_layers", std::to_string(layer),
+          fmt::format("layers of 0 to {}, ascending", config.layers - 1));
+  }
+  if (config.family == "mixtral" && !experts.dense_layers.empty())
+    bad("dense_layers", std::to_string(experts.dense_layers.front()), "none for mixtral");
+  if (config.sliding_window > 0 && config.family != "mixtral")
+    bad("sliding_window", std::to_string(config.sliding_window), "0 (none) for " + config.family);
+}
+
 }  // namespace
 
+bool DecoderConfig::has_experts(std::int64_t layer) const {
+  return experts.count > 0 &&
+         !std::binary_search(experts.dense_layers.begin(), experts.dense_layers.end(), layer);
+}
+
+std::string DecoderConfig::dense_family() const {
+  if (family == "mixtral") return "mistral";
+  return family == "qwen2_moe" ? "qwen2" : family == "qwen3_moe" ? "qwen3" : family;
+}
+
 void check(const DecoderConfig& config) {
-  const std::string& family = config.family;
+  const std::string family = config.dense_family();
+  if (config.family != family && config.experts.count == 0)
+    bad("experts", "0", fmt::format("at least 1 for {}", config.family));
   if (family != "llama" && family != "qwen2" && family != "qwen3" && family != "mistral")
-    bad("family", family, "llama, qwen2, qwen3 or mistral");
+    bad("family", config.family, "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe or qwen3_moe");
+  if (config.experts.count != 0) check_experts(config);
   at_least_one("vocabulary", config.vocabulary);
   at_least_one("hidden", config.hidden);
   at_least_one("layers", config.layers);

@@ -63,9 +63,13 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
       block.q_norm = parameter(attention + "q_norm.weight", {config.head_dim});
       block.k_norm = parameter(attention + "k_norm.weight", {config.head_dim});
     }
-    block.gate = linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
-    block.up = linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
-    block.down = linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
+    if (config.has_experts(layer)) {
+      block.mixture = create_mixture(config, prefix + "mlp.", parameter);
+    } else {
+      block.gate = linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
+      block.up = linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
+      block.down = linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
+    }
     block.input_norm = parameter(prefix + "input_layernorm.weight", {hidden});
     block.post_attention_norm = parameter(prefix + "post_attention_layernorm.weight", {hidden});
     blocks.push_back(std::move(block));
@@ -110,6 +114,13 @@ at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const a
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (seams.enter) normed = seams.enter(normed, cos.size(0));
+  return feed_forward(block, normed, residual);
+}
+
+at::Tensor DecoderLM::Impl::feed_forward(const Block& block, const at::Tensor& normed,
+                                         const at::Tensor& residual) const {
+  if (block.mixture.router.defined())
+    return residual + compute_mixture(block.mixture, config.experts, normed);
   const auto inner = linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
   return onto(residual, swiglu(inner[0], inner[1]), block.down);
 }

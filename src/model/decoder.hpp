@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "isograd/decoder_lm.hpp"
+#include "model/mixture.hpp"
 #include "model/parameters.hpp"
 #include "model/rotary_table.hpp"
 
@@ -13,7 +14,8 @@ struct Block {
   at::Tensor input_norm, post_attention_norm;  // [hidden]
   Linear q, k, v, o;
   at::Tensor q_norm, k_norm;  // [head_dim], or undefined
-  Linear gate, up, down;
+  Linear gate, up, down;      // undefined where the layer has experts
+  Mixture mixture;
 };
 
 // Attention comes in as an argument: (layer, q [T, H, D], k and v [T, Hkv, D], turned already) -> [T, H, D].
@@ -33,6 +35,8 @@ struct DecoderLM::Impl {
   at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos, const at::Tensor& sin,
                    const Attend& attend) const;
   at::Tensor logits(const at::Tensor& hidden) const;
+  // residual + the feed-forward network, or the experts, of the normed tokens.
+  at::Tensor feed_forward(const Block& block, const at::Tensor& normed, const at::Tensor& residual) const;
   // residual + x Wᵀ + b, of a product that ranks may hold together.
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
   // Of k_proj or v_proj, the rows of the heads that are computed here.

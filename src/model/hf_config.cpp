@@ -6,6 +6,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "isograd/error.hpp"
+#include "model/hf_experts.hpp"
 #include "model/json_reader.hpp"
 
 namespace isograd {
@@ -135,7 +136,7 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
 // something in them transformers takes rope_scaling alone; a base that it does not name is rope_theta, or
 // 10000. A file whose spellings say different things is refused: who wrote it meant one of them.
 void read_rotary(JsonReader& reader, const std::string& where, DecoderConfig& config) {
-  const double theta = reader.number("rope_theta", 10000);
+  const double theta = reader.number("rope_theta", config.family == "mixtral" ? 1e6 : 10000);
   const bool theta_given = reader.has("rope_theta");
   config.rope_theta = theta;
   std::optional<DecoderConfig> before;
@@ -162,7 +163,12 @@ void read_rotary(JsonReader& reader, const std::string& where, DecoderConfig& co
 // A window is kept as the file says it; DecoderLM refuses documents that it would cut.
 void read_window(JsonReader& reader, DecoderConfig& config) {
   bool slides = false;
-  if (config.family == "mistral") {
+  if (config.family == "mixtral") {
+    slides = reader.find("sliding_window");
+  } else if (is_qwen(config.dense_family()) && config.family != config.dense_family()) {
+    reader.only("use_sliding_window", false);  // other layers slide there than in the dense families
+    reader.find("sliding_window"), reader.find("max_window_layers");
+  } else if (config.family == "mistral") {
     slides = reader.find("sliding_window") || !reader.has("sliding_window");  // absent: transformers' 4096
   } else if (is_qwen(config.family)) {
     config.full_layers = reader.integer("max_window_layers", 28);
@@ -249,30 +255,32 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   JsonReader reader(object, where);
   DecoderConfig config;
   config.family = reader.text("model_type");
-  const std::string& family = config.family;
+  const std::string family = config.dense_family();
+  const bool has_experts = family != config.family;
   if (family != "llama" && family != "mistral" && !is_qwen(family))
-    reader.bad_value("model_type", "llama, qwen2, qwen3 or mistral");
+    reader.bad_value("model_type", "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe or qwen3_moe");
   config.vocabulary = reader.integer("vocab_size");
   config.hidden = reader.integer("hidden_size");
   config.layers = reader.integer("num_hidden_layers");
   config.heads = reader.integer("num_attention_heads");
   // Where transformers would fill in a number of its own, the file must say it.
   const auto is_none = [&](const char* key) { return reader.has(key) && !reader.find(key); };
-  config.key_value_heads = family != "mistral" && is_none("num_key_value_heads") ? config.heads
+  config.key_value_heads = config.family != "mistral" && is_none("num_key_value_heads") ? config.heads
                            : family == "llama" ? reader.integer("num_key_value_heads", config.heads)
                                                : reader.integer("num_key_value_heads");
   if (config.heads <= 0) reader.bad_value("num_attention_heads", "at least 1");
-  config.head_dim = family == "qwen3" || reader.find("head_dim") ? reader.integer("head_dim")
-                                                                 : config.hidden / config.heads;
+  config.head_dim = config.family == "qwen3" || reader.find("head_dim") ? reader.integer("head_dim")
+                                                                        : config.hidden / config.heads;
   config.feed_forward = reader.integer("intermediate_size");
   config.max_positions = reader.integer("max_position_embeddings");
-  config.norm_epsilon = reader.number("rms_norm_eps", 1e-6);
+  config.norm_epsilon = reader.number("rms_norm_eps", config.family == "mixtral" ? 1e-5 : 1e-6);
   config.tied_output = reader.flag("tie_word_embeddings", false);
   config.initializer_range = reader.number("initializer_range", 0.02);
   read_rotary(reader, where, config);
   read_window(reader, config);
   read_ends(reader, config);
   read_pad(reader, config);
+  if (has_experts) read_experts(reader, config);
 
   if (family == "llama" || family == "qwen3")
     config.attention_bias = config.output_bias = reader.flag("attention_bias", false);
@@ -304,11 +312,13 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
 }
 
 std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
-  const std::string& family = config.family;
-  const std::string name = family == "llama"   ? "Llama"
-                           : family == "qwen2" ? "Qwen2"
-                           : family == "qwen3" ? "Qwen3"
-                                               : "Mistral";
+  const std::string family = config.dense_family();
+  const std::string name = config.family == "mixtral" ? "Mixtral"
+                           : family == "llama"        ? "Llama"
+                           : family == "qwen2"        ? "Qwen2"
+                           : family == "qwen3"        ? "Qwen3"
+                                                      : "Mistral";
+  const bool has_experts = family != config.family;
   const char* type = dtype == at::kDouble ? "float64" : dtype == at::kFloat ? "float32" : "bfloat16";
   const auto token = [](std::int64_t id) { return id < 0 ? ordered_json(nullptr) : ordered_json(id); };
   ordered_json ends = token(config.eos);
@@ -316,31 +326,33 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
     ends = {config.eos};
     for (const std::int64_t end : config.more_eos) ends.push_back(end);
   }
-  ordered_json object{{"architectures", {name + "ForCausalLM"}},
-                      {"model_type", family},
-                      {"vocab_size", config.vocabulary},
-                      {"hidden_size", config.hidden},
-                      {"num_hidden_layers", config.layers},
-                      {"num_attention_heads", config.heads},
-                      {"num_key_value_heads", config.key_value_heads},
-                      {"head_dim", config.head_dim},
-                      {"intermediate_size", config.feed_forward},
-                      {"hidden_act", "silu"},
-                      {"max_position_embeddings", config.max_positions},
-                      {"rms_norm_eps", config.norm_epsilon},
-                      {"tie_word_embeddings", config.tied_output},
-                      {"initializer_range", config.initializer_range},
-                      {"attention_dropout", 0.0},
-                      {"bos_token_id", token(config.bos)},
-                      {"eos_token_id", ends},
-                      {"pad_token_id", token(config.pad)},
-                      {"dtype", type},
-                      {"torch_dtype", type},
-                      {"use_cache", true}};
+  ordered_json object{
+      {"architectures", {name + (has_experts && is_qwen(family) ? "Moe" : "") + "ForCausalLM"}},
+      {"model_type", config.family},
+      {"vocab_size", config.vocabulary},
+      {"hidden_size", config.hidden},
+      {"num_hidden_layers", config.layers},
+      {"num_attention_heads", config.heads},
+      {"num_key_value_heads", config.key_value_heads},
+      {"head_dim", config.head_dim},
+      {"intermediate_size", config.feed_forward},
+      {"hidden_act", "silu"},
+      {"max_position_embeddings", config.max_positions},
+      {"rms_norm_eps", config.norm_epsilon},
+      {"tie_word_embeddings", config.tied_output},
+      {"initializer_range", config.initializer_range},
+      {"attention_dropout", 0.0},
+      {"bos_token_id", token(config.bos)},
+      {"eos_token_id", ends},
+      {"pad_token_id", token(config.pad)},
+      {"dtype", type},
+      {"torch_dtype", type},
+      {"use_cache", true}};
   if (family == "llama" || family == "qwen3") object["attention_bias"] = config.attention_bias;
   if (family == "llama") object["mlp_bias"] = config.mlp_bias;
   if (family == "mistral" || is_qwen(family)) object["sliding_window"] = nullptr;
   if (is_qwen(family)) object["use_sliding_window"] = config.sliding_window > 0;
+  if (has_experts) write_experts(object, config);
   if (config.sliding_window > 0) {
     object["sliding_window"] = config.sliding_window;
     if (is_qwen(family)) object["max_window_layers"] = config.full_layers;

@@ -36,7 +36,9 @@ int run(const std::vector<std::string>& arguments) {
   if (verb == "create") {
     DecoderLM model(parse_hf_config(read_file(arguments.at(1)), arguments.at(1)), at::kFloat,
                     std::strtoull(arguments.at(3).c_str(), nullptr, 10));
-    write_hf(arguments.at(2), model);
+    const std::int64_t file_bytes =
+        arguments.size() > 4 ? std::strtoll(arguments[4].c_str(), nullptr, 10) : kHfFileBytes;
+    write_hf(arguments.at(2), model.config(), stream_of(model.named()), file_bytes);
     return 0;
   }
   const auto type = arguments.size() > 4 && arguments[4] == "float64" ? at::kDouble : at::kFloat;

@@ -99,6 +99,41 @@ TEST_F(HuggingFace, ShardsAreReadAndTheirIndexIsChecked) {
   EXPECT_THROW(write_hf(folder_, model), ConfigError);
 }
 
+TEST_F(HuggingFace, LargeModelsAreWrittenAsSeveralFiles) {
+  DecoderLM model(small_config("qwen3"), at::kFloat, 1);
+  perturb(model, 2);
+  std::int64_t largest = 0, total = 0;
+  for (const auto& [name, tensor] : model.named())
+    largest = std::max<std::int64_t>(largest, tensor.nbytes()),
+    total += static_cast<std::int64_t>(tensor.nbytes());
+  for (const std::int64_t limit : {std::int64_t{1}, largest, 2 * largest + 1}) {
+    const fs::path folder = folder_ / std::to_string(limit);
+    write_hf(folder, model.config(), stream_of(model.named()), limit);
+    EXPECT_FALSE(fs::exists(folder / "model.safetensors"));
+    const json index = json::parse(read_file(folder / "model.safetensors.index.json"));
+    EXPECT_EQ(index["metadata"]["total_size"], total);
+    EXPECT_EQ(index["weight_map"].size(), model.named().size());
+    std::size_t files = 0;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      if (entry.path().extension() != ".safetensors") continue;
+      ++files;
+      std::int64_t bytes = 0;
+      const auto tensors = read_safetensors(entry.path());
+      for (const auto& [name, tensor] : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+      EXPECT_TRUE(bytes <= limit || tensors.size() == 1) << entry.path();
+    }
+    EXPECT_GT(files, 1u);
+    EXPECT_TRUE(fs::exists(folder / fmt::format("model-{:05}-of-{:05}.safetensors", files, files)));
+    const auto back = read_hf(folder, at::kFloat);
+    for (std::size_t i = 0; i < model.named().size(); ++i)
+      EXPECT_TRUE(back->named()[i].second.equal(model.named()[i].second)) << model.named()[i].first;
+  }
+  // Neither form is written beside the other.
+  const fs::path folder = folder_ / "whole";
+  write_hf(folder, model);
+  EXPECT_THROW(write_hf(folder, model.config(), stream_of(model.named()), 1), ConfigError);
+}
+
 TEST_F(HuggingFace, WeightsThatDoNotFitAreNamed) {
   DecoderLM model(small_config("llama"), at::kFloat, 1);
   write_hf(folder_, model);

@@ -1,5 +1,6 @@
 // model.safetensors, or shards listed in its index.
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
 #include "base/files.hpp"
@@ -7,6 +8,7 @@
 #include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
+#include "model/hf_experts.hpp"
 #include "model/hf_weights.hpp"
 #include "model/json_reader.hpp"
 #include "model/parameters.hpp"
@@ -110,6 +112,28 @@ const FoundTensor& HfWeights::fitting(const std::string& name, at::IntArrayRef s
   return place->second;
 }
 
+std::vector<FoundTensor> HfWeights::parts(const std::string& parameter, at::IntArrayRef shape,
+                                          std::set<std::string>* names) const {
+  const auto take = [&](const std::string& name, at::IntArrayRef of) {
+    if (names) names->insert(name);
+    return fitting(name, of);
+  };
+  if (!is_stacked(parameter)) {
+    const std::string name = name_in_file(config_, parameter);
+    return {take(stored_.contains(name) ? name : parameter, shape)};
+  }
+  if (const auto [name, half] = fused_name(parameter); stored_.contains(name)) {
+    if (half < 0) return {take(name, shape)};
+    FoundTensor whole = take(name, {shape[0], 2 * shape[1], shape[2]});
+    whole.tensor = whole.tensor.narrow(1, half * shape[1], shape[1]);
+    return {whole};
+  }
+  std::vector<FoundTensor> found;
+  for (std::int64_t expert = 0; expert < shape[0]; ++expert)
+    found.push_back(take(name_in_file(config_, parameter, expert), shape.slice(1)));
+  return found;
+}
+
 HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
     : directory_(directory),
       config_(read_hf_config(directory)),
@@ -128,8 +152,7 @@ HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
         fmt::format("those of {} layers", config_.layers));
   std::set<std::string> known;
   for (const auto& [name, parameter] : DecoderLM::without_values(config_, dtype)->named()) {
-    fitting(name, parameter.sizes());
-    known.insert(name);
+    parts(name, parameter.sizes(), &known);
   }
   for (const auto& [name, place] : stored_) {
     if (known.contains(name) || is_derived(name)) continue;
@@ -144,9 +167,16 @@ HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
 
 void HfWeights::fill(const std::string& name, const at::Tensor& values) const {
   const at::NoGradGuard no_grad;
-  const auto& [tensor, file] = fitting(name, values.sizes());
-  values.copy_(tensor);
-  check_finite(file, name, values);
+  const auto found = parts(name, values.sizes());
+  if (found.size() == 1 && found[0].tensor.sizes() == values.sizes()) {
+    values.copy_(found[0].tensor);
+    return check_finite(found[0].file, name, values);
+  }
+  for (std::size_t expert = 0; expert < found.size(); ++expert) {
+    const at::Tensor part = values[static_cast<std::int64_t>(expert)];
+    part.copy_(found[expert].tensor);
+    check_finite(found[expert].file, name_in_file(config_, name, static_cast<std::int64_t>(expert)), part);
+  }
 }
 
 void HfWeights::check_values() const {
@@ -161,14 +191,64 @@ std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dty
   return model;
 }
 
-void write_hf(const fs::path& directory, const DecoderConfig& config, const TensorStream& weights) {
+namespace {
+
+// The entries of each file, in order.
+std::vector<std::vector<TensorStream::Entry>> split_over_files(const TensorStream& weights,
+                                                               std::int64_t file_bytes) {
+  std::vector<std::vector<TensorStream::Entry>> files;
+  std::int64_t bytes = 0;
+  for (const TensorStream::Entry& entry : weights.entries) {
+    if (files.empty() || bytes + bytes_of(entry) > file_bytes) files.emplace_back(), bytes = 0;
+    files.back().push_back(entry);
+    bytes += bytes_of(entry);
+  }
+  return files;
+}
+
+void write_indexed(const fs::path& directory, const TensorStream& weights,
+                   const std::vector<std::vector<TensorStream::Entry>>& files) {
+  nlohmann::ordered_json places = nlohmann::ordered_json::object();
+  std::vector<std::string> names;
+  std::int64_t total = 0;
+  for (const auto& entries : files) {
+    names.push_back(fmt::format("model-{:05}-of-{:05}.safetensors", names.size() + 1, files.size()));
+    for (const TensorStream::Entry& entry : entries)
+      places[entry.name] = names.back(), total += bytes_of(entry);
+  }
+  std::size_t next = 0;
+  std::optional<SafetensorsFile> file;
+  weights.each([&](const at::Tensor& tensor) {
+    if (!file) file.emplace(directory / names.at(next), files.at(next)), ++next;
+    file->add(tensor);
+    if (!file->is_whole()) return;
+    file->commit();
+    file.reset();
+  });
+  ISOGRAD_INVARIANT(next == files.size() && !file, "fewer tensors than entries");
+  write_file(
+      directory / kIndex,
+      nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", places}}.dump(2) + "\n");
+}
+
+}  // namespace
+
+void write_hf(const fs::path& directory, const DecoderConfig& config, const TensorStream& parameters,
+              std::int64_t file_bytes) {
   std::error_code problem;
   fs::create_directories(directory, problem);
   if (problem || !fs::is_directory(directory))
     bad(directory, "", problem ? problem.message() : "no folder", "a folder that can be made");
   if (fs::exists(directory / kIndex))
     bad(directory, "", std::string(kIndex) + " of another model", "a folder without it");
-  write_safetensors(directory / kWhole, weights);
+  const TensorStream weights = config.experts.count > 0 ? by_expert(config, parameters) : parameters;
+  const auto files = split_over_files(weights, file_bytes);
+  if (files.size() > 1 && fs::exists(directory / kWhole))
+    bad(directory, "", std::string(kWhole) + " of another model", "a folder without it");
+  if (files.size() > 1)
+    write_indexed(directory, weights, files);
+  else
+    write_safetensors(directory / kWhole, weights);
   write_file(directory / "config.json", hf_config_text(config, weights.entries.front().dtype));
 }
 

@@ -3,7 +3,9 @@
 
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "isograd/decoder_lm.hpp"
 
@@ -28,6 +30,9 @@ class HfWeights {
 
  private:
   const FoundTensor& fitting(const std::string& name, at::IntArrayRef shape) const;
+  // A parameter as the files have it: whole, or one tensor for each expert. `names`: of what it is made from.
+  std::vector<FoundTensor> parts(const std::string& parameter, at::IntArrayRef shape,
+                                 std::set<std::string>* names = nullptr) const;
 
   std::filesystem::path directory_;
   DecoderConfig config_;

@@ -230,25 +230,29 @@ TensorStream stream_of(NamedTensors tensors) {
   return stream;
 }
 
+std::int64_t bytes_of(const TensorStream::Entry& entry) {
+  return c10::multiply_integers(entry.shape) * static_cast<std::int64_t>(c10::elementSize(entry.dtype));
+}
+
 void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
                        const Metadata& metadata) {
   write_safetensors(path, stream_of(tensors), metadata);
 }
 
-void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
-                       const Metadata& metadata) {
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path, std::vector<TensorStream::Entry> entries,
+                                 const Metadata& metadata)
+    : entries_(std::move(entries)), file_(path) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
   std::uint64_t offset = 0;
   std::set<std::string> names{kMetadataKey};
-  for (const TensorStream::Entry& entry : tensors.entries) {
+  for (const TensorStream::Entry& entry : entries_) {
     if (!names.insert(entry.name).second)
       cannot_write(path, entry.name, "this name twice, or reserved", "a name of its own");
     const Dtype& dtype = dtype_of(path, entry);
     std::vector<std::int64_t> shape = entry.shape;
     if (dtype.packed > 1) shape.back() *= dtype.packed;
-    const auto numel = static_cast<std::uint64_t>(c10::multiply_integers(entry.shape));
-    const std::uint64_t end = offset + numel * c10::elementSize(entry.dtype);
+    const std::uint64_t end = offset + static_cast<std::uint64_t>(bytes_of(entry));
     // Its names differ, so none needs to be looked for among those before it.
     header.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(
         entry.name,
@@ -262,20 +266,28 @@ void write_safetensors(const std::filesystem::path& path, const TensorStream& te
     cannot_write(path, "(some name)", "a name or metadata that is not UTF-8", "UTF-8");
   }
   text.append((8 - text.size() % 8) % 8, ' ');  // so that the data begin aligned
-
-  AtomicFile file(path);
   const std::uint64_t length = text.size();
-  file.write(&length, sizeof length);
-  file.write(text);
-  std::size_t written = 0;
-  tensors.each([&](const at::Tensor& tensor) {
-    const TensorStream::Entry& entry = tensors.entries.at(written++);
-    ISOGRAD_INVARIANT(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
-                      fmt::format("'{}' is not what its entry says", entry.name));
-    const at::Tensor dense = tensor.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
-    file.write(dense.const_data_ptr(), dense.nbytes());
-  });
-  ISOGRAD_INVARIANT(written == tensors.entries.size(), "fewer tensors than entries");
+  file_.write(&length, sizeof length);
+  file_.write(text);
+}
+
+void SafetensorsFile::add(const at::Tensor& tensor) {
+  const TensorStream::Entry& entry = entries_.at(written_++);
+  ISOGRAD_INVARIANT(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
+                    fmt::format("'{}' is not what its entry says", entry.name));
+  const at::Tensor dense = tensor.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+  file_.write(dense.const_data_ptr(), dense.nbytes());
+}
+
+void SafetensorsFile::commit() {
+  ISOGRAD_INVARIANT(is_whole(), "fewer tensors than entries");
+  file_.commit();
+}
+
+void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
+                       const Metadata& metadata) {
+  SafetensorsFile file(path, tensors.entries, metadata);
+  tensors.each([&](const at::Tensor& tensor) { file.add(tensor); });
   file.commit();
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/files.hpp"
 #include "isograd/tensor_stream.hpp"
 
 namespace isograd {
@@ -27,7 +28,22 @@ std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& 
 // format does not have, a full disk.
 void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
-// The same of tensors that come one after another, in their order.
+// One file whose tensors come one after another, in the order of its entries.
+class SafetensorsFile {
+ public:
+  SafetensorsFile(const std::filesystem::path& path, std::vector<TensorStream::Entry> entries,
+                  const Metadata& metadata = {{"format", "pt"}});
+  void add(const at::Tensor& tensor);
+  bool is_whole() const { return written_ == entries_.size(); }
+  void commit();  // once it is whole
+
+ private:
+  std::vector<TensorStream::Entry> entries_;
+  AtomicFile file_;
+  std::size_t written_ = 0;
+};
+std::int64_t bytes_of(const TensorStream::Entry& entry);
+// The same of a whole stream.
 void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 

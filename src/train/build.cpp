@@ -121,7 +121,14 @@ at::ScalarType scalar_type(const std::string& dtype) {
 }
 
 DecoderConfig configured_shape(const RunConfig& config) {
-  return config.model.load.empty() ? config.model.shape : read_hf_config(config.model.load);
+  if (config.model.load.empty()) return config.model.shape;
+  DecoderConfig shape = read_hf_config(config.model.load);
+  if (shape.experts.count > 0)
+    throw ConfigError({.where = config.model.load + " (model.load)",
+                       .found = fmt::format("{}, of {} experts", shape.family, shape.experts.count),
+                       .expected = "a decoder without experts: runs do not route tokens yet",
+                       .action = "Load a dense model; in C++ read_hf() reads this one"});
+  return shape;
 }
 
 ModelUnits model_units(DecoderLM& model, const RunConfig& config) {

@@ -1,8 +1,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
 #include <numeric>
 
+#include "isograd/error.hpp"
 #include "parallel/tensor/model_seams.hpp"
 
 namespace isograd {
@@ -30,6 +32,11 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
 // What becomes of each parameter, by its Hugging Face name.
 std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
   if (ranks_along_tp(grid) == 1) return {};
+  if (model.config().experts.count > 0)
+    throw ConfigError({.where = "a model along tp",
+                       .found = fmt::format("{} experts in its layers", model.config().experts.count),
+                       .expected = "a decoder without experts",
+                       .action = "Leave tp out; experts are not cut yet"});
   const KeyHeads keys = key_heads_of(model.config(), grid);
   const std::int64_t head = model.config().head_dim;
   std::vector<CutRule> rules;
@@ -110,6 +117,24 @@ std::int64_t tensor_traffic_bytes(const DecoderConfig& config, std::int64_t toke
   // head.
   const std::int64_t seams = 2 * (2 * config.layers + 1), statistics = (smoothed_labels ? 4 : 3) * 8;
   return seams * 2 * (ranks - 1) * tokens * config.hidden * bytes + ranks * (ranks - 1) * tokens * statistics;
+}
+
+std::int64_t tensor_activation_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
+                                     const TensorParallelOptions& options, std::int64_t bytes) {
+  const auto most = [ranks](std::int64_t number) { return split_rows(number, ranks)[0]; };
+  const std::int64_t stream = options.sequence_parallel ? most(tokens) : tokens, heads = most(config.heads);
+  const Grid grid = with_key_head_view(Grid({{kTensorAxis, ranks}}), config);
+  const KeyHeads lie = key_heads_of(config, grid);
+  const std::int64_t keys = lie == KeyHeads::kCut             ? most(config.key_value_heads)
+                            : lie == KeyHeads::kCutWithCopies ? 1
+                                                              : heads;
+  const std::int64_t readers = config.heads / config.key_value_heads,  // query heads of each key head
+      normed_keys = lie == KeyHeads::kWhole ? (heads + readers - 1) / readers : keys,
+                     normed_heads = config.query_key_norm ? heads + normed_keys : 0;
+  const std::int64_t kept = 2 * stream * config.hidden + 2 * tokens * config.hidden +
+                            tokens * config.head_dim * (2 * heads + 2 * keys + normed_heads) +
+                            3 * tokens * most(config.feed_forward);
+  return kept * bytes + (2 * stream + tokens * (heads + normed_heads)) * std::max<std::int64_t>(bytes, 4);
 }
 
 }  // namespace isograd

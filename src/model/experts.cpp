@@ -1,0 +1,198 @@
+#include "model/experts.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "isograd/error.hpp"
+#include "matmul/product.hpp"
+#include "model/fused.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::ScalarType weights_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+class CopyToExperts : public torch::autograd::Function<CopyToExperts> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& token,
+                            const at::Tensor& row) {
+    ctx->save_for_backward({row});
+    ctx->saved_data["tokens"] = x.size(0);
+    return x.index_select(0, token);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const at::Tensor& dy = gradients[0];
+    const std::int64_t tokens = ctx->saved_data["tokens"].toInt();
+    const at::Tensor row = ctx->get_saved_variables()[0];
+    if (tokens == 0) return {dy.new_zeros({0, dy.size(1)}), at::Tensor(), at::Tensor()};
+    const at::Tensor copies = dy.index_select(0, row).view({tokens, -1, dy.size(1)});
+    return {copies.sum(1, false, weights_type(dy)).to(dy.scalar_type()), at::Tensor(), at::Tensor()};
+  }
+};
+
+class AddByWeight : public torch::autograd::Function<AddByWeight> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
+                            const at::Tensor& token, const at::Tensor& choice, const at::Tensor& row) {
+    ctx->save_for_backward({rows, weights, token, choice, row});
+    const std::int64_t tokens = weights.size(0), each = weights.size(1), hidden = rows.size(1);
+    at::Tensor sum = at::zeros({tokens, hidden}, rows.options().dtype(weights.scalar_type()));
+    const at::Tensor by_choice = row.view({tokens, each});
+    for (std::int64_t j = 0; j < each; ++j)
+      sum.addcmul_(rows.index_select(0, by_choice.select(1, j)).to(weights.scalar_type()),
+                   weights.select(1, j).unsqueeze(1));
+    return sum.to(rows.scalar_type());
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &rows = saved[0], &weights = saved[1], &token = saved[2], &choice = saved[3],
+                     &row = saved[4];
+    const at::Tensor dy = gradients[0].index_select(0, token).to(weights.scalar_type());
+    at::Tensor drows, dweights;
+    if (ctx->needs_input_grad(1)) dweights = (dy * rows).sum(1).index_select(0, row).view(weights.sizes());
+    if (ctx->needs_input_grad(0))
+      drows = (dy * weights.flatten().index_select(0, choice).unsqueeze(1)).to(rows.scalar_type());
+    return {drows, dweights, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
+                               const std::vector<std::int64_t>& begin) {
+    variable_list saved{x}, results;
+    for (const at::Tensor& weight : weights) {
+      at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
+      for_groups(begin, [&](std::int64_t group, std::int64_t first, std::int64_t rows) {
+        y.narrow(0, first, rows).copy_(product(x.narrow(0, first, rows), weight[group]));
+      });
+      results.push_back(std::move(y));
+      saved.push_back(weight);
+    }
+    ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["begin"] = begin;
+    return results;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const auto begin = ctx->saved_data["begin"].toIntVector();
+    const at::Tensor& x = saved[0];
+    variable_list results(2 + gradients.size());  // x, weights, begin
+    at::Tensor dx;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const at::Tensor& weight = saved[1 + i];
+      if (!gradients[i].defined()) continue;
+      const at::Tensor dy = gradients[i].contiguous();
+      const bool first_use = !dx.defined();
+      if (ctx->needs_input_grad(0) && first_use) dx = at::empty(x.sizes(), x.options());
+      at::Tensor dweight;
+      // An expert without tokens has a gradient of zero, as on one process.
+      if (ctx->needs_input_grad(1 + i)) dweight = at::zeros(weight.sizes(), weight.options());
+      for_groups(begin, [&](std::int64_t group, std::int64_t first, std::int64_t rows) {
+        const at::Tensor own = dy.narrow(0, first, rows);
+        if (dx.defined()) {
+          at::Tensor to = dx.narrow(0, first, rows);
+          to.copy_(product(own, weight[group].t(), first_use ? at::Tensor() : to));
+        }
+        if (dweight.defined()) dweight[group].copy_(product(own.t(), x.narrow(0, first, rows).t()));
+      });
+      results[1 + i] = dweight;
+    }
+    results[0] = dx;
+    return results;
+  }
+
+ private:
+  template <class Work>
+  static void for_groups(const std::vector<std::int64_t>& begin, const Work& work) {
+    for (std::size_t group = 0; group + 1 < begin.size(); ++group)
+      if (const std::int64_t rows = begin[group + 1] - begin[group]; rows > 0)
+        work(static_cast<std::int64_t>(group), begin[group], rows);
+  }
+};
+
+}  // namespace
+
+Routing route(const at::Tensor& logits, const RouterOptions& options) {
+  const std::int64_t experts = logits.size(1), each = options.per_token;
+  if (each < 1 || each > experts)
+    throw ConfigError({.where = "model.experts_per_token",
+                       .found = std::to_string(each),
+                       .expected = fmt::format("1 to {}, the experts", experts),
+                       .action = "Choose fewer experts for each token, or have more"});
+  Routing routing;
+  routing.probabilities = at::softmax(logits, 1, weights_type(logits));
+  // A stable order: of equal probabilities the lower index comes first, on every rank and device.
+  routing.chosen = std::get<1>(routing.probabilities.detach().sort(/*stable=*/true, 1, /*descending=*/true))
+                       .narrow(1, 0, each)
+                       .contiguous();
+  routing.weights = routing.probabilities.gather(1, routing.chosen);
+  if (options.normalise) routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
+  return routing;
+}
+
+ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts) {
+  const at::Tensor flat = chosen.flatten().contiguous();
+  const std::int64_t each = chosen.size(1), copies = flat.numel();
+  const auto* of = flat.const_data_ptr<std::int64_t>();
+  ByExpert order;
+  order.begin.assign(static_cast<std::size_t>(experts) + 1, 0);
+  for (std::int64_t i = 0; i < copies; ++i) ++order.begin[static_cast<std::size_t>(of[i]) + 1];
+  for (std::size_t e = 1; e < order.begin.size(); ++e) order.begin[e] += order.begin[e - 1];
+  std::vector<std::int64_t> next(order.begin.begin(), order.begin.end() - 1);
+  order.token = at::empty({copies}, at::kLong);
+  order.choice = at::empty({copies}, at::kLong), order.row = at::empty({copies}, at::kLong);
+  auto *token = order.token.mutable_data_ptr<std::int64_t>(),
+       *choice = order.choice.mutable_data_ptr<std::int64_t>(),
+       *row = order.row.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < copies; ++i) {
+    const std::int64_t to = next[static_cast<std::size_t>(of[i])]++;
+    token[to] = i / each, choice[to] = i, row[i] = to;
+  }
+  return order;
+}
+
+at::Tensor copy_to_experts(const at::Tensor& x, const ByExpert& order) {
+  return CopyToExperts::apply(x, order.token, order.row);
+}
+
+at::Tensor add_by_weight(const at::Tensor& rows, const at::Tensor& weights, const ByExpert& order) {
+  return AddByWeight::apply(rows, weights, order.token, order.choice, order.row);
+}
+
+std::vector<at::Tensor> grouped_linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                        const std::vector<std::int64_t>& begin) {
+  return GroupedLinears::apply(x.contiguous(), at::TensorList(weights), begin);
+}
+
+at::Tensor compute_experts(const at::Tensor& rows, const at::Tensor& gate, const at::Tensor& up,
+                           const at::Tensor& down, const std::vector<std::int64_t>& begin) {
+  const auto inner = grouped_linears(rows, {gate, up}, begin);
+  return grouped_linears(swiglu(inner[0], inner[1]), {down}, begin)[0];
+}
+
+namespace naive_twin {
+
+at::Tensor experts(const at::Tensor& x, const Routing& routing, const at::Tensor& gate, const at::Tensor& up,
+                   const at::Tensor& down) {
+  at::Tensor sum = at::zeros(x.sizes(), x.options());
+  for (std::int64_t e = 0; e < gate.size(0); ++e) {
+    const at::Tensor places = routing.chosen.eq(e).nonzero();  // [n, 2]: token, place
+    const at::Tensor token = places.select(1, 0), own = x.index_select(0, token);
+    const at::Tensor y = at::silu(own.matmul(gate[e].t())).mul(own.matmul(up[e].t())).matmul(down[e].t());
+    const at::Tensor weight = routing.weights.index({token, places.select(1, 1)}).unsqueeze(1);
+    sum = sum.index_add(0, token, (y * weight).to(x.scalar_type()));
+  }
+  return sum;
+}
+
+}  // namespace naive_twin
+
+}  // namespace isograd

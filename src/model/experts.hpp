@@ -1,0 +1,59 @@
+// A layer of experts on one device: a router chooses k of E experts for each token, these compute it, and
+// what they give is added up by the router's weights. Tokens are sorted by expert and each expert's are one
+// group of rows: none is dropped, none is padded, and an expert without tokens costs nothing. Differentiable
+// once.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace isograd {
+
+struct RouterOptions {
+  std::int64_t per_token = 2;  // k
+  bool normalise = true;       // weights of a token's k experts add up to 1; off: they are its probabilities
+};
+
+// What a router says of T tokens; probabilities and weights in fp64 for fp64, otherwise in fp32.
+struct Routing {
+  at::Tensor probabilities;  // [T, E], differentiable
+  at::Tensor chosen;   // [T, k] int64, the likeliest first; of equally likely ones that with the lower index
+  at::Tensor weights;  // [T, k], differentiable
+};
+// Softmax over all experts, then the best k (Mixtral, arXiv 2401.04088; Qwen2-MoE, Qwen3-MoE). logits [T, E].
+// ConfigError: k is not 1 to E.
+Routing route(const at::Tensor& logits, const RouterOptions& options);
+
+// The order of T k copies of tokens by expert, tokens of an expert in their own order.
+struct ByExpert {
+  std::vector<std::int64_t> begin;  // [E + 1]: rows begin[e] to begin[e + 1] are expert e's
+  at::Tensor token;                 // [T k] int64: whose copy a row is
+  at::Tensor choice;                // [T k] int64: at which place of `chosen`, flattened, it was chosen
+  at::Tensor row;                   // [T k] int64: the other way round, the row of each place
+};
+ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts);
+
+// [T, hidden] -> [T k, hidden], the copies by expert.
+at::Tensor copy_to_experts(const at::Tensor& x, const ByExpert& order);
+// [T k, hidden] -> [T, hidden]: Σ_j weights[t, j] · the row of token t's j-th expert. Low precision in fp32.
+at::Tensor add_by_weight(const at::Tensor& rows, const at::Tensor& weights, const ByExpert& order);
+
+// Several projections of the same rows [R, in], by group: rows begin[g] to begin[g + 1] by weights[g]ᵀ of
+// each of `weights` [G, out, in].
+std::vector<at::Tensor> grouped_linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                        const std::vector<std::int64_t>& begin);
+
+// down[e] (silu(gate[e] x) ∘ up[e] x) for each row x of expert e; gate and up [E, inner, hidden], down [E,
+// hidden, inner].
+at::Tensor compute_experts(const at::Tensor& rows, const at::Tensor& gate, const at::Tensor& up,
+                           const at::Tensor& down, const std::vector<std::int64_t>& begin);
+
+namespace naive_twin {
+// The whole layer as a loop over experts, each of which picks its tokens; x [T, hidden].
+at::Tensor experts(const at::Tensor& x, const Routing& routing, const at::Tensor& gate, const at::Tensor& up,
+                   const at::Tensor& down);
+}  // namespace naive_twin
+
+}  // namespace isograd

@@ -1,0 +1,41 @@
+#include "model/mixture.hpp"
+
+#include <ATen/ops/sigmoid.h>
+
+#include "model/fused.hpp"
+
+namespace isograd {
+
+Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
+                       const CreateParameter& create) {
+  const ExpertsShape& shape = config.experts;
+  const std::int64_t hidden = config.hidden, shared = shape.shared_feed_forward;
+  Mixture mixture;
+  mixture.router = create(prefix + "gate.weight", {shape.count, hidden});
+  mixture.gate = create(prefix + "experts.gate_proj", {shape.count, shape.feed_forward, hidden});
+  mixture.up = create(prefix + "experts.up_proj", {shape.count, shape.feed_forward, hidden});
+  mixture.down = create(prefix + "experts.down_proj", {shape.count, hidden, shape.feed_forward});
+  if (shared == 0) return mixture;
+  mixture.shared_gate.weight = create(prefix + "shared_expert.gate_proj.weight", {shared, hidden});
+  mixture.shared_up.weight = create(prefix + "shared_expert.up_proj.weight", {shared, hidden});
+  mixture.shared_down.weight = create(prefix + "shared_expert.down_proj.weight", {hidden, shared});
+  mixture.shared_switch = create(prefix + "shared_expert_gate.weight", {1, hidden});
+  return mixture;
+}
+
+at::Tensor compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x) {
+  const at::Tensor logits = linears(x, {mixture.router}, {at::Tensor()})[0];
+  const Routing routing = route(logits, {.per_token = shape.per_token, .normalise = shape.normalise});
+  const ByExpert order = sort_by_expert(routing.chosen, shape.count);
+  const at::Tensor rows =
+      compute_experts(copy_to_experts(x, order), mixture.gate, mixture.up, mixture.down, order.begin);
+  const at::Tensor sum = add_by_weight(rows, routing.weights, order);
+  if (!mixture.shared_switch.defined()) return sum;
+  const auto inner = linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight, mixture.shared_switch},
+                             {at::Tensor(), at::Tensor(), at::Tensor()});
+  const at::Tensor shared =
+      linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
+  return sum + at::sigmoid(inner[2]) * shared;
+}
+
+}  // namespace isograd

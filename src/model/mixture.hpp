@@ -1,0 +1,29 @@
+// The experts of one layer of a decoder: its weights, and what they make of tokens on one device.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "isograd/decoder_lm.hpp"
+#include "model/experts.hpp"
+#include "model/parameters.hpp"
+
+namespace isograd {
+
+struct Mixture {
+  at::Tensor router;                           // [E, hidden]; undefined: the layer has no experts
+  at::Tensor gate, up, down;                   // [E, inner, hidden] twice, [E, hidden, inner]
+  Linear shared_gate, shared_up, shared_down;  // undefined: no expert that every token goes through
+  at::Tensor shared_switch;                    // [1, hidden]: how much of it a token takes
+};
+
+using CreateParameter = std::function<at::Tensor(const std::string& name, at::IntArrayRef shape)>;
+// Below `prefix`, by the names that transformers 5 has in memory, but gate and up apart: gate.weight,
+// experts.gate_proj, experts.up_proj, experts.down_proj, shared_expert.*_proj.weight,
+// shared_expert_gate.weight.
+Mixture create_mixture(const DecoderConfig& config, const std::string& prefix, const CreateParameter& create);
+
+// x [T, hidden] -> [T, hidden]
+at::Tensor compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x);
+
+}  // namespace isograd
