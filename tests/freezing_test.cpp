@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 
+#include "base/error_testing.hpp"
+#include "isograd/norm.hpp"
 #include "layout_life.hpp"
 
 namespace isograd::layout_life {
@@ -86,6 +88,29 @@ TEST(Freezing, IsTheSameOnAllRanks) {
     EXPECT_THAT(said[0],
                 HasSubstr("parameter 'table': found requires_grad true on rank 1 and false on rank 0"))
         << way.name;
+  }
+}
+
+// The ranks on which nothing has changed ask nobody: whoever has changed something says so.
+TEST(Freezing, OnOneRankAloneIsNamedThere) {
+  for (const Way& way : ways()) {
+    std::vector<std::string> said(3);
+    try {
+      run_ranks(3,
+                [&](World& world) {
+                  const Sharded<Net> net(std::make_shared<Net>());
+                  const auto layout = way.make(net, world.group);
+                  const auto optimizer = sgd({.learning_rate = 0.1});
+                  if (world.rank == 1) net->out.set_requires_grad(false);
+                  said[world.rank] = error_testing::error_of<Error>([&] {
+                    backward(*layout, net, world.rank, 0);
+                    global_norm(layout->buckets(), 0.0, world.group);
+                  });
+                },
+                {.timeout = std::chrono::seconds(5)});
+    } catch (const std::exception&) {
+    }
+    EXPECT_THAT(said[1], HasSubstr("parameter 'out': found requires_grad changed on this rank")) << way.name;
   }
 }
 

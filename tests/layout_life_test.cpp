@@ -166,6 +166,77 @@ TEST(LayoutLife, ValuesWrittenInPlaceStay) {
         });
 }
 
+// Between the gradients' zeroing and the update too: step, zero, clamp is a habit.
+TEST(LayoutLife, ValuesWrittenInMidStepStay) {
+  for (const Way& way : ways())
+    for (const auto type : {at::kBFloat16, at::kFloat})
+      for (int size : {1, 2, 3})
+        run_ranks(size, [&](World& world) {
+          if (way.shared && size > 1) return;  // refused
+          const Sharded<Net> net(std::make_shared<Net>(type));
+          const auto layout = way.make(net, world.group);
+          const auto optimizer = adamw({.learning_rate = 1e-7, .weight_decay = 0});
+          backward(*layout, net, world.rank, 0);
+          update(*layout, *optimizer);
+          layout->zero_gradients();
+          {
+            const auto whole = layout->whole_parameters();
+            const at::NoGradGuard no_grad;
+            net->block->mid.fill_(2);
+          }
+          const at::Tensor loss = loss_of(net, world.rank, 1);
+          layout->begin_backward(true);
+          loss.backward();
+          layout->finish_reduction();
+          update(*layout, *optimizer);
+          for (const auto& view : layout->views()) {
+            if (view.name != "block.mid") continue;
+            EXPECT_LT((view.master.to(at::kFloat) - 2).abs().max().item<float>(), 1e-5) << way.name << size;
+            EXPECT_LT((view.parameter.to(at::kFloat) - 2).abs().max().item<float>(), 1e-5)
+                << way.name << size;
+          }
+        });
+}
+
+// What is written once the update has been computed from copies would be lost without a word.
+TEST(LayoutLife, ValuesWrittenBetweenUpdateAndPublishingAreRefused) {
+  for (const Way& way : ways()) {
+    if (way.shared) continue;
+    const Sharded<Net> net(std::make_shared<Net>(at::kBFloat16));
+    const auto layout = way.make(net, Group::solo());
+    const auto optimizer = sgd({.learning_rate = 0.1});
+    backward(*layout, net, 0, 0);
+    optimizer->update(layout->buckets(), 1);
+    const at::NoGradGuard no_grad;
+    net->block->mid.fill_(2);
+    EXPECT_THAT(error_of([&] { layout->publish_parameters(); }),
+                HasSubstr("parameter 'block.mid': found values written between finish_reduction()"))
+        << way.name;
+  }
+}
+
+// A model that is loaded or moved by replacing tensors leaves the layout with memory that nothing reads.
+TEST(LayoutLife, AParameterWithOtherMemoryIsRefusedByName) {
+  for (const Way& way : ways())
+    for (int size : {1, 2})
+      for (const char* name : {"out", "block.mid"})
+        run_ranks(size, [&](World& world) {
+          const Sharded<Net> net(std::make_shared<Net>());
+          const auto layout = way.make(net, world.group);
+          const auto optimizer = sgd({.learning_rate = 0.1});
+          backward(*layout, net, world.rank, 0);
+          update(*layout, *optimizer);
+          {
+            const auto whole = layout->whole_parameters();
+            at::Tensor parameter = net->find(name);
+            parameter.set_data(parameter.detach().clone());
+          }
+          EXPECT_THAT(error_of([&] { layout->zero_gradients(); }),
+                      HasSubstr(fmt::format("parameter '{}': found values that no longer live", name)))
+              << way.name << " " << size;
+        });
+}
+
 TEST(LayoutLife, WriteGivesAllRanksTheValues) {
   const at::Tensor values = drawn({6, 6}, 77), row = drawn({6}, 78);
   for (const Way& way : ways())

@@ -5,9 +5,11 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/rnn.h>
 
 #include "isograd/data_parallel.hpp"
@@ -61,6 +63,26 @@ TEST(ModuleRules, DropoutAndTrackedStatisticsAreRefused) {
     torch::nn::LSTM lstm(torch::nn::LSTMOptions(2, 3).num_layers(2).dropout(0.1));
     EXPECT_NE(error_of([&] { prepare_module(*lstm, world.group); }).find("dropout of 0.1"),
               std::string::npos);
+
+    // Whatever else draws from the default generator.
+    torch::nn::RReLU leaky;
+    EXPECT_NE(error_of([&] { prepare_module(*leaky, world.group); }).find("random slopes"),
+              std::string::npos);
+    torch::nn::FractionalMaxPool2d pool(torch::nn::FractionalMaxPool2dOptions(2).output_size(3));
+    EXPECT_NE(error_of([&] { prepare_module(*pool, world.group); }).find("random regions"),
+              std::string::npos);
+    EXPECT_EQ(error_of([&] { prepare_module(*pool, world.group, {.accept_dropout = true}); }), "no error");
+    // A batch norm without running statistics has nothing that eval() could freeze.
+    torch::nn::BatchNorm1d untracked(torch::nn::BatchNormOptions(3).track_running_stats(false));
+    for (bool training : {true, false}) {
+      untracked->train(training);
+      const std::string refused = error_of([&] { prepare_module(*untracked, world.group); });
+      EXPECT_NE(refused.find("batch normalisation over the rows of one rank"), std::string::npos) << refused;
+      EXPECT_EQ(refused.find("in eval() too") != std::string::npos, !training) << refused;
+    }
+    torch::nn::BatchNorm1d tracked(torch::nn::BatchNormOptions(3));
+    tracked->eval();
+    EXPECT_EQ(error_of([&] { prepare_module(*tracked, world.group); }), "no error");
 
     Tracking tracking;
     const std::string said = error_of([&] { prepare_module(tracking, world.group); });

@@ -77,7 +77,7 @@ def main():
         os.environ.update(processors.LEVELS[options.level])
         print("as", options.level, *(f"{name}={value}" for name, value in processors.LEVELS[options.level].items()))
     build = (ROOT / options.build).resolve()
-    results = build / "test-results"
+    results = build / "-".join(["test-results", *filter(None, [options.level])])  # levels may run at the same time
     results.mkdir(exist_ok=True)
     for old in results.glob("*.xml"):
         old.unlink()

@@ -280,10 +280,6 @@ TEST_F(TensorRun, WhatDoesNotFitIsRefused) {
   RunConfig ulysses = cut({4, 2, 1, "bucketed"}, "ulysses");
   ulysses.parallel.cp_ulysses = 2;
   EXPECT_THAT(config_error_of([&] { run(ulysses, 4); }), HasSubstr("parallel.cp_ulysses"));
-  RunConfig scorer;
-  scorer.model.kind = "scorer";
-  scorer.parallel.tp = 2;
-  EXPECT_THAT(config_error_of([&] { grid_of(scorer, 2); }), HasSubstr("model.kind = \"scorer\""));
   EXPECT_THAT(config_error_of([&] { parse_config("[parallel]\nsequence_parallel = false\n", "a.toml"); }),
               HasSubstr("parallel.tp is 1"));
 }

@@ -65,10 +65,11 @@ struct DataParallelOptions {
 // The model's own tensors stay where the layout has put them, and so does what shares their memory (detach(),
 // views), whether made before the layout or after it. Values are written with write(). In-place operations
 // between steps work too, the same on every rank: they are noticed and masters follow, or ConfigError where
-// ranks share one copy, to which each would apply it. Setting requires_grad off between steps freezes a
-// parameter, on all ranks alike: no gradient, no update, no decay, until it is set on again.
-// A step may be given up before its update, by all ranks in the same micro-batch, with zero_gradients(), also
-// after a backward that threw. In different ones: finish_reduction() first, unless takes_every_round().
+// ranks share one copy, to which each would apply it. Operations on data() are not noticed: autograd counts
+// none of them; detach() gives the same memory with its counter. Setting requires_grad off between steps
+// freezes a parameter, on all ranks alike: no gradient, no update, no decay, until it is set on again. A step
+// may be given up before its update, by all ranks in the same micro-batch, with zero_gradients(), also after
+// a backward that threw. In different ones: finish_reduction() first, unless takes_every_round().
 class DataParallel {
  public:
   virtual ~DataParallel() = default;

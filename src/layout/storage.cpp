@@ -118,9 +118,21 @@ void give_memory(c10::StorageImpl& storage, const at::Tensor& memory) {
 
 Writes::Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters) {
   for (const Slot& slot : plan.slots) {
+    names_.push_back(slot.name);
     parameters_.push_back(parameters.at(slot.index).tensor);
+    storages_.push_back(parameters_.back().storage());
     versions_.push_back(version_of(parameters_.back()));
   }
+}
+
+void Writes::check_in_place() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (parameters_[i].storage().unsafeGetStorageImpl() != storages_[i].unsafeGetStorageImpl())
+      throw ConfigError({.where = fmt::format("parameter '{}'", names_[i]),
+                         .found = "values that no longer live in the layout's memory",
+                         .expected = "the tensor left in place",
+                         .action = "Convert, move and load the model before making the layout; afterwards "
+                                   "write values with its write()"});
 }
 
 std::vector<std::size_t> Writes::take() {

@@ -34,16 +34,22 @@ class Claim {
 void give_memory(c10::StorageImpl& storage, const at::Tensor& memory);
 
 // Notices values that somebody else than the layout has written into the parameters of a plan, by the version
-// counters of autograd: in-place operations raise them, what goes through flat buffers does not.
+// counters of autograd: in-place operations raise them, what goes through flat buffers does not, nor what is
+// written through data().
 class Writes {
  public:
   Writes() = default;
   Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters);
   // Places in plan.slots of the parameters written to since the last call.
   std::vector<std::size_t> take();
+  // ConfigError where a parameter has got another memory (set_data, a load or a move of the model), which the
+  // layout does not know of.
+  void check_in_place() const;
 
  private:
+  std::vector<std::string> names_;      // by slot
   std::vector<at::Tensor> parameters_;  // by slot
+  std::vector<c10::Storage> storages_;  // that these had
   std::vector<std::int64_t> versions_;
 };
 

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
+#include <unordered_set>
 
 #include "isograd/error.hpp"
 #include "loss/counting.hpp"
@@ -88,20 +90,75 @@ bool is_share(const at::Tensor& value) {
   return false;
 }
 
+namespace {
+
+// Whether the backward of this function hands the numbers that it gets to its inputs: copied, moved, left
+// out, or multiplied by what does not depend on the inputs.
+bool passes_numbers_on(const torch::autograd::Node& node) {
+  static const std::set<std::string> kMoving = {"Sum",
+                                                "Nansum",
+                                                "Mean",
+                                                "Add",
+                                                "Sub",
+                                                "Neg",
+                                                "ToCopy",
+                                                "Clone",
+                                                "View",
+                                                "Alias",
+                                                "UnsafeView",
+                                                "Reshape",
+                                                "Squeeze",
+                                                "Unsqueeze",
+                                                "Expand",
+                                                "Transpose",
+                                                "T",
+                                                "Permute",
+                                                "Slice",
+                                                "Select",
+                                                "Index",
+                                                "Narrow",
+                                                "IndexSelect",
+                                                "MaskedSelect",
+                                                "Cat",
+                                                "Stack",
+                                                "Split",
+                                                "Unbind",
+                                                "Where",
+                                                "MaskedFill",
+                                                "Gather",
+                                                "Take",
+                                                "ReshapeAlias",
+                                                "SplitWithSizes",
+                                                "Flip",
+                                                "Roll",
+                                                "Repeat"};
+  const std::string name = node.name(), function = name.substr(0, name.find("Backward"));
+  if (kMoving.count(function)) return true;
+  if (function != "Mul" && function != "Div") return false;
+  const auto& edges = node.next_edges();
+  return std::count_if(edges.begin(), edges.end(), [](const auto& edge) { return edge.is_valid(); }) == 1;
+}
+
+}  // namespace
+
 bool begins_in_16_bits(const at::Tensor& sum) {
   const auto narrow = [](at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; };
   if (narrow(sum.scalar_type())) return true;
-  constexpr std::size_t kMany = 64;
-  std::vector<torch::autograd::Node*> nodes = {sum.grad_fn().get()};
-  for (std::size_t i = 0; i < nodes.size() && nodes[i] && nodes.size() < kMany; ++i) {
-    const std::string name = nodes[i]->name();
-    const bool passes_on = name.starts_with("Sum") || name.starts_with("Mean") || name.starts_with("ToCopy");
+  constexpr std::size_t kMany = 4096;
+  std::vector<torch::autograd::Node*> nodes;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node && seen.insert(node).second) nodes.push_back(node);
+  };
+  visit(sum.grad_fn().get());
+  for (std::size_t i = 0; i < nodes.size() && i < kMany; ++i) {
+    const bool passes_on = passes_numbers_on(*nodes[i]);
     for (const auto& edge : nodes[i]->next_edges()) {
       if (!edge.function || edge.function->next_edges().empty()) continue;  // a leaf keeps its own type
       const auto& made = edge.function->input_metadata(edge.input_nr);
       if (!passes_on && !made.shape_as_dim_vector().empty()) continue;
       if (narrow(c10::typeMetaToScalarType(made.dtype()))) return true;
-      nodes.push_back(edge.function.get());
+      visit(edge.function.get());
     }
   }
   return false;

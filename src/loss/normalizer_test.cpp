@@ -184,13 +184,25 @@ TEST(Scale, RefusesToRoundTheDivisionTo16Bits) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     at::Tensor x = at::ones({4, 3}, type).requires_grad_(true);
     const at::Tensor each = (x * 2).sum(1);  // a loss of each token
-    const std::vector<at::Tensor> narrow = {each.sum(),
-                                            each.sum() * 3,
-                                            each.sum().to(at::kFloat),
-                                            each.sum().to(at::kDouble) + at::ones({}, at::kDouble),
-                                            each.sum(at::kFloat),
-                                            each.to(at::kFloat).sum(),
-                                            each.to(at::kFloat).sum().to(at::kDouble) * 2};
+    const std::vector<at::Tensor> narrow = {
+        each.sum(),
+        each.sum() * 3,
+        each.sum().to(at::kFloat),
+        each.sum().to(at::kDouble) + at::ones({}, at::kDouble),
+        each.sum(at::kFloat),
+        each.to(at::kFloat).sum(),
+        each.to(at::kFloat).sum().to(at::kDouble) * 2,
+        (each.to(at::kFloat) * at::ones({4})).sum(),
+        (each * at::ones({4})).sum(),
+        (each.to(at::kFloat) / 2).mean(),
+        at::masked_select(each.to(at::kFloat), at::ones({4}, at::kBool)).sum(),
+        each.to(at::kFloat).index({at::ones({4}, at::kBool)}).sum(),
+        each.to(at::kFloat).masked_fill(at::zeros({4}, at::kBool), 0).sum(),
+        at::where(at::ones({4}, at::kBool), each.to(at::kFloat), 0).sum(),
+        each.to(at::kFloat).view({2, 2}).sum(1).sum(),
+        -(-each.to(at::kFloat)).sum(),
+        at::cat({each.to(at::kFloat), at::ones({2})}).slice(0, 1).sum(),
+        at::stack({each[0], each[1]}).to(at::kFloat).sum()};
     for (std::size_t i = 0; i < narrow.size(); ++i)
       EXPECT_THAT(error_of([&] {
                     mean.scale({{"low", narrow[i]}}, denominator);
@@ -207,6 +219,19 @@ TEST(Scale, RefusesToRoundTheDivisionTo16Bits) {
     mean.scale({{"wide", wide}}, denominator).backward();
     const at::Tensor exact = at::full({4, 3}, 8.0 / 1015);
     EXPECT_LE(((x.grad().to(at::kFloat) - exact) / exact).abs().max().item<double>(), 0x1p-9);
+    // The usual masked sum of losses that single precision makes, whatever type the model has.
+    const at::Tensor logits = x * 3, mask = at::ones({4});
+    const auto of_tokens = [&](const at::Tensor& log_probabilities) {
+      return (-log_probabilities.gather(1, at::zeros({4, 1}, at::kLong)).squeeze(1) * mask).sum();
+    };
+    EXPECT_EQ(error_of([&] {
+                mean.scale({{"wide", of_tokens(at::log_softmax(logits.to(at::kFloat), 1))}}, denominator);
+              }),
+              "no error");
+    EXPECT_THAT(error_of([&] {
+                  mean.scale({{"low", of_tokens(at::log_softmax(logits, 1).to(at::kFloat))}}, denominator);
+                }),
+                HasSubstr("begins in 16 bits"));
   }
   // A parameter in bf16 by itself keeps its own type.
   at::Tensor gain = at::ones({}, at::kBFloat16).requires_grad_(true);

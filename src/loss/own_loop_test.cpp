@@ -124,6 +124,18 @@ TEST(GradientAccumulateLoss, OfNoTokensLeavesNoNaNHoweverTheMeanIsWritten) {
       });
 }
 
+// An embedding with `sparse` leaves a gradient that no rank could add to another's as it is.
+TEST(SyncContextGradients, TakesSparseGradientsOrNone) {
+  run_ranks(3, [](World& world) {
+    at::Tensor table = at::ones({4, 2}, at::kDouble).requires_grad_(true);
+    if (world.rank < 2)
+      at::embedding(table, at::arange(1 + world.rank), -1, false, /*sparse=*/true).sum().backward();
+    sync_context_gradients({table}, world.group);
+    const at::Tensor wanted = at::tensor({2., 2., 1., 1., 0., 0., 0., 0.}, at::kDouble).view({4, 2});
+    EXPECT_TRUE(at::equal(table.grad(), wanted)) << table.grad();
+  });
+}
+
 // n_k / N rounded to bf16 is off by up to 2^-9, another amount in each micro-batch.
 TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   Group alone = Group::solo();
@@ -134,6 +146,10 @@ TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   EXPECT_THAT(refusal((x * 2).mean(), 3), HasSubstr("begins in 16 bits"));
   EXPECT_THAT(refusal((x * 2).mean().to(at::kFloat), 3), HasSubstr("begins in 16 bits"));
   EXPECT_THAT(refusal((x * 2).to(at::kFloat).mean(), 3), HasSubstr("begins in 16 bits"));
+  const at::Tensor mask = at::ones({3});
+  EXPECT_THAT(refusal(((x * 2).to(at::kFloat) * mask).sum() / mask.sum(), 3), HasSubstr("begins in 16 bits"));
+  EXPECT_THAT(refusal((x * 2 * mask).sum() / mask.sum(), 3), HasSubstr("begins in 16 bits"));
+  EXPECT_EQ(refusal(((x.to(at::kFloat) * 2).square() * mask).sum() / mask.sum(), 3), "no error");
   EXPECT_EQ(refusal((x.to(at::kFloat) * 2).mean(), 3), "no error");
   EXPECT_EQ(refusal((x * 2).mean(), 0), "no error") << "nothing is divided";
 }

@@ -47,9 +47,16 @@ std::shared_ptr<Scorer> Scorer::without_values(const ScorerShape& shape, at::Sca
 at::Tensor Scorer::scores(const at::Tensor& features) const {
   at::Tensor stream = features.to(named_.front().second.scalar_type());
   for (std::size_t i = 0; i < named_.size(); i += 2) {
-    stream =
-        at::linear(stream, named_[i].second, i + 1 < named_.size() ? named_[i + 1].second : at::Tensor());
-    if (i + 2 < named_.size()) stream = at::relu(stream);
+    const at::Tensor& weight = named_[i].second;
+    const at::Tensor bias = i + 1 < named_.size() ? named_[i + 1].second : at::Tensor();
+    const bool last = i + 2 >= named_.size(), in_parts = i / 2 % 2 == 1;
+    if (seams_.leave && in_parts) {
+      stream = seams_.leave(at::linear(stream, weight));
+      if (bias.defined()) stream = stream + bias;
+    } else {
+      stream = at::linear(seams_.enter && !last ? seams_.enter(stream) : stream, weight, bias);
+    }
+    if (!last) stream = at::relu(stream);
   }
   return stream;
 }

@@ -1,9 +1,11 @@
-// Scorer: a multilayer perceptron from features to one score, for ranking rows of a table. No parallel code.
+// Scorer: a multilayer perceptron from features to one score, for ranking rows of a table. No parallel code:
+// ranks that hold it together reach it through its seams.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,6 +21,12 @@ struct ScorerShape {
   bool output_bias = true;
 };
 
+// Between a layer whose units are cut over ranks and the next one, whose inputs are: before the first, and
+// behind the second, before its bias.
+struct ScorerSeams {
+  std::function<at::Tensor(const at::Tensor&)> enter, leave;
+};
+
 class Scorer {
  public:
   // Hidden layers with ReLU, then one score; weights by (seed, parameter name): normal, variance 2 / inputs
@@ -29,10 +37,12 @@ class Scorer {
 
   at::Tensor scores(const at::Tensor& features) const;  // [N, F] -> [N, 1]
   std::vector<std::pair<std::string, at::Tensor>>& named() { return named_; }
+  void set_seams(ScorerSeams seams) { seams_ = std::move(seams); }
 
  private:
   Scorer(const ScorerShape& shape, const at::TensorOptions& options);  // weights left unset
   std::vector<std::pair<std::string, at::Tensor>> named_;              // weight, bias, weight, bias, ...
+  ScorerSeams seams_{};                                                // none: whole
 };
 
 }  // namespace isograd

@@ -44,19 +44,14 @@ Grid grid_of(const RunConfig& config, int ranks) {
   axes.push_back({"tp", together});  // neighbours
   const Grid grid(axes, ranks);
   const TaskKind& kind = kind_of(config);
-  if (!kind.view)
-    throw ConfigError({.where = "parallel.tp",
-                       .found = fmt::format("{} with model.kind = \"{}\"", together, kind.name),
-                       .expected = "1: only decoders and video models are cut over ranks yet",
-                       .action = "Leave parallel.tp out"});
-  return kind.view(config, grid);
+  return kind.view ? kind.view(config, grid) : grid;
 }
 
 void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
   const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
   if (ranks == 1) return;
   auto all = dealt.others;
-  all.insert(all.begin(), {"query heads", dealt.heads});
+  if (dealt.heads > 0) all.insert(all.begin(), {"query heads", dealt.heads});
   for (const auto& [what, number] : all)
     if (ranks > number)
       throw ConfigError({.where = "parallel.tp",

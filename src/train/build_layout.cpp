@@ -11,6 +11,7 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
@@ -161,7 +162,9 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
   }
   if (const std::int64_t tp = config.parallel.tp; tp > 1)
     text += fmt::format(", matrices cut over {}{}", tp,
-                        config.parallel.sequence_parallel ? " (tokens too, between them)" : "");
+                        config.parallel.sequence_parallel && kind_of(config).cuts_tokens
+                            ? " (tokens too, between them)"
+                            : "");
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));

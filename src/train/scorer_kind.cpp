@@ -4,7 +4,7 @@
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "train/config_keys.hpp"
-#include "train/task.hpp"
+#include "train/scorer_task.hpp"
 #include "train/task_kind.hpp"
 
 namespace isograd {
@@ -66,6 +66,18 @@ void check_scorer(const RunConfig& config, int ranks) {
                            "isograd verify proves it from outside"});
   };
   if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
+  if (config.parallel.tp > 1) {
+    const std::string& load = config.model.load;
+    const ScorerShape shape =
+        load.empty() ? ScorerShape{.hidden = config.model.scorer_units, .layers = config.model.scorer_layers}
+                     : read_scorer_shape(load);
+    if (shape.layers == 0)
+      throw ConfigError({.where = "parallel.tp",
+                         .found = fmt::format("{} for a scorer without a hidden layer", config.parallel.tp),
+                         .expected = "1: the units of hidden layers are what ranks have some of each",
+                         .action = "Leave it out"});
+    check_dealt(config, {.others = {{"units of a hidden layer", shape.hidden}}});
+  }
   if (config.batch.max_tokens_per_rank > 0)
     refuse("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");
   if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
@@ -92,6 +104,7 @@ const TaskKind& scorer_kind() {
       .accumulations = [](const RunConfig& config, int) { return std::vector<RunConfig>{config}; },
       .accumulation_text = [](const RunConfig&) -> std::string { return "one micro-batch"; },
       .on_gpu = false,
+      .cuts_tokens = false,
       .make = make_scorer_task};
   return kind;
 }

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "isograd/error.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "model/safetensors.hpp"
 #include "train/own_model.hpp"
 #include "train/scorer_task.hpp"
@@ -19,6 +20,18 @@ ShapeFields fields(ScorerShape& shape) {
           {"hidden", &shape.hidden},
           {"layers", &shape.layers},
           {"output_bias", &shape.output_bias}};
+}
+
+// Pairs of layers: the units of one are cut, and the inputs of the next. A score that has no partner is made
+// by every rank.
+std::vector<CutRule> rules_of(const ScorerShape& shape, const Grid& grid) {
+  std::vector<CutRule> rules;
+  if (!grid.has("tp") || grid.size({"tp"}) == 1) return rules;
+  for (std::int64_t layer = 0; layer + 1 <= shape.layers; layer += 2) {
+    rules.push_back(cut_along(fmt::format("layers.{}.*", layer), 0));
+    rules.push_back(cut_along(fmt::format("layers.{}.weight", layer + 1), 1));
+  }
+  return rules;
 }
 
 template <typename Options>
@@ -126,6 +139,26 @@ std::vector<std::pair<std::string, at::Tensor>> RankedTableModel::buffers() cons
 
 at::Tensor RankedTableModel::outputs(const Batch& batch) {
   return model_.scorer->scores(data_->features.index_select(0, batch.tokens));
+}
+
+void RankedTableModel::attend_over(const Mesh& mesh) {
+  group_ = mesh.counting();
+  for (const auto& loss : {training_, held_out_})
+    if (loss) loss->group() = group_;
+}
+
+Layout::Named RankedTableModel::placements(const Grid& grid) {
+  return cut_placements(named(), grid, rules_of(shape_, grid));
+}
+
+Layout RankedTableModel::cut(const Mesh& mesh) {
+  const auto rules = rules_of(shape_, mesh.grid());
+  const Layout layout = isograd::cut(named(), mesh, rules);
+  if (!rules.empty())
+    model_.scorer->set_seams(
+        {.enter = [tp = tensor_group(mesh)](const at::Tensor& x) { return enter(tp, x); },
+         .leave = [tp = tensor_group(mesh)](const at::Tensor& part) { return leave(tp, part); }});
+  return layout;
 }
 
 void RankedTableModel::stand_still(const QueuedRows& queued) {

@@ -195,8 +195,8 @@ class ScorerTask : public Task {
   std::vector<TermValue> figures(TaskModel& model, DataParallel& layout) const override {
     const at::NoGradGuard no_grad;
     const auto whole = layout.whole_parameters();
-    const Batch own = table_batch(*data_, HeldOutLoader::every(ranked_rows(), group_.rank(), group_.size()));
-    Group group = group_;
+    Group group = layout.mesh().counting();
+    const Batch own = table_batch(*data_, HeldOutLoader::every(ranked_rows(), group.rank(), group.size()));
     const RankingMetrics metrics =
         ranking_metrics(group, model.outputs(own).to(at::kDouble).squeeze(1), own.targets,
                         config().ranking.quantile, config().ranking.budget);
@@ -247,17 +247,14 @@ class ScorerTask : public Task {
     };
   }
 
-  std::unique_ptr<Task> repeatable(TaskModel* trained) const override {
+  std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* trained) const override {
     auto task = std::make_unique<ScorerTask>(config(), data_, group_);
     task->repeatable_ = true;
     if (!make_ranking_loss(config(), config().ranking.loss, group_)) return task;
     const at::NoGradGuard no_grad;
     const auto by = trained ? make_blank_model(at::kDouble) : make_model(at::kDouble);
     auto weights = by->named();
-    if (trained) {
-      const auto values = trained->named();
-      for (std::size_t i = 0; i < weights.size(); ++i) weights[i].second.copy_(values[i].second);
-    }
+    for (std::size_t i = 0; trained && i < weights.size(); ++i) weights[i].second.copy_(trained->at(i));
     task->queued_ = queue_of(config(), *data_, static_cast<RankedTableModel&>(*by).scorer());
     return task;
   }

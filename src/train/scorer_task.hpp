@@ -12,6 +12,7 @@
 #include "isograd/ranking.hpp"
 #include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "model/scorer.hpp"
 #include "train/config.hpp"
 #include "train/task.hpp"
@@ -72,7 +73,9 @@ class RankedTableModel : public TaskModel {
   ForwardLossTerms loss() override;
   void to(at::Device) override {}  // always on the CPU (check_device)
   at::Tensor outputs(const Batch& batch) override;
-  void attend_over(const Mesh&) override {}
+  void attend_over(const Mesh& mesh) override;  // rows are ranked over the ranks that have some of their own
+  Layout::Named placements(const Grid& grid) override;
+  Layout cut(const Mesh& mesh) override;
   void write(const std::filesystem::path& directory, const TensorStream& weights) override;
   void read(const std::filesystem::path& directory, bool with_queue);  // what write() left
 

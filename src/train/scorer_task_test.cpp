@@ -87,6 +87,42 @@ TEST_F(ScorerRuns, SavedAndReloadedEqualsUninterrupted) {
       }
 }
 
+// Ranks along tp hold the units of hidden layers together; rows are ranked over the others.
+TEST_F(ScorerRuns, HeldTogetherIsTheRunOfOneProcess) {
+  for (const char* loss : {"smooth_ap", "recall_at_quantile", "pauc", "sigmoid_focal", "cross_entropy"})
+    for (const int layers : {1, 2, 3}) {
+      RunConfig plain = scorer(fmt::format("alone-{}-{}", loss, layers), loss);
+      plain.model.scorer_layers = layers;
+      plain.train.dtype = "float64";
+      plain.parallel.strategy = "bucketed";
+      plain.verify.checksums_every = 1;
+      const Run alone = run(plain, 1);
+      for (const auto& [ranks, tp, strategy] :
+           {std::tuple{2, 2, "bucketed"}, {3, 3, "zero3"}, {4, 2, "zero1"}, {5, 5, "naive"}}) {
+        const std::string where = fmt::format("{}, {} layers, {} ranks, tp {}", loss, layers, ranks, tp);
+        RunConfig config = plain;
+        config.run.directory += fmt::format("-{}-{}", ranks, tp);
+        config.parallel.tp = tp;
+        config.parallel.strategy = strategy;
+        const Run found = run(config, ranks);
+        ASSERT_EQ(found.steps.size(), alone.steps.size()) << where;
+        for (std::size_t i = 0; i < alone.steps.size(); ++i) {
+          const StepReport &a = found.steps[i].report, &b = alone.steps[i].report;
+          EXPECT_EQ(a.census.samples, b.census.samples) << where;
+          EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(b.loss)) << where << ", step " << i;
+          EXPECT_NEAR(a.norm, b.norm, 1e-8 * b.norm) << where << ", step " << i;
+        }
+        EXPECT_NEAR(*found.outcomes[0].validation_loss, *alone.outcomes[0].validation_loss, 1e-9) << where;
+        for (std::size_t i = 0; i < 3; ++i)
+          EXPECT_NEAR(found.outcomes[0].figures[i].value, alone.outcomes[0].figures[i].value, 1e-12) << where;
+        RunConfig going_on = plain;
+        going_on.run.directory += fmt::format("-after-{}-{}", ranks, tp);
+        going_on.model.load = found.outcomes[0].checkpoint.string();
+        EXPECT_NE(run(going_on, 1).steps[0].report.loss, alone.steps[0].report.loss) << where;
+      }
+    }
+}
+
 TEST_F(ScorerRuns, AnEvaluationLeavesTheRunAsItIs) {
   RunConfig often = scorer("often"), never = scorer("never");
   often.train.evaluate_every = 1;
@@ -166,6 +202,10 @@ TEST_F(ScorerRuns, WhatCannotBeTrainedIsRefusedOnEveryRank) {
   EXPECT_THAT(refused([](RunConfig& c) { c.data.table.clear(); }), HasSubstr("data.table"));
   EXPECT_THAT(refused([](RunConfig& c) { c.parallel.cp_ring = 2; }), HasSubstr("parallel.cp_ring"));
   EXPECT_THAT(refused([](RunConfig& c) { c.verify.every = 2; }), HasSubstr("verify.every"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_layers = 0; }),
+              HasSubstr("without a hidden layer"));
+  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_units = 1; }),
+              HasSubstr("2 ranks for 1 units of a hidden layer"));
   EXPECT_THAT(refused([](RunConfig& c) {
                 c.parallel.strategy = "zero3";
                 c.parallel.checkpoint_activations = true;

@@ -154,8 +154,10 @@ class Task {
   virtual PlainLoss plain_loss() const { return {}; }
   virtual std::string loss_name() const = 0;  // of the term that TaskModel::loss() gives
   // The same task with losses that keep nothing from one step to the next, so that a step can be made again.
-  // What they would have kept comes of the weights of `trained`, which is whole; null: of fresh ones.
-  virtual std::unique_ptr<Task> repeatable(TaskModel* /*trained*/) const { return under(config()); }
+  // What they would have kept comes of `trained`, the values of named(), whole; null: of fresh ones.
+  virtual std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* /*trained*/) const {
+    return under(config());
+  }
   // A step small enough to be verified now and then: a short pack for each rank and one more, so that counts
   // differ and one rank accumulates; other samples at each `step`.
   virtual RunConfig micro_sized(int ranks, std::int64_t step) const = 0;

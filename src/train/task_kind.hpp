@@ -36,9 +36,10 @@ struct TaskKind {
   // apart, for people: "2 to a micro-batch".
   std::vector<RunConfig> (*accumulations)(const RunConfig& config, int ranks);
   std::string (*accumulation_text)(const RunConfig& config);
-  // The views of tp that the placements of its model ask for. Null: ranks cannot hold such a model together.
+  // The views of tp that the placements of its model ask for. Null: none.
   Grid (*view)(const RunConfig& config, const Grid& grid){};
-  bool on_gpu = true;  // whether it has code for one
+  bool on_gpu = true;       // whether it has code for one
+  bool cuts_tokens = true;  // whether parallel.sequence_parallel means anything to it
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);
   // model_without_values() where it depends on no data; null: the task makes it.
   std::shared_ptr<TaskModel> (*model_without_values)(const RunConfig& config){};
@@ -46,7 +47,7 @@ struct TaskKind {
 
 // What the ranks along tp deal among themselves of a block.
 struct DealtOverTp {
-  std::int64_t heads = 1, key_heads = 1;
+  std::int64_t heads = 0, key_heads = 0;  // 0: it has none
   std::vector<std::pair<const char*, std::int64_t>> others{};
 };
 // For check_ranks. ConfigError unless each rank along tp has something of everything, and Ulysses can deal

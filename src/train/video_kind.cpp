@@ -101,7 +101,6 @@ const TaskKind& video_kind() {
       .accumulation_text = [](const RunConfig& config) -> std::string {
         return config.batch.tokens_per_micro_batch == 1 ? "a video to a micro-batch" : "one micro-batch";
       },
-      .view = [](const RunConfig&, const Grid& grid) { return grid; },
       .make = make_video_task};
   return kind;
 }

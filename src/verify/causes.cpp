@@ -25,6 +25,13 @@ std::vector<std::string> long_axes(const Case& one) {
     names.push_back(kAllRanks);
   return names;
 }
+// The ranks that cells name: those along the axes of data where others see the same.
+Grid grid_of_counts(const Case& one) {
+  if (one.grid().ranks() == one.ranks()) return one.grid();
+  std::vector<Axis> axes = one.grid().axes();
+  std::erase_if(axes, [](const Axis& axis) { return kDataAxes.count(axis.name) == 0; });
+  return Grid(axes);
+}
 std::string figure(double value) {
   return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
 }
@@ -51,10 +58,13 @@ std::string factors_of(const Case& one, double value) {
 
 std::vector<Cause> unsummed_causes(const Case& one) {
   std::vector<Cause> causes;
-  if (one.cells().empty() || one.size_of(kAllRanks) != one.ranks()) return causes;
+  const Grid grid = grid_of_counts(one);
+  if (one.cells().empty() || grid.ranks() != one.ranks()) return causes;
   for (const auto& axis : long_axes(one)) {
+    const AxisSet along = present(grid, one.axis_set(axis));
+    if (grid.size(along) < one.size_of(axis)) continue;
     // Ascending.
-    const auto first = one.grid().ranks_along(without(one.grid().names(), one.axis_set(axis)), 0);
+    const auto first = grid.ranks_along(without(grid.names(), along), 0);
     causes.push_back({.id = "not_summed_over_axis",
                       .weight =
                           [first](const Case&, const Cell& cell) {

@@ -77,21 +77,21 @@ void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   note_not_numbers(dump);
 }
 
-Investigation::Deck Investigation::deck_of(const VerifyProblem& problem, Group& group) {
+Investigation::Deck Investigation::deck_of(const VerifyProblem& problem, Group counting) {
   Deck deck;
   if (!problem.dealing) {
-    deck.data = gather_batches(problem.local, group);
-    for (int rank = 0; rank < group.size(); ++rank) deck.data_rank.push_back(rank);
+    deck.data = gather_batches(problem.local, counting);
+    for (int rank = 0; rank < counting.size(); ++rank) deck.data_rank.push_back(rank);
     return deck;
   }
   // Ranks that share samples have the same ones: the first of them speaks for all.
   const at::Tensor ranks =
-      group.all_gather(at::full({1}, problem.dealing->data_rank, at::kLong)).reshape({-1});
-  for (int rank = 0; rank < group.size(); ++rank)
+      counting.all_gather(at::full({1}, problem.dealing->data_rank, at::kLong)).reshape({-1});
+  for (int rank = 0; rank < counting.size(); ++rank)
     deck.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
   const auto first = std::find(deck.data_rank.begin(), deck.data_rank.end(), problem.dealing->data_rank);
-  const bool speaks = first - deck.data_rank.begin() == group.rank();
-  const DataByRank all = gather_batches(speaks ? problem.dealing->whole : MicroBatches{}, group);
+  const bool speaks = first - deck.data_rank.begin() == counting.rank();
+  const DataByRank all = gather_batches(speaks ? problem.dealing->whole : MicroBatches{}, counting);
   deck.data.resize(
       static_cast<std::size_t>(*std::max_element(deck.data_rank.begin(), deck.data_rank.end()) + 1));
   for (std::size_t rank = 0; rank < all.size(); ++rank)
@@ -106,17 +106,17 @@ bool Investigation::by_data_rank(Experiment& experiment, const Deck& deck) {
 }
 
 bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
-                               int micro_batch, Group& group) {
+                               int micro_batch, Group counting) {
   const auto owner = static_cast<std::size_t>(deck.data_rank.at(static_cast<std::size_t>(rank)));
   for (std::size_t other = 0; other < data.size(); ++other)
     if (other != owner) data[other].clear();
   MicroBatches& own = data[owner];
   if (micro_batch >= static_cast<int>(own.size())) return false;
   if (problem.dealing) {
-    const MicroBatches parts = group.rank() == rank ? problem.dealing->cut(own) : MicroBatches{};
+    const MicroBatches parts = counting.rank() == rank ? problem.dealing->cut(own) : MicroBatches{};
     for (std::size_t j = 0; j < own.size(); ++j) {
       at::Tensor keep = at::zeros({own[j].num_tokens()}, at::kLong);
-      if (group.rank() == rank) {
+      if (counting.rank() == rank) {
         const ContextCut& cut = *parts.at(j).cut;
         for (const Piece& piece : cut.own())
           if (piece.document < own[j].num_fragments())
@@ -124,7 +124,7 @@ bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, c
                         piece.length)
                 .fill_(1);
       }
-      group.broadcast(keep, rank);
+      counting.broadcast(keep, rank);
       own[j].targets = own[j].targets.masked_fill(keep.eq(0), kIgnoreIndex);
     }
   }
@@ -141,7 +141,7 @@ std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed) {
   }
   group_.broadcast(asks, 0);
   if (asks.item<std::int64_t>() == 0) return findings;
-  deck_ = deck_of(problem_, group_);
+  deck_ = deck_of(problem_, problem_.counting(group_));
   if (group_.rank() == 0) {
     findings = isograd::diagnose(pair, [&](const Experiment& experiment) {
       share_experiment(experiment, group_);
@@ -169,6 +169,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   }
   const VerifyProblem& problem = along ? *along : problem_;
   const LayoutUnderTest& layout = along ? along->layouts.at(0) : layout_;
+  Group counting = problem.counting(group_);  // ranks of an experiment, but for asked.ranks, are places in it
   VerifyModel in_fp64 = initial_.model(problem, at::kDouble);
   if (asked.without_noise) {
     if (!in_fp64.without_noise) return std::nullopt;
@@ -177,9 +178,9 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   std::optional<DataByRank> dealt;
   MicroBatches of;  // what is dealt before all but one rank's are taken away
   if (asked.without_resume) {
-    dealt = gather_batches(problem.uninterrupted(), group_);
+    dealt = gather_batches(problem.uninterrupted(), counting);
   } else {
-    const Deck other = along ? deck_of(problem, group_) : Deck{};
+    const Deck other = along ? deck_of(problem, counting) : Deck{};
     const Deck& deck = along ? other : deck_;
     Experiment experiment = asked;
     experiment.only_rank = experiment.only_micro_batch = -1;
@@ -189,7 +190,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     dealt = arrange(deck.data, experiment);
     if (dealt) of = all_of(*dealt);
     if (dealt && asked.only_rank >= 0 &&
-        !leave_only(*dealt, problem, deck, asked.only_rank, asked.only_micro_batch, group_))
+        !leave_only(*dealt, problem, deck, asked.only_rank, asked.only_micro_batch, counting))
       return std::nullopt;
   }
   if (!dealt) return std::nullopt;
@@ -204,9 +205,9 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   pair.found.axes = axes_under_test(layout, group_);
   if (asked.ranks > 0) pair.found.axes = {{"the ranks", asked.ranks}};
   if (!asked.reference_only)
-    count_as_declared(shared ? gather_batches(part_of(group_.rank()), group_) : *dealt, problem.loss,
+    count_as_declared(shared ? gather_batches(part_of(counting.rank()), counting) : *dealt, problem.loss,
                       pair.found);
-  pair.found.samples = as_given ? samples_over_ranks(problem.local, group_) : samples_of(all_of(*dealt));
+  pair.found.samples = as_given ? samples_over_ranks(problem.local, counting) : samples_of(all_of(*dealt));
   {
     Turns turns(group_);
     if (reports) {
@@ -234,7 +235,8 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   std::optional<LayoutRun> fresh;
   if (!as_given) fresh.emplace(problem, layout, std::move(in_fp64), group);
   LayoutRun& run = fresh ? *fresh : exact_;
-  const LayoutRun::Made made = run.step(as_given ? problem.local : part_of(group.rank()));
+  const int place = asked.ranks > 0 ? group.rank() : counting.rank();
+  const LayoutRun::Made made = run.step(as_given ? problem.local : part_of(place));
   if (asked.ranks > 0) run.describe(made, checksums_of(initial_), pair.found);
   pair.found.precision = "fp64";
   for (std::size_t i = 0; i < made.names.size(); ++i)

@@ -22,17 +22,18 @@ class Investigation {
   std::vector<Finding> diagnose(RunPair pair, bool failed);
 
  private:
-  // A step's data before any cut, by data rank, and which of them each rank works on.
+  // A step's data before any cut, by data rank, and which of them each place in `counting` works on: of ranks
+  // that hold a model together each has the same.
   struct Deck {
     DataByRank data;
     std::vector<int> data_rank;
   };
-  static Deck deck_of(const VerifyProblem& problem, Group& group);  // collective
+  static Deck deck_of(const VerifyProblem& problem, Group counting);  // collective
   // Ranks of the experiment become data ranks. False: it makes no sense there.
   static bool by_data_rank(Experiment& experiment, const Deck& deck);
   // What `rank` alone adds of `data`: its micro-batches, or its part of those that several ranks share.
   static bool leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
-                         int micro_batch, Group& group);
+                         int micro_batch, Group counting);
 
   // Collective; nothing where this cannot be run, or on ranks that take no part.
   std::optional<RunPair> again(const Experiment& experiment);

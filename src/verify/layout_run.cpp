@@ -146,7 +146,9 @@ struct LayoutRun::Metered : DataParallel {
 LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model,
                      Group group, std::unique_ptr<Optimizer> inner)
     : problem_(problem), group_(std::move(group)), model_(std::move(model)) {
-  if (model_.cut && problem.mesh) model_.placed = std::make_shared<Layout>(model_.cut(*problem.mesh));
+  // On fewer ranks, in an experiment, each of them has the whole model.
+  const bool together = problem.mesh && group_.size() == problem.mesh->all().size();
+  if (model_.cut && together) model_.placed = std::make_shared<Layout>(model_.cut(*problem.mesh));
   layout_ = std::make_unique<Metered>(layout.make_from_model
                                           ? layout.make_from_model(model_, group_)
                                           : layout.make(trainable_parameters(model_.named), group_));

@@ -109,8 +109,6 @@ Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
   for (auto i = static_cast<std::size_t>(mesh.place(mesh.data())); i < whole.size(); i += data_ranks)
     problem.local.push_back(whole[i]);
   if (!options.axes.empty()) problem.mesh = mesh;
-  // Experiments deal the step out anew, to fewer ranks too: not yet where ranks hold a model together.
-  problem.experiments = static_cast<int>(data_ranks) == world.size;
   problem.whole = [&whole] { return whole; };
   problem.dtype = options.dtype;
   problem.step = options.step;

@@ -102,7 +102,8 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.size = group.size();
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
-                on_fewer.parallel.replicas = on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
+                on_fewer.parallel.replicas = on_fewer.parallel.tp = 1;
+                on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
                 return make_layout(on_fewer, model.named, *model.units,
                                    Mesh(fewer, grid_of(on_fewer, fewer.size)), nullptr, {}, device);
               },
@@ -181,7 +182,9 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
     const auto possible = possible_ulysses(heads, key_value_heads);
     if (std::find(possible.begin(), possible.end(), ranks) == possible.end()) return std::nullopt;
   }
+  if (axis == "tp" && ranks > task.heads().first) return std::nullopt;
   RunConfig other = config;
+  other.parallel.tp = axis == "tp" ? ranks : 1;
   other.parallel.replicas = sharded && axis == "dp_replicate" ? ranks : 1;
   other.parallel.cp_ring = axis == "cp_ring" ? ranks : 1;
   other.parallel.cp_ulysses = axis == "cp_ulysses" ? ranks : 1;
@@ -219,8 +222,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
   if (config.parallel.tp > 1) {
     problem.mesh = *mesh;
-    // Ranks that hold a model together are not dealt out anew, and what crosses tp is in no plan yet.
-    problem.experiments = false;
+    // What crosses tp is in no plan yet.
     for (LayoutUnderTest& layout : problem.layouts) layout.traffic = {};
   }
   if (problem.loss.global) {
@@ -266,12 +268,16 @@ void join(Verdict& verdict, Verdict more) {
   std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
 }
 
-// The model of a run with its weights of this moment; what it draws is keyed as the run's own.
-// Collective where ranks hold it together.
-MakeModel model_of(const FinishedRun& run, const Task& task) {
+// Of named(), at this moment. Collective where ranks hold the model together.
+std::vector<at::Tensor> values_of(const FinishedRun& run) {
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : run.model.named())
     values.push_back(run.placed ? run.placed->whole(name, tensor) : tensor.detach().clone());
+  return values;
+}
+
+// The model of a run with these values; what it draws is keyed as the run's own.
+MakeModel model_of(const std::vector<at::Tensor>& values, const Task& task) {
   return [values, &task](const Setting& setting) {
     return [setting, values, &task](at::ScalarType dtype) {
       const auto made = task.make_blank_model(dtype);
@@ -314,8 +320,9 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 }
 
 Verdict verify_finished(FinishedRun& run) {
-  const KeptTask task = run.task.repeatable(&run.model);
-  return verify_step(task, run.world, model_of(run, *task), chosen_layouts(run.config, {}, run.world), {});
+  const auto values = values_of(run);
+  const KeptTask task = run.task.repeatable(&values);
+  return verify_step(task, run.world, model_of(values, *task), chosen_layouts(run.config, {}, run.world), {});
 }
 
 std::string check_running(RunningRun& run, const ChangeProblem& change) {
@@ -330,7 +337,7 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
   const MakeModel as_now = [&] {
     const auto whole = run.layout.whole_parameters();
-    return model_of(run.run, run.run.task);
+    return model_of(values_of(run.run), run.run.task);
   }();
   const ChangeProblem living = [&](VerifyProblem& problem, World& own) {
     problem.living =

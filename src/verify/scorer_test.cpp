@@ -98,6 +98,44 @@ TEST_F(ScorerVerify, PassesForEveryLossUnderEveryStrategy) {
     }
 }
 
+// By ranks along tp, alone and beside data.
+TEST_F(ScorerVerify, PassesWhereRanksHoldTheModelTogether) {
+  config_.model.scorer_layers = 3;
+  for (const auto& [ranks, tp] : {std::pair{2, 2}, {4, 2}, {5, 5}})
+    for (const char* loss : kLosses) {
+      config_.ranking.loss = loss;
+      config_.parallel.tp = tp;
+      run_ranks(ranks, [&](World& world) {
+        const Verdict verdict = verify_run(config_, world, {"bucketed", "zero3"});
+        EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
+      });
+    }
+}
+
+// Planted: a bias that every rank has the whole gradient of is summed along tp all the same.
+TEST_F(ScorerVerify, ABiasSummedAlongTpIsFound) {
+  config_.parallel.tp = 2;
+  config_.model.scorer_layers = 2;
+  config_.ranking.loss = "smooth_ap";
+  run_ranks(4, [&](World& world) {
+    const Verdict verdict = verify_run(config_, world, {}, [](VerifyProblem& problem, World&) {
+      for (LayoutUnderTest& layout : problem.layouts)
+        layout.make_from_model = [make = layout.make_from_model](const VerifyModel& model, Group group) {
+          Layout::Named placements = model.placed->placements();
+          for (auto& [name, placement] : placements)
+            if (name == "layers.1.bias") placement.summed.insert("tp");
+          VerifyModel wrong = model;
+          wrong.placed = std::make_shared<Layout>(model.placed->mesh(), placements);
+          return make(wrong, group);
+        };
+    });
+    EXPECT_FALSE(verdict.passed);
+    if (world.rank != 0) return;
+    for (const ParameterVerdict& one : verdict.layouts.at(0).parameters)
+      EXPECT_EQ(one.exact.passed, one.name != "layers.1.bias") << one.name;
+  });
+}
+
 // The museum's B24: gathered, and then averaged. The factor is W, and so it says.
 TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
   const ScorerData data = open_table(config_);
@@ -196,13 +234,15 @@ TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
   config_.train.dtype = "float64";
   config_.train.steps = 6, config_.ranking.queue_size = 10, config_.ranking.compare = false;
   std::vector<at::Tensor> wanted;
-  for (const int ranks : {1, 2, 4}) {
+  for (const auto& [ranks, tp] : {std::pair{1, 1}, {2, 1}, {4, 1}, {4, 2}}) {
     config_.overwrite = ranks > 1;
+    config_.parallel.tp = tp;
     run_ranks(ranks, [&](World& world) {
       std::vector<at::Tensor> found;
       TrainerHooks hooks;
       hooks.on_finish = [&](FinishedRun& run) -> std::vector<ReportTable> {
-        for (const auto& [name, tensor] : run.model.named()) found.push_back(tensor.detach().clone());
+        for (const auto& [name, tensor] : run.model.named())
+          found.push_back(run.placed ? run.placed->whole(name, tensor) : tensor.detach().clone());
         const Verdict verdict = verify_finished(run);
         EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
         return {{.title = "t", .summary = "s", .columns = {}, .rows = {}}};

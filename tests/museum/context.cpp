@@ -131,24 +131,6 @@ struct AveragesOverContext : Wrapped {
   }
 };
 
-// B23: what has been accumulated is summed over the context ranks before each further micro-batch.
-struct SumsAgain : Wrapped {
-  Group context;
-  bool first = true;
-  SumsAgain(std::unique_ptr<DataParallel> inner_, Group context_)
-      : Wrapped(std::move(inner_)), context(std::move(context_)) {}
-  void zero_gradients() override {
-    inner->zero_gradients();
-    first = true;
-  }
-  void begin_backward(bool last) override {
-    if (!first && context.size() > 1)
-      for (Bucket& bucket : buckets()) context.all_reduce(bucket.gradients);
-    first = false;
-    inner->begin_backward(last);
-  }
-};
-
 // B20b
 DecoderLM::Attention joins_across_shards(ContextAttention right) {
   return [right](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -217,8 +199,8 @@ void add_context(std::vector<Exhibit>& list) {
        .number = "Right in every layout with one of the two features; with both, the micro-batches' "
                  "weights are powers of cp.",
        .diagnosis = "reduced_while_accumulating",
-       .plant = plants({.layout = [](auto right, const Mesh& mesh) {
-         return std::make_unique<SumsAgain>(std::move(right), mesh.along(kContextAxes));
+       .plant = plants({.layout = [](auto right, const Mesh&) {
+         return std::make_unique<SumsAgain>(std::move(right), kContextAxes);
        }})});
 }
 

@@ -68,6 +68,23 @@ std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameter
                   {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
 }
 
+void SumsAgain::zero_gradients() {
+  inner->zero_gradients();
+  first = true;
+}
+
+void SumsAgain::begin_backward(bool last) {
+  for (Bucket& bucket : buckets()) {
+    AxisSet summed;
+    for (const std::string& axis : bucket.plan.sync.summed)
+      if (axes.count(axis)) summed.insert(axis);
+    Group group = mesh().along(summed);
+    if (!first && group.size() > 1) group.all_reduce(bucket.gradients);
+  }
+  first = false;
+  inner->begin_backward(last);
+}
+
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype) {
   const int bytes = dtype == at::kDouble ? 8 : 4;
   const DataParallelPlan plan{
@@ -170,6 +187,9 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"norm_of_own_shard",
        {"B18b", "B18bt"},
        "a part's norm: of a shard, or of the rows that tp gives a rank"},
+      {"reduced_while_accumulating",
+       {"B23", "B23t"},
+       "sums of sums: over ranks that share samples, or of parts along tp"},
       {"term_scaled", {"B22", "B22t"}, "a term multiplied by ranks: with other data, or with the same"},
       {"documents_leak",
        {"B20a", "B20b"},

@@ -55,6 +55,16 @@ struct OwnedOnEveryRank : planted::Wrapped {
     for (Bucket& bucket : buckets()) bucket.owned = {0, bucket.plan.numel};
   }
 };
+// B23: what has been accumulated is summed along these axes before each further micro-batch, wherever its
+// gradients are parts along them.
+struct SumsAgain : planted::Wrapped {
+  AxisSet axes;
+  bool first = true;
+  SumsAgain(std::unique_ptr<DataParallel> inner_, AxisSet axes_)
+      : Wrapped(std::move(inner_)), axes(std::move(axes_)) {}
+  void zero_gradients() override;
+  void begin_backward(bool last) override;
+};
 // B18b: of what this rank owns.
 double norm_of_own(const std::vector<Bucket>& buckets);
 

@@ -1,4 +1,4 @@
-// Mistakes on the tensor axis: B5, B18a, B18b, B21 and B22. A small decoder whose matrices are cut over
+// Mistakes on the tensor axis: B5, B18a, B18b, B21, B22 and B23. A small decoder whose matrices are cut over
 // ranks.
 #include "isograd/decoder_lm.hpp"
 #include "isograd/tensor_parallel.hpp"
@@ -66,7 +66,6 @@ VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Wrong& wrong) {
 VerifyProblem tensor_problem(World& world, const Wrong& wrong) {
   VerifyProblem problem = right_problem(world);
   problem.mesh = Mesh(world, Grid({{"tp", world.size}}));
-  problem.experiments = false;
   problem.local = packs();
   problem.whole = packs;
   problem.make_model = [wrong](at::ScalarType type) {
@@ -185,6 +184,18 @@ void add_tensor(std::vector<Exhibit>& list) {
              world,
              {.term_factor = static_cast<double>(world.size), .with_term = true, .sequence_parallel = false});
        }});
+  list.push_back(
+      {.id = "B23t",
+       .title = "norm weights summed again with every micro-batch",
+       .mistake = "With tokens cut between the products the norms' gradients are summed over tp after each "
+                  "micro-batch, into the buffer that goes on accumulating.",
+       .who = "Sequence parallelism whose sums hang on backward hooks, under gradient accumulation.",
+       .number = "Right with one micro-batch; with several the norms' micro-batches have weights that are "
+                 "powers of tp.",
+       .diagnosis = "reduced_while_accumulating",
+       .plant = plants({.layout = [](auto right) -> std::unique_ptr<DataParallel> {
+         return std::make_unique<SumsAgain>(std::move(right), AxisSet{"tp"});
+       }})});
 }
 
 }  // namespace isograd::museum

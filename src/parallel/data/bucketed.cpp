@@ -357,7 +357,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
 void Bucketed::publish_parameters() {
   const bool updated = std::exchange(may_be_updated_, false);
   for (auto& flat : flats_) {
-    updated ? flat->refuse_writes() : flat->take_over_writes();
+    updated ? flat->refuse_lost_writes() : flat->take_over_writes();
     flat->to_device();
   }
   if (policy_.shards() == 1) return;
@@ -376,12 +376,8 @@ void Bucketed::check_views() const {
       const at::Tensor& parameter = parameters_[slot.index].tensor;
       if (flats_[b]->keeps_gradients() && !is_slot_view(parameter.grad(), flats_[b]->gradients(), slot))
         refuse_gradient(slot.name);
-      if (!is_slot_view(parameter, flats_[b]->parameters(), slot))
-        refuse(slot.name, "values that no longer live in the layout's flat buffer",
-               "the tensor left in place",
-               "Convert, move and load the model before making the layout; afterwards write values with its "
-               "write()");
     }
+  for (const auto& flat : flats_) flat->check_in_place();
 }
 
 }  // namespace

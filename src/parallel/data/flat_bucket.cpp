@@ -91,13 +91,8 @@ void FlatBucket::take_over_writes() {
   }
 }
 
-void FlatBucket::refuse_writes() {
-  if (!held_.keeps_copies(bucket_)) return;
-  for (std::size_t place : writes_.take())
-    throw ConfigError({.where = fmt::format("parameter '{}'", bucket_.plan.slots[place].name),
-                       .found = "values written between finish_reduction() and publish_parameters()",
-                       .expected = "none: the update has replaced them by those of its own copy",
-                       .action = "Write values after publish_parameters(), before the next step"});
+void FlatBucket::refuse_lost_writes() {
+  held_.refuse_lost_writes(bucket_, writes_);
 }
 
 void FlatBucket::zero() {

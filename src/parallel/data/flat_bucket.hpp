@@ -58,8 +58,8 @@ class FlatBucket {
   void to_device() const { held_.parameters_to_device(); }
   // Takes values over that somebody has written into the parameters. ConfigError where ranks share one copy.
   void take_over_writes();
-  // After the update, which has replaced them: ConfigError.
-  void refuse_writes();
+  void refuse_lost_writes();
+  void check_in_place() const { writes_.check_in_place(); }
   void gather_parameters();
   // What can be done now; true once all that was begun is complete.
   bool progress();

@@ -141,6 +141,14 @@ void FlatShard::take_over_writes() {
   }
 }
 
+void FlatShard::take_over_between_calls() {
+  if (!storage_) take_over_writes();
+}
+
+void FlatShard::refuse_lost_writes() {
+  if (!storage_) held_.refuse_lost_writes(bucket_, writes_);
+}
+
 std::int64_t FlatShard::gathered_bytes() const {
   return storage_ ? bucket_.plan.numel * static_cast<std::int64_t>(c10::elementSize(bucket_.plan.dtype)) : 0;
 }
@@ -274,7 +282,6 @@ void FlatShard::sum_over_replicas() {
 }
 
 void FlatShard::zero() {
-  if (!storage_) take_over_writes();
   fresh_ = true;
   forget();
   if (whole_gradients_.defined())

@@ -88,6 +88,11 @@ class FlatShard {
   // Values that somebody has written into the parameters, while they are whole. ConfigError where ranks share
   // one copy.
   void take_over_writes();
+  // The same between calls, of parameters that are whole all the time; and after an update that has been
+  // computed without them.
+  void take_over_between_calls();
+  void refuse_lost_writes();
+  void check_in_place() const { writes_.check_in_place(); }
 
  private:
   enum class State { kFreed, kGathering, kWhole };

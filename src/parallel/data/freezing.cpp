@@ -9,16 +9,32 @@
 namespace isograd {
 namespace {
 
-bool changed(const TrainableParameters& parameters, const std::vector<Bucket>& buckets) {
+// The first that was frozen or unfrozen since it was last looked at; none: empty.
+std::string changed_one(const TrainableParameters& parameters, const std::vector<Bucket>& buckets) {
   for (const Bucket& bucket : buckets)
     for (const Slot& slot : bucket.plan.slots)
-      if (parameters[slot.index].tensor.requires_grad() != slot.trained) return true;
+      if (parameters[slot.index].tensor.requires_grad() != slot.trained) return slot.name;
   for (const NamedParameter& parameter : parameters.frozen)
-    if (parameter.tensor.requires_grad()) return true;
-  return false;
+    if (parameter.tensor.requires_grad()) return parameter.name;
+  return "";
 }
 
-void check_same_on_all_ranks(const TrainableParameters& parameters, Group& group) {
+// Called where something has changed: ranks where nothing has do something else in the group meanwhile.
+at::Tensor from_all_ranks(const std::vector<std::int64_t>& trained, const std::string& changed,
+                          Group& group) {
+  try {
+    return group.all_gather(at::tensor(trained, at::kLong));  // [W, P]
+  } catch (const PeerError& error) {
+    throw PeerError(
+        {.where = fmt::format("parameter '{}'", changed),
+         .found = "requires_grad changed on this rank, and not on every rank: " + error.text().found,
+         .expected = "the same on every rank",
+         .action = "Freeze and unfreeze parameters on all ranks in the same step"});
+  }
+}
+
+void check_same_on_all_ranks(const TrainableParameters& parameters, const std::string& changed,
+                             Group& group) {
   std::vector<const NamedParameter*> all;
   std::vector<std::int64_t> trained;
   for (const auto* list : {static_cast<const std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
@@ -26,7 +42,7 @@ void check_same_on_all_ranks(const TrainableParameters& parameters, Group& group
       all.push_back(&parameter);
       trained.push_back(parameter.tensor.requires_grad());
     }
-  const at::Tensor by_rank = group.all_gather(at::tensor(trained, at::kLong));  // [W, P]
+  const at::Tensor by_rank = from_all_ranks(trained, changed, group);
   const auto table = by_rank.accessor<std::int64_t, 2>();
   for (int rank = 1; rank < group.size(); ++rank)
     for (std::size_t i = 0; i < all.size(); ++i)
@@ -55,9 +71,10 @@ std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
 
 std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std::vector<Bucket>& buckets,
                                             const Mesh& mesh) {
-  if (!changed(parameters, buckets)) return {};
+  const std::string changed = changed_one(parameters, buckets);
+  if (changed.empty()) return {};
   if (Group group = ranks_of_same_parameters(mesh); group.size() > 1)
-    check_same_on_all_ranks(parameters, group);
+    check_same_on_all_ranks(parameters, changed, group);
   for (Bucket& bucket : buckets)
     for (Slot& slot : bucket.plan.slots) slot.trained = parameters[slot.index].tensor.requires_grad();
   std::vector<NamedParameter> unfrozen;

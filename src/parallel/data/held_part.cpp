@@ -55,6 +55,15 @@ bool HeldPart::keeps_copies(const Bucket& bucket) const {
   return host_parameters_.defined() || bucket.master.scalar_type() != bucket.parameters.scalar_type();
 }
 
+void HeldPart::refuse_lost_writes(const Bucket& bucket, Writes& writes) const {
+  if (!keeps_copies(bucket)) return;
+  for (std::size_t place : writes.take())
+    throw ConfigError({.where = fmt::format("parameter '{}'", bucket.plan.slots[place].name),
+                       .found = "values written between finish_reduction() and publish_parameters()",
+                       .expected = "none: the update has replaced them by those of its own copy",
+                       .action = "Write values after publish_parameters(), before the next step"});
+}
+
 void HeldPart::take_over(const Bucket& bucket, const Slot& slot) const {
   const std::int64_t begin = std::max(bucket.held.begin, slot.offset);
   const std::int64_t end = std::min(bucket.held.end, slot.offset + slot.numel);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "isograd/parameters.hpp"
+#include "layout/storage.hpp"
 
 namespace isograd {
 
@@ -29,13 +30,16 @@ class HeldPart {
   // Somebody has written to the slot's part of parameters(): what is kept beside it in another type or place
   // takes the values on. A master that rounds to them stays as it is.
   void take_over(const Bucket& bucket, const Slot& slot) const;
-  bool keeps_copies(const Bucket& bucket) const;  // in another type or place
+  // ConfigError where somebody has written to parameters whose update is computed from such copies already.
+  void refuse_lost_writes(const Bucket& bucket, Writes& writes) const;
 
   // Nothing without offload. Copies wait for the device.
   void gradients_to_host() const;     // once they are summed
   void parameters_to_device() const;  // once they are updated, in their own type
 
  private:
+  bool keeps_copies(const Bucket& bucket) const;  // in another type or place
+
   at::Tensor parameters_, gradients_;
   at::Tensor host_parameters_, host_gradients_;  // the bucket's, with offload
 };

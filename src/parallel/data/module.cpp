@@ -7,6 +7,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/rnn.h>
 
 #include <algorithm>
@@ -65,31 +66,52 @@ double dropout_of(const torch::nn::Module& module) {
                      .action = std::move(action)});
 }
 
+const char* const kLaw = "the same function of the batch on any number of ranks";
+
 void check_statistics(const std::string& name, const torch::nn::Module& module) {
-  if (!module.is_training()) return;
-  const char* law = "the same function of the batch on any number of ranks";
+  const bool frozen = !module.is_training();
+  // Without statistics of its own an evaluation normalises over the rows at hand as well.
+  if (is_batch_norm(module) && frozen &&
+      !tracks_statistics<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(
+          module))
+    refuse(fmt::format("module '{}'", name),
+           "batch normalisation over the rows of one rank, in eval() too: it has track_running_stats(false)",
+           kLaw,
+           "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), or make "
+           "it with "
+           "running statistics and freeze them with eval()");
+  if (frozen) return;
   if (is_batch_norm(module))
     refuse(
-        fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", law,
+        fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", kLaw,
         "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), or freeze "
         "its statistics with eval(), after every train() of the model");
   if (is_tracking_instance_norm(module))
     refuse(
         fmt::format("module '{}'", name),
-        "instance normalisation that tracks running statistics of one rank's rows", law,
+        "instance normalisation that tracks running statistics of one rank's rows", kLaw,
         "Make it with track_running_stats(false), or freeze its statistics with eval(), after every train() "
         "of the model");
 }
 
-void check_dropout(const std::string& name, const torch::nn::Module& module) {
-  const double p = dropout_of(module);
-  if (p > 0)
+// What it draws from the default generator; empty: nothing.
+std::string drawn_by(const torch::nn::Module& module) {
+  if (const double p = dropout_of(module); p > 0) return fmt::format("dropout of {}", p);
+  if (const auto* leaky = dynamic_cast<const torch::nn::RReLUImpl*>(&module))
+    return leaky->options.lower() < leaky->options.upper() ? "random slopes (RReLU)" : "";
+  const auto pools = [](const auto* pool) { return pool && !pool->options._random_samples().defined(); };
+  if (pools(dynamic_cast<const torch::nn::FractionalMaxPool2dImpl*>(&module)) ||
+      pools(dynamic_cast<const torch::nn::FractionalMaxPool3dImpl*>(&module)))
+    return "random regions (FractionalMaxPool)";
+  return "";
+}
+
+void check_random(const std::string& name, const torch::nn::Module& module) {
+  if (const std::string drawn = drawn_by(module); !drawn.empty())
     refuse(fmt::format("module '{}'", name),
-           fmt::format("dropout of {} from the default generator, with other masks for every number of ranks",
-                       p),
-           "the same function of the batch on any number of ranks",
-           "Draw masks from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or accept "
-           "it: prepare_module(module, group, {.accept_dropout = true})");
+           drawn + " from the default generator, with other numbers for every number of ranks", kLaw,
+           "Draw from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or accept it: "
+           "prepare_module(module, group, {.accept_dropout = true})");
 }
 
 template <typename Check>
@@ -153,7 +175,7 @@ void prepare_module(torch::nn::Module& module, Group group, InitialValues initia
 
 void prepare_module(torch::nn::Module& module, Group group, const PrepareOptions& options) {
   for_each_module(module, check_statistics);
-  if (!options.accept_dropout) for_each_module(module, check_dropout);
+  if (!options.accept_dropout) for_each_module(module, check_random);
   const std::vector<NamedParameter> all = everything_of(module);
   check_same_parameters(all, group, options.initial == InitialValues::kMustAgree);
   if (options.initial != InitialValues::kFromRankZero) return;

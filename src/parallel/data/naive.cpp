@@ -38,6 +38,7 @@ class Naive final : public DataParallel {
     for (NamedParameter& parameter : parameters_.frozen)
       if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
     take_over_writes();
+    may_be_updated_ = false;
   }
 
   void begin_backward(bool) override { collect(); }
@@ -51,10 +52,15 @@ class Naive final : public DataParallel {
       reduce_from(first);
     }
     take_over_writes();
+    may_be_updated_ = true;
   }
 
   void publish_parameters() override {
-    for (const HeldPart& held : held_) held.parameters_to_device();
+    if (!std::exchange(may_be_updated_, false)) take_over_writes();
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      held_[b].refuse_lost_writes(buckets_[b], writes_[b]);
+      held_[b].parameters_to_device();
+    }
   }
 
   std::vector<Bucket>& buckets() override { return buckets_; }
@@ -100,6 +106,7 @@ class Naive final : public DataParallel {
   }
 
   void take_over_writes() {
+    for (const Writes& writes : writes_) writes.check_in_place();
     for (std::size_t b = 0; b < buckets_.size(); ++b)
       for (std::size_t place : writes_[b].take())
         held_[b].take_over(buckets_[b], buckets_[b].plan.slots[place]);
@@ -122,8 +129,9 @@ class Naive final : public DataParallel {
   Mesh mesh_;
   DataParallelOptions options_;
   std::vector<Bucket> buckets_;
-  std::vector<HeldPart> held_;  // per bucket
-  std::vector<Writes> writes_;  // per bucket
+  std::vector<HeldPart> held_;   // per bucket
+  std::vector<Writes> writes_;   // per bucket
+  bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
   WaitClock waited_;
 };
 

@@ -299,8 +299,13 @@ void UnitPasses::zero_gradients() {
   wait_for_reductions();
   last_ = false;
   reduced_.assign(units_.size(), false);
+  may_be_updated_ = false;
   for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) flat->zero();
+    for (auto& flat : unit.flats) {
+      flat->check_in_place();
+      flat->take_over_between_calls();
+      flat->zero();
+    }
 }
 
 void UnitPasses::begin_backward(bool last) {
@@ -329,7 +334,10 @@ void UnitPasses::finish_reduction() {
     for (auto& flat : unit.flats) {
       flat->wait();
       flat->to_host();
+      flat->check_in_place();
+      flat->take_over_between_calls();
     }
+  may_be_updated_ = true;
   if (!held_)  // a forward without backward has left something whole, which the update would make stale
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
   // Nobody reads the one copy any more, so that its owners may write to it.
@@ -344,8 +352,12 @@ void UnitPasses::publish_parameters() {
                        .found = "an update while whole_parameters() is held",
                        .expected = "parameters that are gathered after it",
                        .action = "Let go of whole_parameters() before the optimizer's update"});
+  const bool updated = std::exchange(may_be_updated_, false);
   for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) flat->to_device();
+    for (auto& flat : unit.flats) {
+      updated ? flat->refuse_lost_writes() : flat->take_over_between_calls();
+      flat->to_device();
+    }
   if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
 }
 

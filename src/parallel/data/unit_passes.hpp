@@ -102,7 +102,8 @@ class UnitPasses final : public UnitHost {
   std::map<std::pair<bool, at::ScalarType>, std::vector<at::Tensor>> buffers_;  // (of the root, type)
   std::size_t turn_ = 0;
   bool last_ = false;
-  std::vector<bool> reduced_;  // by unit, where gradients are reduced once a step
+  bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
+  std::vector<bool> reduced_;    // by unit, where gradients are reduced once a step
 };
 
 }  // namespace isograd
