@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "isograd/normalizer.hpp"
 
@@ -21,13 +22,17 @@ enum class Scope {
 struct BalanceLossOptions {
   std::string name = "balance";
   std::int64_t experts = 0;
-  double weight = 1;           // in the step's loss; the logged value is without it
+  std::int64_t layers = 1;  // that route
+  bool pooled = false;      // averages over the tokens of all layers together, as in transformers' Mixtral;
+                            // off: the mean of the layers' own losses
+  double weight = 1;        // in the step's loss; the logged value is without it
   Scope scope = Scope::kStep;  // the one that does not depend on how the step is cut
 };
 
 // E · Σ_e f_e P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4): f_e the fraction of routed places that expert
 // e got, not differentiated; P_e the mean router probability of e. Both over the tokens of the scope, on all
-// ranks. f_e is all-reduced, then P_e is a summed term.
+// ranks: 1 where all experts get the same. (transformers' load_balancing_loss_func counts places by token, so
+// that its value is k times this one's.) f_e is all-reduced, then P_e is a summed term.
 //
 // Scope kStep: before each step a pass without gradient calls collect() for each micro-batch, then
 // finish_collecting(), collective, once; then term() in each forward. ConfigError when term() sees more
@@ -38,14 +43,24 @@ class BalanceLoss {
  public:
   BalanceLoss(BalanceLossOptions options, Group data);  // ConfigError: no experts
 
-  // probabilities [T, E] (differentiable), chosen [T, k] int64 in [0, E). T may be 0.
-  LossTerm term(const at::Tensor& probabilities, const at::Tensor& chosen);
+  // Of each layer: probabilities [T, E] (differentiable), chosen [T, k] int64 in [0, E). T may be 0.
+  LossTerm term(const std::vector<at::Tensor>& probabilities, const std::vector<at::Tensor>& chosen);
+  LossTerm term(const at::Tensor& probabilities, const at::Tensor& chosen) {
+    return term(std::vector<at::Tensor>{probabilities}, {chosen});
+  }
 
-  void collect(const at::Tensor& chosen);
+  void collect(const std::vector<at::Tensor>& chosen);
+  void collect(const at::Tensor& chosen) { collect(std::vector<at::Tensor>{chosen}); }
   void finish_collecting();
+  bool collected() const { return collected_; }
+  // Tokens that each expert computes in the step, by layer [layers, E] int64, once collected; pooled: [1, E].
+  at::Tensor places() const;
 
  private:
-  at::Tensor counts_of(const at::Tensor& chosen) const;  // [E + 1] int64: places by expert, tokens
+  std::int64_t rows() const { return options_.pooled ? 1 : options_.layers; }
+  // [rows(), E + 1] int64: places by expert, tokens
+  at::Tensor counts_of(const std::vector<at::Tensor>& chosen) const;
+  void check_layers(std::size_t found) const;
 
   BalanceLossOptions options_;
   Group data_;

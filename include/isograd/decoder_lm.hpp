@@ -101,6 +101,12 @@ struct ModelSeams {
   std::vector<std::int64_t> readers{};
 };
 
+// What a decoder computes of a batch, before the output layer.
+struct DecoderOutputs {
+  at::Tensor hidden;                        // [T_local, hidden], after the last norm
+  std::vector<at::Tensor> router_logits{};  // [T_local, experts] of each layer that has experts, ascending
+};
+
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
 class DecoderLM : public torch::nn::Module {
  public:
@@ -117,6 +123,8 @@ class DecoderLM : public torch::nn::Module {
   // sliding window, or the batch contradicts itself.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
+  DecoderOutputs outputs(const Batch& batch);
+  at::Tensor logits_of(const at::Tensor& hidden);  // of outputs()
   // [vocabulary, hidden], for a loss that makes the logits itself (linear_cross_entropy); tied output: the
   // embedding.
   const at::Tensor& output_weight() const;
@@ -128,10 +136,10 @@ class DecoderLM : public torch::nn::Module {
 
   // What stands around the forward of each block, `around(layer, stream, block)` instead of block(stream):
   // for layouts whose parameters come and go. `stream` is [T_local, hidden]; `block` may be kept and called
-  // again.
-  using BlockForward = std::function<at::Tensor(const at::Tensor& stream)>;
-  using AroundBlock =
-      std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream, const BlockForward& block)>;
+  // again, and gives the stream and, where the layer has experts, its router's logits.
+  using BlockForward = std::function<std::vector<at::Tensor>(const at::Tensor& stream)>;
+  using AroundBlock = std::function<std::vector<at::Tensor>(std::int64_t layer, const at::Tensor& stream,
+                                                            const BlockForward& block)>;
   void set_around_block(AroundBlock around);
   std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
 
@@ -141,6 +149,14 @@ class DecoderLM : public torch::nn::Module {
   using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v)>;
   void set_attention(Attention attention);
+  // Which experts compute each token, in place of the router's `likeliest` [T, k] of its `logits` [T, E]: the
+  // same shape, each expert of a token another one. Its weights stay those of the router. For comparing runs
+  // that round otherwise, in which a near tie may go either way. Not set: the likeliest.
+  using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
+                                                 const at::Tensor& logits, const at::Tensor& likeliest)>;
+  void set_choice_of_experts(ChooseExperts choose);
+  // What computed the tokens in that forward: [T_local, k] of each layer that has experts.
+  std::vector<at::Tensor> chosen_experts(const Batch& batch, const DecoderOutputs& outputs) const;
   void set_seams(ModelSeams seams);
 
  private:

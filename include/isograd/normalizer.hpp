@@ -22,6 +22,7 @@ enum class Mean {
   kTargets,       // N, valid targets
   kSamples,       // B, samples with a valid token; each token already weighs w_i / T_b
   kWeights,       // Σ w_i over valid targets
+  kTokens,        // all tokens, those without target included: of terms alone
   kMicroBatches,  // G, global micro-batches: the most that any rank has
   kFixed,         // a number that the caller gives
   kNone,          // nothing: a pure sum, or a loss normalised already
@@ -85,7 +86,8 @@ struct Denominator {
   double gradient_scale = 1;
 
   Mean mean = Mean::kTargets;
-  double targets = 0, weights = 0, samples = 0, micro_batches = 0;  // for terms with another mean than kStep
+  // For terms with another mean than kStep.
+  double targets = 0, weights = 0, samples = 0, tokens = 0, micro_batches = 0;
   std::vector<double> by_replica{};                         // means of replicas only: the value of each
   std::unordered_map<std::int64_t, double> sample_sizes{};  // T_b by id, of the samples on this rank
 

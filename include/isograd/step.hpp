@@ -31,11 +31,17 @@ class MicroBatchWork {
 using MicroBatchSchedule = std::function<void(MicroBatchWork& work)>;
 void one_after_another(MicroBatchWork& work);  // forward and backward by turns, in order
 
+// Runs before the first forward of each accumulate(), on this rank's micro-batches (of a step with
+// even_micro_batches all that it will have) and over the ranks that see different data: for terms that must
+// know something of the whole step (BalanceLoss). Collective; without gradient.
+using LookAhead = std::function<void(const MicroBatches& micro_batches, const Group& data)>;
+
 struct StepOptions {
   double max_norm = 1.0;  // 0: no clipping
   // Ranks with fewer micro-batches than others run the forward on empty ones too, for terms whose forward
   // holds a collective (BalanceLoss).
   bool even_micro_batches = false;
+  LookAhead look_ahead{};
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;

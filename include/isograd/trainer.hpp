@@ -66,6 +66,7 @@ struct RunningRun {
   DataParallel& layout;
   std::int64_t step;                // steps made
   const ForwardLossTerms& forward;  // what the run's steps differentiate
+  const LookAhead& look_ahead;      // StepOptions::look_ahead of the run's steps
 };
 
 // All optional. Called on every rank, in this order; a throw ends the run on all ranks.
@@ -92,6 +93,7 @@ struct Outcome {
   } end = End::kFinished;
   std::int64_t steps = 0;                 // made, those before a resume included
   std::int64_t skipped = 0;               // refused because not finite (train.on_non_finite = "skip")
+  std::string not_finite;                 // what was not, in the last such step, and where; empty: not known
   std::int64_t empty = 0;                 // had no valid target since the start or resume
   double loss = 0;                        // of the last step
   std::optional<double> validation_loss;  // absent without validation documents

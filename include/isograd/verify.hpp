@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/layout.hpp"
@@ -28,8 +29,10 @@ namespace isograd {
 struct OracleTerm {
   std::string name;
   std::function<at::Tensor(const Batch&)> sum;  // scalar, differentiable
-  Mean mean = Mean::kTargets;                   // kTargets or kNone
+  Mean mean = Mean::kTargets;                   // kTargets, kTokens or kNone
   double weight = 1;
+  // Given the whole step before its first sum(), with the parameters as they are. Not given: needs nothing.
+  std::function<void(const MicroBatches& whole)> prepare{};
 };
 
 // A model as verify sees it: the outside oracle differentiates `logits` (or whatever the model's outputs are,
@@ -49,6 +52,13 @@ struct VerifyModel {
   // as isograd::cut() does, and lets forward communicate. Of layouts under test; the oracle's stays whole.
   std::function<Layout(const Mesh&)> cut{};
   std::shared_ptr<const Layout> placed{};  // what `cut` gave, before a layout under test is made
+  // StepOptions::look_ahead of steps that differentiate this forward, which is loss_terms. Not given: none.
+  std::function<LookAhead(const ForwardLossTerms& forward)> look_ahead{};
+  // For a model that sends tokens to experts (DecoderLM::set_choice_of_experts). Rounding may turn a near tie
+  // between experts: in the run's precision the oracle's choices are replayed, and each must be one that
+  // rounding explains. Such a model's products round by how many tokens share an expert, too, so that
+  // documents in a pack are held apart to E1's bound and not to the bit.
+  std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};
 };
 
 using MakeVerifyModel = std::function<VerifyModel(at::ScalarType)>;
@@ -150,6 +160,8 @@ struct VerifyProblem {
     DataParallel* layout;
     ForwardLossTerms forward;
     const Layout* placed = nullptr;  // of a model that ranks hold together
+    LookAhead look_ahead{};          // of its steps
+    std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};  // of its model
   };
   std::optional<Living> living{};
   // Where ranks along some axes hold the same batch: those of it see different data along the data axes
@@ -231,8 +243,16 @@ struct LayoutVerdict {
   bool figures_agree = false;  // fp64: counts equal, loss, norm and clip coefficient to 1e-10 relative
   Grade e1, e2, e3;
   std::vector<Trajectory> trajectories;
-  double bytes_moved = 0;         // by rank 0 in the fp64 step, for gradients and parameters
-  double bytes_needed = 0;        // 0: not claimed
+  double bytes_moved = 0;   // by rank 0 in the fp64 step, for gradients and parameters
+  double bytes_needed = 0;  // 0: not claimed
+  // Of the experts chosen for tokens in the run's precision, over all ranks and layers.
+  struct Choices {
+    std::int64_t tokens = 0;   // times layers; 0: no experts, or a run in fp64
+    std::int64_t flipped = 0;  // where the run would choose others than the oracle, which were replayed
+    std::int64_t wrong = 0;    // of these, where rounding does not explain it
+    std::int64_t layer = -1;   // the first with a wrong one
+    double margin = 0;         // the largest difference of logits that it was decided by, of allowed ones
+  } choices;
   std::vector<Finding> findings;  // what is wrong, most telling first
   bool passed = false;
 };

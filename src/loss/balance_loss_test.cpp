@@ -134,6 +134,59 @@ TEST(Balance, ByDefaultDoesNotDependOnTheLayout) {
   }
 }
 
+// Three layers of which each routes in its own way: the mean of their losses, or one over all their tokens.
+TEST(Balance, OfSeveralLayersIsTheirMeanOrOneLoss) {
+  constexpr int kLayers = 3, kRounds = 2;
+  const auto tokens_of = [](int layer, int rank, int round) {
+    return features(rank, round) * (1 + layer) + layer;
+  };
+  for (const bool pooled : {false, true})
+    for (const int ranks : {1, 2, 3}) {
+      const at::Tensor weight = router();
+      at::Tensor wanted = at::zeros({}, at::kDouble);
+      std::vector<at::Tensor> all;
+      for (int layer = 0; layer < kLayers; ++layer) {
+        std::vector<at::Tensor> own;
+        for (int rank = 0; rank < ranks; ++rank)
+          for (int round = 0; round < kRounds; ++round) own.push_back(tokens_of(layer, rank, round));
+        wanted = wanted + plain(own, weight) / kLayers;
+        all.insert(all.end(), own.begin(), own.end());
+      }
+      const at::Tensor other = plain(all, weight);
+      EXPECT_GT(std::abs((wanted - other).item<double>()), 1e-3);  // they are two losses
+      if (pooled) wanted = other;
+      const at::Tensor gradient = torch::autograd::grad({wanted}, {weight})[0];
+      run_ranks(ranks, [&](World& world) {
+        const at::Tensor own = router();
+        BalanceLoss balance({.experts = kExperts, .layers = kLayers, .pooled = pooled}, world.group);
+        const auto routed = [&](int round) {
+          std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> all_layers;
+          for (int layer = 0; layer < kLayers; ++layer) {
+            const Routed one = route(tokens_of(layer, world.rank, round), own);
+            all_layers.first.push_back(one.probabilities);
+            all_layers.second.push_back(one.chosen);
+          }
+          return all_layers;
+        };
+        for (int round = 0; round < kRounds; ++round) balance.collect(routed(round).second);
+        balance.finish_collecting();
+        EXPECT_EQ(balance.places().sizes(), (std::vector<std::int64_t>{pooled ? 1 : kLayers, kExperts}));
+        at::Tensor value = at::zeros({1}, at::kDouble);
+        for (int round = 0; round < kRounds; ++round) {
+          const auto [probabilities, chosen] = routed(round);
+          const LossTerm term = balance.term(probabilities, chosen);
+          value += term.sum.detach();
+          if (term.sum.requires_grad()) term.sum.backward();
+        }
+        world.group.all_reduce(value);
+        at::Tensor sum = own.grad().clone();
+        world.group.all_reduce(sum);
+        EXPECT_NEAR(value.item<double>(), wanted.item<double>(), 1e-13);
+        EXPECT_LT((sum - gradient).norm().item<double>(), 1e-13 * gradient.norm().item<double>());
+      });
+    }
+}
+
 // f_e of the rank's own tokens only, a mistake of real trainers, is another loss.
 TEST(Balance, WithItsOwnRanksFractionsIsSeen) {
   run_ranks(3, [](World& world) {
@@ -159,10 +212,12 @@ TEST(Balance, RefusesWhatDoesNotFit) {
     return "no error";
   };
   EXPECT_THAT(error_of([&] { BalanceLoss({}, alone); }), HasSubstr("0 experts"));
+  EXPECT_THAT(error_of([&] { BalanceLoss({.experts = 3, .layers = 0}, alone); }), HasSubstr("0 layers"));
   BalanceLoss step({.experts = 3}, alone), batch({.experts = 3, .scope = Scope::kMicroBatch}, alone);
   const at::Tensor p = at::full({2, 3}, 1.0 / 3), chosen = at::zeros({2, 1}, at::kLong);
   EXPECT_THAT(error_of([&] { step.term(p, chosen); }), HasSubstr("before the routing of the step is known"));
   EXPECT_THAT(error_of([&] { batch.collect(chosen); }), HasSubstr("scope micro-batch"));
+  EXPECT_THAT(error_of([&] { batch.term({p, p}, {chosen, chosen}); }), HasSubstr("of 2 layers"));
   EXPECT_THAT(error_of([&] { batch.term(at::ones({2, 4}), chosen); }), HasSubstr("[2, 4]"));
   EXPECT_THAT(error_of([&] { batch.term(p, chosen + 3); }), HasSubstr("from 0 to 2"));
   // A step's routing is not the next step's.

@@ -174,6 +174,8 @@ const char* name_of(Mean mean) {
       return "sample_mean";
     case Mean::kWeights:
       return "weighted_mean";
+    case Mean::kTokens:
+      return "mean over all tokens";
     case Mean::kMicroBatches:
       return "mean over micro-batches";
     case Mean::kFixed:
@@ -203,6 +205,8 @@ double Denominator::of_term(const LossTerm& term) const {
       return samples;
     case Mean::kWeights:
       return weights;
+    case Mean::kTokens:
+      return tokens;
     case Mean::kMicroBatches:
       return micro_batches;
     case Mean::kFixed:
@@ -281,6 +285,7 @@ Denominator Normalizer::denominator(const Census& census) const {
   result.targets = mine(targets);
   result.weights = mine(weights);
   result.samples = mine(samples);
+  result.tokens = static_cast<double>(census.tokens);
   result.micro_batches = static_cast<double>(census.rounds);
   result.sample_sizes = census.sample_sizes;
   if (replicas > 1) result.over = fmt::format("data but dp_replicate, then a mean of {} replicas", replicas);

@@ -67,6 +67,9 @@ void check_experts(const DecoderConfig& config) {
   if (experts.shared_feed_forward < 0 || (experts.shared_feed_forward > 0) != (config.family == "qwen2_moe"))
     bad("shared_expert_feed_forward", std::to_string(experts.shared_feed_forward),
         config.family == "qwen2_moe" ? "at least 1 for qwen2_moe" : "0 for " + config.family);
+  if (config.family == "mixtral" && experts.feed_forward != config.feed_forward)
+    bad("expert_feed_forward", std::to_string(experts.feed_forward),
+        fmt::format("feed_forward, {}, for mixtral: its files have one width", config.feed_forward));
   if (config.family == "mixtral" && !experts.normalise) bad("normalise_experts", "false", "true for mixtral");
   for (std::size_t i = 0; i < experts.dense_layers.size(); ++i) {
     const std::int64_t layer = experts.dense_layers[i];

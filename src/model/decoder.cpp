@@ -87,8 +87,9 @@ void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, st
   fill_normal(values, config.initializer_range, seed, name);
 }
 
-at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos,
-                                  const at::Tensor& sin, const Attend& attend) const {
+std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream,
+                                               const BlockPass& pass) const {
+  const auto& [cos, sin, attend, choose] = pass;
   const std::int64_t dim = config.head_dim;
   const double epsilon = config.norm_epsilon;
   const Block& block = blocks[static_cast<std::size_t>(layer)];
@@ -114,13 +115,16 @@ at::Tensor DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream, const a
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (seams.enter) normed = seams.enter(normed, cos.size(0));
-  return feed_forward(block, normed, residual);
+  if (!config.has_experts(layer)) return {feed_forward(block, normed, residual)};
+  const MixtureOutput mixed = compute_mixture(block.mixture, config.experts, normed,
+                                              [&](const at::Tensor& logits, const at::Tensor& likeliest) {
+                                                return choose ? choose(layer, logits, likeliest) : likeliest;
+                                              });
+  return {residual + mixed.sum, mixed.router_logits};
 }
 
 at::Tensor DecoderLM::Impl::feed_forward(const Block& block, const at::Tensor& normed,
                                          const at::Tensor& residual) const {
-  if (block.mixture.router.defined())
-    return residual + compute_mixture(block.mixture, config.experts, normed);
   const auto inner = linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
   return onto(residual, swiglu(inner[0], inner[1]), block.down);
 }
@@ -142,22 +146,20 @@ Linear DecoderLM::Impl::of_key_heads(const Linear& whole) const {
   return {rows(whole.weight), rows(whole.bias)};
 }
 
-at::Tensor DecoderLM::Impl::hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
-                                   const Attend& attend) const {
+DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& pass) const {
+  DecoderOutputs result;
   at::Tensor stream = seams.embed ? seams.embed(embedding, tokens, config.pad)
                                   : at::embedding(embedding, tokens, config.pad);  // [T, hidden]
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    if (!around) {
-      stream = block(layer, stream, cos, sin, attend);
-      continue;
-    }
     // By value: it may be called again when this function has long returned.
-    stream = around(layer, stream, [this, layer, cos, sin, attend](const at::Tensor& in) {
-      return block(layer, in, cos, sin, attend);
-    });
+    const auto forward = [this, layer, pass](const at::Tensor& in) { return block(layer, in, pass); };
+    const auto given = around ? around(layer, stream, forward) : forward(stream);
+    stream = given.at(0);
+    if (config.has_experts(layer)) result.router_logits.push_back(given.at(1));
   }
   const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
-  return seams.enter ? seams.enter(normed, tokens.size(0)) : normed;
+  result.hidden = seams.enter ? seams.enter(normed, tokens.size(0)) : normed;
+  return result;
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
@@ -190,7 +192,7 @@ const DecoderConfig& DecoderLM::config() const {
   return impl_->config;
 }
 
-at::Tensor DecoderLM::hidden(const Batch& batch) {
+DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
   const auto device = impl_->embedding.device();
   if (batch.cut && !impl_->given_attention)
@@ -215,16 +217,31 @@ at::Tensor DecoderLM::hidden(const Batch& batch) {
                  "at most {}, the sliding window: attention within a window is not supported", window),
              .action = "Shorten the packs (data.pack_length)"});
   const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths);
-  Attend attend;
+  BlockPass pass{.cos = cos.to(device), .sin = sin.to(device), .attend = {}};
   if (impl_->given_attention)
-    attend = [given = impl_->given_attention, batch](std::int64_t, const at::Tensor& q, const at::Tensor& k,
-                                                     const at::Tensor& v) { return given(batch, q, k, v); };
+    pass.attend = [given = impl_->given_attention, batch](std::int64_t, const at::Tensor& q,
+                                                          const at::Tensor& k, const at::Tensor& v) {
+      return given(batch, q, k, v);
+    };
   else
-    attend = [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
-                                             const at::Tensor& v) {
+    pass.attend = [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                                  const at::Tensor& v) {
       return variable_length_attention(q, k, v, cu_seqlens);
     };
-  return impl_->hidden(batch.tokens.to(device), cos.to(device), sin.to(device), attend);
+  if (impl_->given_experts)
+    pass.choose = [given = impl_->given_experts, batch](std::int64_t layer, const at::Tensor& logits,
+                                                        const at::Tensor& likeliest) {
+      return given(batch, layer, logits, likeliest);
+    };
+  return impl_->outputs(batch.tokens.to(device), pass);
+}
+
+at::Tensor DecoderLM::hidden(const Batch& batch) {
+  return outputs(batch).hidden;
+}
+
+at::Tensor DecoderLM::logits_of(const at::Tensor& hidden) {
+  return impl_->logits(hidden);
 }
 
 at::Tensor DecoderLM::logits(const Batch& batch) {
@@ -253,6 +270,24 @@ void DecoderLM::set_seams(ModelSeams seams) {
 
 void DecoderLM::set_attention(Attention attention) {
   impl_->given_attention = std::move(attention);
+}
+
+void DecoderLM::set_choice_of_experts(ChooseExperts choose) {
+  impl_->given_experts = std::move(choose);
+}
+
+std::vector<at::Tensor> DecoderLM::chosen_experts(const Batch& batch, const DecoderOutputs& outputs) const {
+  std::vector<at::Tensor> chosen;
+  for (std::int64_t layer = 0; layer < config().layers; ++layer) {
+    if (!config().has_experts(layer)) continue;
+    RouterOptions options{.per_token = config().experts.per_token};
+    if (impl_->given_experts)
+      options.choose = [&](const at::Tensor& logits, const at::Tensor& likeliest) {
+        return impl_->given_experts(batch, layer, logits, likeliest);
+      };
+    chosen.push_back(route(outputs.router_logits.at(chosen.size()).detach(), options).chosen);
+  }
+  return chosen;
 }
 
 std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {

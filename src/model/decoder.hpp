@@ -22,6 +22,14 @@ struct Block {
 using Attend =
     std::function<at::Tensor(std::int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
 
+// What is the same for all blocks of a forward.
+struct BlockPass {
+  at::Tensor cos, sin;
+  Attend attend;
+  std::function<at::Tensor(std::int64_t layer, const at::Tensor& logits, const at::Tensor& likeliest)>
+      choose{};  // not given: the likeliest experts
+};
+
 struct DecoderLM::Impl {
   Impl(const DecoderConfig& shape, at::ScalarType dtype);
 
@@ -30,12 +38,11 @@ struct DecoderLM::Impl {
   // normal(0, initializer_range) for matrices, one for norms, zero for biases.
   void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
 
-  at::Tensor hidden(const at::Tensor& tokens, const at::Tensor& cos, const at::Tensor& sin,
-                    const Attend& attend) const;
-  at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& cos, const at::Tensor& sin,
-                   const Attend& attend) const;
+  DecoderOutputs outputs(const at::Tensor& tokens, const BlockPass& pass) const;
+  // The stream and, where the layer has experts, its router's logits.
+  std::vector<at::Tensor> block(std::int64_t layer, at::Tensor stream, const BlockPass& pass) const;
   at::Tensor logits(const at::Tensor& hidden) const;
-  // residual + the feed-forward network, or the experts, of the normed tokens.
+  // residual + the feed-forward network of the normed tokens.
   at::Tensor feed_forward(const Block& block, const at::Tensor& normed, const at::Tensor& residual) const;
   // residual + x Wᵀ + b, of a product that ranks may hold together.
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
@@ -53,7 +60,8 @@ struct DecoderLM::Impl {
   std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
   AroundBlock around;                                        // empty: nothing
   ModelSeams seams;
-  Attention given_attention;  // empty: within fragments, on one device
+  Attention given_attention;    // empty: within fragments, on one device
+  ChooseExperts given_experts;  // empty: the likeliest
 };
 
 }  // namespace isograd

@@ -133,13 +133,14 @@ Routing route(const at::Tensor& logits, const RouterOptions& options) {
   routing.chosen = std::get<1>(routing.probabilities.detach().sort(/*stable=*/true, 1, /*descending=*/true))
                        .narrow(1, 0, each)
                        .contiguous();
+  if (options.choose) routing.chosen = options.choose(logits.detach(), routing.chosen);
   routing.weights = routing.probabilities.gather(1, routing.chosen);
   if (options.normalise) routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
   return routing;
 }
 
 ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts) {
-  const at::Tensor flat = chosen.flatten().contiguous();
+  const at::Tensor flat = chosen.flatten().cpu().contiguous();
   const std::int64_t each = chosen.size(1), copies = flat.numel();
   const auto* of = flat.const_data_ptr<std::int64_t>();
   ByExpert order;
@@ -156,6 +157,8 @@ ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts) {
     const std::int64_t to = next[static_cast<std::size_t>(of[i])]++;
     token[to] = i / each, choice[to] = i, row[i] = to;
   }
+  for (at::Tensor* indices : {&order.token, &order.choice, &order.row})
+    *indices = indices->to(chosen.device());
   return order;
 }
 

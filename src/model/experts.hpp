@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace isograd {
@@ -14,6 +15,9 @@ namespace isograd {
 struct RouterOptions {
   std::int64_t per_token = 2;  // k
   bool normalise = true;       // weights of a token's k experts add up to 1; off: they are its probabilities
+  // (logits, `likeliest` [T, k]) -> [T, k], the experts that compute the tokens. Not given: the likeliest.
+  using Choose = std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& likeliest)>;
+  Choose choose{};
 };
 
 // What a router says of T tokens; probabilities and weights in fp64 for fp64, otherwise in fp32.

@@ -114,12 +114,17 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
         at::tensor(at::ArrayRef<std::int64_t>(text).slice(static_cast<std::size_t>(done)), at::kLong);
     const auto [cos, sin] = impl.rotary.at(at::arange(done, length, at::kLong), {0, length - done});
     const at::Tensor hidden =
-        impl.hidden(tokens.to(device), cos.to(device), sin.to(device),
-                    [&](std::int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-                      const auto [keys, values] = cache.append(static_cast<std::size_t>(layer), k, v);
-                      return done == 0 ? variable_length_attention(q, k, v, {0, length})
-                                       : cached_attention(q, keys, values);
-                    });
+        impl.outputs(
+                tokens.to(device),
+                {.cos = cos.to(device),
+                 .sin = sin.to(device),
+                 .attend =
+                     [&](std::int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+                       const auto [keys, values] = cache.append(static_cast<std::size_t>(layer), k, v);
+                       return done == 0 ? variable_length_attention(q, k, v, {0, length})
+                                        : cached_attention(q, keys, values);
+                     }})
+            .hidden;
     done = length;
     at::Tensor last = impl.logits(hidden.narrow(0, hidden.size(0) - 1, 1));
     if (impl.seams.whole_logits) last = impl.seams.whole_logits(last);

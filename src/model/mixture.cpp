@@ -23,19 +23,21 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
   return mixture;
 }
 
-at::Tensor compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x) {
+MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
+                              const RouterOptions::Choose& choose) {
   const at::Tensor logits = linears(x, {mixture.router}, {at::Tensor()})[0];
-  const Routing routing = route(logits, {.per_token = shape.per_token, .normalise = shape.normalise});
+  const Routing routing =
+      route(logits, {.per_token = shape.per_token, .normalise = shape.normalise, .choose = choose});
   const ByExpert order = sort_by_expert(routing.chosen, shape.count);
   const at::Tensor rows =
       compute_experts(copy_to_experts(x, order), mixture.gate, mixture.up, mixture.down, order.begin);
   const at::Tensor sum = add_by_weight(rows, routing.weights, order);
-  if (!mixture.shared_switch.defined()) return sum;
+  if (!mixture.shared_switch.defined()) return {sum, logits};
   const auto inner = linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight, mixture.shared_switch},
                              {at::Tensor(), at::Tensor(), at::Tensor()});
   const at::Tensor shared =
       linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
-  return sum + at::sigmoid(inner[2]) * shared;
+  return {sum + at::sigmoid(inner[2]) * shared, logits};
 }
 
 }  // namespace isograd

@@ -23,7 +23,12 @@ using CreateParameter = std::function<at::Tensor(const std::string& name, at::In
 // shared_expert_gate.weight.
 Mixture create_mixture(const DecoderConfig& config, const std::string& prefix, const CreateParameter& create);
 
-// x [T, hidden] -> [T, hidden]
-at::Tensor compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x);
+struct MixtureOutput {
+  at::Tensor sum;            // [T, hidden]
+  at::Tensor router_logits;  // [T, E]
+};
+// x [T, hidden]. `choose` as RouterOptions has it.
+MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
+                              const RouterOptions::Choose& choose = {});
 
 }  // namespace isograd

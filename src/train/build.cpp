@@ -11,6 +11,7 @@
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
 #include "train/rank_zero.hpp"
+#include "train/router_losses.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -121,13 +122,11 @@ at::ScalarType scalar_type(const std::string& dtype) {
 }
 
 DecoderConfig configured_shape(const RunConfig& config) {
-  if (config.model.load.empty()) return config.model.shape;
-  DecoderConfig shape = read_hf_config(config.model.load);
-  if (shape.experts.count > 0)
-    throw ConfigError({.where = config.model.load + " (model.load)",
-                       .found = fmt::format("{}, of {} experts", shape.family, shape.experts.count),
-                       .expected = "a decoder without experts: runs do not route tokens yet",
-                       .action = "Load a dense model; in C++ read_hf() reads this one"});
+  if (!config.model.load.empty()) return read_hf_config(config.model.load);
+  DecoderConfig shape = config.model.shape;
+  if (config.model.experts_every > 1)
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+      if ((layer + 1) % config.model.experts_every != 0) shape.experts.dense_layers.push_back(layer);
   return shape;
 }
 
@@ -146,9 +145,8 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
     units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
   model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
                                                  const DecoderLM::BlockForward& block) {
-    return blocks[static_cast<std::size_t>(layer)].run({stream}, [block](const std::vector<at::Tensor>& in) {
-      return std::vector<at::Tensor>{block(in[0])};
-    })[0];
+    return blocks[static_cast<std::size_t>(layer)].run(
+        {stream}, [block](const std::vector<at::Tensor>& in) { return block(in[0]); });
   });
   return units;
 }
@@ -179,16 +177,27 @@ bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocab
          kLargeLogits;
 }
 
-ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config) {
-  return [&model, config](const Batch& batch) -> LossTerms {
+ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
+                              std::shared_ptr<RouterLosses> routers) {
+  return [&model, config, routers = std::move(routers)](const Batch& batch) -> LossTerms {
+    const DecoderOutputs outputs = model.outputs(batch);
+    LossTerms terms;
+    // An evaluation is of the cross entropy alone.
+    if (routers && routers->any() && (at::GradMode::is_enabled() || routers->collecting()))
+      routers->add_terms(outputs.router_logits, model.chosen_experts(batch, outputs), terms);
+    if (routers && routers->collecting())
+      return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
     const at::Tensor& weight = model.output_weight();
-    const VocabularyShard& shard = model.vocabulary();
     // By the whole vocabulary, so that ranks with unequal parts of it choose alike.
-    if (fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size()))
-      return {{"cross_entropy", linear_cross_entropy_sum(model.hidden(batch), weight, batch.targets,
-                                                         {.weights = batch.weights, .shard = shard})}};
-    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets,
-                                                {.weights = batch.weights, .shard = shard})}};
+    const bool fused =
+        fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
+    terms.insert(terms.begin(),
+                 {"cross_entropy",
+                  fused ? linear_cross_entropy_sum(outputs.hidden, weight, batch.targets,
+                                                   {.weights = batch.weights, .shard = model.vocabulary()})
+                        : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
+                                            {.weights = batch.weights, .shard = model.vocabulary()})});
+    return terms;
   };
 }
 
@@ -225,6 +234,12 @@ Schedule make_schedule(const RunConfig& config) {
   Schedule schedule = config.schedule;
   schedule.total = config.train.steps;
   return schedule;
+}
+
+StepOptions step_options(const RunConfig& config, LookAhead look_ahead) {
+  return {.max_norm = config.train.max_norm,
+          .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
+          .look_ahead = std::move(look_ahead)};
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {

@@ -16,11 +16,14 @@
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
+#include "isograd/step.hpp"
 #include "isograd/text_data.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
+
+class RouterLosses;
 
 // Whole values of one parameter, into a tensor of its shape. ConfigError: they are not finite.
 using FillValues = std::function<void(const std::string& name, at::Tensor& values)>;
@@ -49,7 +52,9 @@ ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward);
 
 // -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy"; fused with
 // the output projection where fuses_loss() says so.
-ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config);
+// `routers`: what a model with experts adds; null: nothing.
+ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
+                              std::shared_ptr<RouterLosses> routers = nullptr);
 
 // loss.fused: "auto" decides by the bytes of the logits [tokens, vocabulary].
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
@@ -105,6 +110,8 @@ std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTenso
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks);
+// `look_ahead`: TaskModel's.
+StepOptions step_options(const RunConfig& config, LookAhead look_ahead);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 

@@ -53,6 +53,7 @@ struct RunConfig {
     DecoderConfig shape;
     std::string kind = "decoder";  // decoder | scorer | video
     std::int64_t scorer_units = 64, scorer_layers = 1;
+    std::int64_t experts_every = 1;  // n-th layer has experts
   } model;
   struct {
     std::vector<std::string> files;  // files, directories, globs
@@ -70,6 +71,10 @@ struct RunConfig {
     // Axes inside which the mean is taken. Without dp_replicate: the mean of per-replica means.
     std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
+    // Of a decoder with experts; weights beside the cross entropy, 0: not added.
+    double balance = 0, router_z = 0;
+    std::string balance_over = "layers";  // layers | model
+    std::string balance_scope = "step";   // step | micro_batch
   } loss;
   struct {
     // cross_entropy | smooth_ap | recall_at_quantile | pauc | pauc_pairwise | sigmoid_focal

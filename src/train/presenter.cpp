@@ -198,11 +198,12 @@ struct Presenter::Impl {
   }
 };
 
-std::string not_finite_at(std::int64_t step) {
+std::string not_finite_at(std::int64_t step, const std::string& where) {
   return fmt::format(
-      "step {}: the loss or the gradient is not finite on some rank; nothing was updated, on any rank. Lower "
+      "step {}: the loss or the gradient is not finite on some rank{}; nothing was updated, on any rank. "
+      "Lower "
       "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"",
-      step);
+      step, where.empty() ? std::string() : fmt::format(" (first: {})", where));
 }
 
 Presenter::Presenter(const RunConfig& config, const RunFacts& facts)

@@ -27,7 +27,7 @@ struct RunFacts {
 };
 
 // What is said where train.on_non_finite stops a run, of whatever task.
-std::string not_finite_at(std::int64_t step);
+std::string not_finite_at(std::int64_t step, const std::string& where);  // `where`: empty: not known
 
 class Presenter {
  public:

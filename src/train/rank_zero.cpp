@@ -1,5 +1,7 @@
 #include "train/rank_zero.hpp"
 
+#include <fmt/format.h>
+
 #include <nlohmann/json.hpp>
 
 #include <cstring>
@@ -39,6 +41,13 @@ std::string dumped(const nlohmann::json& json) {
 }
 
 }  // namespace
+
+std::string first_told(Group& group, const std::string& own) {
+  at::Tensor first = at::full({1}, own.empty() ? group.size() : group.rank(), at::kLong);
+  group.all_reduce(first, ReduceOp::kMin);
+  const int rank = static_cast<int>(first.item<std::int64_t>());
+  return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
+}
 
 std::string broadcast_text(Group& group, const std::string& text, int from) {
   if (group.size() == 1) return text;

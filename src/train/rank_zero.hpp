@@ -27,6 +27,9 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
 // the first on all, so that what all find alike is said once.
 void on_every_rank(Group& group, const std::function<void()>& work);
 
+// Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
+std::string first_told(Group& group, const std::string& own);
+
 // Collective: a text of one rank on every rank.
 std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 

@@ -73,6 +73,7 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
   work_->count(micro_batches, stop_requested, options_.even_micro_batches);
   Group all = layout_.mesh().all();
   if (options_.check_denominators) check_agreement(work_->denominator(), all);
+  if (options_.look_ahead) options_.look_ahead(work_->micro_batches(), layout_.mesh().counting());
   work_->run(options_.schedule);  // forward(i) and backward(i, last) of each micro-batch
   accumulated_ = true;
 }

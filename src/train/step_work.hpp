@@ -16,8 +16,10 @@ class StepWork : public MicroBatchWork {
   StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean);
 
   void clear() { ledger_.clear(); }  // before the first micro-batches of a step
-  // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they do where the layout asks for it.
+  // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
+  // do where the layout asks for it.
   void count(MicroBatches micro_batches, bool stop_requested, bool even);
+  const MicroBatches& micro_batches() const { return batches_; }
   const Census& census() const { return census_; }
   const Denominator& denominator() const { return denominator_; }
   const TermLedger& ledger() const { return ledger_; }

@@ -17,6 +17,7 @@
 #include "isograd/layout.hpp"
 #include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/step.hpp"
 #include "isograd/tensor_stream.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"
@@ -37,6 +38,14 @@ class TaskModel {
   virtual ForwardLossTerms loss() = 0;
   // Parameters that have values; those on the meta device are put where the layout is told.
   virtual void to(at::Device device) = 0;
+  // What must be known of a whole step before its first forward, by passes of `forward`, which is loss() as
+  // the run differentiates it. Not given: nothing.
+  virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
+  // What of a forward since the last call was not finite on this rank, for people: "the router logits of
+  // layer 3". Empty: nothing is known.
+  virtual std::string take_not_finite() { return {}; }
+  // DecoderLM::set_choice_of_experts(), where it has experts; false: it has none.
+  virtual bool choose_experts(const DecoderLM::ChooseExperts&) { return false; }
   // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
   // Where its parameters lie on a grid whose ranks hold the model together (parallel.tp), while it is whole.
@@ -96,6 +105,16 @@ struct Showing {
 // Key and value of the model's shape, in order.
 using ShapeKeys = std::vector<std::pair<std::string, std::string>>;
 
+// A term beside the loss of tokens: Σ over micro-batches of `sum` / what `mean` counts in the step.
+struct PlainTerm {
+  std::string name;
+  double weight = 1;
+  Mean mean = Mean::kNone;  // kNone, kTargets or kTokens
+  // Knows the whole step, before the first sum() of it. Not given: needs nothing.
+  std::function<void(TaskModel& model, const MicroBatches& whole)> prepare{};
+  std::function<at::Tensor(TaskModel& model, const Batch& batch)> sum{};
+};
+
 class Task {
  public:
   explicit Task(RunConfig config) : config_(std::move(config)) {}
@@ -152,7 +171,9 @@ class Task {
   // A loss over the rows of all ranks, which is no sum over tokens, likewise: DeclaredLoss::global.
   using PlainLoss = std::function<at::Tensor(const at::Tensor& outputs, const at::Tensor& targets)>;
   virtual PlainLoss plain_loss() const { return {}; }
-  virtual std::string loss_name() const = 0;  // of the term that TaskModel::loss() gives
+  virtual std::string loss_name() const = 0;  // of the first term that TaskModel::loss() gives
+  // Its further terms, by plain code likewise, of a model of this task; in loss()'s order.
+  virtual std::vector<PlainTerm> plain_terms() const { return {}; }
   // The same task with losses that keep nothing from one step to the next, so that a step can be made again.
   // What they would have kept comes of `trained`, the values of named(), whole; null: of fresh ones.
   virtual std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* /*trained*/) const {

@@ -50,8 +50,11 @@ std::vector<ConfigKey> text_keys() {
           "does not "
           "depend on it."),
 
-      KEY("model.family", model.shape.family, "", one_of({"llama", "qwen2", "qwen3", "mistral"}),
-          "Whose `config.json` the model is written with."),
+      KEY("model.family", model.shape.family, "",
+          one_of({"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"}),
+          "Whose `config.json` the model is written with. `mixtral`, `qwen2_moe` and `qwen3_moe` have "
+          "experts "
+          "(`docs/experts.md`)."),
       KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
           "Rows of the embedding; at least what the tokenizer and the corpus use."),
       KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
@@ -62,6 +65,21 @@ std::vector<ConfigKey> text_keys() {
           "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
       KEY("model.head_dim", model.shape.head_dim, "", at_least(2, kWide), "Width of a head; even."),
       KEY("model.feed_forward", model.shape.feed_forward, "", at_least(1, kWide), "Width inside SwiGLU."),
+      KEY("model.experts", model.shape.experts.count, "", at_least(0, 32767),
+          "Experts of a layer that has them. 0: none, for the families without."),
+      KEY("model.experts_per_token", model.shape.experts.per_token, "", at_least(1, 32767),
+          "How many of them compute a token: those that the router finds likeliest."),
+      KEY("model.expert_feed_forward", model.shape.experts.feed_forward, "", at_least(0, kWide),
+          "Width inside the SwiGLU of an expert; of `mixtral` the same as `model.feed_forward`."),
+      KEY("model.normalise_experts", model.shape.experts.normalise, "", any(),
+          "Whether the weights of a token's experts add up to 1; else they are their probabilities among "
+          "all. "
+          "Always with `mixtral`."),
+      KEY("model.shared_expert_feed_forward", model.shape.experts.shared_feed_forward, "", at_least(0, kWide),
+          "Width of the expert that every token goes through: `qwen2_moe` alone."),
+      KEY("model.experts_every", model.experts_every, "layers", at_least(1, 100000),
+          "Every so many layers, from the n-th on, have experts; the others an ordinary network of "
+          "`model.feed_forward`. 1 with `mixtral`."),
       KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
           "Positions the model knows; at least `data.pack_length`, but for `model.rope_scaling.kind = "
           "\"dynamic\"`, which is for packs beyond."),
@@ -107,6 +125,21 @@ std::vector<ConfigKey> text_keys() {
       KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
           "Of `yarn`. 0: follows from the factor."),
 
+      KEY("loss.balance", loss.balance, "", at_least(0),
+          "Weight of the load balance loss of routers beside the cross entropy (`docs/experts.md`); 0: "
+          "none."),
+      KEY("loss.balance_over", loss.balance_over, "", one_of({"layers", "model"}),
+          "The mean of the layers' own balance losses, or one loss over the tokens of all layers together, "
+          "as "
+          "transformers computes it."),
+      KEY("loss.balance_scope", loss.balance_scope, "", one_of({"step", "micro_batch"}),
+          "Whose tokens are to be balanced: those of the whole step, known by a pass of its own before the "
+          "first forward; or those of the ranks' micro-batches at a time, another loss for each way to cut "
+          "the step, which nothing can prove (`verify.at_end = false`)."),
+      KEY("loss.router_z", loss.router_z, "", at_least(0),
+          "Weight of the router z-loss, the mean over tokens and layers of the squared logarithm of "
+          "Σ exp(logit); 0: none."),
+
       KEY("sample.prompt", sample.prompt, "", any(),
           "What the text generated at the end begins with. Empty: a new document."),
       KEY("sample.tokens", sample.tokens, "tokens", at_least(0, kManyTokens),
@@ -132,6 +165,32 @@ std::vector<RunConfig> text_accumulations(const RunConfig& config, int ranks) {
   return all;
 }
 
+void check_router_losses(const RunConfig& config) {
+  const auto& loss = config.loss;
+  const bool any = loss.balance != 0 || loss.router_z != 0;
+  if (any && configured_shape(config).experts.count == 0)
+    throw ConfigError({.where = loss.balance != 0 ? "loss.balance" : "loss.router_z",
+                       .found = "a loss of routers, and a model without experts",
+                       .expected = "a model that has experts",
+                       .action = "Leave it out, or set model.experts and a model.family that has them"});
+  if (any && normalises_by_replica(config))
+    throw ConfigError({.where = "loss.normalise_over",
+                       .found =
+                           "a mean of per-replica means with losses of routers, which are over the whole "
+                           "step",
+                       .expected = "one mean over all replicas",
+                       .action = "Leave loss.normalise_over out"});
+  if (loss.balance != 0 && loss.balance_scope == "micro_batch" &&
+      (config.verify.at_end || config.verify.every > 0))
+    throw ConfigError(
+        {.where = "loss.balance_scope",
+         .found = "micro_batch, which is another loss for each way to cut the step, and a proof "
+                  "(verify.at_end, verify.every)",
+         .expected = "a loss that one process has too",
+         .action = "Set loss.balance_scope = \"step\", or verify.at_end = false and verify.every "
+                   "= 0"});
+}
+
 void check_text_cut(const RunConfig& config, int) {
   if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
@@ -153,7 +212,8 @@ const TaskKind& text_kind() {
       .keys = key_table::text_keys,
       .check =
           [](const RunConfig& config) {
-            if (config.model.load.empty()) check(config.model.shape);
+            if (config.model.load.empty()) check(configured_shape(config));
+            check_router_losses(config);
           },
       .check_ranks = check_text_cut,
       .accumulations = text_accumulations,

@@ -1,14 +1,18 @@
 // The decoder language model on text.
+#include <fmt/ranges.h>
 #include "attention/attention.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
 #include "model/hf_weights.hpp"
 #include "train/build.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_zero.hpp"
+#include "train/router_losses.hpp"
+#include "train/router_plain.hpp"
 #include "train/task.hpp"
 #include "train/utilisation.hpp"
 
@@ -20,17 +24,33 @@ class TextModel : public TaskModel {
  public:
   TextModel(std::shared_ptr<DecoderLM> model, const RunConfig& config,
             std::shared_ptr<const Tokenizer> tokenizer)
-      : model_(std::move(model)), config_(config), tokenizer_(std::move(tokenizer)) {}
+      : model_(std::move(model)), config_(config), tokenizer_(std::move(tokenizer)) {
+    if (model_->config().experts.count > 0)
+      routers_ = std::make_shared<RouterLosses>(config_, model_->config());
+  }
 
   DecoderLM& decoder() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
   ModelUnits make_units() override { return model_units(*model_, config_); }
-  ForwardLossTerms loss() override { return forward_loss(*model_, config_); }
+  ForwardLossTerms loss() override { return forward_loss(*model_, config_, routers_); }
+  LookAhead look_ahead(const ForwardLossTerms& forward) override {
+    if (!routers_ || !routers_->looks_ahead()) return {};
+    return [routers = routers_, forward](const MicroBatches& micro_batches, const Group& data) {
+      routers->look_ahead(micro_batches, data, forward);
+    };
+  }
+  std::string take_not_finite() override { return routers_ ? routers_->take_not_finite() : std::string(); }
+  bool choose_experts(const DecoderLM::ChooseExperts& choose) override {
+    if (!routers_) return false;
+    model_->set_choice_of_experts(choose);
+    return true;
+  }
   void to(at::Device device) override {
     if (!model_->output_weight().is_meta()) model_->to(device);
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
+    if (routers_) routers_->sum_over(mesh.counting());
     if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
                                                           const at::Tensor& k, const at::Tensor& v) {
@@ -54,6 +74,7 @@ class TextModel : public TaskModel {
   std::shared_ptr<DecoderLM> model_;
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
+  std::shared_ptr<RouterLosses> routers_{};  // null: a model without experts
 };
 
 ShapeKeys shape_keys(const DecoderConfig& shape) {
@@ -69,6 +90,13 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   add("model.key_value_heads", shape.key_value_heads);
   add("model.head_dim", shape.head_dim);
   add("model.feed_forward", shape.feed_forward);
+  add("model.experts", shape.experts.count);
+  add("model.experts_per_token", shape.experts.count > 0 ? shape.experts.per_token : 0);
+  add("model.expert_feed_forward", shape.experts.feed_forward);
+  add("model.normalise_experts", shape.experts.count == 0 || shape.experts.normalise);
+  add("model.shared_expert_feed_forward", shape.experts.shared_feed_forward);
+  add("model.experts_every (layers without experts)",
+      fmt::format("{}", fmt::join(shape.experts.dense_layers, " ")));
   add("model.max_positions", shape.max_positions);
   add("model.rope_theta", shape.rope_theta);
   add("model.rope_scaling.kind", shape.rope_scaling.kind);
@@ -237,6 +265,11 @@ class TextTask : public Task {
   }
 
   std::string loss_name() const override { return "cross_entropy"; }
+  std::vector<PlainTerm> plain_terms() const override {
+    return plain_router_terms(config(), shape_, [](TaskModel& model) -> DecoderLM& {
+      return static_cast<TextModel&>(model).decoder();
+    });
+  }
 
   RunConfig micro_sized(int ranks, std::int64_t step) const override {
     RunConfig micro = config();

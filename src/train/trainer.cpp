@@ -70,6 +70,7 @@ struct Trainer::Impl {
   std::unique_ptr<Optimizer> optimizer{};
   std::unique_ptr<BatchLoader> loader{}, validation{};
   ForwardLossTerms forward{};
+  LookAhead look_ahead{};
   std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<RunFolder> folder{};  // rank 0 only, like the presenter
   std::unique_ptr<Presenter> presenter{};
@@ -114,6 +115,7 @@ struct Trainer::Impl {
     model->attend_over(*mesh);
     forward = on_device(device, inside(units->root, model->loss()));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
+    look_ahead = model->look_ahead(forward);
     outcome.steps = state.step;
     outcome.skipped = state.skipped;
     const Baseline baseline = task->baseline(group);
@@ -185,7 +187,7 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
-    Step step(forward, *layout, *mean, *optimizer, {.max_norm = config.train.max_norm});
+    Step step(forward, *layout, *mean, *optimizer, step_options(config, look_ahead));
     while (state.step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
@@ -198,6 +200,9 @@ struct Trainer::Impl {
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
+      if (!report.finite) outcome.not_finite = first_told(world.group, model->take_not_finite());
+      if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
+        presenter->notice("first not finite: " + outcome.not_finite);
       if (!diverged) count(report);
       show(report, seconds, exposed, total, diverged);
       if (diverged) {
@@ -254,7 +259,8 @@ struct Trainer::Impl {
     if (!hooks.check ||
         !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
       return true;
-    RunningRun running{{config, world, *task, *model, cut_layout()}, *layout, state.step, forward};
+    RunningRun running{
+        {config, world, *task, *model, cut_layout()}, *layout, state.step, forward, look_ahead};
     refutation = hooks.check(running);
     if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
     return refutation.empty();
@@ -375,7 +381,9 @@ struct Trainer::Impl {
                : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
   }
 
-  std::string divergence() const { return not_finite_at(state.step + 1) + "; " + way_back(); }
+  std::string divergence() const {
+    return not_finite_at(state.step + 1, outcome.not_finite) + "; " + way_back();
+  }
 };
 
 Trainer::Trainer(const RunConfig& config, World& world, TrainerHooks hooks)

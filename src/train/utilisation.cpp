@@ -28,8 +28,17 @@ double decoder_flops(const DecoderConfig& shape, double tokens, double pairs) {
                             static_cast<double>(shape.key_value_heads), static_cast<double>(shape.head_dim),
                             static_cast<double>(shape.feed_forward)};
   const auto layers = static_cast<double>(shape.layers);
-  const double block = h * d * (heads + 2 * kv) + heads * d * h + 3 * h * ff;
-  const double weights = layers * block + h * static_cast<double>(shape.vocabulary);
+  const double attention = h * d * (heads + 2 * kv) + heads * d * h;
+  const ExpertsShape& experts = shape.experts;
+  // Of a layer with experts: its router, the experts that compute a token, and the shared one with its
+  // switch.
+  const double routed =
+      h * static_cast<double>(experts.count) +
+      3 * h * static_cast<double>(experts.per_token * experts.feed_forward + experts.shared_feed_forward) +
+      (experts.shared_feed_forward > 0 ? h : 0);
+  double weights = layers * attention + h * static_cast<double>(shape.vocabulary);
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    weights += shape.has_experts(layer) ? routed : 3 * h * ff;
   return 6 * weights * tokens + 12 * layers * heads * d * pairs;
 }
 

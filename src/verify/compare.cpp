@@ -89,7 +89,7 @@ Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference
 Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                            double alone_error, const Bounds& bounds) {
   Comparison result = compare(gradient, reference, scale);
-  result.allowed = 4 * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
+  result.allowed = kRoundingFactor * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
   result.passed = result.error <= result.allowed;
   result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale);
   return result;

@@ -28,6 +28,8 @@ bool held_to_floor(double norm, double scale);
 // E1. `gradient` and `reference` are fp64, of one shape.
 Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                          const Bounds& bounds);
+// How many times one process's rounding a run of the same precision may be off.
+constexpr double kRoundingFactor = 4;
 // E2. alone_error = ‖g32 − g64‖ / s, g32 the run of one process in the same precision.
 Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                            double alone_error, const Bounds& bounds);

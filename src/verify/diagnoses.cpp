@@ -71,6 +71,8 @@ const std::vector<Diagnosis> kDiagnoses = {
     {"parameters_reshaped", "parameters have other shapes"},
     {"living_layout_differs",
      "a fresh layout has the right gradient, the one of the run under way does not (--verify-every)"},
+    {"other_experts",
+     "tokens went to experts that the oracle did not choose, and not because rounding turned a near tie"},
     {"rounding", "right but for rounding that the run's precision does not explain: sums in a coarser type"},
     {"undecided", "several mistakes fit, and what is there does not tell them apart: it says what would"},
     {"unknown", "fits no known mistake"},

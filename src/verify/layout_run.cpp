@@ -12,6 +12,7 @@
 #include "norm/passes.hpp"
 #include "train/build.hpp"
 #include "verify/digest.hpp"
+#include "verify/replayed_choices.hpp"
 
 namespace isograd {
 namespace {
@@ -38,7 +39,9 @@ Initial::Initial(const VerifyModel& model) {
 }
 
 VerifyModel Initial::model(const VerifyProblem& problem, at::ScalarType dtype) const {
-  return with_values(problem.make_model(dtype), values);
+  VerifyModel made = with_values(problem.make_model(dtype), values);
+  if (choices && made.choose_experts && dtype == problem.dtype) made.choose_experts(choices->replay());
+  return made;
 }
 
 VerifyModel Initial::oracle(const VerifyProblem& problem) const {
@@ -46,12 +49,15 @@ VerifyModel Initial::oracle(const VerifyProblem& problem) const {
   at::NoGradGuard no_grad;
   for (auto& [name, tensor] : made.named)
     if (!tensor.is_cpu()) tensor.set_data(tensor.to(at::kCPU));
-  return with_values(std::move(made), values);
+  made = with_values(std::move(made), values);
+  if (choices && made.choose_experts && other_values) made.choose_experts(choices->replay());
+  return made;
 }
 
 Initial Initial::nudged(std::uint64_t draw) const {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(draw);
   Initial other = *this;
+  other.other_values = true;
   for (at::Tensor& value : other.values) {
     if (!value.is_floating_point()) continue;
     const auto options = value.options().dtype(at::kDouble);
@@ -152,17 +158,20 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout
   layout_ = std::make_unique<Metered>(layout.make_from_model
                                           ? layout.make_from_model(model_, group_)
                                           : layout.make(trainable_parameters(model_.named), group_));
-  make_step(model_.loss_terms, std::move(inner));
+  LookAhead look_ahead;
+  if (model_.look_ahead) look_ahead = model_.look_ahead(model_.loss_terms);
+  make_step(model_.loss_terms, std::move(look_ahead), std::move(inner));
 }
 
 LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
     : problem_(problem), group_(std::move(group)) {
   if (problem.living->placed) model_.placed = std::make_shared<Layout>(*problem.living->placed);
   layout_ = std::make_unique<Metered>(*problem.living->layout);
-  make_step(problem.living->forward, nullptr);
+  make_step(problem.living->forward, problem.living->look_ahead, nullptr);
 }
 
-void LayoutRun::make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner) {
+void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
+                          std::unique_ptr<Optimizer> inner) {
   const DeclaredLoss& declared = problem_.loss;
   normalizer_ = problem_.make_normalizer
                     ? problem_.make_normalizer()
@@ -171,6 +180,8 @@ void LayoutRun::make_step(const ForwardLossTerms& forward, std::unique_ptr<Optim
   witness_ = std::make_unique<Witness>(problem_, group_, std::move(inner));
   StepOptions options = problem_.step;
   if (problem_.clipping) options.max_norm = 0;
+  // Not metered: what it gathers comes before the first forward of the step itself.
+  if (look_ahead) options.look_ahead = std::move(look_ahead);
   const auto metered = [this, forward](const Batch& batch) {
     layout_->begin();
     return forward(batch);

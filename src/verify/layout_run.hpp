@@ -9,11 +9,17 @@
 
 namespace isograd {
 
+class ReplayedChoices;
+
 // The parameters that every run starts from, in the run's precision; `values` are copies on the CPU.
 struct Initial {
   std::vector<std::string> names;
   std::vector<at::Tensor> values;
   std::vector<bool> trainable;
+  bool other_values = false;  // nudged(): the oracle replays choices too
+
+  // What runs in the run's precision replay of the oracle's choice of experts; null: they choose.
+  std::shared_ptr<ReplayedChoices> choices{};
 
   explicit Initial(const VerifyModel& model);
   VerifyModel model(const VerifyProblem& problem, at::ScalarType dtype) const;
@@ -55,7 +61,7 @@ class LayoutRun {
 
  private:
   struct Metered;
-  void make_step(const ForwardLossTerms& forward, std::unique_ptr<Optimizer> inner);
+  void make_step(const ForwardLossTerms& forward, LookAhead look_ahead, std::unique_ptr<Optimizer> inner);
   at::Tensor whole(const std::string& name, const at::Tensor& held) const;  // collective where it is cut
   // On how many ranks each element counts, the least and the most, by parameter. Collective.
   std::vector<std::pair<std::int64_t, std::int64_t>> owners();

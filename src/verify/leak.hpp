@@ -17,9 +17,10 @@ struct Leak {
 };
 
 // Changes the tokens of one document of `batch`, the first and then the last, and holds the others to the
-// bits that they had: their logits, and the gradient of their loss. Nothing: no leak. Takes two forwards and
-// backwards of each. A document is changed into other tokens, or, where tokens are no vocabulary
-// (DeclaredLoss::per_token), into its own in reverse. A batch with fewer than two documents has nothing to show.
+// bits that they had (a model with experts to E1's bound of them): their logits, and the gradient of their
+// loss. Nothing: no leak. Takes two forwards and backwards of each. A document is changed into other tokens,
+// or, where tokens are no vocabulary (DeclaredLoss::per_token), into its own in reverse. A batch with fewer
+// than two documents has nothing to show.
 std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
                                     const DeclaredLoss& declared = {});
 

@@ -95,8 +95,15 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
   }
   step.terms.emplace_back(declared.name.empty() ? "cross_entropy" : declared.name, 0);
   for (const auto& term : model.more_terms) step.terms.emplace_back(term.name, 0);
-  double all_targets = 0;  // further terms are means over the whole step
-  for (const auto& part : parts) all_targets += sums_of(part).targets;
+  double all_targets = 0, all_tokens = 0;  // further terms are means over the whole step
+  MicroBatches whole;
+  for (const auto& part : parts) {
+    all_targets += sums_of(part).targets;
+    for (const auto& batch : part) all_tokens += static_cast<double>(batch.tokens.numel());
+    whole.insert(whole.end(), part.begin(), part.end());
+  }
+  for (const OracleTerm& term : model.more_terms)
+    if (term.prepare) term.prepare(whole), after_micro_batch();
   double counting_parts = 0;
   for (const auto& part : parts)
     if (sums_of(part).of(declared) > 0) ++counting_parts;
@@ -113,7 +120,9 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
       step.terms[0].second += loss.item<double>();
       for (std::size_t i = 0; i < model.more_terms.size(); ++i) {
         const OracleTerm& term = model.more_terms[i];
-        const double divisor = term.mean == Mean::kNone ? 1 : std::max(1.0, all_targets);
+        const double divisor = term.mean == Mean::kNone     ? 1
+                               : term.mean == Mean::kTokens ? std::max(1.0, all_tokens)
+                                                            : std::max(1.0, all_targets);
         const at::Tensor value = term.sum(batch) / divisor;
         step.terms[i + 1].second += value.item<double>();
         loss = loss + value * term.weight;

@@ -188,6 +188,15 @@ std::string traffic(const LayoutVerdict& layout) {
   return text;
 }
 
+std::string choices(const LayoutVerdict& layout) {
+  const auto& [tokens, flipped, wrong, layer, margin] = layout.choices;
+  std::string text = fmt::format("{} of {} choices of experts are near ties that rounding turned: replayed",
+                                 flipped - wrong, tokens);
+  if (flipped > wrong) text += fmt::format(", with {} of the margin allowed", percent(margin));
+  if (wrong > 0) text += fmt::format("; {} are others than the oracle's (FAIL)", wrong);
+  return text;
+}
+
 std::string shell_words(const std::vector<std::string>& words) {
   std::string line;
   for (const auto& word : words) {
@@ -297,6 +306,7 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
     }
     for (const auto& trajectory : layout.trajectories)
       text += fmt::format("  {:<14} {}\n", trajectory.passed ? "pass" : "fail", printable(words(trajectory)));
+    if (layout.choices.tokens > 0) text += "  " + choices(layout) + "\n";
     if (layout.bytes_moved > 0) text += "  " + traffic(layout) + "\n";
   }
   if (!passed.empty()) {

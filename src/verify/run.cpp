@@ -143,6 +143,18 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
   if (setting.task->config().parallel.tp > 1)
     made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
+  made.look_ahead = [model](const ForwardLossTerms& forward) { return model->look_ahead(forward); };
+  if (model->choose_experts({}))
+    made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) { model->choose_experts(choose); };
+  for (const PlainTerm& term : setting.task->plain_terms())
+    made.more_terms.push_back({.name = term.name,
+                               .sum = [model, term](const Batch& batch) { return term.sum(*model, batch); },
+                               .mean = term.mean,
+                               .weight = term.weight,
+                               .prepare =
+                                   [model, term](const MicroBatches& whole) {
+                                     if (term.prepare) term.prepare(*model, whole);
+                                   }});
   made.units = model->make_units();
   made.loss_terms = [model, loss = on_device(setting.device, inside(made.units->root, model->loss()))](
                         const Batch& batch) { return loss(batch); };
@@ -340,8 +352,15 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
     return model_of(values_of(run.run), run.run.task);
   }();
   const ChangeProblem living = [&](VerifyProblem& problem, World& own) {
-    problem.living =
-        VerifyProblem::Living{.layout = &run.layout, .forward = run.forward, .placed = run.run.placed};
+    problem.living = VerifyProblem::Living{.layout = &run.layout,
+                                           .forward = run.forward,
+                                           .placed = run.run.placed,
+                                           .look_ahead = run.look_ahead,
+                                           .choose_experts = {}};
+    if (run.run.model.choose_experts({}))
+      problem.living->choose_experts = [&model = run.run.model](const DecoderLM::ChooseExperts& choose) {
+        model.choose_experts(choose);
+      };
     problem.loss.per_token = run.run.task.plain_losses();
     if (change) change(problem, own);
   };

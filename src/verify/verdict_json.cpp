@@ -87,6 +87,11 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
                                        {"passed", trajectory.passed}});
     if (layout.bytes_moved > 0) entry["bytes_moved"] = layout.bytes_moved;
     if (layout.bytes_needed > 0) entry["bytes_needed"] = layout.bytes_needed;
+    if (layout.choices.tokens > 0)
+      entry["choices_of_experts"] = {{"made", layout.choices.tokens},
+                                     {"flipped", layout.choices.flipped},
+                                     {"wrong", layout.choices.wrong},
+                                     {"margin", number_or_null(layout.choices.margin)}};
     if (verdict.layouts.size() == 1)
       grades = entry;
     else

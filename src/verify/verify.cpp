@@ -15,6 +15,7 @@
 #include "verify/investigate.hpp"
 #include "verify/plain_findings.hpp"
 #include "verify/reference.hpp"
+#include "verify/replayed_choices.hpp"
 #include "verify/resolution.hpp"
 #include "verify/rounding.hpp"
 #include "verify/take_dumps.hpp"
@@ -106,10 +107,20 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     // In fp64 the same layout is asked twice; otherwise the run's own precision is.
     std::unique_ptr<LayoutRun> run;
     if (!exact_run) run = run_in(problem.dtype);
+    const bool replays = initial.choices && !exact_run;
+    if (replays) {
+      if (problem.living && problem.living->choose_experts)
+        problem.living->choose_experts(initial.choices->replay());
+      initial.choices->take(problem.counting(group));
+    }
     LayoutRun& repeated = exact_run ? exact : *run;
     const LayoutRun::Made first = exact_run ? in_fp64 : repeated.step(problem.local);
     const at::Tensor bits = digest(first.gradients);
     const LayoutRun::Made second = repeated.step(problem.local);
+    if (replays) {
+      result.choices = initial.choices->take(problem.counting(group));
+      if (problem.living && problem.living->choose_experts) problem.living->choose_experts({});
+    }
     std::vector<std::size_t> torn = differing_over_ranks(bits, group);
     for (auto i : differing_over_ranks(digest(in_fp64.gradients), group)) torn.push_back(i);
     at::Tensor repeats = bits.eq(digest(second.gradients)).to(at::kLong);
@@ -190,6 +201,14 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
           {"unknown", "the step is not the expected one, in no way that has a name", {}});
+    if (result.choices.wrong > 0)
+      result.findings.push_back(
+          {"other_experts",
+           fmt::format(
+               "in the run's precision {} of {} choices of experts are others than the oracle's, first "
+               "in layer {}, although their logits are farther apart than rounding explains",
+               result.choices.wrong, result.choices.tokens, result.choices.layer),
+           {}});
     if (!torn_buffers.empty())
       result.findings.push_back({"buffers_differ",
                                  "forward changes buffers by each rank's own rows, so that the ranks' models "
@@ -237,7 +256,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   verdict.ranks = group.size();
   verdict.precision = precision_name(problem.dtype);
   verdict.loss = problem.loss.text();
-  const Initial initial(problem.make_model(problem.dtype));
+  Initial initial(problem.make_model(problem.dtype));
   check(problem, initial, group);
   refuse_without_memory(problem, initial, group);
   const auto ends = [&](Finding finding) {
@@ -257,6 +276,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
                              differing.size(), initial.names.size(), initial.names[differing[0]]),
                  {"initialisation depends on the rank or the layout"}});
 
+  initial.choices = record_choices(problem, initial, group);
   const Reference reference = make_reference(problem, initial, group);
   at::Tensor random = at::full({1}, reference.random.empty() ? 0 : 1, at::kLong);
   group.broadcast(random, 0);

@@ -1,0 +1,50 @@
+// What a decoder with experts adds to its loss so that its routers share tokens out, and what is known of
+// their load (docs/experts.md).
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/balance_loss.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/step.hpp"
+#include "train/config.hpp"
+
+namespace isograd {
+
+inline constexpr const char *kBalanceTerm = "balance", *kRouterZTerm = "router_z";
+
+class RouterLosses {
+ public:
+  RouterLosses(const RunConfig& config, const DecoderConfig& shape);
+
+  bool any() const { return weight_ != 0 || z_weight_ != 0; }
+  // Whether the routing of the whole step must be known before its first term: loss.balance over the step.
+  bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
+  // Over which ranks router statistics are summed: those that see different data.
+  void sum_over(const Group& data);
+
+  // The terms of a micro-batch, of the logits [T, E] and the choices [T, k] of each layer that has experts.
+  // While collecting: counts them, and there are none. A layer whose logits are not finite is remembered.
+  void add_terms(const std::vector<at::Tensor>& router_logits, const std::vector<at::Tensor>& chosen,
+                 LossTerms& terms);
+
+  // Runs `forward` on each micro-batch without gradient. Collective.
+  void look_ahead(const MicroBatches& micro_batches, const Group& data, const ForwardLossTerms& forward);
+  bool collecting() const { return collecting_; }
+
+  // "the router logits of layer 3"; empty: all were finite since the last call.
+  std::string take_not_finite();
+
+ private:
+  std::vector<std::int64_t> layers_{};  // that have experts
+  double weight_, z_weight_;
+  Scope scope_;
+  BalanceLossOptions balance_options_{};
+  std::optional<BalanceLoss> balance_{};
+  bool collecting_ = false;
+  std::int64_t not_finite_ = -1;
+};
+
+}  // namespace isograd

@@ -1,0 +1,75 @@
+#include "train/router_plain.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+namespace isograd {
+namespace {
+
+// What is known of the whole step: one row for each group of layers whose averages are taken together.
+struct Averages {
+  at::Tensor places;  // [groups, E] fp64
+  double tokens = 0;  // of one layer
+};
+
+}  // namespace
+
+std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const DecoderConfig& shape,
+                                          std::function<DecoderLM&(TaskModel&)> decoder) {
+  std::vector<PlainTerm> terms;
+  if (shape.experts.count == 0) return terms;
+  const std::int64_t experts = shape.experts.count, each = shape.experts.per_token;
+  if (config.loss.balance != 0) {
+    const auto known = std::make_shared<Averages>();
+    const bool pooled = config.loss.balance_over == "model";
+    terms.push_back(
+        {.name = "balance",
+         .weight = config.loss.balance,
+         .mean = Mean::kNone,
+         .prepare =
+             [=](TaskModel& model, const MicroBatches& whole) {
+               const at::NoGradGuard no_grad;
+               DecoderLM& own = decoder(model);
+               std::vector<at::Tensor> places;
+               known->tokens = 0;
+               for (const Batch& batch : whole) {
+                 const auto chosen = own.chosen_experts(batch, own.outputs(batch));
+                 places.resize(chosen.size(), at::zeros({experts}, at::kDouble));
+                 for (std::size_t layer = 0; layer < chosen.size(); ++layer)
+                   places[layer] = places[layer] + at::one_hot(chosen[layer], experts).sum({0, 1});
+                 known->tokens += static_cast<double>(batch.num_tokens());
+               }
+               known->places = places.empty() ? at::zeros({0, experts}, at::kDouble) : at::stack(places);
+             },
+         .sum =
+             [=](TaskModel& model, const Batch& batch) {
+               const auto logits = decoder(model).outputs(batch).router_logits;
+               const auto layers = static_cast<double>(logits.size());
+               at::Tensor loss = at::zeros({}, at::kDouble);
+               for (std::size_t layer = 0; layer < logits.size(); ++layer) {
+                 const auto row = static_cast<std::int64_t>(layer);
+                 const at::Tensor fraction =  // of routed places
+                     (pooled ? known->places.mean(0) : known->places[row]) /
+                     (known->tokens * static_cast<double>(each));
+                 const at::Tensor mass = at::softmax(logits[layer].to(at::kDouble), 1).sum(0);
+                 loss = loss + static_cast<double>(experts) * fraction.dot(mass) / known->tokens / layers;
+               }
+               return loss;
+             }});
+  }
+  if (config.loss.router_z != 0)
+    terms.push_back({.name = "router_z",
+                     .weight = config.loss.router_z,
+                     .mean = Mean::kTokens,
+                     .sum = [=](TaskModel& model, const Batch& batch) {
+                       at::Tensor loss = at::zeros({}, at::kDouble);
+                       const auto logits = decoder(model).outputs(batch).router_logits;
+                       for (const at::Tensor& own : logits)
+                         loss = loss + own.to(at::kDouble).exp().sum(1).log().pow(2).sum() /
+                                           static_cast<double>(logits.size());
+                       return loss;
+                     }});
+  return terms;
+}
+
+}  // namespace isograd

@@ -1,0 +1,203 @@
+#include "verify/replayed_choices.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+
+#include "verify/compare.hpp"
+#include "verify/layout_run.hpp"
+#include "verify/turns.hpp"
+
+namespace isograd {
+namespace {
+
+// Of each token, whatever batch it lies in and however that is cut.
+std::vector<std::int64_t> keys_of(const Batch& batch) {
+  std::vector<std::int64_t> keys;
+  const at::Tensor tokens = batch.tokens.cpu().contiguous(), positions = batch.positions.cpu().contiguous();
+  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
+    for (std::int64_t t = batch.cu_seqlens[f]; t < batch.cu_seqlens[f + 1]; ++t) {
+      const std::array<std::int64_t, 3> of{f < batch.sample_ids.size() ? batch.sample_ids[f] : 0,
+                                           positions.const_data_ptr<std::int64_t>()[t],
+                                           tokens.const_data_ptr<std::int64_t>()[t]};
+      keys.push_back(static_cast<std::int64_t>(XXH3_64bits(of.data(), sizeof(of))));
+    }
+  return keys;
+}
+
+// What one forward chose, by layer, and by which logits.
+struct Routed {
+  std::map<std::int64_t, at::Tensor> chosen, logits;
+};
+
+DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std::shared_ptr<Routed>& given) {
+  return
+      [into, given](const Batch&, std::int64_t layer, const at::Tensor& logits, const at::Tensor& likeliest) {
+        into->logits[layer] = logits.detach().to(at::kCPU, at::kDouble);
+        const at::Tensor chosen = given ? given->chosen.at(layer).to(likeliest.device()) : likeliest;
+        into->chosen[layer] = chosen.cpu();
+        return chosen;
+      };
+}
+
+}  // namespace
+
+DecoderLM::ChooseExperts ReplayedChoices::replay() {
+  return [self = shared_from_this()](const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+                                     const at::Tensor& likeliest) {
+    return self->choose(batch, layer, logits, likeliest);
+  };
+}
+
+LayoutVerdict::Choices ReplayedChoices::take(const Group& data) {
+  LayoutVerdict::Choices taken;
+  {
+    const std::lock_guard lock(mutex_);
+    seen_.clear();
+    taken = std::exchange(counts_, {});
+  }
+  if (data.size() == 1) return taken;
+  Group ranks = data;
+  at::Tensor sums = at::tensor({taken.tokens, taken.flipped, taken.wrong}, at::kLong);
+  ranks.all_reduce(sums);
+  constexpr std::int64_t kNone = std::int64_t{1} << 40;
+  at::Tensor layer = at::full({1}, taken.layer < 0 ? kNone : taken.layer, at::kLong);
+  ranks.all_reduce(layer, ReduceOp::kMin);
+  const at::Tensor margins = ranks.all_gather(at::full({1}, taken.margin, at::kDouble));
+  taken.tokens = sums[0].item<std::int64_t>(), taken.flipped = sums[1].item<std::int64_t>();
+  taken.wrong = sums[2].item<std::int64_t>();
+  taken.layer = layer.item<std::int64_t>() == kNone ? -1 : layer.item<std::int64_t>();
+  taken.margin = margins.max().item<double>();
+  return taken;
+}
+
+at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+                                   const at::Tensor& likeliest) {
+  const auto index = static_cast<std::size_t>(layer);
+  const auto keys = keys_of(batch);
+  if (index >= chosen_.size() || !chosen_[index].defined() ||
+      static_cast<std::int64_t>(keys.size()) != likeliest.size(0))
+    return likeliest;
+  const at::Tensor wide = logits.detach().to(at::kCPU, at::kDouble).contiguous();
+  at::Tensor result = likeliest.cpu().clone();
+  const std::int64_t each = result.size(1), experts = wide.size(1);
+  auto* own = result.mutable_data_ptr<std::int64_t>();
+  const auto* recorded = chosen_[index].const_data_ptr<std::int64_t>();
+  const double* logit = wide.const_data_ptr<double>();
+  const std::lock_guard lock(mutex_);
+  for (std::size_t t = 0; t < keys.size(); ++t, own += each, logit += experts) {
+    const auto [first, last] = rows_.equal_range(keys[t]);
+    if (first == last) continue;
+    std::vector<std::int64_t> natural(own, own + each);
+    std::sort(natural.begin(), natural.end());
+    double least = HUGE_VAL;  // by how much the logits of its own choice and of one recorded are apart
+    const std::int64_t* nearest = nullptr;
+    for (auto row = first; row != last; ++row) {
+      const std::int64_t* wanted = recorded + row->second * each;
+      double best_left = -HUGE_VAL, worst_taken = HUGE_VAL;
+      for (std::int64_t j = 0; j < each; ++j) {
+        const std::int64_t mine = natural[static_cast<std::size_t>(j)];
+        if (!std::binary_search(wanted, wanted + each, mine)) best_left = std::fmax(best_left, logit[mine]);
+        if (!std::binary_search(natural.begin(), natural.end(), wanted[j]))
+          worst_taken = std::fmin(worst_taken, logit[wanted[j]]);
+      }
+      // Negative where the run chose what its own logits like less: no rounding does that.
+      const double apart = best_left == -HUGE_VAL ? 0 : std::abs(best_left - worst_taken);
+      if (std::isnan(apart) || apart >= least) continue;
+      least = apart, nearest = wanted;
+      if (best_left == -HUGE_VAL) break;
+    }
+    const bool same = nearest && std::equal(natural.begin(), natural.end(), nearest);
+    if (seen_.emplace(layer, keys[t]).second) {
+      ++counts_.tokens;
+      counts_.flipped += same ? 0 : 1;
+      const bool explained = same || least <= allowed_[index];
+      if (!explained && (counts_.wrong++ == 0 || layer < counts_.layer)) counts_.layer = layer;
+      if (!same && explained && allowed_[index] > 0)
+        counts_.margin = std::fmax(counts_.margin, least / allowed_[index]);
+    }
+    // A wrong choice stays, so that what it does to the gradient is seen as well.
+    if (same || !nearest || !(least <= allowed_[index])) continue;
+    // The likeliest first, as routers give them.
+    std::vector<std::int64_t> ordered(nearest, nearest + each);
+    std::stable_sort(ordered.begin(), ordered.end(),
+                     [&](std::int64_t a, std::int64_t b) { return logit[a] > logit[b]; });
+    std::copy(ordered.begin(), ordered.end(), own);
+  }
+  return result.to(likeliest.device());
+}
+
+std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
+                                                Group& group) {
+  if (problem.dtype == at::kDouble) return nullptr;
+  const VerifyModel rounded = initial.model(problem, problem.dtype);
+  if (!rounded.choose_experts) return nullptr;
+  auto choices = std::make_shared<ReplayedChoices>();
+  const int last = group.size() - 1;
+  std::vector<std::int64_t> keys;
+  std::map<std::int64_t, std::vector<at::Tensor>> chosen;  // by layer
+  std::map<std::int64_t, double> off;                      // the largest error of a logit
+  Turns turns(group);
+  if (group.rank() == last) {
+    const at::NoGradGuard no_grad;
+    const VerifyModel exact = initial.oracle(problem);
+    const MicroBatches whole = problem.alone ? problem.alone() : problem.whole();
+    for (const Batch& batch : whole) {
+      const auto right = std::make_shared<Routed>(), other = std::make_shared<Routed>();
+      exact.choose_experts(recorder(right, nullptr));
+      exact.logits(batch);
+      turns.tick();
+      rounded.choose_experts(recorder(other, right));
+      rounded.logits(batch);
+      turns.tick();
+      const auto own = keys_of(batch);
+      keys.insert(keys.end(), own.begin(), own.end());
+      for (const auto& [layer, experts] : right->chosen) {
+        chosen[layer].push_back(std::get<0>(experts.sort(1)));
+        if (experts.size(0) == 0) continue;
+        const double error = (right->logits.at(layer) - other->logits.at(layer)).abs().max().item<double>();
+        off[layer] = std::fmax(off[layer], error);
+      }
+    }
+  }
+  turns.finish();
+
+  // Layers from 0, -1 where one has no experts; then errors as bits of fp64 in a tensor of their own.
+  at::Tensor sizes = at::zeros({3}, at::kLong);
+  if (group.rank() == last) {
+    sizes[0] = static_cast<std::int64_t>(keys.size());
+    sizes[1] = chosen.empty() ? 0 : chosen.rbegin()->first + 1;
+    sizes[2] = chosen.empty() ? 0 : chosen.begin()->second.front().size(1);
+  }
+  group.broadcast(sizes, last);
+  const std::int64_t tokens = sizes[0].item<std::int64_t>(), layers = sizes[1].item<std::int64_t>(),
+                     each = sizes[2].item<std::int64_t>();
+  at::Tensor all_keys = at::zeros({tokens}, at::kLong), errors = at::full({layers}, -1.0, at::kDouble);
+  if (group.rank() == last) {
+    all_keys = at::tensor(keys, at::kLong);
+    for (const auto& [layer, error] : off) errors[layer] = error;
+  }
+  if (tokens > 0) group.broadcast(all_keys, last);
+  if (layers > 0) group.broadcast(errors, last);
+  for (std::int64_t row = 0; row < tokens; ++row)
+    choices->rows_.emplace(all_keys[row].item<std::int64_t>(), row);
+  choices->chosen_.resize(static_cast<std::size_t>(layers));
+  for (std::int64_t layer = 0; layer < layers; ++layer) {
+    const double error = errors[layer].item<double>();
+    // Both logits of a pair may be off, each by what a run may be off where one process is off by `error`.
+    choices->allowed_.push_back(2 * kRoundingFactor * error);
+    if (error < 0) continue;
+    at::Tensor experts =
+        group.rank() == last ? at::cat(chosen.at(layer)).contiguous() : at::zeros({tokens, each}, at::kLong);
+    group.broadcast(experts, last);
+    choices->chosen_[static_cast<std::size_t>(layer)] = experts;
+  }
+  return choices;
+}
+
+}  // namespace isograd

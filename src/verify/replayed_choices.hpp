@@ -1,0 +1,51 @@
+// The experts that one process chooses for each token in fp64, replayed in runs of lower precision. Routing
+// is discontinuous: where two experts are nearly as likely, rounding may choose the other one, and then
+// gradients differ by far more than rounding although neither run is wrong. So runs in lower precision
+// compute what the oracle chose, and what they would have chosen by themselves may differ only where the
+// logits of the experts in question are closer than rounding can tell.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "isograd/verify.hpp"
+
+namespace isograd {
+
+struct Initial;
+
+class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
+ public:
+  // For DecoderLM::set_choice_of_experts(); keeps this alive. A token that the oracle did not see, or a
+  // layer, goes where the run sends it.
+  DecoderLM::ChooseExperts replay();
+
+  // What was replayed since the last call, over the ranks of `data`. Collective.
+  LayoutVerdict::Choices take(const Group& data);
+
+ private:
+  friend std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem&, const Initial&, Group&);
+  at::Tensor choose(const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+                    const at::Tensor& likeliest);
+
+  // Tokens by key: rows of chosen_. Several, where one document stands in the step more than once.
+  std::unordered_multimap<std::int64_t, std::int64_t> rows_;
+  std::vector<at::Tensor> chosen_;  // by layer; [N, k] int64, ascending in a row; undefined: no experts there
+  std::vector<double> allowed_;     // by layer; how far logits may be apart where rounding decides
+  std::mutex mutex_;
+  std::set<std::pair<std::int64_t, std::int64_t>> seen_;  // layer, key: each is counted once
+  LayoutVerdict::Choices counts_;
+};
+
+// Collective: the last rank makes the forwards of one process, in fp64 and in the run's precision; all get
+// what it chose in the first and how far the second one's logits were off. Null where there are no experts or
+// the run is in fp64.
+std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
+                                                Group& group);
+
+}  // namespace isograd
