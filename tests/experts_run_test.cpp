@@ -132,6 +132,18 @@ TEST_F(ExpertsRun, ChoicesThatRoundingTurnsAreReplayed) {
   });
 }
 
+// One expert to a token, whose weight is 1: the router has no gradient but rounding, and documents are apart.
+TEST_F(ExpertsRun, OneNormalisedExpertIsProven) {
+  RunConfig config = plain("one-expert", "float32");
+  config.model.shape.experts.per_token = 1;
+  config.model.shape.experts.normalise = true;
+  config.loss.balance = config.loss.router_z = 0;
+  run_ranks(3, [&](World& world) {
+    const Verdict verdict = verify_run(config, world, {"bucketed"});
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+  });
+}
+
 // A run whose routers choose others, in the run's precision alone: the margin tells it from rounding.
 TEST_F(ExpertsRun, ChoicesThatRoundingDoesNotExplainFail) {
   const RunConfig config = plain("wrong", "float32");
@@ -223,6 +235,8 @@ TEST_F(ExpertsRun, RouterLogitsThatAreNotFiniteAreNamed) {
       config.loss.balance_scope = scope;
       config.verify.at_end = false;
       config.train.max_norm = 0;
+      if (after == std::string("skip"))
+        config.loss.balance = config.loss.router_z = 0;  // known without losses
       config.train.on_non_finite = after;
       const Run result = run(config, 3);
       for (const Outcome& outcome : result.outcomes) {
@@ -273,6 +287,14 @@ TEST_F(ExpertsRun, WhatDoesNotFitIsRefused) {
   EXPECT_EQ(with({"loss.balance=0.1", "loss.balance_scope=micro_batch", "verify.at_end=false"}), "no error");
   EXPECT_THAT(with({"loss.balance=0.1", "loss.normalise_over=[\"dp_shard\", \"cp_ring\", \"cp_ulysses\"]"}),
               HasSubstr("loss.normalise_over"));
+  EXPECT_THAT(with({"loss.router_z=0.1", "model.experts_every=9"}), HasSubstr("none has experts"));
+  // Not proven by the other way either.
+  RunConfig unproven = plain("unproven");
+  unproven.verify.at_end = false;
+  unproven.loss.balance_scope = "micro_batch";
+  run_ranks(2, [&](World& world) {
+    EXPECT_THAT(config_error_of([&] { verify_run(unproven, world); }), HasSubstr("loss.balance_scope"));
+  });
   EXPECT_THAT(refused({"loss.balance=0.1"}), AllOf(HasSubstr("loss.balance"), HasSubstr("without experts")));
   EXPECT_THAT(refused({"model.family=mixtral", "model.experts=4", "model.expert_feed_forward=32"}),
               AllOf(HasSubstr("expert_feed_forward"), HasSubstr("mixtral")));

@@ -251,7 +251,7 @@ struct LayoutVerdict {
     std::int64_t flipped = 0;  // where the run would choose others than the oracle, which were replayed
     std::int64_t wrong = 0;    // of these, where rounding does not explain it
     std::int64_t layer = -1;   // the first with a wrong one
-    double margin = 0;         // the largest difference of logits that it was decided by, of allowed ones
+    double margin = 0;         // the largest difference of logits that rounding decided, of what is allowed
   } choices;
   std::vector<Finding> findings;  // what is wrong, most telling first
   bool passed = false;

@@ -38,8 +38,8 @@ at::Tensor BalanceLoss::counts_of(const std::vector<at::Tensor>& chosen) const {
   check_layers(chosen.size());
   at::Tensor counts = at::zeros({rows(), options_.experts + 1}, at::kLong);
   for (std::size_t layer = 0; layer < chosen.size(); ++layer) {
-    const at::Tensor& own = chosen[layer];
-    if (!own.defined() || own.numel() == 0) continue;
+    if (!chosen[layer].defined() || chosen[layer].numel() == 0) continue;
+    const at::Tensor own = chosen[layer].cpu();
     if (own.dim() != 2 || own.scalar_type() != at::kLong || own.min().item<std::int64_t>() < 0 ||
         own.max().item<std::int64_t>() >= options_.experts)
       refuse_balance_loss(

@@ -371,7 +371,7 @@ bool debug_build() {
 void check_agreement(const Denominator& denominator, Group& data) {
   if (data.size() == 1) return;
   std::vector<double> numbers = {static_cast<double>(denominator.mean), denominator.gradient_scale,
-                                 denominator.micro_batches};
+                                 denominator.micro_batches, denominator.tokens};
   if (denominator.by_replica.empty())
     numbers.insert(numbers.end(),
                    {denominator.value, denominator.targets, denominator.weights, denominator.samples});

@@ -183,8 +183,10 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     const DecoderOutputs outputs = model.outputs(batch);
     LossTerms terms;
     // An evaluation is of the cross entropy alone.
-    if (routers && routers->any() && (at::GradMode::is_enabled() || routers->collecting()))
-      routers->add_terms(outputs.router_logits, model.chosen_experts(batch, outputs), terms);
+    if (routers && (at::GradMode::is_enabled() || routers->collecting()))
+      routers->add_terms(outputs.router_logits,
+                         routers->any() ? model.chosen_experts(batch, outputs) : std::vector<at::Tensor>{},
+                         terms);
     if (routers && routers->collecting())
       return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
     const at::Tensor& weight = model.output_weight();

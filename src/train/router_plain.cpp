@@ -36,7 +36,7 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                  const auto chosen = own.chosen_experts(batch, own.outputs(batch));
                  places.resize(chosen.size(), at::zeros({experts}, at::kDouble));
                  for (std::size_t layer = 0; layer < chosen.size(); ++layer)
-                   places[layer] = places[layer] + at::one_hot(chosen[layer], experts).sum({0, 1});
+                   places[layer] = places[layer] + at::one_hot(chosen[layer].cpu(), experts).sum({0, 1});
                  known->tokens += static_cast<double>(batch.num_tokens());
                }
                known->places = places.empty() ? at::zeros({0, experts}, at::kDouble) : at::stack(places);
@@ -51,7 +51,7 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                  const at::Tensor fraction =  // of routed places
                      (pooled ? known->places.mean(0) : known->places[row]) /
                      (known->tokens * static_cast<double>(each));
-                 const at::Tensor mass = at::softmax(logits[layer].to(at::kDouble), 1).sum(0);
+                 const at::Tensor mass = at::softmax(logits[layer].to(at::kCPU, at::kDouble), 1).sum(0);
                  loss = loss + static_cast<double>(experts) * fraction.dot(mass) / known->tokens / layers;
                }
                return loss;
@@ -65,7 +65,7 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                        at::Tensor loss = at::zeros({}, at::kDouble);
                        const auto logits = decoder(model).outputs(batch).router_logits;
                        for (const at::Tensor& own : logits)
-                         loss = loss + own.to(at::kDouble).exp().sum(1).log().pow(2).sum() /
+                         loss = loss + own.to(at::kCPU, at::kDouble).exp().sum(1).log().pow(2).sum() /
                                            static_cast<double>(logits.size());
                        return loss;
                      }});

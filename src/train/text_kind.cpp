@@ -173,6 +173,17 @@ void check_router_losses(const RunConfig& config) {
                        .found = "a loss of routers, and a model without experts",
                        .expected = "a model that has experts",
                        .action = "Leave it out, or set model.experts and a model.family that has them"});
+  if (any) {
+    const DecoderConfig shape = configured_shape(config);
+    bool routes = false;
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer) routes |= shape.has_experts(layer);
+    if (!routes)
+      throw ConfigError(
+          {.where = loss.balance != 0 ? "loss.balance" : "loss.router_z",
+           .found = fmt::format("a loss of routers, and {} layers of which none has experts", shape.layers),
+           .expected = "a layer that has them",
+           .action = "Lower model.experts_every, or leave the loss out"});
+  }
   if (any && normalises_by_replica(config))
     throw ConfigError({.where = "loss.normalise_over",
                        .found =

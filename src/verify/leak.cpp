@@ -28,10 +28,16 @@ PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, con
 }
 
 // Whether b is what a was: to the bit, or where products round by how many tokens share an expert within E1's
-// bound of it.
-bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit) {
-  if (to_the_bit) return a.equal(b);
-  return (a - b).norm().item<double>() <= Bounds{}.exact * a.norm().item<double>();
+// bound, of the scale s.
+bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit, double scale) {
+  return to_the_bit ? a.equal(b) : (a - b).norm().item<double>() <= Bounds{}.exact * scale;
+}
+
+// s of each gradient, which is not that of its own rounding where it is next to nothing.
+std::vector<double> scales_of(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& leaves) {
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(leaves[i]);
+  return error_scales(gradients);
 }
 
 double largest(const at::Tensor& tensor) {
@@ -86,7 +92,8 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
       const auto part = [&](const at::Tensor& logits) {
         return logits.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]);
       };
-      if (same(part(first.logits), part(second.logits), to_the_bit)) continue;
+      const double norm = part(first.logits).norm().item<double>();
+      if (same(part(first.logits), part(second.logits), to_the_bit, norm)) continue;
       const double change = largest(part(first.logits) - part(second.logits));
       if (!leaks || change > leak.logits) {
         leak.touched = batch.sample_ids[f];
@@ -94,9 +101,10 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
       }
       leaks = true;
     }
+    const auto scales = scales_of(first.gradients, leaves);
     for (std::size_t i = 0; i < first.gradients.size(); ++i) {
       const at::Tensor &a = first.gradients[i], &b = second.gradients[i];
-      if (!a.defined() || !b.defined() || same(a, b, to_the_bit)) continue;
+      if (!a.defined() || !b.defined() || same(a, b, to_the_bit, scales[i])) continue;
       const double change = largest(a - b);
       if (leak.parameter.empty() || change > leak.gradient) {
         leak.parameter = names[i];

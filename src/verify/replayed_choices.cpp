@@ -19,12 +19,13 @@ namespace {
 // Of each token, whatever batch it lies in and however that is cut.
 std::vector<std::int64_t> keys_of(const Batch& batch) {
   std::vector<std::int64_t> keys;
-  const at::Tensor tokens = batch.tokens.cpu().contiguous(), positions = batch.positions.cpu().contiguous();
+  const at::Tensor tokens = batch.tokens.cpu().contiguous(), positions = batch.positions.cpu().contiguous(),
+                   targets = batch.targets.defined() ? batch.targets.cpu().contiguous() : tokens;
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
     for (std::int64_t t = batch.cu_seqlens[f]; t < batch.cu_seqlens[f + 1]; ++t) {
-      const std::array<std::int64_t, 3> of{f < batch.sample_ids.size() ? batch.sample_ids[f] : 0,
-                                           positions.const_data_ptr<std::int64_t>()[t],
-                                           tokens.const_data_ptr<std::int64_t>()[t]};
+      const std::array<std::int64_t, 4> of{
+          f < batch.sample_ids.size() ? batch.sample_ids[f] : 0, positions.const_data_ptr<std::int64_t>()[t],
+          tokens.const_data_ptr<std::int64_t>()[t], targets.const_data_ptr<std::int64_t>()[t]};
       keys.push_back(static_cast<std::int64_t>(XXH3_64bits(of.data(), sizeof(of))));
     }
   return keys;
@@ -97,6 +98,7 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
     std::sort(natural.begin(), natural.end());
     double least = HUGE_VAL;  // by how much the logits of its own choice and of one recorded are apart
     const std::int64_t* nearest = nullptr;
+    std::int64_t nearest_row = first->second;
     for (auto row = first; row != last; ++row) {
       const std::int64_t* wanted = recorded + row->second * each;
       double best_left = -HUGE_VAL, worst_taken = HUGE_VAL;
@@ -109,11 +111,11 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
       // Negative where the run chose what its own logits like less: no rounding does that.
       const double apart = best_left == -HUGE_VAL ? 0 : std::abs(best_left - worst_taken);
       if (std::isnan(apart) || apart >= least) continue;
-      least = apart, nearest = wanted;
+      least = apart, nearest = wanted, nearest_row = row->second;
       if (best_left == -HUGE_VAL) break;
     }
     const bool same = nearest && std::equal(natural.begin(), natural.end(), nearest);
-    if (seen_.emplace(layer, keys[t]).second) {
+    if (seen_.emplace(layer, nearest_row).second) {
       ++counts_.tokens;
       counts_.flipped += same ? 0 : 1;
       const bool explained = same || least <= allowed_[index];

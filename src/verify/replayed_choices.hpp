@@ -38,7 +38,7 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
   std::vector<at::Tensor> chosen_;  // by layer; [N, k] int64, ascending in a row; undefined: no experts there
   std::vector<double> allowed_;     // by layer; how far logits may be apart where rounding decides
   std::mutex mutex_;
-  std::set<std::pair<std::int64_t, std::int64_t>> seen_;  // layer, key: each is counted once
+  std::set<std::pair<std::int64_t, std::int64_t>> seen_;  // layer, row: each is counted once
   LayoutVerdict::Choices counts_;
 };
 

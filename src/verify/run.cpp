@@ -12,6 +12,7 @@
 
 #include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
+#include "isograd/error.hpp"
 #include "isograd/plan.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/unit_handle.hpp"
@@ -212,6 +213,11 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
                          const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
                          const std::string& suffix) {
   const RunConfig& config = task->config();
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
+    throw ConfigError({.where = "loss.balance_scope",
+                       .found = "micro_batch, which is another loss for each way to cut the step",
+                       .expected = "a loss that one process has too",
+                       .action = "Verify the run with --set loss.balance_scope=step"});
   const auto mesh = std::make_shared<const Mesh>(world, grid_of(config, world.size));
   context_groups(*mesh);  // by all ranks: models are made by some alone, later
   const at::Device device = device_of(config, world);
