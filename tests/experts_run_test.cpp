@@ -288,6 +288,10 @@ TEST_F(ExpertsRun, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(with({"loss.balance=0.1", "loss.normalise_over=[\"dp_shard\", \"cp_ring\", \"cp_ulysses\"]"}),
               HasSubstr("loss.normalise_over"));
   EXPECT_THAT(with({"loss.router_z=0.1", "model.experts_every=9"}), HasSubstr("none has experts"));
+  for (const char* kind : {"video", "scorer"})
+    EXPECT_THAT(refused({std::string("model.kind=") + kind, "loss.router_z=0.1"}), HasSubstr("no effect"))
+        << kind;
+  EXPECT_THAT(with({"loss.balance_over=model"}), HasSubstr("loss.balance is 0"));
   // Not proven by the other way either.
   RunConfig unproven = plain("unproven");
   unproven.verify.at_end = false;
@@ -295,7 +299,7 @@ TEST_F(ExpertsRun, WhatDoesNotFitIsRefused) {
   run_ranks(2, [&](World& world) {
     EXPECT_THAT(config_error_of([&] { verify_run(unproven, world); }), HasSubstr("loss.balance_scope"));
   });
-  EXPECT_THAT(refused({"loss.balance=0.1"}), AllOf(HasSubstr("loss.balance"), HasSubstr("without experts")));
+  EXPECT_THAT(refused({"loss.balance=0.1"}), AllOf(HasSubstr("loss.balance"), HasSubstr("none has experts")));
   EXPECT_THAT(refused({"model.family=mixtral", "model.experts=4", "model.expert_feed_forward=32"}),
               AllOf(HasSubstr("expert_feed_forward"), HasSubstr("mixtral")));
   EXPECT_THAT(config_error_of([&] {

@@ -295,7 +295,10 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.batch.videos_per_step = RunConfig{}.batch.videos_per_step;
   config.batch.tokens_per_micro_batch = RunConfig{}.batch.tokens_per_micro_batch;
   config.loss.normalise_over = RunConfig{}.loss.normalise_over;
-  config.loss.balance = config.loss.router_z = 0;  // losses of experts, which the model has none of
+  // Losses of experts, which the model has none of.
+  config.loss.balance = config.loss.router_z = 0;
+  config.loss.balance_over = RunConfig{}.loss.balance_over;
+  config.loss.balance_scope = RunConfig{}.loss.balance_scope;
   if (config.loss.kind != "fixed") config.loss.denominator = 0;
   if (config.loss.kind == "fixed" && config.loss.denominator == 0) config.loss.denominator = 1;
   if (config.loss.dp_replicate_reduction == "mean") config.loss.dp_replicate_reduction = "sum";

@@ -6,9 +6,9 @@
 namespace isograd {
 namespace {
 
-// What is known of the whole step: one row for each group of layers whose averages are taken together.
+// What is known of the whole step.
 struct Averages {
-  at::Tensor places;  // [groups, E] fp64
+  at::Tensor places;  // [layers, E] fp64
   double tokens = 0;  // of one layer
 };
 

@@ -165,14 +165,11 @@ std::vector<RunConfig> text_accumulations(const RunConfig& config, int ranks) {
   return all;
 }
 
+constexpr const char* kOnlyOfRouters = "routers are a decoder's (model.kind)";
+
 void check_router_losses(const RunConfig& config) {
   const auto& loss = config.loss;
   const bool any = loss.balance != 0 || loss.router_z != 0;
-  if (any && configured_shape(config).experts.count == 0)
-    throw ConfigError({.where = loss.balance != 0 ? "loss.balance" : "loss.router_z",
-                       .found = "a loss of routers, and a model without experts",
-                       .expected = "a model that has experts",
-                       .action = "Leave it out, or set model.experts and a model.family that has them"});
   if (any) {
     const DecoderConfig shape = configured_shape(config);
     bool routes = false;
@@ -182,7 +179,8 @@ void check_router_losses(const RunConfig& config) {
           {.where = loss.balance != 0 ? "loss.balance" : "loss.router_z",
            .found = fmt::format("a loss of routers, and {} layers of which none has experts", shape.layers),
            .expected = "a layer that has them",
-           .action = "Lower model.experts_every, or leave the loss out"});
+           .action = "Leave it out, or set model.experts, a model.family that has them and "
+                     "model.experts_every of at most model.layers"});
   }
   if (any && normalises_by_replica(config))
     throw ConfigError({.where = "loss.normalise_over",
@@ -221,6 +219,7 @@ const TaskKind& text_kind() {
       .smaller = "batch.packs_per_micro_batch or data.pack_length",
       .samples_per_step = [](const RunConfig& config) { return config.batch.packs_per_step; },
       .keys = key_table::text_keys,
+      .of_no_other = {{"loss.balance", kOnlyOfRouters}, {"loss.router_z", kOnlyOfRouters}},
       .check =
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(configured_shape(config));
