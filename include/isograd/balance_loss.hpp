@@ -52,9 +52,6 @@ class BalanceLoss {
   void collect(const std::vector<at::Tensor>& chosen);
   void collect(const at::Tensor& chosen) { collect(std::vector<at::Tensor>{chosen}); }
   void finish_collecting();
-  bool collected() const { return collected_; }
-  // Tokens that each expert computes in the step, by layer [layers, E] int64, once collected; pooled: [1, E].
-  at::Tensor places() const;
 
  private:
   std::int64_t rows() const { return options_.pooled ? 1 : options_.layers; }

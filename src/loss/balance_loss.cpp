@@ -54,13 +54,6 @@ at::Tensor BalanceLoss::counts_of(const std::vector<at::Tensor>& chosen) const {
   return counts;
 }
 
-at::Tensor BalanceLoss::places() const {
-  if (!collected_)
-    refuse_balance_loss(options_.name, "places() before the routing of the step is known", "it collected",
-                        "Call collect() and finish_collecting() before");
-  return counts_.narrow(1, 0, options_.experts);
-}
-
 void BalanceLoss::collect(const std::vector<at::Tensor>& chosen) {
   if (options_.scope != Scope::kStep)
     refuse_balance_loss(options_.name, "collect() with scope micro-batch", "scope step", "Call term() alone");
