@@ -263,11 +263,14 @@ def test_whatever_is_known_to_be_wrong_fails(tmp_path):
     others = [f"{i + 99:016x}" for i, _ in enumerate(gradients)]
 
     def ranks(*views):
-        return steps.run(clip_coefficient=0.5, ranks=list(views)).verdict()[0]
+        return steps.run(clip_coefficient=0.5, ranks=[views[0], *views]).verdict()[0]  # 3, as the axes say
     assert ranks({"gradients": hashes, "norm": right}, {"gradients": hashes, "norm": right}) == []
     assert ranks({"gradients": hashes}, {"gradients": others}) == ["replicas_differ"]
     assert ranks({"gradients": hashes, "spread": 0}, {"gradients": others, "spread": 1e-15}) == ["sum_order_depends_on_rank"]
     assert ranks({"norm": right}, {"norm": right * 1.2}) == ["norm_differs"]
+    for key in ("norm", "spread", "owned_norm", "bytes_moved"):
+        assert ranks({"norm": right}, {"norm": right, key: "nan"}) == ["not_finite"], key
+    assert ranks({"norm": right}, {"norm": right, "spread": 0.1}) == ["replicas_differ"]
     assert ranks({"initial": hashes}, {"initial": others}) == ["initial_parameters_differ"]
 
 
@@ -352,9 +355,10 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
     changes = [{}, {"loss": "nan"}, {"loss": "inf"}, {"precision": "fp16"}]
     bad = [{"loss": "NaN"}, {"losses": 1}, {"version": 2}, {"format": "other"}, {"targets": -1}, {"targets": 1.5},
            {"targets": "3"}, {"tokens": 2 ** 60}, {"samples": [1.5]}, {"samples": 3}, {"counts": [1, 2]},
-           {"counts": [[-1]]}, {"axes": {"dp": 0}}, {"axes": [3]}, {"precision": 32}, {"parameters": "x"},
+           {"counts": [[-1]]}, {"axes": {"dp": 0}}, {"axes": [3]}, {"precision": 32}, {"precision": "float64"}, {"parameters": "x"}, {"loss": None},
            {"terms": [1]}, {"scales": {"learning_rate": "fast"}}, {"owners": [[1]]}, {"owners": [[1, 2, 3]]},
-           {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]}]
+           {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]},
+           {"ranks": [{"norm": None}]}]
     for change, accepted in [(c, True) for c in changes] + [(c, False) for c in bad]:
         content = dict(good, **change)
         steps_file.write_text(json.dumps(content))

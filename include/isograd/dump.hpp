@@ -45,8 +45,8 @@ struct StepDump {
   std::string precision;   // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // of the loss, each by itself, without its weight
-  // Figures and terms that were recorded and are no number, by their keys in step.json ("loss", "norm",
-  // "clip_coefficient", "terms.NAME"): NaN anywhere else means not recorded.
+  // Figures that were recorded and are no number, by their keys in step.json ("loss", "norm",
+  // "clip_coefficient", "terms.NAME", "scales.NAME", "ranks.0.norm"): NaN anywhere else means not recorded.
   std::vector<std::string> not_numbers{};
   // Factors of the trainer's own that a gradient may have been multiplied by: {"learning_rate", 0.1}, ...
   std::vector<std::pair<std::string, double>> scales{};
@@ -61,8 +61,8 @@ struct StepDump {
   struct RankView {
     // xxHash of the bits of each parameter before the step, and of each gradient as this rank has it.
     std::vector<std::uint64_t> initial, gradients;
-    double spread = 0;      // largest ‖g − g of rank 0‖ / ‖g of rank 0‖ over the parameters
-    double owned_norm = 0;  // of the elements that this rank counts
+    double spread = 0;  // largest ‖g − g of rank 0‖ / ‖g of rank 0‖ over the parameters
+    double owned_norm = std::numeric_limits<double>::quiet_NaN();   // of the elements that this rank counts
     double norm = std::numeric_limits<double>::quiet_NaN();         // of the whole gradient, as it has it
     double bytes_moved = std::numeric_limits<double>::quiet_NaN();  // to make the step
   };

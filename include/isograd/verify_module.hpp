@@ -36,7 +36,8 @@ VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
                          std::optional<ModelUnits> units = {});
 
 // A module whose `logits(*module, batch)` gives them. Parameters may be drawn from any generator: all ranks
-// take rank 0's.
+// take rank 0's. Under zero3 the whole module is one unit, also where members of it are Sharded: their own
+// gathering is proven by the overload with blocks.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;

@@ -48,7 +48,8 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
   const bool measured = !allowance_.exact && !by_one.empty();
   Tensors reference;
   for (const auto& [name, tensor] : expected().gradients) reference.push_back(tensor.to(at::kDouble));
-  const auto scales = error_scales(reference, allowance_.exact || measured ? kFloor : kUnmeasuredFloor);
+  const auto unmeasured = error_scales(reference, kUnmeasuredFloor);
+  const auto scales = allowance_.exact || measured ? error_scales(reference, kFloor) : unmeasured;
   double most_alone = 0;  // over few elements one run measures rounding badly: the worst of all counts
   for (std::size_t i = 0; i < reference.size(); ++i) {
     const auto match = own.find(expected().gradients[i].first);
@@ -57,6 +58,7 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
                         .found = match->second.to(at::kDouble),
                         .expected = reference[i],
                         .scale = scales[i],
+                        .unmeasured_scale = unmeasured[i],
                         .by_floor = held_to_floor(norm_of(reference[i]), scales[i]),
                         .comparison = {}};
     if (measured) {
@@ -100,10 +102,12 @@ void Case::allow(double most_alone) {
     own.push_back(parameter.found);
     wanted.push_back(parameter.expected);
     double allowed = Bounds{}.exact;
-    if (!allowance_.exact && alone_.empty()) allowed = kUnitsOfParameter * bounds.unit;
+    if (!allowance_.exact) allowed = kUnitsOfParameter * bounds.unit;
     if (!allowance_.exact && !alone_.empty()) {
       const bool few = parameter.expected.numel() < kMeasurable;
-      allowed = 4 * (few ? most_alone : parameter.alone_error) + sums;
+      // What one process is off by makes the bound sharper and never wider.
+      const double widest = parameter.scale > 0 ? allowed * parameter.unmeasured_scale / parameter.scale : 0;
+      allowed = std::min(4 * (few ? most_alone : parameter.alone_error), widest) + sums;
       alone_errors.push_back(alone_[i] - parameter.expected);
     }
     parameter.comparison =
@@ -114,8 +118,9 @@ void Case::allow(double most_alone) {
   Tensors errors;
   for (std::size_t i = 0; i < own.size(); ++i) errors.push_back(own[i] - wanted[i]);
   whole_error_ = norm_of(errors);
-  allowance_.whole = alone_.empty() ? kUnitsOfWhole * bounds.unit * norm_of(wanted)
-                                    : 4 * norm_of(alone_errors) + sums * norm_of(wanted);
+  allowance_.whole = kUnitsOfWhole * bounds.unit * norm_of(wanted);
+  if (!alone_.empty())
+    allowance_.whole = std::min(4 * norm_of(alone_errors), allowance_.whole) + sums * norm_of(wanted);
   scale_ = test_scale(own, wanted, bounds.unit);
 }
 

@@ -19,9 +19,9 @@ namespace isograd {
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
 
 // What rounding may do to a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the gradient of one
-// process in the same precision, four times what it is off by; without it, what was measured on right steps
-// of several models and doubled: 256 u of a parameter's norm (or of the floor: 1/32 · RMS · √numel), and 32 u
-// of the norm of all.
+// process in the same precision, four times what it is off by; without it, and at most with it, what was
+// measured on right steps of several models and doubled: 256 u of a parameter's norm (or of the floor: 1/32 ·
+// RMS · √numel), and 32 u of the norm of all.
 struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by Case::parameters()
@@ -41,11 +41,12 @@ class Case {
 
   struct Parameter {
     std::string name;
-    at::Tensor found, expected;  // fp64
-    double scale = 0;            // s
-    bool by_floor = false;       // s is not its own norm
-    double alone_error = 0;      // of one process in the precision of `found`, in s; 0: not known
-    Comparison comparison;       // held to allowance()
+    at::Tensor found, expected;   // fp64
+    double scale = 0;             // s
+    double unmeasured_scale = 0;  // s without a gradient of one process
+    bool by_floor = false;        // s is not its own norm
+    double alone_error = 0;       // of one process in the precision of `found`, in s; 0: not known
+    Comparison comparison;        // held to allowance()
   };
   struct Cell {  // a micro-batch with targets
     int rank = 0, micro_batch = 0;
@@ -151,6 +152,17 @@ std::optional<Prediction> prediction_of(Case& one, const Cause& cause, const std
 // it by less: findings where it lies nearer to the mistake; `untold` hears of those that cannot be told
 // apart.
 std::vector<Finding> diagnose_rivals(Case& one, std::vector<std::string>* untold);
+
+// Names and shapes that only one side has. (diagnose_samples.cpp)
+std::vector<Finding> diagnose_names(const RunPair& pair);
+// Which samples were counted, as far as both sides say.
+std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected);
+// The same samples, but as many targets as if each were counted once on every rank of some axes.
+bool counted_several_times(const StepDump& found, const StepDump& expected);
+// A dump whose counts do not add up to its targets; `side`: " of the reference".
+std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
+// Other parameters on some ranks before the step.
+std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again);

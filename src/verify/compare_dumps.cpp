@@ -133,6 +133,28 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   return of(found) == of(expected);
 }
 
+// What `--alone` gives widens what A may be off by: it must be the same step, of A's precision, and right
+// within what rounding does to any.
+void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
+                  const DumpNames& names) {
+  const auto refuse = [](const std::string& what) {
+    throw ConfigError({.where = "--alone",
+                       .found = what,
+                       .expected = "the step of one process in the precision of the run, beside that of one "
+                                   "process in fp64",
+                       .action = "Write both dumps with the same program, from the same parameters and "
+                                 "samples, or compare without --alone"});
+  };
+  if (type_of(expected.precision) != at::kDouble) refuse(names.expected + " in " + expected.precision);
+  if (alone.precision != found.precision)
+    refuse(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
+  if (names_of(alone) != names_of(expected)) refuse("other parameters than in " + names.expected);
+  const auto findings = diagnose({.found = alone, .expected = expected});
+  if (!findings.empty()) refuse("no right step of one process: " + findings[0].sentence);
+  if (!Case({.found = alone, .expected = expected}, {}, RunAgain()).same())
+    refuse("a gradient that is further from that of " + names.expected + " than rounding explains");
+}
+
 }  // namespace
 
 RunAgain again_from_shares(const StepDump& expected) {
@@ -172,16 +194,7 @@ DumpComparison compare_dumps(StepDump found, const StepDump& expected, const Dum
     result.notices.push_back(
         fmt::format("all names of {} begin with \"{}\"; compared without it", names.found, prefix));
   }
-  if (alone) {
-    const bool fits = names_of(*alone) == names_of(expected) && type_of(expected.precision) == at::kDouble;
-    if (!fits)
-      throw ConfigError({.where = "--alone",
-                         .found = type_of(expected.precision) == at::kDouble
-                                      ? "other parameters than in " + names.expected
-                                      : names.expected + " in " + expected.precision,
-                         .expected = "one process in the precision of the run, beside one process in fp64",
-                         .action = "Write both dumps with the same program"});
-  }
+  if (alone) expect_alone(*alone, found, expected, names);
   RunPair pair{.found = std::move(found), .expected = expected};
   if (alone) pair.alone = alone->gradients;
   const bool both = !pair.found.counts.empty() && !expected.counts.empty();

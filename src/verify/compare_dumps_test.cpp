@@ -134,6 +134,41 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   one_off.gradients[2].second.mul_(1 + 8e-6);
   EXPECT_FALSE(compare_dumps(one_off, right(), kNames, rounded(1)).verdict.passed);
   EXPECT_GT(good.verdict.layouts[0].e2.single_found, 8e-6);
+  // What one process is said to be off by never widens the bound, and what is no such step is refused.
+  const auto refused = [&](const StepDump& found, const StepDump& alone) {
+    try {
+      compare_dumps(found, right(), kNames, alone);
+      return std::string("nothing was refused");
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+  };
+  EXPECT_THAT(refused(rounded(1.3), rounded(1.3)), HasSubstr("no right step of one process"));
+  StepDump random = rounded(1);
+  random.gradients[1].second = at::ones({4}, at::kDouble);
+  EXPECT_THAT(refused(random, random), HasSubstr("block.norm"));
+  StepDump elsewhere = rounded(1);
+  elsewhere.samples = {7, 8, 9, 10};
+  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("samples"));
+  elsewhere = rounded(1);
+  elsewhere.figures.targets = 19;
+  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("targets"));
+  elsewhere = rounded(1);
+  elsewhere.figures.loss = 3;
+  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("loss"));
+  StepDump half = rounded(1);
+  half.precision = "bf16";
+  EXPECT_THAT(refused(rounded(1), half), HasSubstr("bf16, where A is in fp32"));
+  // One process that is off by 6e-6 in one parameter: four times of it would let 1.8e-5 pass.
+  StepDump rough = rounded(1), far = rounded(1);
+  const at::Tensor norm = right().gradients[1].second;
+  at::Tensor off = norm.roll(1);
+  off = off - norm * ((off * norm).sum() / norm.square().sum());
+  off = off * (norm.norm() / off.norm());
+  rough.gradients[1].second += 6e-6 * off;
+  far.gradients[1].second += 1.8e-5 * off;
+  EXPECT_TRUE(compare_dumps(rounded(1), right(), kNames, rough).verdict.passed);
+  EXPECT_FALSE(compare_dumps(far, right(), kNames, rough).verdict.passed);
   StepDump others = rounded(1);
   others.gradients.pop_back();
   EXPECT_THROW(compare_dumps(rounded(1), right(), kNames, others), ConfigError);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 
 #include "verify/case.hpp"
 
@@ -31,6 +32,16 @@ std::vector<Finding> diagnose_not_finite(const Case& one) {
       if (std::isinf(value)) keys.emplace_back(key);
     for (const auto& [name, value] : dump->terms)
       if (std::isinf(value)) keys.push_back("terms." + name);
+    for (const auto& [name, value] : dump->scales)
+      if (std::isinf(value)) keys.push_back("scales." + name);
+    for (std::size_t r = 0; r < dump->ranks.size(); ++r) {
+      const StepDump::RankView& rank = dump->ranks[r];
+      for (const auto& [key, value] : {std::pair{"norm", rank.norm},
+                                       {"owned_norm", rank.owned_norm},
+                                       {"spread", rank.spread},
+                                       {"bytes_moved", rank.bytes_moved}})
+        if (std::isinf(value)) keys.push_back(fmt::format("ranks.{}.{}", r, key));
+    }
     for (const auto& [name, applied] : dump->applied)
       if (!applied.isfinite().all().item<bool>()) keys.push_back("applied " + name);
     for (const auto& key : keys) broken.push_back(key + side);
@@ -39,16 +50,42 @@ std::vector<Finding> diagnose_not_finite(const Case& one) {
   return {{"not_finite", fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
 }
 
+// The terms of the loss that both sides recorded and that are not alike, with their values. Beside a larger
+// term the rounding of its sums shows in a term that is nearly zero.
+std::vector<std::string> other_terms(const Case& one) {
+  constexpr double kUnitsOfLargest = 16, kExact = 1e-12;
+  const double of_largest =
+      one.allowance().exact ? kExact : std::min(one.limit(), kUnitsOfLargest * one.allowance().bounds.unit);
+  double largest = std::isnan(one.expected().figures.loss) ? 0 : std::abs(one.expected().figures.loss);
+  for (const auto& [name, value] : one.expected().terms) largest = std::fmax(largest, std::abs(value));
+  std::vector<std::string> others;
+  for (const auto& [name, expected] : one.expected().terms)
+    for (const auto& [own, found] : one.found().terms) {
+      if (own != name || std::isnan(found) || std::isnan(expected)) continue;
+      if (!close_together(found, expected, tolerance(one)) &&
+          !(std::abs(found - expected) <= of_largest * largest))
+        others.push_back(fmt::format("{} {:.9g}, expected {:.9g}", name, found, expected));
+    }
+  return others;
+}
+
 std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
-  if (std::isnan(expected) || std::isnan(found)) return {};  // not recorded
-  if (close_together(found, expected, tolerance(one))) return {};
+  const auto terms = other_terms(one);
+  const bool recorded = !std::isnan(expected) && !std::isnan(found);
+  if (!recorded || close_together(found, expected, tolerance(one))) {
+    if (terms.empty()) return {};
+    return {{"loss_differs",
+             fmt::format("the gradient is right{}, terms of the loss are not: {}",
+                         recorded ? " and so is the loss" : "", list_names(terms)),
+             {}}};
+  }
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
   return {{factor.empty() ? "loss_differs" : "loss_scaled",
            fmt::format("loss {:.9g}, expected {:.9g} (ratio {}{}); the gradient is right", found, expected,
                        ratio_text(ratio), factor.empty() ? "" : ": " + factor),
-           {}}};
+           {terms.empty() ? "" : "terms: " + list_names(terms)}}};
 }
 
 std::vector<Finding> diagnose_norm(const Case& one) {
@@ -56,8 +93,6 @@ std::vector<Finding> diagnose_norm(const Case& one) {
   const auto& ranks = one.found().ranks;
   double expected = one.expected().figures.norm, found = one.found().figures.norm;
   if (std::isnan(expected)) expected = norm_of(one.right().gradient);
-  if (std::isnan(found) && !ranks.empty()) found = ranks[0].norm;
-  if (std::isnan(found)) return {};
   std::vector<double> norms, owned;
   double squares = 0, sum = 0;
   for (const auto& rank : ranks) {
@@ -66,11 +101,13 @@ std::vector<Finding> diagnose_norm(const Case& one) {
     squares += rank.owned_norm * rank.owned_norm;
     sum += rank.owned_norm;
   }
-  bool right = close_together(found, expected, limit), agree = true, own = norms.size() > 1;
+  if (std::isnan(found) && !norms.empty()) found = norms[0];
+  const bool recorded = !std::isnan(found);
+  bool right = !recorded || close_together(found, expected, limit), agree = true, own = norms.size() > 1;
   for (std::size_t r = 0; r < norms.size(); ++r) {
     right = right && close_together(norms[r], expected, limit);
     agree = agree && close_together(norms[r], norms[0], limit);
-    own = own && close_together(norms[r], owned[r], limit);
+    own = own && norms.size() == owned.size() && close_together(norms[r], owned[r], limit);
   }
   std::int64_t least = 1, most = 1;
   for (const auto& [low, high] : one.found().owners) {
@@ -79,8 +116,16 @@ std::vector<Finding> diagnose_norm(const Case& one) {
   }
   const auto once = fmt::format("elements count on {} to {} ranks", least, most);
   if (right) {
-    if (least == 1 && most == 1) return {};
-    return {{"elements_not_owned_once", once, {}}};
+    if (least != 1 || most != 1) return {{"elements_not_owned_once", once, {}}};
+    // Parts of a gradient whose elements count once make it up; and none is larger than all of them.
+    const bool parts = !one.found().owners.empty() && !owned.empty() && !std::isnan(squares);
+    const double largest =
+        std::accumulate(owned.begin(), owned.end(), 0.0, [](double a, double b) { return std::fmax(a, b); });
+    if ((parts && !close_together(std::sqrt(squares), expected, limit)) || largest > expected * (1 + limit))
+      return {{"norm_differs",
+               fmt::format("the ranks' parts do not make up the gradient's norm of {:.9g}", expected),
+               {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
+    return {};
   }
   const double ratio = found / expected;
   const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
@@ -104,17 +149,32 @@ std::vector<Finding> diagnose_norm(const Case& one) {
   return {{"norm_differs", numbers, {once}}};
 }
 
-// What the reference takes away too is right, whatever it is made of: weight decay belongs to it.
-bool applied_as_reference(const Case& one, double limit) {
+// Parameters from which another amount is taken away than there should be. What the reference takes away is
+// right, whatever it is made of: weight decay belongs to it. Where the reference does not say, it is the
+// run's own gradient, whose rounding it shares, times the coefficient; NaN: that is not known.
+std::vector<std::string> applied_otherwise(const Case& one, double coefficient, double limit) {
   std::map<std::string, at::Tensor> references;
-  for (const auto& [name, tensor] : one.expected().applied) references[name] = tensor.to(at::kDouble);
-  return std::all_of(one.found().applied.begin(), one.found().applied.end(), [&](const auto& entry) {
-    const auto reference = references.find(entry.first);
-    if (reference == references.end() || reference->second.sizes() != entry.second.sizes()) return false;
-    const at::Tensor& wanted = reference->second;
-    return (entry.second.to(at::kDouble) - wanted).norm().template item<double>() <=
-           limit * wanted.norm().template item<double>();
-  });
+  Tensors taken;
+  for (const auto& [name, tensor] : one.expected().applied)
+    taken.push_back(references[name] = tensor.to(at::kDouble));
+  const Tensors gradient = one.right().gradient;
+  double elements = 0;
+  for (const at::Tensor& tensor : gradient) elements += static_cast<double>(tensor.numel());
+  // What a parameter with next to no gradient is held to: an update is known to the rounding of parameters.
+  const double usual = (taken.empty() ? std::abs(coefficient) * norm_of(gradient) : norm_of(taken)) /
+                       std::sqrt(std::max(elements, 1.0));
+  std::vector<std::string> others;
+  for (const auto& [name, tensor] : one.found().applied)
+    for (const auto& parameter : one.parameters()) {
+      if (parameter.name != name) continue;
+      const auto reference = references.find(name);
+      const bool known = reference != references.end() && reference->second.sizes() == tensor.sizes();
+      if (!known && std::isnan(coefficient)) continue;
+      const at::Tensor wanted = known ? reference->second : parameter.found * coefficient;
+      const double scale = std::fmax(norm_of(wanted), usual * std::sqrt(static_cast<double>(wanted.numel())));
+      if (!(norm_of(tensor.to(at::kDouble) - wanted) <= limit * scale)) others.push_back(name);
+    }
+  return others;
 }
 
 // How the gradient was applied.
@@ -126,7 +186,8 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   const double coefficient = std::isnan(wanted) ? own : wanted;
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
   std::vector<std::string> bent;                                    // applied in another direction
-  const bool as_reference = applied_as_reference(one, 10 * limit);
+  const auto others = applied_otherwise(one, coefficient, 10 * limit);
+  const bool as_reference = others.empty() && !one.expected().applied.empty();
   for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
     const auto& [name, tensor] = one.found().applied[i];
     for (const auto& parameter : one.parameters()) {
@@ -142,10 +203,8 @@ std::vector<Finding> diagnose_clip(const Case& one) {
                                 [&](const auto& g) { return close_together(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
-      // Only a word for what is known to be wrong hangs on this.
-      const double bends = std::max(1e-3, 10 * limit);
-      if ((applied - ratio * parameter.found).norm().item<double>() >
-          bends * std::abs(ratio) * parameter.found.norm().item<double>())
+      if (norm_of(applied - ratio * parameter.found) >
+          10 * limit * std::abs(ratio) * norm_of(parameter.found))
         bent.push_back(name);
     }
   }
@@ -191,6 +250,12 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   }
   if (!std::isnan(own) && !std::isnan(coefficient) && !close_together(own, coefficient, limit))
     return {{"clip_differs", "another clip coefficient is reported: " + numbers, {}}};
+  // Whatever it is: not what the reference takes away, or what no clip makes of a gradient.
+  if (!others.empty() || !clips)
+    return {{"optimizer_differs",
+             "the gradient is right, but an update of plain SGD takes something else away" +
+                 (others.empty() ? std::string() : ": from " + list_names(others)),
+             evidence}};
   return {};
 }
 

@@ -34,7 +34,7 @@ StepDump full_dump() {
   dump.terms = {{"cross_entropy", 1.5}, {"balance", std::nan("")}};
   dump.applied = gradients(0.7);
   dump.owners = {{1, 1}, {0, 2}};
-  dump.ranks.resize(2);
+  dump.ranks.resize(3);
   dump.ranks[0] = {.initial = {1, ~std::uint64_t{0}}, .gradients = {7, 8}, .spread = 0.5, .owned_norm = 2};
   dump.ranks[1].norm = 4;
   dump.ranks[1].bytes_moved = 1e12;
@@ -69,7 +69,7 @@ void expect_equal(const StepDump& read, const StepDump& written) {
     EXPECT_EQ(read.ranks[rank].initial, written.ranks[rank].initial);
     EXPECT_EQ(read.ranks[rank].gradients, written.ranks[rank].gradients);
     EXPECT_EQ(read.ranks[rank].spread, written.ranks[rank].spread);
-    EXPECT_EQ(read.ranks[rank].owned_norm, written.ranks[rank].owned_norm);
+    EXPECT_THAT(read.ranks[rank].owned_norm, testing::NanSensitiveDoubleEq(written.ranks[rank].owned_norm));
     EXPECT_THAT(read.ranks[rank].norm, testing::NanSensitiveDoubleEq(written.ranks[rank].norm));
     EXPECT_THAT(read.ranks[rank].bytes_moved, testing::NanSensitiveDoubleEq(written.ranks[rank].bytes_moved));
   }
@@ -114,6 +114,24 @@ TEST(DumpFiles, NumbersThatAreNotFiniteComeBack) {
   EXPECT_EQ(read.figures.norm, dump.figures.norm);
   EXPECT_TRUE(std::isnan(read.figures.clip_coefficient));
   EXPECT_TRUE(std::isnan(read.gradients[0].second[0][0].item<double>()));
+}
+
+// NaN is told from what was not recorded, in what each rank says too.
+TEST(DumpFiles, WhatIsNoNumberIsKnownByItsKey) {
+  const ScratchFolder folder;
+  write_dump(full_dump(), folder.path() / "d");
+  EXPECT_THAT(read_dump(folder.path() / "d").not_numbers, testing::ElementsAre("terms.balance"));
+  write_file(
+      folder.path() / "d/step.json",
+      R"({"format": "isograd-dump", "version": 1, "scales": {"learning_rate": "nan"}, "ranks": [{"norm": 1},
+                 {"norm": "nan", "spread": "nan", "owned_norm": "nan", "bytes_moved": "nan"}]})");
+  const StepDump read = read_dump(folder.path() / "d");
+  const auto keys = testing::UnorderedElementsAre("scales.learning_rate", "ranks.1.norm", "ranks.1.spread",
+                                                  "ranks.1.owned_norm", "ranks.1.bytes_moved");
+  EXPECT_THAT(read.not_numbers, keys);
+  EXPECT_TRUE(std::isnan(read.ranks[0].spread) && std::isnan(read.ranks[0].owned_norm));
+  write_dump(read, folder.path() / "again");
+  EXPECT_THAT(read_dump(folder.path() / "again").not_numbers, keys);
 }
 
 TEST(DumpFiles, EverythingButTheGradientsIsOptional) {
@@ -161,7 +179,11 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
     write_file(dump / "step.json", R"({"format": "isograd-dump", "version": 1)" + rest + "}");
     return refusal(dump);
   };
-  EXPECT_THAT(with(""), HasSubstr("nothing was refused"));
+  // Ranks along tp share samples, which count once.
+  for (const char* right :
+       {"", R"(, "axes": {"dp_shard": 2, "tp": 2}, "counts": [[1], [2]], "ranks": [{}, {}, {}, {}])",
+        R"(, "axes": {"dp": 4}, "counts": [[1]], "ranks": [{}], "precision": "fp16")"})
+    EXPECT_THAT(with(right), HasSubstr("nothing was refused")) << right;
   const std::pair<const char*, const char*> wrong[] = {
       {R"(, "loss": "much")", "loss"},
       {R"(, "loss": [1])", "loss"},
@@ -178,6 +200,14 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "axes": {"dp_shard": 4294967296})", "axes.dp_shard"},
       {R"(, "axes": {"dp_shard": 524288, "tp": 4})", "1048576 ranks at most"},
       {R"(, "precision": 32)", "precision"},
+      {R"(, "precision": "float64")", "precision"},
+      {R"(, "loss": null)", "no such key where it was not recorded"},
+      {R"(, "ranks": [{}, {"norm": null}])", "ranks.1.norm"},
+      {R"(, "axes": {"dp": 4}, "ranks": [{}, {}])", "the 4 that \"axes\" makes"},
+      {R"(, "axes": {"dp": 4}, "counts": [[1], [2]])", "the 4 that \"axes\" makes"},
+      {R"(, "ranks": [{"gradients": ["0123456789abcdef"]}, {}, {"gradients": ["0123456789abcdef",
+          "0123456789abcdef"]}])",
+       "ranks.2.gradients"},
       {R"(, "parameters": [1])", "parameters"},
       {R"(, "parameters": ["zz.weight"])", "2 tensors"},
       {R"(, "parameters": ["zz.weight", "zz.weight"])", "twice"},
@@ -186,9 +216,9 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "terms": {"a": "b"})", "terms.a"},
       {R"(, "owners": [[1]])", "owners"},
       {R"(, "ranks": [3])", "ranks"},
-      {R"(, "ranks": [{"initial": ["xyz"]}])", "ranks.initial"},
-      {R"(, "ranks": [{"initial": 4}])", "ranks.initial"},
-      {R"(, "ranks": [{"spreads": 4}])", "ranks.spreads"},
+      {R"(, "ranks": [{"initial": ["xyz"]}])", "ranks.0.initial"},
+      {R"(, "ranks": [{"initial": 4}])", "ranks.0.initial"},
+      {R"(, "ranks": [{"spreads": 4}])", "ranks.0.spreads"},
       {R"(, "los": 1)", "los"},
       {R"(, "loss": 1, "loss": 2)", "the key \"loss\" twice"},
       {R"(, "loss": )", "no JSON object"},

@@ -241,6 +241,9 @@ TEST(Page, StandsAloneEscapesAndExplains) {
        {"<script", "<scale>", "<b>", "http:", "https:", "src=", "url(", "@import", "<link"})
     EXPECT_THAT(page, Not(HasSubstr(text)));
   EXPECT_THAT(page, HasSubstr("default-src 'none'"));
+  // On a narrow screen the first column is what is seen: the verdict.
+  const std::size_t row = page.find("<tr>", page.find("<table")), first = page.find("<th", row);
+  EXPECT_EQ(page.substr(page.find('>', first) + 1, 7), "verdict");
   // As many cells as parameters, layouts and claimed precisions.
   std::size_t cells = 0;
   for (std::size_t at = page.find("<title>", page.find("<svg")); at != std::string::npos;

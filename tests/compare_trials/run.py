@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from trainers import TIMEOUT, Groups  # noqa: E402
 
 WORLD = 4  # processes; a trial of fewer ranks takes the first
-NAMED_RIGHTLY = 0.85  # of all mistakes
+NAMED_RIGHTLY = 0.85  # of all mistakes; an expected `undecided` does not count
 NO_NAME = ("undecided", "unknown", "norm_differs")  # say that no name is known: not wrong, right where expected
 PLANTED = 1e-5  # of the right value: more in fp64 is a mistake, less is rounding and the parameters' own digits
 
@@ -190,6 +190,11 @@ def judged(trial, status, verdict, effect):
                 resolution=resolution_of(verdict))
 
 
+def by_name(row):
+    """Whether the mistake was named, where `undecided` and its like may be the right answer."""
+    return any(name in row["names"] and name not in NO_NAME for name in row["said"])
+
+
 def figures(rows):
     planted = [row for row in rows if row["mistaken"]]
     passed = [row for row in planted if row["outcome"] == "passed"]
@@ -197,7 +202,8 @@ def figures(rows):
             "passed": len(passed), "passed_above_resolution": sum(above(row) for row in passed),
             "alarms": sum(not row["mistaken"] and row["outcome"] != "right" for row in rows),
             "errors": sum(row["outcome"] in ("error", "misplanted") for row in rows),
-            "named_rightly": sum(row["outcome"] == "right" for row in planted),
+            "named_rightly": sum(row["outcome"] == "right" and by_name(row) for row in planted),
+            "undecided": sum(row["outcome"] == "right" and not by_name(row) for row in planted),
             "named_wrongly": sum(row["outcome"] == "named wrongly" for row in planted)}
 
 
@@ -244,7 +250,8 @@ def main():
     print(table(rows))
     print(f"\nseed {options.seed}: of {found['mistakes']} mistakes {found['passed']} passed, of them "
           f"{found['passed_above_resolution']} above the resolution; {found['alarms']} alarms for {found['right']} "
-          f"right trainers; {found['named_rightly']} mistakes named rightly, {found['named_wrongly']} wrongly")
+          f"right trainers; {found['named_rightly']} mistakes named rightly, {found['undecided']} undecided with "
+          f"the experiment that would tell, {found['named_wrongly']} named wrongly")
     if options.json:
         report = {"seed": options.seed, "figures": found, "trials": rows}
         pathlib.Path(options.json).write_text(json.dumps(report, indent=1))

@@ -57,15 +57,32 @@ DecoderConfig tiny(const std::string& family) {
   return config;
 }
 
+constexpr const char* kMixtures[] = {"mixtral", "qwen2_moe", "qwen3_moe"};
+
+DecoderConfig tiny_mixture(const std::string& family) {
+  DecoderConfig config = tiny(family == "mixtral" ? "mistral" : family == "qwen2_moe" ? "qwen2" : "qwen3");
+  config.family = family;
+  config.experts = {.count = 3, .per_token = 2, .feed_forward = 4};
+  if (family == "qwen2_moe") config.experts.shared_feed_forward = 6;
+  if (family != "mixtral") config.experts.dense_layers = {0};
+  return config;
+}
+
 void prepare_model_configs(const fs::path& folder) {
   for (const char* family : {"llama", "qwen2", "qwen3", "mistral"}) {
     DecoderConfig config = tiny(family);
     put(folder / (std::string(family) + ".json"), hf_config_text(config, at::kFloat));
-    for (const char* kind : {"linear", "llama3", "yarn"}) {
+    for (const char* kind : {"linear", "dynamic", "llama3", "yarn"}) {
       config.rope_scaling = {.kind = kind, .factor = 4, .original_max_positions = 16};
       put(folder / (std::string(family) + "-" + kind + ".json"), hf_config_text(config, at::kFloat));
     }
+    if (config.family == "llama") continue;
+    config = tiny(family);
+    config.sliding_window = 8, config.full_layers = config.family == "mistral" ? 0 : 1;
+    put(folder / (std::string(family) + "-window.json"), hf_config_text(config, at::kFloat));
   }
+  for (const char* family : kMixtures)
+    put(folder / (std::string(family) + ".json"), hf_config_text(tiny_mixture(family), at::kFloat));
 }
 
 void read_model_config(const fs::path& file) {
@@ -74,6 +91,10 @@ void read_model_config(const fs::path& file) {
 }
 
 void prepare_models(const fs::path& folder) {
+  for (const char* family : kMixtures) {
+    DecoderLM mixture(tiny_mixture(family), at::kFloat, 1);
+    write_hf(folder / family, mixture);
+  }
   DecoderLM model(tiny("llama"), at::kFloat, 1);
   write_hf(folder / "whole", model);
   fs::create_directories(folder / "cut");
@@ -118,9 +139,9 @@ std::vector<Reader> model_readers() {
        right_length},
       {"config.json", prepare_model_configs, read_model_config,
        with(kJson, {"\"rope_scaling\":", "\"rope_type\":\"yarn\"", "\"layer_types\":", "\"eos_token_id\":[",
-                    "\"factor\":"})},
+                    "\"factor\":", "\"num_experts\":", "\"num_experts_per_tok\": 0", "\"sliding_window\":"})},
       {"model folder", prepare_models, read_model,
-       with(kJson, {"\"weight_map\"", "../", "\"F16\"", "model.layers.9."})},
+       with(kJson, {"\"weight_map\"", "../", "\"F16\"", "model.layers.9.", ".experts.9."})},
       {"video model", prepare_video_models, read_video_folder,
        with(kJson, {"\"layers\":", "\"heads\": 0", "\"patch_elements\": 4611686018427387904",
                     "\"feed_forward\": -1", "\"F16\"", "blocks.9."}),

@@ -1,10 +1,11 @@
-// A dump on disk: written beside and renamed, read as hostile.
-
+// A dump from disk, read as hostile.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <tuple>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
@@ -12,81 +13,20 @@
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
 #include "model/safetensors.hpp"
+#include "verify/dump_format.hpp"
 
 namespace isograd {
+
+using namespace dump_format;
+
 namespace {
 
 namespace fs = std::filesystem;
 using json = nlohmann::ordered_json;
 
-constexpr const char* kFormat = "isograd-dump";
-constexpr int kVersion = 1;
-constexpr const char* kStep = "step.json";
-constexpr const char* kGradients = "gradients.safetensors";
-constexpr const char* kApplied = "applied.safetensors";
 constexpr std::uintmax_t kMostJson = 256 << 20;
 constexpr std::int64_t kMostInteger = std::int64_t{1} << 53;
 constexpr std::size_t kMostRanks = 1 << 20;
-
-std::string share_file(std::size_t rank, std::size_t micro_batch) {
-  return fmt::format("share-{}-{}.safetensors", rank, micro_batch);
-}
-
-// ---- writing ----
-
-// JSON has no NaN and no infinity: they are written as texts, which read_dump() takes back.
-json number(double value) {
-  return std::isfinite(value) ? json(value) : json(std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf");
-}
-
-json describe(const StepDump& dump) {
-  json object = {{"format", kFormat}, {"version", kVersion}};
-  const StepFigures& figures = dump.figures;
-  const auto recorded = [&](const std::string& key, double value) {
-    const auto& broken = dump.not_numbers;
-    return !std::isnan(value) || std::find(broken.begin(), broken.end(), key) != broken.end();
-  };
-  const auto put = [&](const char* key, double value) {
-    if (recorded(key, value)) object[key] = number(value);
-  };
-  put("loss", figures.loss);
-  if (figures.targets != kNotRecorded) object["targets"] = figures.targets;
-  if (figures.tokens != kNotRecorded) object["tokens"] = figures.tokens;
-  put("norm", figures.norm);
-  put("clip_coefficient", figures.clip_coefficient);
-  if (!dump.samples.empty()) object["samples"] = dump.samples;
-  if (!dump.counts.empty()) object["counts"] = dump.counts;
-  for (const auto& [axis, size] : dump.axes) object["axes"][axis] = size;
-  if (!dump.precision.empty()) object["precision"] = dump.precision;
-  for (const auto& [name, gradient] : dump.gradients) object["parameters"].push_back(name);
-  for (const auto& [name, value] : dump.terms) object["terms"][name] = number(value);
-  for (const auto& [name, value] : dump.scales) object["scales"][name] = number(value);
-  if (!dump.owners.empty()) object["owners"] = dump.owners;
-  for (const auto& rank : dump.ranks) {
-    json view = {{"spread", number(rank.spread)}, {"owned_norm", number(rank.owned_norm)}};
-    for (const auto& [key, value] : {std::pair{"norm", rank.norm}, {"bytes_moved", rank.bytes_moved}})
-      if (!std::isnan(value)) view[key] = number(value);
-    for (const auto hash : rank.initial) view["initial"].push_back(fmt::format("{:016x}", hash));
-    for (const auto hash : rank.gradients) view["gradients"].push_back(fmt::format("{:016x}", hash));
-    object["ranks"].push_back(std::move(view));
-  }
-  return object;
-}
-
-// Files that cannot be written: what the operating system said, as an error of the input.
-template <typename Action>
-void on_disk(const fs::path& path, Action&& action) {
-  try {
-    action();
-  } catch (const fs::filesystem_error& error) {
-    throw ConfigError({.where = path.string(),
-                       .found = error.code().message(),
-                       .expected = "a place that a dump can be written to",
-                       .action = "Choose another folder"});
-  }
-}
-
-// ---- reading ----
 
 class StepReader {
  public:
@@ -111,11 +51,13 @@ class StepReader {
     if (integer("version", 0) != kVersion)
       bad("version", show(object_["version"]), fmt::format("{}, the version that is read here", kVersion));
     StepDump dump;
-    const auto note = [&](const std::string& key, double value, const json* recorded) {
-      if (recorded && std::isnan(value)) dump.not_numbers.push_back(key);
+    const auto note = [&](const std::string& key, const json* recorded) {
+      if (!recorded) return std::numeric_limits<double>::quiet_NaN();
+      const double value = real(key, *recorded);
+      if (std::isnan(value)) dump.not_numbers.push_back(key);
       return value;
     };
-    const auto figure = [&](const char* key) { return note(key, real(key), find(key)); };
+    const auto figure = [&](const char* key) { return note(key, find(key)); };
     dump.figures = {.loss = figure("loss"),
                     .targets = integer("targets", kNotRecorded),
                     .tokens = integer("tokens", kNotRecorded),
@@ -141,7 +83,8 @@ class StepReader {
       }
     }
     if (const auto* value = find("precision")) {
-      if (!value->is_string()) bad("precision", show(*value), "a text, \"fp32\"");
+      if (*value != "fp64" && *value != "fp32" && *value != "bf16" && *value != "fp16")
+        bad("precision", show(*value), "\"fp64\", \"fp32\", \"bf16\" or \"fp16\"");
       dump.precision = value->get<std::string>();
     }
     if (const auto* value = find("parameters")) {
@@ -154,12 +97,12 @@ class StepReader {
     if (const auto* value = find("terms")) {
       if (!value->is_object()) bad("terms", show(*value), "values by name");
       for (const auto& [name, term] : value->items())
-        dump.terms.emplace_back(name, note("terms." + name, real("terms." + name, &term), &term));
+        dump.terms.emplace_back(name, note("terms." + name, &term));
     }
     if (const auto* value = find("scales")) {
       if (!value->is_object()) bad("scales", show(*value), "factors by name, {\"learning_rate\": 0.1}");
       for (const auto& [name, factor] : value->items())
-        dump.scales.emplace_back(name, real("scales." + name, &factor));
+        dump.scales.emplace_back(name, note("scales." + name, &factor));
     }
     if (const auto* value = find("owners")) {
       if (!value->is_array()) bad("owners", show(*value), "for each parameter the least and the most");
@@ -172,8 +115,12 @@ class StepReader {
     if (const auto* value = find("ranks")) {
       if (!value->is_array() || value->size() > kMostRanks)
         bad("ranks", show(*value), "what each rank says for itself");
-      for (const auto& rank : *value) dump.ranks.push_back(rank_view(rank));
+      for (const auto& rank : *value) {
+        const std::string place = fmt::format("ranks.{}.", dump.ranks.size());
+        dump.ranks.push_back(rank_view(rank, place, note));
+      }
     }
+    expect_ranks(dump);
     refuse_others(object_, seen_, "");
     return dump;
   }
@@ -193,7 +140,9 @@ class StepReader {
   const json* find(const char* key) {
     seen_.insert(key);
     const auto place = object_.find(key);
-    return place == object_.end() || place->is_null() ? nullptr : &*place;
+    if (place != object_.end() && place->is_null())
+      bad(key, "null", "a value, or no such key where it was not recorded");
+    return place == object_.end() ? nullptr : &*place;
   }
 
   std::int64_t whole(const std::string& key, const json& value) const {
@@ -222,42 +171,66 @@ class StepReader {
     return result;
   }
 
-  double real(const char* key) { return real(key, find(key)); }
-
-  double real(const std::string& key, const json* value) const {
+  double real(const std::string& key, const json& value) const {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
-    if (!value || value->is_null()) return std::numeric_limits<double>::quiet_NaN();
-    if (value->is_number()) return value->get<double>();
-    if (*value == "nan") return std::numeric_limits<double>::quiet_NaN();
-    if (*value == "inf") return kInfinity;
-    if (*value == "-inf") return -kInfinity;
-    bad(key, show(*value), "a number, \"nan\", \"inf\" or \"-inf\"");
+    if (value.is_number()) return value.get<double>();
+    if (value == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (value == "inf") return kInfinity;
+    if (value == "-inf") return -kInfinity;
+    bad(key, show(value), "a number, \"nan\", \"inf\" or \"-inf\"");
   }
 
-  StepDump::RankView rank_view(const json& view) const {
+  // `note` reads a number and remembers the keys of those that are NaN.
+  using Note = std::function<double(const std::string& key, const json* recorded)>;
+  StepDump::RankView rank_view(const json& view, const std::string& in, const Note& note) const {
     if (!view.is_object()) bad("ranks", show(view), "an object for each rank");
     const auto entry = [&](const char* key) {
       const auto place = view.find(key);
       return place == view.end() ? nullptr : &*place;
     };
-    const auto or_zero = [](double value) { return std::isnan(value) ? 0 : value; };
     StepDump::RankView read;
-    read.spread = real("ranks.spread", entry("spread"));
-    read.owned_norm = or_zero(real("ranks.owned_norm", entry("owned_norm")));
-    read.norm = real("ranks.norm", entry("norm"));
-    read.bytes_moved = real("ranks.bytes_moved", entry("bytes_moved"));
+    for (const auto& [key, number] : {std::pair{"spread", &read.spread},
+                                      {"owned_norm", &read.owned_norm},
+                                      {"norm", &read.norm},
+                                      {"bytes_moved", &read.bytes_moved}})
+      *number = note(in + key, entry(key));
     for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}})
       if (const auto* list = entry(key)) {
-        if (!list->is_array()) bad(std::string("ranks.") + key, show(*list), "checksums of 16 hex digits");
+        if (!list->is_array()) bad(in + key, show(*list), "checksums of 16 hex digits");
         for (const auto& text : *list) {
           if (!text.is_string() || text.get_ref<const std::string&>().size() != 16 ||
               text.get_ref<const std::string&>().find_first_not_of("0123456789abcdef") != std::string::npos)
-            bad(std::string("ranks.") + key, show(text), "16 hex digits");
+            bad(in + key, show(text), "16 hex digits");
           hashes->push_back(std::stoull(text.get<std::string>(), nullptr, 16));
         }
       }
-    refuse_others(view, {"spread", "owned_norm", "norm", "bytes_moved", "initial", "gradients"}, "ranks.");
+    refuse_others(view, {"spread", "owned_norm", "norm", "bytes_moved", "initial", "gradients"}, in);
     return read;
+  }
+
+  // Lists by rank are of one number of ranks, and checksums of one number of parameters.
+  void expect_ranks(const StepDump& dump) const {
+    std::size_t all = 1, dealt = 1;  // ranks; ranks that have samples of their own
+    for (const auto& [axis, size] : dump.axes) {
+      all *= static_cast<std::size_t>(size);
+      if (axis != "tp" && axis != "pp") dealt *= static_cast<std::size_t>(size);
+    }
+    const auto expect = [&](const char* key, std::size_t ranks, bool fits) {
+      if (!dump.axes.empty() && ranks > 1 && !fits)
+        bad(key, fmt::format("{} ranks", ranks), fmt::format("the {} that \"axes\" makes", all));
+    };
+    expect("counts", dump.counts.size(), dump.counts.size() == all || dump.counts.size() == dealt);
+    expect("ranks", dump.ranks.size(), dump.ranks.size() == all);
+    std::size_t initial = 0, gradients = 0;
+    for (std::size_t r = 0; r < dump.ranks.size(); ++r)
+      for (const auto& [key, own, known] :
+           {std::tuple{"initial", dump.ranks[r].initial.size(), &initial},
+            std::tuple{"gradients", dump.ranks[r].gradients.size(), &gradients}}) {
+        if (*known && own && own != *known)
+          bad(fmt::format("ranks.{}.{}", r, key), fmt::format("{} checksums", own),
+              fmt::format("{}, as on the ranks before it", *known));
+        if (own) *known = own;
+      }
   }
 
   void refuse_others(const json& object, const std::set<std::string>& known, const std::string& in) const {
@@ -307,43 +280,6 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
 }
 
 }  // namespace
-
-void write_dump(const StepDump& dump, const fs::path& directory) {
-  const fs::path path = directory.has_filename() ? directory : directory.parent_path();
-  if (fs::exists(path) && !fs::exists(path / kStep) && !(fs::is_directory(path) && fs::is_empty(path)))
-    throw ConfigError({.where = path.string(),
-                       .found = "something that is no dump",
-                       .expected = "a new folder, or a dump to be replaced",
-                       .action = "Choose another folder"});
-  on_disk(path, [&] {
-    if (path.has_parent_path()) fs::create_directories(path.parent_path());
-    std::string partial = (path.parent_path() / ("." + path.filename().string() + ".XXXXXX")).string();
-    if (!mkdtemp(partial.data()))
-      throw fs::filesystem_error("mkdtemp", path, std::error_code(errno, std::generic_category()));
-    try {
-      fs::permissions(partial, fs::perms(0755));
-      write_safetensors(fs::path(partial) / kGradients, dump.gradients);
-      if (!dump.applied.empty()) write_safetensors(fs::path(partial) / kApplied, dump.applied);
-      for (std::size_t rank = 0; rank < dump.shares.size(); ++rank)
-        for (std::size_t i = 0; i < dump.shares[rank].size(); ++i)
-          if (!dump.shares[rank][i].empty())
-            write_safetensors(fs::path(partial) / share_file(rank, i), dump.shares[rank][i]);
-      write_file(fs::path(partial) / kStep, describe(dump).dump(1) + "\n");
-      if (fs::exists(path)) {
-        const fs::path replaced = partial + ".replaced";
-        fs::rename(path, replaced);
-        fs::rename(partial, path);
-        fs::remove_all(replaced);
-      } else {
-        fs::rename(partial, path);
-      }
-    } catch (...) {
-      std::error_code ignored;
-      fs::remove_all(partial, ignored);
-      throw;
-    }
-  });
-}
 
 StepDump read_dump(const fs::path& directory) {
   if (!fs::is_directory(directory))
