@@ -350,15 +350,16 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
     steps = Steps(tmp_path).reference().run(clip_coefficient=0.5, terms={"a": 1.0}, scales={"learning_rate": 0.1})
     steps_file = tmp_path / "run/step.json"
     good = json.loads(steps_file.read_text())
-    good["ranks"] = [{"initial": ["0" * 16] * 11, "norm": 2.0, "spread": 0, "owned_norm": 1, "bytes_moved": 3}]
-    good["owners"] = [[1, 1]] * 11
+    good["ranks"] = [{"initial": ["0" * 16] * 16, "norm": 2.0, "spread": 0, "owned_norm": 1, "bytes_moved": 3}]
+    good["owners"] = [[1, 1]] * 16
     changes = [{}, {"loss": "nan"}, {"loss": "inf"}, {"precision": "fp16"}]
     bad = [{"loss": "NaN"}, {"losses": 1}, {"version": 2}, {"format": "other"}, {"targets": -1}, {"targets": 1.5},
            {"targets": "3"}, {"tokens": 2 ** 60}, {"samples": [1.5]}, {"samples": 3}, {"counts": [1, 2]},
            {"counts": [[-1]]}, {"axes": {"dp": 0}}, {"axes": [3]}, {"precision": 32}, {"precision": "float64"}, {"parameters": "x"}, {"loss": None},
            {"terms": [1]}, {"scales": {"learning_rate": "fast"}}, {"owners": [[1]]}, {"owners": [[1, 2, 3]]},
            {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]},
-           {"ranks": [{"norm": None}]}]
+           {"ranks": [{"norm": None}]},
+           {"norm": -1}, {"norm": "-inf"}, {"clip_coefficient": -0.5}, {"ranks": [{"spread": -1}]}]
     for change, accepted in [(c, True) for c in changes] + [(c, False) for c in bad]:
         content = dict(good, **change)
         steps_file.write_text(json.dumps(content))

@@ -250,6 +250,10 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   }
   if (!std::isnan(own) && !std::isnan(coefficient) && !close_together(own, coefficient, limit))
     return {{"clip_differs", "another clip coefficient is reported: " + numbers, {}}};
+  if (own > 1 + limit)
+    return {{"clip_differs",
+             fmt::format("a clip coefficient of {:.9g} is reported: no clip makes longer", own),
+             {}}};
   // Whatever it is: not what the reference takes away, or what no clip makes of a gradient.
   if (!others.empty() || !clips)
     return {{"optimizer_differs",

@@ -117,6 +117,11 @@ TEST(Diagnosis, Figures) {
                   found.applied[i].second = found.gradients[i].second * times;
               }),
               "optimizer_differs");
+  EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
+              found.applied.clear();
+              found.figures.clip_coefficient = 1.5, expected.figures.clip_coefficient = std::nan("");
+            }),
+            "clip_differs");
   // Terms, beside a loss that is right or was not recorded.
   const auto terms = [&](double cross_entropy, double balance, double loss) {
     return with([=](StepDump& found, StepDump& expected) {

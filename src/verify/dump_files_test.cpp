@@ -104,8 +104,8 @@ TEST(DumpFiles, WhatIsWrittenComesBackInTheModelsOrder) {
 TEST(DumpFiles, NumbersThatAreNotFiniteComeBack) {
   const ScratchFolder folder;
   StepDump dump = full_dump();
-  dump.figures.loss = std::numeric_limits<double>::infinity();
-  dump.figures.norm = -std::numeric_limits<double>::infinity();
+  dump.figures.loss = -std::numeric_limits<double>::infinity();
+  dump.figures.norm = std::numeric_limits<double>::infinity();
   dump.figures.clip_coefficient = std::nan("");
   dump.gradients[0].second[0][0] = std::nan("");
   write_dump(dump, folder.path() / "d");
@@ -203,6 +203,13 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "precision": "float64")", "precision"},
       {R"(, "loss": null)", "no such key where it was not recorded"},
       {R"(, "ranks": [{}, {"norm": null}])", "ranks.1.norm"},
+      {R"(, "ranks": [{"spread": -0.3}])", "ranks.0.spread"},
+      {R"(, "ranks": [{"bytes_moved": -5}])", "ranks.0.bytes_moved"},
+      {R"(, "norm": -2)", "norm"},
+      {R"(, "norm": "-inf")", "norm"},
+      {R"(, "clip_coefficient": -1)", "clip_coefficient"},
+      {R"(, "owners": [[1, 1]])", "one for each of 2 parameters"},
+      {R"(, "ranks": [{"gradients": ["0123456789abcdef"]}])", "one for each of 2 parameters"},
       {R"(, "axes": {"dp": 4}, "ranks": [{}, {}])", "the 4 that \"axes\" makes"},
       {R"(, "axes": {"dp": 4}, "counts": [[1], [2]])", "the 4 that \"axes\" makes"},
       {R"(, "ranks": [{"gradients": ["0123456789abcdef"]}, {}, {"gradients": ["0123456789abcdef",

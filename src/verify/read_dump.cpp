@@ -58,11 +58,16 @@ class StepReader {
       return value;
     };
     const auto figure = [&](const char* key) { return note(key, find(key)); };
+    const auto positive = [&](const char* key) {
+      const double value = figure(key);
+      if (value < 0) bad(key, show(object_[key]), "0 or more");
+      return value;
+    };
     dump.figures = {.loss = figure("loss"),
                     .targets = integer("targets", kNotRecorded),
                     .tokens = integer("tokens", kNotRecorded),
-                    .norm = figure("norm"),
-                    .clip_coefficient = figure("clip_coefficient")};
+                    .norm = positive("norm"),
+                    .clip_coefficient = positive("clip_coefficient")};
     if (const auto* value = find("samples")) dump.samples = integers("samples", *value, -kMostInteger);
     std::sort(dump.samples.begin(), dump.samples.end());
     if (const auto* value = find("counts")) {
@@ -193,7 +198,7 @@ class StepReader {
                                       {"owned_norm", &read.owned_norm},
                                       {"norm", &read.norm},
                                       {"bytes_moved", &read.bytes_moved}})
-      *number = note(in + key, entry(key));
+      if ((*number = note(in + key, entry(key))) < 0) bad(in + key, show(*entry(key)), "0 or more");
     for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}})
       if (const auto* list = entry(key)) {
         if (!list->is_array()) bad(in + key, show(*list), "checksums of 16 hex digits");
@@ -302,6 +307,14 @@ StepDump read_dump(const fs::path& directory) {
                            .action = "Write the dump again as docs/verify.md says"});
     return tensors;
   };
+  const auto expect_all = [&](const std::string& key, std::size_t count) {
+    if (count != 0 && count != names.size())
+      reader.bad(key, fmt::format("{} entries", count),
+                 fmt::format("one for each of {} parameters", names.size()));
+  };
+  expect_all("owners", dump.owners.size());
+  for (std::size_t r = 0; r < dump.ranks.size(); ++r)
+    expect_all(fmt::format("ranks.{}.gradients", r), dump.ranks[r].gradients.size());
   if (fs::exists(directory / kApplied)) dump.applied = more(kApplied);
   // Which shares there are follows from the counts.
   for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)

@@ -62,7 +62,7 @@ constexpr const char* kMixtures[] = {"mixtral", "qwen2_moe", "qwen3_moe"};
 DecoderConfig tiny_mixture(const std::string& family) {
   DecoderConfig config = tiny(family == "mixtral" ? "mistral" : family == "qwen2_moe" ? "qwen2" : "qwen3");
   config.family = family;
-  config.experts = {.count = 3, .per_token = 2, .feed_forward = 4};
+  config.experts = {.count = 3, .per_token = 2, .feed_forward = 6};
   if (family == "qwen2_moe") config.experts.shared_feed_forward = 6;
   if (family != "mixtral") config.experts.dense_layers = {0};
   return config;
