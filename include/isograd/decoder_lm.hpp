@@ -90,6 +90,14 @@ struct ModelSeams {
   std::function<std::pair<std::int64_t, std::int64_t>(std::int64_t tokens)> own_tokens{};  // begin, count
   std::function<at::Tensor(const at::Tensor& own, std::int64_t tokens)> all_tokens{};
 
+  // Of a layer whose experts lie on several ranks: copies of this rank's tokens [R, hidden], of expert e
+  // those in [begin[e], begin[e + 1]), to what the experts make of them. `compute` is what this rank's own
+  // make of rows sorted alike. Collective over these ranks, in forward and in backward.
+  using Experts = std::function<at::Tensor(const at::Tensor& rows, const std::vector<std::int64_t>& begin)>;
+  std::function<at::Tensor(const at::Tensor& copies, const std::vector<std::int64_t>& begin,
+                           const Experts& compute)>
+      experts{};
+
   // Of a language model.
   Map whole_logits{};  // this rank's columns to those of the vocabulary; no gradient
   // tokens [T] -> the stream, from this rank's rows of the embedding.

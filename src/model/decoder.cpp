@@ -116,10 +116,12 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (seams.enter) normed = seams.enter(normed, cos.size(0));
   if (!config.has_experts(layer)) return {feed_forward(block, normed, residual)};
-  const MixtureOutput mixed = compute_mixture(block.mixture, config.experts, normed,
-                                              [&](const at::Tensor& logits, const at::Tensor& likeliest) {
-                                                return choose ? choose(layer, logits, likeliest) : likeliest;
-                                              });
+  const MixtureOutput mixed = compute_mixture(
+      block.mixture, config.experts, normed,
+      [&](const at::Tensor& logits, const at::Tensor& likeliest) {
+        return choose ? choose(layer, logits, likeliest) : likeliest;
+      },
+      seams);
   return {residual + mixed.sum, mixed.router_logits};
 }
 

@@ -24,13 +24,17 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
 }
 
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
-                              const RouterOptions::Choose& choose) {
+                              const RouterOptions::Choose& choose, const ModelSeams& seams) {
   const at::Tensor logits = linears(x, {mixture.router}, {at::Tensor()})[0];
   const Routing routing =
       route(logits, {.per_token = shape.per_token, .normalise = shape.normalise, .choose = choose});
   const ByExpert order = sort_by_expert(routing.chosen, shape.count);
+  const auto compute = [&mixture](const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
+    return compute_experts(rows, mixture.gate, mixture.up, mixture.down, begin);
+  };
+  const at::Tensor copies = copy_to_experts(x, order);
   const at::Tensor rows =
-      compute_experts(copy_to_experts(x, order), mixture.gate, mixture.up, mixture.down, order.begin);
+      seams.experts ? seams.experts(copies, order.begin, compute) : compute(copies, order.begin);
   const at::Tensor sum = add_by_weight(rows, routing.weights, order);
   if (!mixture.shared_switch.defined()) return {sum, logits};
   const auto inner = linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight, mixture.shared_switch},

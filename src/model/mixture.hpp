@@ -27,8 +27,9 @@ struct MixtureOutput {
   at::Tensor sum;            // [T, hidden]
   at::Tensor router_logits;  // [T, E]
 };
-// x [T, hidden]. `choose` as RouterOptions has it.
+// x [T, hidden]. `choose` as RouterOptions has it. `seams`: where experts lie on several ranks, `mixture` has
+// this rank's.
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
-                              const RouterOptions::Choose& choose = {});
+                              const RouterOptions::Choose& choose = {}, const ModelSeams& seams = {});
 
 }  // namespace isograd

@@ -6,11 +6,27 @@
 
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
+#include "parallel/expert/dispatch.hpp"
 #include "train/config.hpp"
 #include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {
+
+// Experts are dealt to neighbours among the ranks that see different tokens.
+Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
+  if (experts_ranks == 1) return grid;
+  const AxisSet data = data_axes(grid);
+  const int ranks = grid.size(data);
+  if (ranks % experts_ranks != 0)
+    throw ConfigError(
+        {.where = "parallel.ep",
+         .found = fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
+         .expected = "a size that divides them",
+         .action = "Change parallel.ep or the ranks"});
+  const auto ep = static_cast<int>(experts_ranks);
+  return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
+}
 
 // Of ranks that see different tokens.
 Grid data_grid_of(const RunConfig& config, int ranks) {
@@ -34,7 +50,7 @@ int stage_of(const std::string& strategy) {
 
 Grid grid_of(const RunConfig& config, int ranks) {
   const auto together = static_cast<int>(config.parallel.tp);
-  if (together == 1) return data_grid_of(config, ranks);
+  if (together == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
   if (ranks % together != 0)
     throw ConfigError({.where = "parallel.tp",
                        .found = fmt::format("{} for {} ranks", together, ranks),
@@ -45,6 +61,10 @@ Grid grid_of(const RunConfig& config, int ranks) {
   const Grid grid(axes, ranks);
   const TaskKind& kind = kind_of(config);
   return kind.view ? kind.view(config, grid) : grid;
+}
+
+bool held_together(const RunConfig& config) {
+  return config.parallel.tp > 1 || config.parallel.ep > 1;
 }
 
 void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {

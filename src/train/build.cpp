@@ -182,6 +182,11 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
   return [&model, config, routers = std::move(routers)](const Batch& batch) -> LossTerms {
     const DecoderOutputs outputs = model.outputs(batch);
     LossTerms terms;
+    // Every rank along ep makes the backward of every round, with targets or without.
+    const auto connected = [&](const at::Tensor& sum) {
+      const bool apart = config.parallel.ep > 1 && at::GradMode::is_enabled() && !sum.requires_grad();
+      return apart ? sum + outputs.hidden.narrow(0, 0, 0).sum() : sum;
+    };
     // An evaluation is of the cross entropy alone.
     if (routers && (at::GradMode::is_enabled() || routers->collecting()))
       routers->add_terms(outputs.router_logits,
@@ -193,12 +198,13 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     // By the whole vocabulary, so that ranks with unequal parts of it choose alike.
     const bool fused =
         fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
-    terms.insert(terms.begin(),
-                 {"cross_entropy",
-                  fused ? linear_cross_entropy_sum(outputs.hidden, weight, batch.targets,
-                                                   {.weights = batch.weights, .shard = model.vocabulary()})
-                        : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
-                                            {.weights = batch.weights, .shard = model.vocabulary()})});
+    terms.insert(
+        terms.begin(),
+        {"cross_entropy",
+         connected(fused ? linear_cross_entropy_sum(outputs.hidden, weight, batch.targets,
+                                                    {.weights = batch.weights, .shard = model.vocabulary()})
+                         : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
+                                             {.weights = batch.weights, .shard = model.vocabulary()}))});
     return terms;
   };
 }

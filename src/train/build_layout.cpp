@@ -54,7 +54,8 @@ FullyShardOptions with(FullyShardOptions options, const Layout::Named& placement
 bool shares_parameters(const RunConfig& config, const RanksOfRun& ranks) {
   const std::string &asked = config.parallel.share_parameters, &strategy = config.parallel.strategy;
   if (asked != "auto") return asked == "on";
-  return strategy != "naive" && strategy != "overlapped" && ranks.host_memory && device_kind(config) == "cpu";
+  return strategy != "naive" && strategy != "overlapped" && config.parallel.ep == 1 && ranks.host_memory &&
+         device_kind(config) == "cpu";
 }
 
 DataParallelOptions whole_options(const RunConfig& config, bool share) {
@@ -165,6 +166,7 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
                         config.parallel.sequence_parallel && kind_of(config).cuts_tokens
                             ? " (tokens too, between them)"
                             : "");
+  if (config.parallel.ep > 1) text += fmt::format(", experts dealt to {} ranks", config.parallel.ep);
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));

@@ -106,6 +106,7 @@ struct RunConfig {
     std::int64_t cp_ring = 1, cp_ulysses = 1;
     std::int64_t tp = 1;
     bool sequence_parallel = true;
+    std::int64_t ep = 1;
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;
@@ -151,11 +152,13 @@ RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
 int stage_of(const std::string& strategy);  // of ZeRO
 // dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp where there are several ranks along it; without
-// shards all that have different samples are replicas. ConfigError unless the configured sizes divide the
-// ranks.
+// shards all that have different samples are replicas. With parallel.ep the data axes have the view edp x ep.
+// ConfigError unless the configured sizes divide the ranks.
 Grid grid_of(const RunConfig& config, int ranks);
 // Along which parameters are sharded, or gradients summed at once; replicas along the other data axes.
 AxisSet sharded_axes(const RunConfig& config);
+// Ranks hold the parameters of one model together, along tp or ep: TaskModel::cut() gives each its part.
+bool held_together(const RunConfig& config);
 // The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).

@@ -139,6 +139,11 @@ std::vector<ConfigKey> common_keys() {
           "With `parallel.tp`: between the matrix products each of these ranks has some of the tokens, so "
           "that "
           "norms and residuals are computed once and kept once. Off: each has all of them."),
+      KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6),
+          "Ranks that experts are dealt to, among those that see different tokens, which travel to their "
+          "experts and back (`docs/experts.md`). At most `model.experts`; must divide the ranks. With "
+          "`naive`, "
+          "`overlapped` and `bucketed`, without one copy of the parameters, and without `parallel.tp`."),
       KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
           one_of({"all", "ulysses_only", "ring_only", "none"}),
           "Over which of these ranks a sharded strategy spreads its shards, besides those with other packs; "

@@ -297,6 +297,7 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.loss.normalise_over = RunConfig{}.loss.normalise_over;
   // Losses of experts, which the model has none of.
   config.loss.balance = config.loss.router_z = 0;
+  config.parallel.ep = 1;
   config.loss.balance_over = RunConfig{}.loss.balance_over;
   config.loss.balance_scope = RunConfig{}.loss.balance_scope;
   if (config.loss.kind != "fixed") config.loss.denominator = 0;

@@ -151,7 +151,7 @@ RunLayout lay_out(const RunConfig& config, int ranks, int rank) {
   const auto model = model_without_values(config);
   const auto named = model->named();
   Layout::Named placements;
-  if (config.parallel.tp > 1) placements = model->placements(grid);
+  if (held_together(config)) placements = model->placements(grid);
   for (std::size_t i = 0; i < placements.size(); ++i)
     at::Tensor(named[i].second)
         .set_data(at::empty(local_shape(placements[i].second, grid, rank), named[i].second.options()));

@@ -48,8 +48,8 @@ class TaskModel {
   virtual bool choose_experts(const DecoderLM::ChooseExperts&) { return false; }
   // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
-  // Where its parameters lie on a grid whose ranks hold the model together (parallel.tp), while it is whole.
-  // Pure. Copies of everything, where a kind says nothing else.
+  // Where its parameters lie on a grid whose ranks hold the model together (held_together()), while it is
+  // whole. Pure. Copies of everything, where a kind says nothing else.
   virtual Layout::Named placements(const Grid& grid);
   // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
   // model's values the same on all ranks, or none, and before a layout of it is made.

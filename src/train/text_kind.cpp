@@ -200,6 +200,37 @@ void check_router_losses(const RunConfig& config) {
                    "= 0"});
 }
 
+void check_experts_dealt(const RunConfig& config) {
+  const std::int64_t ep = config.parallel.ep;
+  if (ep == 1) return;
+  const auto refuse = [&](std::string found, std::string expected, std::string action) {
+    throw ConfigError({.where = "parallel.ep",
+                       .found = fmt::format("{} {}", ep, found),
+                       .expected = std::move(expected),
+                       .action = std::move(action)});
+  };
+  const std::int64_t experts = configured_shape(config).experts.count;
+  if (experts == 0)
+    refuse("ranks for the experts of a model that has none", "a model.family with experts",
+           "Leave parallel.ep out, or set model.family and model.experts");
+  if (ep > experts)
+    refuse(fmt::format("ranks for {} experts", experts), fmt::format("at most {}", experts),
+           "Lower parallel.ep; more ranks fit along the other axes");
+  if (config.parallel.tp > 1)
+    refuse(fmt::format("beside parallel.tp = {}", config.parallel.tp), "one of the two",
+           "Leave parallel.tp out: experts are not cut along it");
+  if (stage_of(config.parallel.strategy) > 0)
+    refuse(
+        fmt::format("with parallel.strategy = \"{}\"", config.parallel.strategy),
+        "naive, overlapped or bucketed: shards of experts along other ranks than those of the rest are not "
+        "there yet",
+        "Choose one of them");
+  if (config.parallel.share_parameters == "on")
+    refuse("with parallel.share_parameters = \"on\"",
+           "parameters of each rank's own: ranks along ep have other experts",
+           "Leave parallel.share_parameters out");
+}
+
 void check_text_cut(const RunConfig& config, int) {
   if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
@@ -219,11 +250,14 @@ const TaskKind& text_kind() {
       .smaller = "batch.packs_per_micro_batch or data.pack_length",
       .samples_per_step = [](const RunConfig& config) { return config.batch.packs_per_step; },
       .keys = key_table::text_keys,
-      .of_no_other = {{"loss.balance", kOnlyOfRouters}, {"loss.router_z", kOnlyOfRouters}},
+      .of_no_other = {{"loss.balance", kOnlyOfRouters},
+                      {"loss.router_z", kOnlyOfRouters},
+                      {"parallel.ep", kOnlyOfRouters}},
       .check =
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(configured_shape(config));
             check_router_losses(config);
+            check_experts_dealt(config);
           },
       .check_ranks = check_text_cut,
       .accumulations = text_accumulations,

@@ -62,7 +62,7 @@ struct Trainer::Impl {
   std::optional<ModelUnits> units{};
   std::optional<Mesh> mesh{};
   std::optional<RunParts> parts{};
-  std::optional<Layout> placed{};  // where ranks hold the model together (parallel.tp)
+  std::optional<Layout> placed{};  // where ranks hold the model together (held_together())
   std::int64_t parameters = 0;     // of the whole model
   std::string where_all_lies{};    // of rank 0, for people
   at::Device device = at::kCPU;
@@ -154,7 +154,7 @@ struct Trainer::Impl {
     const bool sharded = stage_of(config.parallel.strategy) == 3;
     if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
     for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
-    if (config.parallel.tp > 1) placed.emplace(model->cut(*mesh));
+    if (held_together(config)) placed.emplace(model->cut(*mesh));
     if (made.fill && !sharded)
       on_every_rank(world.group, [&] { give_values(model->named(), made.fill, cut_layout(), device); });
     model->to(device);

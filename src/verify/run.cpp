@@ -103,7 +103,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.size = group.size();
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
-                on_fewer.parallel.replicas = on_fewer.parallel.tp = 1;
+                on_fewer.parallel.replicas = on_fewer.parallel.tp = on_fewer.parallel.ep = 1;
                 on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
                 return make_layout(on_fewer, model.named, *model.units,
                                    Mesh(fewer, grid_of(on_fewer, fewer.size)), nullptr, {}, device);
@@ -142,7 +142,7 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
-  if (setting.task->config().parallel.tp > 1)
+  if (held_together(setting.task->config()))
     made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
   made.look_ahead = [model](const ForwardLossTerms& forward) { return model->look_ahead(forward); };
   if (model->choose_experts({}))
@@ -198,6 +198,7 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
   if (axis == "tp" && ranks > task.heads().first) return std::nullopt;
   RunConfig other = config;
   other.parallel.tp = axis == "tp" ? ranks : 1;
+  other.parallel.ep = 1;
   other.parallel.replicas = sharded && axis == "dp_replicate" ? ranks : 1;
   other.parallel.cp_ring = axis == "cp_ring" ? ranks : 1;
   other.parallel.cp_ulysses = axis == "cp_ulysses" ? ranks : 1;
@@ -238,9 +239,9 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
-  if (config.parallel.tp > 1) {
+  if (held_together(config)) {
     problem.mesh = *mesh;
-    // What crosses tp is in no plan yet.
+    // What crosses tp or ep is in no plan yet.
     for (LayoutUnderTest& layout : problem.layouts) layout.traffic = {};
   }
   if (problem.loss.global) {

@@ -33,7 +33,7 @@ class Bucketed final : public DataParallel {
   }
   void finish_reduction_with(const Reduced& reduced) override;
   void publish_parameters() override;
-  bool takes_every_round() const override { return policy_.every_round; }
+  bool takes_every_round() const override { return policy_.every_round || cut_along_data_; }
   std::vector<Bucket>& buckets() override { return buckets_; }
   std::vector<std::size_t> launch_order() override { return launch_order_; }
   const Mesh& mesh() const override { return policy_.mesh; }
@@ -68,6 +68,7 @@ class Bucketed final : public DataParallel {
   std::vector<Claim> claims_;
   BucketPolicy policy_;
   bool overlap_, offload_, check_parameters_;
+  bool cut_along_data_ = false;
   bool reduces_ = false;  // whether ranks have anything to sum
   std::int64_t bucket_bytes_, first_bucket_bytes_;
   bool learns_order_ = false;        // in which gradients come
@@ -120,6 +121,7 @@ Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataP
   place_parameters(parameters_, mesh.grid(), mesh.rank());
   reduces_ = policy_.groups.summed.size() > 1;
   for (const NamedParameter& parameter : parameters_) reduces_ |= mesh.size(parameter.sync.summed) > 1;
+  cut_along_data_ = any_cut_along_data(parameters_, mesh.grid());
   learns_order_ = options.learn_order && overlap_ && reduces_;
   refuse_early(parameters_);
   add_buckets(plan_buckets(parameters_, bucket_bytes_, first_bucket_bytes_,

@@ -8,6 +8,7 @@
 #include "layout/storage.hpp"
 #include "parallel/data/freezing.hpp"
 #include "parallel/data/held_part.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/wait_clock.hpp"
@@ -28,6 +29,7 @@ class Naive final : public DataParallel {
     if (parameters_.check) parameters_.check();
     place_parameters(parameters_, mesh_.grid(), mesh_.rank());
     refuse_early(parameters_);
+    cut_along_data_ = any_cut_along_data(parameters_, mesh_.grid());
     add_buckets(plan_buckets(parameters_, options.bucket_bytes));
   }
 
@@ -63,6 +65,7 @@ class Naive final : public DataParallel {
     }
   }
 
+  bool takes_every_round() const override { return cut_along_data_; }
   std::vector<Bucket>& buckets() override { return buckets_; }
   const Mesh& mesh() const override { return mesh_; }
   std::int64_t bytes_sent() override {
@@ -133,6 +136,7 @@ class Naive final : public DataParallel {
   std::vector<Writes> writes_;   // per bucket
   bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
   WaitClock waited_;
+  bool cut_along_data_ = false;
 };
 
 }  // namespace

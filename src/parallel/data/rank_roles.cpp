@@ -29,6 +29,17 @@ AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& ask
   return result;
 }
 
+bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid) {
+  const auto is_cut = [&](const NamedParameter& parameter) {
+    int copies = 1;  // among ranks that see different data
+    for (const std::string& axis : parameter.sync.copies)
+      if (contains(kDataAxes, grid.axes_of(axis))) copies *= grid.size({axis});
+    return copies < grid.size(data_axes(grid));
+  };
+  return std::any_of(parameters.begin(), parameters.end(), is_cut) ||
+         std::any_of(parameters.frozen.begin(), parameters.frozen.end(), is_cut);
+}
+
 RankRoles::RankRoles(const Grid& grid, const SyncAxes& sync, const AxisSet& asked, int rank)
     : summed(sync.summed),
       sharded(sharded_along(grid, sync, asked)),

@@ -2,6 +2,7 @@
 // Integer arithmetic alone: what a layout makes groups of, and what can be said of one without any.
 #pragma once
 
+#include "isograd/parameters.hpp"
 #include "isograd/placement.hpp"
 
 namespace isograd {
@@ -17,6 +18,11 @@ struct Share {
 // views of data axes (what is cut along one factor, experts along ep, shards along the other). ConfigError:
 // an axis that is no data axis.
 AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked);
+
+// Whether ranks that see different data hold different parts of some of these parameters, frozen or not:
+// experts along ep. Each then computes for the others' data, so that all must make as many forwards and
+// backwards. After place_parameters().
+bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid);
 
 struct RankRoles {
   // `asked`: axes along which ranks may keep shards, as sharded_along() takes them.
