@@ -75,7 +75,6 @@ TEST_F(ExpertsDealt, ASumOverCopiesLeftOutIsFound) {
   for (const char* which : {".experts.", "layers.1.mlp.experts.up_proj"})
     run_ranks(4, [&](World& world) {
       const Verdict verdict = verify_run(config, world, {"bucketed"}, [&](VerifyProblem& problem, World&) {
-        problem.experiments = false;
         problem.make_model = [which, make = problem.make_model](at::ScalarType dtype) {
           VerifyModel made = make(dtype);
           made.cut = [which, right = made.cut](const Mesh& mesh) {

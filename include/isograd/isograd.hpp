@@ -10,6 +10,7 @@
 #include "isograd/differentiable.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/error.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/gather.hpp"

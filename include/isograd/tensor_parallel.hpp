@@ -113,9 +113,8 @@ struct TensorParallelOptions {
 // a multiple of it and the mesh has the view `tp_heads` x `tp_copies` of tp they are cut along tp_heads, and
 // otherwise every rank has all of them and computes those that its query heads read. Its forward communicates
 // from then on, and hidden() is in use by each rank, for losses with vocabulary(). Collective, before a
-// layout is made. Where the mesh has `ep`, a factor of a view of data axes, and no tp, experts are dealt to
-// the ranks along it (docs/experts.md). Without either, or with one rank along it, nothing is done but the
-// layout. ConfigError: more ranks than query heads or experts; experts along tp.
+// layout is made. Without an axis tp, or with one rank along it, nothing is done but the layout. ConfigError:
+// more ranks than query heads.
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options = {});
 // The placements that it declares, while the model is whole. Pure; the same errors.
 Layout::Named decoder_placements(DecoderLM& model, const Grid& grid,

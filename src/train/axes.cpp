@@ -6,7 +6,7 @@
 
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
-#include "parallel/expert/dispatch.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "train/config.hpp"
 #include "train/task_kind.hpp"
 

@@ -4,6 +4,7 @@
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/expert_parallel.hpp"
 
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
@@ -58,9 +59,13 @@ class TextModel : public TaskModel {
     });
   }
   Layout::Named placements(const Grid& grid) override {
+    if (config_.parallel.ep > 1) return expert_placements(*model_, grid);
     return decoder_placements(*model_, grid, cut_options());
   }
-  Layout cut(const Mesh& mesh) override { return cut_decoder(*model_, mesh, cut_options()); }
+  Layout cut(const Mesh& mesh) override {
+    if (config_.parallel.ep > 1) return deal_experts(*model_, mesh);
+    return cut_decoder(*model_, mesh, cut_options());
+  }
   void write(const fs::path& directory, const TensorStream& weights) override {
     write_hf(directory, model_->config(), weights);
     if (tokenizer_) tokenizer_->write(directory);

@@ -11,11 +11,6 @@
 #include "isograd/group.hpp"
 
 namespace isograd {
-
-// The axis, a factor of a view of data axes, along which a layer's experts are dealt to ranks that see
-// different tokens.
-inline constexpr const char* kExpertAxis = "ep";
-
 // The tokens of one micro-batch in one layer.
 struct Journey {
   Group::Rows sent, received;       // rows to and from each rank

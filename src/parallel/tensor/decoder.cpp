@@ -5,27 +5,12 @@
 #include <numeric>
 
 #include "isograd/error.hpp"
-#include "parallel/expert/dispatch.hpp"
 #include "parallel/tensor/model_seams.hpp"
 
 namespace isograd {
 namespace {
 
 constexpr const char *kHeads = "tp_heads", *kCopies = "tp_copies";
-
-int ranks_along_ep(const Grid& grid) {
-  return grid.has(kExpertAxis) ? grid.size({kExpertAxis}) : 1;
-}
-
-// Tokens travel to the ranks that have their experts, and back.
-ModelSeams expert_seams(const Mesh& mesh, std::int64_t experts) {
-  const auto dispatch = std::make_shared<ExpertDispatch>(tensor_group(mesh, kExpertAxis), experts);
-  return {.experts = [dispatch](const at::Tensor& copies, const std::vector<std::int64_t>& begin,
-                                const ModelSeams::Experts& compute) {
-    const Journey journey = dispatch->plan(begin);
-    return dispatch->back(compute(dispatch->to_experts(copies, journey), journey.begin), journey);
-  }};
-}
 
 // How key heads lie beside the query heads that read them.
 enum class KeyHeads { kCut, kCutWithCopies, kWhole };
@@ -46,20 +31,15 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
 
 // What becomes of each parameter, by its Hugging Face name.
 std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
-  std::vector<CutRule> rules;
-  if (ranks_along_tp(grid) == 1) {
-    if (ranks_along_ep(grid) > 1)
-      for (const auto& [name, tensor] : model.named())
-        if (is_any_of(name, {".experts."})) rules.push_back({.name = name, .axis = kExpertAxis, .dim = 0});
-    return rules;
-  }
+  if (ranks_along_tp(grid) == 1) return {};
   if (model.config().experts.count > 0)
     throw ConfigError({.where = "a model along tp",
                        .found = fmt::format("{} experts in its layers", model.config().experts.count),
                        .expected = "a decoder without experts",
-                       .action = "Leave tp out; experts are dealt along ep"});
+                       .action = "Leave tp out; experts are not cut yet"});
   const KeyHeads keys = key_heads_of(model.config(), grid);
   const std::int64_t head = model.config().head_dim;
+  std::vector<CutRule> rules;
   for (const auto& [name, tensor] : model.named()) {
     const bool is_bias = name.ends_with(".bias");
     if (is_any_of(name, {"q_norm", "k_norm"})) {
@@ -110,7 +90,6 @@ Layout::Named decoder_placements(DecoderLM& model, const Grid& grid, const Tenso
 
 Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptions& options) {
   const Layout layout = cut(model.named(), mesh, rules_of(model, mesh.grid(), options));
-  if (ranks_along_ep(mesh.grid()) > 1) model.set_seams(expert_seams(mesh, model.config().experts.count));
   if (ranks_along_tp(mesh.grid()) == 1) return layout;
   const DecoderConfig& config = model.config();
   const Group tp = tensor_group(mesh);
