@@ -15,9 +15,10 @@ namespace {
 
 // Rows in another order; their gradients take the order back.
 at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& back) {
-  return apply_map(
-      rows, [order](const at::Tensor& x) { return x.index_select(0, order); },
-      [back](const at::Tensor& gradient) { return gradient.index_select(0, back); });
+  const auto by = [device = rows.device()](const at::Tensor& places) {  // which are counted on the host
+    return [places = places.to(device)](const at::Tensor& x) { return x.index_select(0, places); };
+  };
+  return apply_map(rows, by(order), by(back));
 }
 
 }  // namespace
