@@ -63,6 +63,8 @@ TEST(ModuleRules, DropoutAndTrackedStatisticsAreRefused) {
     torch::nn::LSTM lstm(torch::nn::LSTMOptions(2, 3).num_layers(2).dropout(0.1));
     EXPECT_NE(error_of([&] { prepare_module(*lstm, world.group); }).find("dropout of 0.1"),
               std::string::npos);
+    lstm->options.num_layers(1);  // drops nothing between layers
+    EXPECT_EQ(error_of([&] { prepare_module(*lstm, world.group); }), "no error");
 
     // Whatever else draws from the default generator.
     torch::nn::RReLU leaky;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "isograd/differentiable.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/module.hpp"
 #include "isograd/own_loop.hpp"
@@ -76,6 +77,65 @@ TEST(OwnLoop, AMeanOverNothingLeavesNoNaNUnderAnyStrategy) {
               << "stage " << stage << ", " << views[i].name;
       }
     });
+}
+
+// A block that adds up something over all ranks, as synchronised batch normalisation does.
+struct Exchanging : torch::nn::Module {
+  Group group;
+  at::Tensor weight;
+  explicit Exchanging(Group group_) : group(std::move(group_)) {
+    weight = register_parameter("weight", at::sin(at::arange(9, at::kDouble)).view({3, 3}));
+  }
+  at::Tensor forward(at::Tensor x) {
+    const at::Tensor hidden = at::tanh(at::linear(x, weight));
+    return hidden * differentiable::all_reduce(group, hidden.sum(0));
+  }
+};
+struct Exchange : torch::nn::Module {
+  Sharded<Exchanging> block;
+  at::Tensor output;
+  explicit Exchange(Group group) : block(std::make_shared<Exchanging>(std::move(group))) {
+    register_module("block", block.ptr());
+    output = register_parameter("output", at::cos(at::arange(9, at::kDouble)).view({3, 3}));
+  }
+  at::Tensor forward(at::Tensor x) { return at::linear(block(x), output); }
+};
+
+// Rank 1 takes its mean over nothing, and the others wait for what its block exchanges in backward.
+TEST(OwnLoop, AMeanOverNothingKeepsUpWithWhatAUnitExchanges) {
+  constexpr int kRanks = 3;
+  const auto rows = [](int rank) { return at::sin(at::arange(12, at::kDouble)).view({4, 3}) + rank; };
+  // One process: the losses of ranks 0 and 2, over what all three add up.
+  const at::Tensor weight = at::sin(at::arange(9, at::kDouble)).view({3, 3}).requires_grad_(true),
+                   output = at::cos(at::arange(9, at::kDouble)).view({3, 3}).requires_grad_(true);
+  std::vector<at::Tensor> hidden;
+  for (int rank = 0; rank < kRanks; ++rank) hidden.push_back(at::tanh(at::linear(rows(rank), weight)));
+  const at::Tensor all = at::cat(hidden).sum(0);
+  const at::Tensor losses = at::linear(at::cat({hidden[0], hidden[2]}) * all, output).square().sum(1);  // [8]
+  losses.mean().backward();
+
+  for (const bool zero3 : {false, true})
+    for (const bool checkpoint : {false, true}) {
+      if (checkpoint && !zero3) continue;
+      run_ranks(kRanks, [&](World& world) {
+        const Sharded<Exchange> model(std::make_shared<Exchange>(world.subgroup({0, 1, 2}, "exchange")));
+        model->block.set_checkpoint(checkpoint);
+        const auto layout = zero3 ? fully_shard(model, {model->block}, world.group)
+                                  : bucketed(trainable_parameters(*model), world.group);
+        layout->zero_gradients();
+        const bool empty = world.rank == 1;
+        const at::Tensor mask = at::full({4}, empty ? 0.0 : 1.0, at::kDouble);
+        const at::Tensor mean = (model(rows(world.rank)).square().sum(1) * mask).sum() / mask.sum();
+        layout->begin_backward(true);
+        gradient_accumulate_loss(mean, empty ? 0 : 4, 8, world.group).backward();
+        layout->finish_reduction();
+        for (const auto& view : layout->views()) {
+          const at::Tensor& wanted = view.name == "output" ? output.grad() : weight.grad();
+          EXPECT_LT((view.gradient - wanted).norm().item<double>(), 1e-13 * wanted.norm().item<double>())
+              << view.name << (zero3 ? ", sharded" : "") << (checkpoint ? ", checkpointed" : "");
+        }
+      });
+    }
 }
 
 }  // namespace

@@ -75,6 +75,12 @@ struct StepDump {
     at::Tensor sum;
   };
   std::vector<PeerSum> peer_sums{};
+  // Parameters that ranks have parts of, and the axis that each is cut along. Not written to files.
+  struct CutParameter {
+    std::string name;
+    Axis axis;
+  };
+  std::vector<CutParameter> cut{};
 
   // [rank][micro-batch] the part of `gradients` that its tokens made, so that all of them add up to it. With
   // it, wrong weights can be told where the step cannot be made again. Empty where there are no tokens.

@@ -37,7 +37,8 @@ constexpr std::int64_t kFewRows = 8;  // below, preparing the operands costs mor
 
 at::Tensor by_one_dnn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                       const at::Tensor& bias) {
-  const std::optional<at::Tensor> row = bias.defined() ? std::optional(bias) : std::nullopt;
+  // The operator reads the bias as if its elements were neighbours.
+  const std::optional<at::Tensor> row = bias.defined() ? std::optional(bias.contiguous()) : std::nullopt;
   if (addend.defined()) return one_dnn()->linear_plus.call(a, addend, b, row, "add");
   return one_dnn()->linear.call(a, b, row, "none", c10::List<std::optional<at::Scalar>>(), "");
 }

@@ -63,6 +63,21 @@ TEST(Product, EveryFormIsExactToRounding) {
       }
 }
 
+// What stands between the elements of the bias is no number.
+TEST(Product, ReadsABiasWhereverItsElementsLie) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t stride : {0, 2, 3}) {
+      auto x = draw({{65, 33}, {50, 33}, {65, 50}, {50}}, type, 11);
+      if (stride == 0) x[3] = x[3].narrow(0, 0, 1).expand({50}).contiguous();
+      at::Tensor apart = at::full({50, std::max<std::int64_t>(stride, 1)}, NAN, x[3].options());
+      apart.select(1, 0).copy_(x[3]);
+      const at::Tensor bias = stride == 0 ? x[3].narrow(0, 0, 1).expand({50}) : apart.select(1, 0);
+      for (const bool adds : {false, true})
+        EXPECT_LE(worst_error(product(x[0], x[1], adds ? x[2] : at::Tensor(), bias), x, adds, true), 1)
+            << c10::toString(type) << ", stride " << stride << ", seed 11";
+    }
+}
+
 TEST(Product, TheComparisonSeesALostProduct) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
     auto x = draw({{65, 33}, {50, 33}}, type, 7);

@@ -77,6 +77,38 @@ std::string hints_of(const Case& one, double ratio) {
   return ", which is no size in the run";
 }
 
+// Where these are the parameters that are cut along one axis, and all of them: that axis.
+std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>& names) {
+  const auto& cut = one.found().cut;
+  const auto along = std::find_if(cut.begin(), cut.end(), [&](const auto& each) {
+    return std::find(names.begin(), names.end(), each.name) != names.end();
+  });
+  if (along == cut.end()) return std::nullopt;
+  std::size_t as_well = 0;
+  for (const auto& each : cut) {
+    if (each.axis.name != along->axis.name) continue;
+    if (std::find(names.begin(), names.end(), each.name) == names.end()) return std::nullopt;
+    ++as_well;
+  }
+  if (as_well != names.size()) return std::nullopt;
+  return along->axis;
+}
+
+// A few parameters have one ratio.
+Finding some_scaled(const Case& one, const std::vector<std::string>& names, double ratio) {
+  const auto axis = axis_of_cut(one, names);
+  const double factor = std::max(ratio, 1 / ratio);
+  if (!axis || !(std::abs(factor - axis->size) <= std::max(one.limit(), 1e-6) * axis->size))
+    return {"some_parameters_scaled",
+            fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(ratio), hints_of(one, ratio)),
+            {}};
+  return {"cut_parameters_scaled",
+          fmt::format("{}, which alone are cut along {} ({}), scaled by {}: the size of that axis, whose sum "
+                      "needs no factor",
+                      subject(one, names), axis->name, axis->size, ratio_text(ratio)),
+          {}};
+}
+
 // What is worth running, in this order, as long as several causes fit.
 std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fitting) {
   using Counts = Experiment::Counts;
@@ -239,11 +271,11 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
     const auto ratio = scale_of(one, names);
     if (!all && ratio) {
-      finding.id = "some_parameters_scaled";
-      text = fmt::format("{}{}", ratio_text(*ratio), hints_of(one, *ratio));
+      finding = some_scaled(one, names, *ratio);
+    } else {
+      const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
+      finding.sentence = subject(one, names) + verb + text;
     }
-    const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
-    finding.sentence = subject(one, names) + verb + text;
     if (!decided && finding.id == "undecided") evidence.push_back(would_tell(fitting));
     finding.evidence = evidence;
     return {finding};
@@ -262,9 +294,11 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     if (const auto ratio = scale_of(one, all_names(one)); ratio && *ratio != 0)
       names = all_names(one), all = true;
   if (const auto ratio = scale_of(one, names)) {
-    finding.id = *ratio == 0 ? "gradient_lost" : all ? "scaled_by_factor" : "some_parameters_scaled";
-    finding.sentence =
-        fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(*ratio), hints_of(one, *ratio));
+    finding = some_scaled(one, names, *ratio);
+    if (*ratio == 0)
+      finding.id = "gradient_lost";
+    else if (all)
+      finding.id = "scaled_by_factor";
     finding.evidence = evidence;
     return {finding};
   }

@@ -277,6 +277,10 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
   }
 
   dump.owners = owners();
+  if (model_.placed)
+    for (const PlacedParameter& each : model_.placed->parameters())
+      for (const Cut& cut : each.placement.cuts)
+        dump.cut.push_back({each.name, {cut.axis, model_.placed->mesh().grid().size({cut.axis})}});
   for (std::size_t i : torn) {
     if (!model_.placed) break;
     const Mesh& mesh = model_.placed->mesh();

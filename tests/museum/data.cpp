@@ -102,8 +102,6 @@ void add_waiting(std::vector<Exhibit>& list) {
     list.push_back({.id = id, .title = title, .mistake = title, .number = number, .waits_for = for_what});
   };
   waits("B10", "micro-batches of a pipeline summed", "ratio = number of micro-batches", "the pipeline axis");
-  waits("B13", "expert gradients multiplied or divided by ep", "ratio ep or 1/ep on experts only",
-        "the expert axis");
 }
 
 }  // namespace isograd::museum

@@ -59,6 +59,7 @@ void add_data(std::vector<Exhibit>& exhibits);
 void add_global(std::vector<Exhibit>& exhibits);
 void add_context(std::vector<Exhibit>& exhibits);
 void add_tensor(std::vector<Exhibit>& exhibits);
+void add_experts(std::vector<Exhibit>& exhibits);
 void add_waiting(std::vector<Exhibit>& exhibits);
 
 }  // namespace isograd::museum

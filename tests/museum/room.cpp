@@ -141,6 +141,7 @@ const std::vector<Exhibit>& exhibits() {
     add_global(list);
     add_context(list);
     add_tensor(list);
+    add_experts(list);
     add_waiting(list);
     // "B18a" -> 18, 'a'
     const auto place = [](const std::string& id) {
@@ -190,7 +191,10 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"reduced_while_accumulating",
        {"B23", "B23t"},
        "sums of sums: over ranks that share samples, or of parts along tp"},
-      {"term_scaled", {"B22", "B22t"}, "a term multiplied by ranks: with other data, or with the same"},
+      {"term_scaled",
+       {"B22", "B22e", "B22t"},
+       "a term multiplied by ranks: with other data, or with the same"},
+      {"cut_parameters_scaled", {"B13", "B13d"}, "one factor too many, or its inverse"},
       {"documents_leak",
        {"B20a", "B20b"},
        "the same mistake within a pack and across the boundary of two shards"},

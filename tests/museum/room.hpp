@@ -49,6 +49,9 @@ void cut_over_context(VerifyProblem& problem, World& world);
 // Or a small decoder whose matrices are cut over all ranks, which see the same packs.
 void cut_over_tensor(VerifyProblem& problem, World& world);
 
+// Or a small decoder whose experts are dealt to ranks that see different packs.
+void deal_over_experts(VerifyProblem& problem, World& world);
+
 // B18a: every copy of a gradient has an owner of its own.
 struct OwnedOnEveryRank : planted::Wrapped {
   explicit OwnedOnEveryRank(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {

@@ -52,9 +52,12 @@ double dropout_of(const torch::nn::Module& module) {
   look(dynamic_cast<const torch::nn::FeatureAlphaDropoutImpl*>(&module));
   if (const auto* attention = dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(&module))
     p = attention->options.dropout();
-  if (const auto* rnn = dynamic_cast<const torch::nn::RNNImpl*>(&module)) p = rnn->options.dropout();
-  if (const auto* lstm = dynamic_cast<const torch::nn::LSTMImpl*>(&module)) p = lstm->options.dropout();
-  if (const auto* gru = dynamic_cast<const torch::nn::GRUImpl*>(&module)) p = gru->options.dropout();
+  const auto look_between_layers = [&](const auto* found) {
+    if (found && found->options.num_layers() > 1) p = found->options.dropout();
+  };
+  look_between_layers(dynamic_cast<const torch::nn::RNNImpl*>(&module));
+  look_between_layers(dynamic_cast<const torch::nn::LSTMImpl*>(&module));
+  look_between_layers(dynamic_cast<const torch::nn::GRUImpl*>(&module));
   return p;
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -187,6 +188,13 @@ variable_list as_leaves(const variable_list& inputs) {
   return leaves;
 }
 
+// Hands its input no gradient. Nodes below hand "none" on uncomputed, where zeros would become 0 / 0 in a
+// mean over nothing; those that exchange something with other ranks still do.
+struct NoGradient final : autograd::Function<NoGradient> {
+  static Tensor forward(autograd::AutogradContext*, const Tensor&) { return at::zeros({}); }
+  static variable_list backward(autograd::AutogradContext*, variable_list) { return {Tensor()}; }
+};
+
 class UnitNode final : public autograd::Node {
  public:
   // `graph` without outputs: they are made again from its inputs in backward.
@@ -251,9 +259,15 @@ variable_list UnitNode::apply(variable_list&& gradients) {
   variable_list outputs, upstream, wanted;
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     const Tensor& output = graph.outputs.at(outputs_[i]);
-    if (!gradients[i].defined() || !output.requires_grad()) continue;
-    outputs.push_back(output);
-    upstream.push_back(gradients[i]);
+    if (!output.requires_grad()) continue;
+    if (gradients[i].defined()) {
+      outputs.push_back(output);
+      upstream.push_back(gradients[i]);
+    } else if (graph.anchored) {  // what the unit exchanges in its backward, other ranks wait for
+      const at::AutoGradMode with_graph(true);
+      outputs.push_back(NoGradient::apply(output));
+      upstream.push_back(at::zeros({}));
+    }
   }
   std::vector<std::size_t> places;  // of the inputs among `wanted`
   for (std::size_t i = 0; i < num_inputs; ++i)

@@ -1,0 +1,170 @@
+// Mistakes on the expert axis: B13 and B22. A small decoder whose experts are dealt to ranks with tokens of
+// their own.
+#include "isograd/decoder_lm.hpp"
+#include "isograd/expert_parallel.hpp"
+#include "museum/room.hpp"
+
+namespace isograd::museum {
+namespace {
+
+// What an exhibit puts in place of the right thing.
+struct Wrong {
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, int ep)> layout{};
+  double term_factor = 1;  // of the routers' term, on every rank
+  bool with_term = true;
+};
+
+// Six experts: uneven along ep 4 and 5.
+DecoderConfig shape() {
+  DecoderConfig config;
+  config.family = "qwen3_moe";
+  config.query_key_norm = true;
+  config.vocabulary = 31, config.hidden = 16, config.layers = 2;
+  config.heads = 2, config.key_value_heads = 1;
+  config.head_dim = 8, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  config.experts = {.count = 6, .per_token = 2, .feed_forward = 12, .normalise = false};
+  return config;
+}
+
+// With copies of each expert on two ranks, where that is possible.
+Grid grid_of(int ranks) {
+  const int copies = ranks > 2 && ranks % 2 == 0 ? 2 : 1;
+  return Grid({{"dp_shard", ranks}}).viewed({"dp_shard"}, {{"edp", copies}, {kExpertAxis, ranks / copies}});
+}
+
+// The routers' z-loss (Zoph et al. 2022, arXiv 2202.08906, eq. 5), of tokens with a target.
+at::Tensor router_z(const DecoderOutputs& outputs, const Batch& batch) {
+  const at::Tensor counted = batch.targets.ne(kIgnoreIndex);
+  at::Tensor sum = at::zeros({}, outputs.hidden.options());
+  for (const at::Tensor& logits : outputs.router_logits)
+    sum = sum + (logits.logsumexp(1).square() * counted).sum();
+  return sum;
+}
+
+VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Wrong& wrong) {
+  VerifyModel made;
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.loss_terms = [model, wrong](const Batch& batch) {
+    const DecoderOutputs outputs = model->outputs(batch);
+    // Every rank makes the backward of every round, with targets or without.
+    const at::Tensor sum =
+        cross_entropy_sum(model->logits_of(outputs.hidden), batch.targets, {.weights = batch.weights}) +
+        outputs.hidden.narrow(0, 0, 0).sum();
+    LossTerms terms{{"cross_entropy", sum}};
+    if (wrong.with_term)
+      terms.push_back({.name = "router_z",
+                       .sum = router_z(outputs, batch) * wrong.term_factor,
+                       .mean = Mean::kTargets,
+                       .weight = 0.5});
+    return terms;
+  };
+  if (wrong.with_term)
+    made.more_terms = {{"router_z",
+                        [model](const Batch& batch) { return router_z(model->outputs(batch), batch); },
+                        Mean::kTargets, 0.5}};
+  made.cut = [model](const Mesh& mesh) { return deal_experts(*model, mesh); };
+  made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) {
+    model->set_choice_of_experts(choose);
+  };
+  return made;
+}
+
+VerifyProblem expert_problem(World& world, const Wrong& wrong) {
+  VerifyProblem problem = right_problem(world);
+  const Grid grid = grid_of(world.size);
+  problem.mesh = Mesh(world, grid);
+  problem.make_model = [wrong](at::ScalarType type) {
+    return model_of(std::make_shared<DecoderLM>(shape(), type, 3), wrong);
+  };
+  LayoutUnderTest& layout = problem.layouts[0];
+  layout = {.name = "experts dealt",
+            .make = nullptr,
+            .make_from_model =
+                [wrong, ep = grid.size({kExpertAxis})](const VerifyModel& model, const Group& group) {
+                  TrainableParameters parameters = trainable_parameters(model.named);
+                  if (model.placed) parameters.placements = model.placed->placements();
+                  auto right =
+                      bucketed(std::move(parameters), model.placed ? model.placed->mesh() : Mesh(group),
+                               {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
+                  return wrong.layout ? wrong.layout(std::move(right), ep) : std::move(right);
+                },
+            .axes = {{"dp_shard", world.size}}};
+  return problem;
+}
+
+std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
+  return [wrong = std::move(wrong)](VerifyProblem& problem, World& world) {
+    problem = expert_problem(world, wrong);
+  };
+}
+
+// The gradients of parameters whose names contain `part` are multiplied after their sum.
+struct Multiplies : planted::Wrapped {
+  std::string part;
+  double factor;
+  Multiplies(std::unique_ptr<DataParallel> inner_, std::string part_, double factor_)
+      : Wrapped(std::move(inner_)), part(std::move(part_)), factor(factor_) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets())
+      for (const Slot& slot : bucket.plan.slots)
+        if (slot.name.find(part) != std::string::npos)
+          bucket.gradients.narrow(0, slot.offset, slot.numel).mul_(factor);
+  }
+};
+
+}  // namespace
+
+void deal_over_experts(VerifyProblem& problem, World& world) {
+  plants({})(problem, world);
+}
+
+void add_experts(std::vector<Exhibit>& list) {
+  list.push_back(
+      {.id = "B13",
+       .title = "expert gradients multiplied by ep",
+       .mistake = "Each rank's experts have seen the tokens of all ranks along ep, so that their gradients "
+                  "are sums already; a factor of ep \"restores\" what an average would have taken.",
+       .who = "Trainers that carry a factor for expert gradients beside a reducer that averages.",
+       .number = "The ratio ep on experts, all others are 1.",
+       .diagnosis = "cut_parameters_scaled",
+       .plant = plants({.layout = [](auto right, int ep) -> std::unique_ptr<DataParallel> {
+         return std::make_unique<Multiplies>(std::move(right), ".experts.", ep);
+       }})});
+  list.push_back({.id = "B13d",
+                  .title = "expert gradients divided by ep",
+                  .mistake =
+                      "Expert gradients are averaged over the ranks that dense parameters are averaged over, "
+                      "though only the copies along edp were added up.",
+                  .who = "Reducers with one divide factor for dense and expert parameters.",
+                  .number = "The ratio 1/ep on experts, all others are 1.",
+                  .diagnosis = "cut_parameters_scaled",
+                  .plant = plants({.layout = [](auto right, int ep) -> std::unique_ptr<DataParallel> {
+                    return std::make_unique<Multiplies>(std::move(right), ".experts.", 1.0 / ep);
+                  }})});
+  list.push_back(
+      {.id = "B22e",
+       .title = "a router's loss multiplied by the ranks",
+       .mistake = "The routers' z-loss is multiplied by the number of ranks, for an average over them that "
+                  "the gradient's sum does not take.",
+       .who = "Mixture-of-experts trainers whose auxiliary loss brings its own scale.",
+       .number = "What the routers' loss reaches is off by its share; the term is W times too large.",
+       .diagnosis = "term_scaled",
+       .plant = [](VerifyProblem& problem, World& world) {
+         problem = expert_problem(world, {.term_factor = static_cast<double>(world.size)});
+       }});
+  list.push_back({.id = "B22r",
+                  .title = "a router cut off from the loss",
+                  .mistake = "The weights by which experts' outputs are added up come through a gather that "
+                             "autograd does not know.",
+                  .who = "Dispatch code that exchanges routing weights by a plain collective.",
+                  .number = "The routers' gradients are zero, all others are right.",
+                  .diagnosis = "gradient_lost",
+                  .plant = plants({.layout = [](auto right, int) -> std::unique_ptr<DataParallel> {
+                                     return std::make_unique<Multiplies>(std::move(right), ".mlp.gate.", 0);
+                                   },
+                                   .with_term = false})});
+}
+
+}  // namespace isograd::museum
