@@ -36,12 +36,18 @@ void one_after_another(MicroBatchWork& work);  // forward and backward by turns,
 // know something of the whole step (BalanceLoss). Collective; without gradient.
 using LookAhead = std::function<void(const MicroBatches& micro_batches, const Group& data)>;
 
+// Numbers that are counted beside the loss, which choice fell on whom: what came since the last call, as many
+// on every rank and in every step. Called as a step begins, where the result is of something else and is
+// dropped, and in finish().
+using Tally = std::function<std::vector<double>()>;
+
 struct StepOptions {
   double max_norm = 1.0;  // 0: no clipping
   // Ranks with fewer micro-batches than others run the forward on empty ones too, for terms whose forward
   // holds a collective (BalanceLoss).
   bool even_micro_batches = false;
   LookAhead look_ahead{};
+  Tally tally{};  // added up over the ranks in the message of the norm: no collective of its own
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;
@@ -51,6 +57,7 @@ struct StepReport {
   double loss = 0;               // Σ numerators / Σ denominators over all ranks: what was differentiated
   std::vector<TermValue> terms;  // each term of the loss by itself; the same on all ranks
   Census census;                 // global counts
+  std::vector<double> tally;     // of StepOptions::tally, over all ranks
   double norm = 0;               // of the whole gradient, before clipping
   double clip_coefficient = 1;   // what the gradient was multiplied by
   double gradient_scale = 1;     // a deferred mean's: views() hold the gradient divided by this

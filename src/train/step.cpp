@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "isograd/error.hpp"
 #include "train/peers.hpp"
@@ -69,6 +70,7 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
     layout_.zero_gradients();
     work_->clear();
     mean_.begin_step();
+    if (options_.tally) options_.tally();
   }
   work_->count(micro_batches, stop_requested, options_.even_micro_batches);
   Group all = layout_.mesh().all();
@@ -95,8 +97,10 @@ StepReport Step::finish() {
   });
   const double scale = work_->denominator().gradient_scale;
 
-  // (5) The exact norm, each element counted by its owner; the loss and its terms travel along.
+  // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along.
   std::vector<double> sums = work_->ledger().message(work_->census());
+  const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
+  if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
   const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
@@ -105,6 +109,7 @@ StepReport Step::finish() {
   report.terms = TermLedger::read(sums);
   for (TermValue& term : report.terms) term.value *= scale;
   report.census = work_->census();
+  report.tally.assign(sums.begin() + ledger, sums.end());
   report.norm = global.norm * scale;
   report.gradient_scale = scale;
 
