@@ -20,6 +20,13 @@ class Task;        // src/train/task.hpp: the data and the family of models that
 class TaskModel;
 class Layout;
 
+// Of a layer with experts: how often tokens chose each, over all ranks and micro-batches of a step.
+struct ExpertLoad {
+  std::int64_t layer = 0;
+  std::vector<std::int64_t> choices{};  // by expert
+  double max_over_mean() const;         // 1 where all get the same; NaN without a choice
+};
+
 // One step as seen from outside. The same on all ranks, except `seconds`.
 struct StepEvent {
   std::int64_t step = 0;   // steps made, this one included
@@ -31,6 +38,8 @@ struct StepEvent {
   double tokens_per_second = 0;  // of all ranks together
   std::optional<double> mfu =
       {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs
+  // Of each layer with experts, ascending. Empty: there is none, or the step had no tokens or was not finite.
+  std::vector<ExpertLoad> expert_loads{};
 };
 
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.

@@ -189,9 +189,9 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     };
     // An evaluation is of the cross entropy alone.
     if (routers && (at::GradMode::is_enabled() || routers->collecting()))
-      routers->add_terms(outputs.router_logits,
-                         routers->any() ? model.chosen_experts(batch, outputs) : std::vector<at::Tensor>{},
-                         terms);
+      routers->add_terms(
+          outputs.router_logits,
+          routers->needs_choices() ? model.chosen_experts(batch, outputs) : std::vector<at::Tensor>{}, terms);
     if (routers && routers->collecting())
       return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
     const at::Tensor& weight = model.output_weight();
@@ -244,10 +244,11 @@ Schedule make_schedule(const RunConfig& config) {
   return schedule;
 }
 
-StepOptions step_options(const RunConfig& config, LookAhead look_ahead) {
+StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally) {
   return {.max_norm = config.train.max_norm,
           .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
-          .look_ahead = std::move(look_ahead)};
+          .look_ahead = std::move(look_ahead),
+          .tally = std::move(tally)};
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {

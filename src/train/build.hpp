@@ -110,8 +110,12 @@ std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTenso
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
 // The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks);
-// `look_ahead`: TaskModel's.
-StepOptions step_options(const RunConfig& config, LookAhead look_ahead);
+// The same of a layout that was made, for steps of so many `rounds` of micro-batches; 0: as many as
+// configured.
+DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
+                         const RanksOfRun& ranks);
+// `look_ahead` and `tally`: TaskModel's.
+StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally = {});
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 

@@ -194,4 +194,16 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Ra
   return plan;
 }
 
+DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
+                         const RanksOfRun& ranks) {
+  std::int64_t numel = 0;
+  for (const Bucket& bucket : layout.buckets())
+    for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
+  DataParallelPlan plan = make_plan(config, numel, ranks);
+  if (rounds > 0) plan.micro_batches = rounds;
+  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout))
+    plan.whole = std::min(sharded->whole_numel(), plan.numel);  // the one with, the other without padding
+  return plan;
+}
+
 }  // namespace isograd

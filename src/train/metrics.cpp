@@ -99,6 +99,7 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "validation_loss", row.validation_loss);
   put(json, "validation_perplexity", row.validation_perplexity);
   put(json, "validation_targets", row.validation_targets);
+  if (!row.expert_loads.empty()) json["experts"] = experts_json(row.expert_loads, row.dead);
   for (const TermValue& figure : row.figures)
     put(json["figures"], figure.name.c_str(), std::optional(figure.value));
   return json.dump() + "\n";
@@ -138,6 +139,9 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "validation_loss", row.validation_loss);
       get(json, "validation_perplexity", row.validation_perplexity);
       get(json, "validation_targets", row.validation_targets);
+      if (const auto experts = json.find("experts"); experts != json.end())
+        if (const std::string trouble = read_experts(*experts, row.expert_loads, row.dead); !trouble.empty())
+          refuse(trouble);
       if (const auto figures = json.find("figures"); figures != json.end())
         for (const auto& [name, value] : figures->items())
           row.figures.push_back({name, value.is_null() ? std::nan("") : value.get<double>()});
@@ -164,6 +168,7 @@ Metrics::Metrics(const MetricsOptions& options)
   if (!log) cannot_write(file);
   keep_others_out(log.get(), file);
   log_ = log.release();
+  for (const auto& row : rows_) idle_.step(row.expert_loads);
 }
 
 Metrics::~Metrics() {
@@ -195,6 +200,13 @@ void Metrics::step(const StepEvent& event) {
   if (event.mfu) events_.scalar("speed/mfu", event.step, *event.mfu);
   events_.scalar("speed/seconds", event.step, event.seconds);
   events_.scalar("speed/exposed_seconds", event.step, event.exposed_seconds);
+  idle_.step(event.expert_loads);
+  const DeadExperts dead = event.expert_loads.empty() ? DeadExperts() : idle_.dead();
+  for (const ExpertLoad& load : event.expert_loads)
+    events_.scalar(fmt::format("experts/max_over_mean/layer_{}", load.layer), event.step,
+                   load.max_over_mean());
+  if (!event.expert_loads.empty())
+    events_.scalar("experts/dead", event.step, static_cast<double>(dead.count()));
   append({.step = event.step,
           .loss = report.loss,
           .perplexity = perplexity,
@@ -207,7 +219,9 @@ void Metrics::step(const StepEvent& event) {
           .mfu = event.mfu,
           .seconds = event.seconds,
           .exposed_seconds = event.exposed_seconds,
-          .updated = report.updated});
+          .updated = report.updated,
+          .expert_loads = event.expert_loads,
+          .dead = dead});
 }
 
 void Metrics::evaluation(const Evaluation& evaluation) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "isograd/trainer.hpp"
+#include "train/expert_load.hpp"
 
 namespace isograd {
 
@@ -33,7 +34,9 @@ struct MetricRow {
   std::optional<double> validation_loss = {};
   std::optional<double> validation_perplexity = {};
   std::optional<std::int64_t> validation_targets = {};
-  std::vector<TermValue> figures = {};  // what else the task measures of the model, by name
+  std::vector<ExpertLoad> expert_loads = {};  // of this step, by layer; StepEvent
+  DeadExperts dead = {};                      // likewise by layer
+  std::vector<TermValue> figures = {};        // what else the task measures of the model, by name
 };
 
 std::string to_json_line(const MetricRow& row);  // ends in a line break
@@ -92,6 +95,7 @@ class Metrics {
   std::vector<MetricRow> rows_;
   std::FILE* log_ = nullptr;
   EventFile events_;
+  IdleExperts idle_;
 };
 
 }  // namespace isograd

@@ -8,6 +8,7 @@
 #include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/device.hpp"
+#include "train/load_picture.hpp"
 #include "train/metrics.hpp"
 #include "train/progress.hpp"
 #include "train/report.hpp"
@@ -116,6 +117,11 @@ struct Presenter::Impl {
     if (facts.ranks > 1) row("communication", exposed_share(outcome));
     if (outcome.balance)
       row("context ranks", fmt::format("highest cost {}", over_the_mean(*outcome.balance)));
+    if (const auto loads = rows_with_loads(metrics->rows()); !loads.empty()) {
+      row("load of experts",
+          fmt::format("{}, in step {}", last_load(loads.back()->expert_loads), loads.back()->step));
+      row("dead experts", dead_in_words(*loads.back()));
+    }
     if (outcome.skipped > 0) row("skipped", fmt::format("{} steps, not finite", outcome.skipped));
     if (outcome.empty > 0) row("empty", fmt::format("{} steps without a valid target", outcome.empty));
     for (const auto& table : outcome.tables) text += printable(table.summary) + "\n";
@@ -151,12 +157,22 @@ struct Presenter::Impl {
     report.fact("ranks", std::to_string(facts.ranks));
     if (outcome.balance)
       report.fact("costliest context rank", fmt::format("{:.3f} x mean", outcome.balance->mean));
+    const auto loads = rows_with_loads(metrics->rows());
+    if (!loads.empty()) {
+      const ExpertLoad& load = loads.back()->expert_loads.front();
+      report.fact("dead experts", fmt::format("{} of {}", loads.back()->dead.count(),
+                                              load.choices.size() * loads.back()->expert_loads.size()));
+    }
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
     report.fact("training " + task.tokens, human_count(static_cast<double>(task.num_tokens)));
     for (auto& chart :
          training_charts(metrics->rows(), facts.baseline.value,
                          {.unit = task.unit, .tokens = task.tokens, .baseline = facts.baseline.name}))
       report.chart(std::move(chart));
+    if (!loads.empty()) {
+      report.chart(load_chart(loads));
+      report_loads(report, loads);
+    }
     for (const auto& picture : showing.pictures) report.figure(picture.title, picture.caption, picture.html);
     for (const auto& chart : showing.charts) report.chart(chart);
     for (const auto& table : showing.tables) report.table(table);

@@ -18,10 +18,12 @@ namespace {
 constexpr const char* kStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
 --good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
---c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f}
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;
+--h1:#1f64a8;--h2:#74b0d6;--h3:#c3dbea;--h4:#e9e8e2;--h5:#fbcf9f;--h6:#ee8f45;--h7:#ad3e0a}
 @media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
 --good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
---c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0}}
+--c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;
+--h1:#6cb8f0;--h2:#3d7fb0;--h3:#2b4b64;--h4:#3b4047;--h5:#66482b;--h6:#ad642a;--h7:#ff9a52}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -53,6 +55,8 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 .line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
 .raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
 .dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
+.heat{shape-rendering:crispEdges}.h0{fill:var(--ink)}.h1{fill:var(--h1)}.h2{fill:var(--h2)}.h3{fill:var(--h3)}.h4{fill:var(--h4)}
+.h5{fill:var(--h5)}.h6{fill:var(--h6)}.h7{fill:var(--h7)}.cell{font-size:11px;fill:var(--ink)}.far{fill:var(--page)}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
 .wide{overflow:auto;max-height:560px;border:1px solid var(--rule);border-radius:10px;
 background:linear-gradient(90deg,var(--card) 40%,transparent) 0 0/48px 100% no-repeat local,
@@ -79,7 +83,7 @@ p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
 summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
-@media (max-width:560px){main{padding:24px 14px 48px}.tick,.label{font-size:14.5px}figure{padding:12px 10px 6px}
+@media (max-width:560px){main{padding:24px 14px 48px}.tick,.label,.cell{font-size:14.5px}figure{padding:12px 10px 6px}
 .charts{margin-top:22px}.frames{grid-template-columns:1fr}.frames img{height:auto;max-height:88px}th,td{padding:6px 9px}}
 @media print{.wide{max-height:none;overflow:visible}figure,pre{break-inside:avoid}}
 )css";

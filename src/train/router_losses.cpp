@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
+
 namespace isograd {
 
 RouterLosses::RouterLosses(const RunConfig& config, const DecoderConfig& shape)
@@ -36,6 +38,10 @@ void RouterLosses::add_terms(const std::vector<at::Tensor>& router_logits,
       probabilities.push_back(at::softmax(logits.to(at::kDouble), 1));
     terms.push_back(balance_->term(probabilities, chosen));
   }
+  // Once a micro-batch: what a checkpointed block computes again in backward does not come here.
+  for (std::size_t i = 0; i < chosen.size() && choices_.defined() && !collecting_; ++i)
+    choices_[static_cast<std::int64_t>(i)] +=
+        at::bincount(chosen[i].flatten().cpu(), {}, balance_options_.experts);
   if (z_weight_ == 0 || collecting_) return;
   std::vector<at::Tensor> sums;
   for (const at::Tensor& logits : router_logits)
@@ -60,6 +66,28 @@ void RouterLosses::look_ahead(const MicroBatches& micro_batches, const Group& da
   }
   collecting_ = false;
   balance_->finish_collecting();
+}
+
+void RouterLosses::count_choices() {
+  choices_ = at::zeros({balance_options_.layers, balance_options_.experts}, at::kLong);
+}
+
+std::vector<double> RouterLosses::take_choices() {
+  const at::Tensor counts = choices_.to(at::kDouble).flatten();  // exact below 2^53
+  choices_.zero_();
+  return {counts.const_data_ptr<double>(), counts.const_data_ptr<double>() + counts.numel()};
+}
+
+std::vector<ExpertLoad> RouterLosses::loads_of(const std::vector<double>& counts) const {
+  std::vector<ExpertLoad> loads;
+  if (std::ranges::all_of(counts, [](double count) { return count == 0; })) return loads;
+  const auto experts = static_cast<std::size_t>(balance_options_.experts);
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    loads.push_back({.layer = layers_[i]});
+    for (std::size_t e = 0; e < experts; ++e)
+      loads.back().choices.push_back(static_cast<std::int64_t>(counts.at(i * experts + e)));
+  }
+  return loads;
 }
 
 std::string RouterLosses::take_not_finite() {

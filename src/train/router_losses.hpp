@@ -9,6 +9,7 @@
 #include "isograd/balance_loss.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/step.hpp"
+#include "isograd/trainer.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
@@ -19,20 +20,29 @@ class RouterLosses {
  public:
   RouterLosses(const RunConfig& config, const DecoderConfig& shape);
 
-  bool any() const { return weight_ != 0 || z_weight_ != 0; }
+  // Whether add_terms() wants to know which experts were chosen.
+  bool needs_choices() const { return weight_ != 0 || choices_.defined(); }
   // Whether the routing of the whole step must be known before its first term: loss.balance over the step.
   bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
   // Over which ranks router statistics are summed: those that see different data.
   void sum_over(const Group& data);
 
-  // The terms of a micro-batch, of the logits [T, E] and the choices [T, k] of each layer that has experts.
-  // While collecting: counts them, and there are none. A layer whose logits are not finite is remembered.
+  // The terms of a micro-batch, of the logits [T, E] and, where needs_choices(), the choices [T, k] of each
+  // layer that has experts. While collecting: counts them, and there are none. A layer whose logits are not
+  // finite is remembered.
   void add_terms(const std::vector<at::Tensor>& router_logits, const std::vector<at::Tensor>& chosen,
                  LossTerms& terms);
 
   // Runs `forward` on each micro-batch without gradient. Collective.
   void look_ahead(const MicroBatches& micro_batches, const Group& data, const ForwardLossTerms& forward);
   bool collecting() const { return collecting_; }
+
+  // From now on add_terms() counts choices, except while collecting. take_choices(): those of this rank since
+  // the last call, by layer and expert; loads_of(): what such counts of all ranks, added up, say; nothing
+  // where all are 0.
+  void count_choices();
+  std::vector<double> take_choices();
+  std::vector<ExpertLoad> loads_of(const std::vector<double>& counts) const;
 
   // "the router logits of layer 3"; empty: all were finite since the last call.
   std::string take_not_finite();
@@ -44,6 +54,7 @@ class RouterLosses {
   BalanceLossOptions balance_options_{};
   std::optional<BalanceLoss> balance_{};
   bool collecting_ = false;
+  at::Tensor choices_{};  // [layers, E] int64; undefined: not counted
   std::int64_t not_finite_ = -1;
 };
 

@@ -41,6 +41,11 @@ class TaskModel {
   // What must be known of a whole step before its first forward, by passes of `forward`, which is loss() as
   // the run differentiates it. Not given: nothing.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
+  // What counts choices of experts in the forwards that train, from now on: StepOptions::tally. Not given:
+  // the model has none.
+  virtual Tally tally() { return {}; }
+  // What such numbers, added up over the ranks, say; nothing where all are 0.
+  virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*tally*/) const { return {}; }
   // What of a forward since the last call was not finite on this rank, for people: "the router logits of
   // layer 3". Empty: nothing is known.
   virtual std::string take_not_finite() { return {}; }

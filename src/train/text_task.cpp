@@ -40,6 +40,14 @@ class TextModel : public TaskModel {
       routers->look_ahead(micro_batches, data, forward);
     };
   }
+  Tally tally() override {
+    if (!routers_) return {};
+    routers_->count_choices();
+    return [routers = routers_] { return routers->take_choices(); };
+  }
+  std::vector<ExpertLoad> expert_loads(const std::vector<double>& tally) const override {
+    return routers_ ? routers_->loads_of(tally) : std::vector<ExpertLoad>();
+  }
   std::string take_not_finite() override { return routers_ ? routers_->take_not_finite() : std::string(); }
   bool choose_experts(const DecoderLM::ChooseExperts& choose) override {
     if (!routers_) return false;

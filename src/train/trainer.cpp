@@ -5,7 +5,6 @@
 
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/device.hpp"
@@ -187,7 +186,7 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
-    Step step(forward, *layout, *mean, *optimizer, step_options(config, look_ahead));
+    Step step(forward, *layout, *mean, *optimizer, step_options(config, look_ahead, model->tally()));
     while (state.step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
@@ -248,7 +247,9 @@ struct Trainer::Impl {
                     .seconds = seconds,
                     .exposed_seconds = exposed,
                     .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
-                    .mfu = {}};
+                    .mfu = {},
+                    .expert_loads = {}};
+    if (report.finite) event.expert_loads = model->expert_loads(report.tally);
     if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;
     present([&] { presenter->step(event); });
     if (hooks.on_step) hooks.on_step(event);
@@ -296,16 +297,7 @@ struct Trainer::Impl {
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
   }
 
-  DataParallelPlan plan() const {
-    std::int64_t numel = 0;
-    for (const Bucket& bucket : layout->buckets())
-      for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
-    DataParallelPlan plan = make_plan(config, numel, world.group);
-    if (rounds > 0) plan.micro_batches = rounds;
-    if (const auto* sharded = dynamic_cast<const FullySharded*>(layout.get()))
-      plan.whole = std::min(sharded->whole_numel(), plan.numel);  // the one with, the other without padding
-    return plan;
-  }
+  DataParallelPlan plan() const { return plan_of(config, *layout, rounds, world.group); }
 
   // The run that a finished one is compared with, by the same loop in a folder of its own.
   std::optional<Outcome> compare() {

@@ -47,7 +47,13 @@ std::string right_listing(std::string text) {
 void prepare_metrics(const fs::path& folder) {
   std::string text;
   for (int step = 1; step < 4; ++step)
-    text += to_json_line({.step = step, .loss = 0.5 * step, .tokens = 7, .updated = true});
+    text += to_json_line(
+        {.step = step,
+         .loss = 0.5 * step,
+         .tokens = 7,
+         .updated = true,
+         .expert_loads = {{.layer = 1, .choices = {4, 0, 10}}, {.layer = 3, .choices = {7, 7, 0}}},
+         .dead = {.steps = step, .by_layer = {{1}, {2}}}});
   put(folder / "metrics.jsonl",
       text + to_json_line({.step = 3, .validation_loss = 2.0, .validation_targets = 5}));
 }
