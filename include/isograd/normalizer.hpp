@@ -40,6 +40,9 @@ struct LossTerm {
   // The value is the whole and the same on every rank (a gathered ranking loss), not a share: logged once.
   // Its gradient must still sum to the right one over the ranks.
   bool replicated = false;
+  // Made of numbers that were collected over the whole step before it (BalanceLoss of scope kStep): no term
+  // of a deferred mean, whose calls see a part each.
+  bool of_whole_step = false;
 };
 using LossTerms = std::vector<LossTerm>;
 
@@ -80,10 +83,13 @@ struct Census {
 struct Denominator {
   std::string of = "targets";  // what was counted
   std::string over = "data";   // over which axes
-  double value = 0;            // 0: nothing to divide, the step is empty
+  // 0: nothing to divide, the step is empty. Infinite: nothing in this rank's replica, whose share is 0.
+  // Of a deferred mean always 1: a call without targets may hold other terms.
+  double value = 0;
   // A deferred mean divides once, at the end: the reduced gradient is multiplied by this, by the pass that
-  // clips and updates. Otherwise 1.
+  // clips and updates; 0: nothing was counted so far. Otherwise 1.
   double gradient_scale = 1;
+  bool is_empty() const { return value == 0 || gradient_scale == 0; }  // the step so far: no weight moves
 
   Mean mean = Mean::kTargets;
   // For terms with another mean than kStep.

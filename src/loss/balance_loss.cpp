@@ -98,8 +98,10 @@ LossTerm BalanceLoss::term(const std::vector<at::Tensor>& probabilities,
   }
   at::Tensor counts = step ? counts_ : counts_of(chosen);
   if (!step && data_.size() > 1) data_.all_reduce(counts);
-  LossTerm term{
-      .name = options_.name, .mean = step ? Mean::kNone : Mean::kMicroBatches, .weight = options_.weight};
+  LossTerm term{.name = options_.name,
+                .mean = step ? Mean::kNone : Mean::kMicroBatches,
+                .weight = options_.weight,
+                .of_whole_step = step};
   term.sum = at::zeros({}, at::kDouble);
   for (std::size_t layer = 0; layer < probabilities.size(); ++layer) {
     const at::Tensor& own = probabilities[layer];

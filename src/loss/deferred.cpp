@@ -66,17 +66,24 @@ Census Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop
 
 Denominator Deferred::denominator(const Census& census) const {
   Denominator result = of_->denominator(census);
-  if (result.value != 0) {
-    result.gradient_scale = 1 / result.value;
-    result.value = 1;
-  }
+  // Calls that have counted nothing are differentiated like all others: only the end of the step knows.
+  result.gradient_scale = result.value == 0 ? 0 : 1 / result.value;
+  result.value = 1;
   return result;
 }
 
 at::Tensor Deferred::scale(const LossTerms& terms, const Denominator& denominator) const {
   LossTerms raw = terms;
   for (LossTerm& term : raw) {
-    if (term.mean != Mean::kStep && term.mean != mean())
+    if (term.of_whole_step)
+      throw ConfigError(
+          {.where = fmt::format("loss term '{}'", term.name),
+           .found = "a deferred mean, whose calls each know their own part of the step",
+           .expected =
+               "a mean of batches that are known before the step's first forward: the term is made of "
+               "numbers that are collected over the whole step",
+           .action = "Take the mean without Deferred, or leave the term out"});
+    if (term.mean != Mean::kStep && (term.mean != mean() || term.mean == Mean::kFixed))
       throw ConfigError(
           {.where = fmt::format("loss term '{}'", term.name),
            .found = fmt::format("{} in a gradient buffer that is divided by {} at the end of the step",
@@ -100,7 +107,8 @@ MicroBatches DeferredAccumulator::begin_call(const MicroBatches& micro_batches) 
 }
 
 at::Tensor DeferredAccumulator::raw_loss(const LossTerms& terms) {
-  const at::Tensor raw = mean_.scale(terms, denominator_);
+  at::Tensor raw = mean_.scale(terms, denominator_);
+  if (!raw.requires_grad()) raw.requires_grad_(true);  // of constants: a call may hold no target
   sum_ += raw.item<double>();
   return raw;
 }
@@ -108,7 +116,7 @@ at::Tensor DeferredAccumulator::raw_loss(const LossTerms& terms) {
 DeferredAccumulator::Result DeferredAccumulator::finish() {
   at::Tensor sum = at::full({1}, sum_, at::kDouble);
   if (data_.size() > 1) data_.all_reduce(sum);
-  Result result{.gradient_scale = denominator_.value == 0 ? 0 : denominator_.gradient_scale,
+  Result result{.gradient_scale = denominator_.is_empty() ? 0 : denominator_.gradient_scale,
                 .census = census_};
   result.loss = sum.item<double>() * result.gradient_scale;
   sum_ = 0;

@@ -197,14 +197,15 @@ double Denominator::of_term(const LossTerm& term) const {
     case Mean::kStep:
       return value;
     case Mean::kTargets:
-      return targets;
+      return mean == term.mean ? value : targets;  // a deferred mean divides by its own at the end
     case Mean::kSamples:
-      if (samples == 0 && targets > 0 && sample_sizes.empty() && mean != Mean::kSamples)
+      if (mean == term.mean) return value;
+      if (samples == 0 && targets > 0 && sample_sizes.empty())
         refuse(fmt::format("loss term '{}'", term.name), "a sample mean in a step that counts no samples",
                "samples counted beforehand", "Make the normaliser with count_samples = true");
       return samples;
     case Mean::kWeights:
-      return weights;
+      return mean == term.mean ? value : weights;
     case Mean::kTokens:
       return tokens;
     case Mean::kMicroBatches:

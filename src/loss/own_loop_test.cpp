@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 
 #include "base/error_testing.hpp"
 #include "isograd/differentiable.hpp"
@@ -240,8 +241,9 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
   DeferredAccumulator accumulator(std::make_unique<SampleMean>(), alone);
   for (const Batch& batch : accumulator.begin_call({batch_of(0, 3)})) {
     at::Tensor x = parameter(1);
-    accumulator.raw_loss({{"loss", x * std::nan("")}}).backward();
-    EXPECT_FALSE(x.grad().defined());
+    accumulator.raw_loss({{"loss", x * 3}}).backward();
+    accumulator.raw_loss({{"loss", at::zeros({})}}).backward();  // there is nothing to differentiate
+    EXPECT_EQ(x.grad().item<double>(), 3) << "raw: what other calls hold is not known";
     EXPECT_EQ(batch.num_tokens(), 3);
   }
   const auto result = accumulator.finish();
@@ -251,3 +253,43 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
 
 }  // namespace
 }  // namespace isograd
+// A term over all tokens beside one over targets: a call without targets counts whichever way the calls are
+// ordered, as it does in a step whose batch is known.
+TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
+  Group alone = Group::solo();
+  const MicroBatches all = {batch_of(0, 6, 1), batch_of(4, 0, 2), batch_of(0, 3, 3)};
+  const auto terms = [](const at::Tensor& x, const Batch& batch) -> LossTerms {
+    return {{"ce", x * static_cast<double>(batch.num_targets())},
+            {"z", x * x * static_cast<double>(batch.num_tokens()), Mean::kStep, 0.5}};
+  };
+  const std::vector<std::function<std::unique_ptr<Normalizer>()>> means = {
+      [] { return std::make_unique<TokenMean>(); }, [] { return std::make_unique<WeightedMean>(); },
+      [] { return std::make_unique<FixedDenominator>(8.); },
+      [] { return std::make_unique<NoDenominator>(); }};
+  for (const auto& make : means) {
+    const double divisor = make()->mean() == Mean::kFixed ? 8 : make()->mean() == Mean::kNone ? 1 : 4;
+    for (std::vector<std::size_t> order :
+         {std::vector<std::size_t>{0, 1, 2}, {1, 0, 2}, {2, 0, 1}, {1, 2, 0}}) {
+      DeferredAccumulator accumulator(make(), alone);
+      at::Tensor x = parameter(1);
+      for (const std::size_t which : order)
+        for (const Batch& batch : accumulator.begin_call({all[which]}))
+          accumulator.raw_loss(terms(x, batch)).backward();
+      const auto result = accumulator.finish();
+      EXPECT_DOUBLE_EQ(result.loss, (4 + 0.5 * 13) / divisor);
+      EXPECT_DOUBLE_EQ(x.grad().item<double>() * result.gradient_scale, (4 + 13) / divisor);
+    }
+    at::Tensor x = parameter(1);
+    auto mean = make();
+    const Denominator denominator = mean->denominator(mean->count(all, alone, false));
+    double loss = 0;
+    for (const Batch& batch : all) {
+      const at::Tensor share = mean->scale(terms(x, mean->prepare(batch, denominator)), denominator);
+      share.backward();
+      loss += share.item<double>();
+    }
+    EXPECT_DOUBLE_EQ(loss, (4 + 0.5 * 13) / divisor);
+    EXPECT_DOUBLE_EQ(x.grad().item<double>(), (4 + 13) / divisor);
+  }
+}
+

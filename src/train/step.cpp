@@ -115,7 +115,7 @@ StepReport Step::finish() {
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.
   report.finite = global.finite;
-  if (!global.finite || work_->denominator().value == 0) return report;
+  if (!global.finite || work_->denominator().is_empty()) return report;
 
   // (7) Clip and update in one fused pass.
   report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);

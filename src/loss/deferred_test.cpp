@@ -1,0 +1,149 @@
+// Deferred means, and what a step logs.
+#include <cmath>
+
+#include "isograd/balance_loss.hpp"
+#include "loss/ledger.hpp"
+#include "loss/normalizer_testing.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace normalizer_testing;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+// A term that is only watched is logged as it is, and stops nothing.
+TEST(TermLedger, KeepsAValueThatIsNoNumberOutOfTheLoss) {
+  Census census;
+  census.micro_batches_by_rank = {1, 1};
+  const Denominator denominator{.value = 2};
+  const double nan = std::nan("");
+  for (const int rank : {0, 1}) {
+    census.rank = rank;
+    TermLedger ledger;
+    ledger.add({{"cross_entropy", at::full({}, 3.0)},
+                {"watched", at::full({}, nan), Mean::kNone, 0.0},
+                {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
+               1.5, denominator, census);
+    const auto message = ledger.message(census);
+    EXPECT_EQ(message[0], 1.5) << rank;
+    if (rank == 0) {
+      EXPECT_TRUE(std::isnan(TermLedger::read(message).at(1).value));
+    }
+  }
+}
+
+// ---- deferred ----
+
+TEST(Deferred, RefusesWhatCannotShareABuffer) {
+  Group alone = Group::solo();
+  Deferred mean(std::make_unique<SampleMean>());
+  const auto count = [&](const Batch& batch) { return error_of([&] { mean.count({batch}, alone, false); }); };
+  EXPECT_EQ(count(batch_of({{1, 3, 3}})), "no error");
+  EXPECT_THAT(count(batch_of({{1, 2, 2}})), HasSubstr("a sample of an earlier call of the same step"));
+  EXPECT_THAT(count(batch_of({{2, 2, 5}})), HasSubstr("in another step or call"));
+  mean.begin_step();
+  const Census census = mean.count({batch_of({{1, 2, 2}})}, alone, false);
+  const Denominator denominator = mean.denominator(census);
+  EXPECT_THAT(error_of([&] {
+                mean.scale({{"a", at::ones({})}, {"z", at::ones({}), Mean::kTargets}}, denominator);
+              }),
+              AllOf(HasSubstr("'z'"), HasSubstr("one denominator for each deferred gradient buffer")));
+  // Another fixed number than the step's is another denominator.
+  Deferred fixed(std::make_unique<FixedDenominator>(8.));
+  EXPECT_THAT(error_of([&] {
+                fixed.scale({{"mse", at::ones({}), Mean::kFixed, 1.0, 4096}}, {.value = 1});
+              }),
+              AllOf(HasSubstr("'mse'"), HasSubstr("one denominator for each deferred gradient buffer")));
+  // Numbers collected over a step that is not known yet.
+  BalanceLoss balance({.experts = 3}, alone);
+  const at::Tensor chosen = at::zeros({2, 1}, at::kLong);
+  balance.collect(chosen);
+  balance.finish_collecting();
+  const LossTerm term = balance.term(at::full({2, 3}, 1.0 / 3), chosen);
+  EXPECT_THAT(error_of([&] { Deferred(std::make_unique<NoDenominator>()).scale({term}, {.value = 1}); }),
+              AllOf(HasSubstr("'balance'"), HasSubstr("collected over the whole step")));
+  EXPECT_EQ(error_of([&] { NoDenominator().scale({term}, {.value = 1}); }), "no error");
+  EXPECT_THAT(error_of([] { Deferred(std::make_unique<TokenMean>(NormalizerOptions{.replicas = 2})); }),
+              HasSubstr("per-replica"));
+  EXPECT_THAT(error_of([] { Deferred(nullptr); }), HasSubstr("no mean"));
+}
+
+// A term that names the step's own mean is divided once, in the log too.
+TEST(Deferred, LogsATermOfItsOwnMeanAsAnyOther) {
+  Group alone = Group::solo();
+  for (const Mean own : {Mean::kTargets, Mean::kWeights, Mean::kSamples}) {
+    std::unique_ptr<Normalizer> of = std::make_unique<TokenMean>();
+    if (own == Mean::kWeights) of = std::make_unique<WeightedMean>();
+    if (own == Mean::kSamples) of = std::make_unique<SampleMean>();
+    Deferred mean(std::move(of));
+    const Census census = mean.count({batch_of({{1, 3, 3}, {2, 5, 5}})}, alone, false);
+    const Denominator denominator = mean.denominator(census);
+    const LossTerms terms = {{"step", at::full({}, 6.0)}, {"own", at::full({}, 6.0), own}};
+    TermLedger ledger;
+    ledger.add(terms, mean.scale(terms, denominator).item<double>(), denominator, census);
+    for (const TermValue& term : TermLedger::read(ledger.message(census)))
+      EXPECT_EQ(term.value * denominator.gradient_scale, own == Mean::kSamples ? 3 : 0.75) << term.name;
+  }
+}
+
+TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
+  run_ranks(3, [](World& world) {
+    Deferred mean(std::make_unique<TokenMean>());
+    for (int call = 1; call <= 3; ++call) {
+      const MicroBatches own(static_cast<std::size_t>(world.rank == call - 1 ? 2 : 1),
+                             batch_of({{call, 2, 2}}));
+      const Census census = mean.count(own, world.group, false);
+      EXPECT_EQ(census.call_rounds, 2);
+      EXPECT_EQ(census.rounds, 2 * call);
+      EXPECT_EQ(census.targets, 8 * call);
+    }
+    // What an evaluation divides by knows nothing of the step that is under way, and leaves it alone.
+    EXPECT_EQ(mean.undeferred().count({batch_of({{9, 5, 5}})}, world.group, false).targets, 15);
+    EXPECT_EQ(mean.count({}, world.group, false).targets, 24);
+  });
+}
+
+// ---- what is logged ----
+
+TEST(TermLedger, CarriesNamesFromTheFirstRankThatHasThem) {
+  Census census;
+  census.micro_batches_by_rank = {0, 2, 1};
+  const Denominator denominator{.value = 2};
+  std::vector<double> sums;
+  for (int rank = 0; rank < 3; ++rank) {
+    census.rank = rank;
+    TermLedger ledger;
+    for (int i = 0; i < census.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
+      ledger.add({{"cross_entropy", at::full({}, 3.0)},
+                  {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
+                 1.5 + 2.5, denominator, census);
+    const auto message = ledger.message(census);
+    sums.resize(message.size());
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += message[i];
+  }
+  const auto terms = TermLedger::read(sums);
+  ASSERT_EQ(terms.size(), 2u);
+  EXPECT_EQ(terms[0].name, "cross_entropy");
+  EXPECT_DOUBLE_EQ(terms[0].value, 4.5);
+  EXPECT_EQ(terms[1].name, "a_name_of_thirty_letters______");
+  EXPECT_DOUBLE_EQ(terms[1].value, 10);              // rank 1's two, not rank 2's
+  EXPECT_DOUBLE_EQ(sums[0], 3 * 1.5 + 2 * 0.5 * 5);  // the loss
+
+  TermLedger one, other;
+  census.rank = 1;
+  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, 0, denominator, census);
+  EXPECT_THAT(error_of([&] {
+                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+              }),
+              HasSubstr("'b' where"));
+  auto mixed = one.message(census);
+  census.rank = 2;
+  other.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+  const auto more = other.message(census);
+  for (std::size_t i = 0; i < mixed.size(); ++i) mixed[i] += more[i];
+  EXPECT_THAT(error_of([&] { TermLedger::read(mixed); }), HasSubstr("in another order on some rank"));
+}
+
+}  // namespace
+}  // namespace isograd
