@@ -106,7 +106,8 @@ struct NormalizerOptions {
   // R > 1: the ranks are R replicas, outermost (axis dp_replicate), and the loss is the mean over replicas of
   // each one's own mean, which depends on how samples are dealt out: normalise_over without dp_replicate.
   // Carried out as the denominator R · N_r under the same sum; a replica without anything to count does not
-  // count in R.
+  // count in R, and a term that it has all the same is 0 there. Each term counts by itself; tokens and
+  // micro-batches are counted over all replicas.
   int replicas = 1;
   // Count samples although the step's own mean does not need them: some term has Mean::kSamples.
   bool count_samples = false;

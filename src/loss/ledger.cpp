@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -59,7 +61,7 @@ void TermLedger::add(const LossTerms& terms, double share, const Denominator& de
       refuse_terms(fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
                    "the same terms in the same order in every micro-batch", "Return them in one order");
     const double divisor = denominator.of_term(term);
-    if (divisor == 0) continue;
+    if (divisor == 0 || std::isinf(divisor)) continue;  // nothing is counted, in the step or this replica
     const double value = term.sum.item<double>() / divisor;
     if (!term.replicated || census.rank == census.first_with_micro_batches())
       terms_[i].value += value;

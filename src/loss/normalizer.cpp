@@ -8,8 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
-#include <unordered_set>
+#include <limits>
 
 #include "isograd/error.hpp"
 #include "loss/counting.hpp"
@@ -26,7 +25,8 @@ struct Share : torch::autograd::Function<Share> {
     at::Tensor share;
     torch::autograd::variable_list kept(sums.begin(), sums.end());
     for (std::size_t i = 0; i < kept.size(); ++i) {
-      const at::Tensor part = kept[i].reshape({}).to(at::kDouble) * factors[i];
+      at::Tensor part = kept[i].reshape({}).to(at::kDouble);
+      part = factors[i] == 0 ? at::zeros_like(part) : part * factors[i];
       share = share.defined() ? share + part : part;
     }
     ctx->save_for_backward(kept);  // for their shapes and types
@@ -38,8 +38,12 @@ struct Share : torch::autograd::Function<Share> {
     torch::autograd::variable_list gradients;
     const auto factors = ctx->saved_data["factors"].toDoubleVector();
     const auto sums = ctx->get_saved_variables();
+    // A factor of 0, of a replica without anything to count: no gradient, where a zero could meet a NaN.
+    // Backward still comes by every node below, so that those that exchange something with other ranks do.
     for (std::size_t i = 0; i < sums.size(); ++i)
-      gradients.push_back((upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
+      gradients.push_back(factors[i] == 0
+                              ? at::Tensor()
+                              : (upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
     gradients.emplace_back();
     return gradients;
   }
@@ -269,9 +273,9 @@ Denominator Normalizer::denominator(const Census& census) const {
             static_cast<double>(by_rank[r * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(i)]);
       if (by_replica[r] > 0) ++counting;
     }
-    // A replica that holds nothing divides nothing: any number but 0, which would say that the step is empty.
+    // A replica that holds nothing to count has no mean: not 0, which would say that the step is empty.
     if (counting > 0)
-      for (double& n : by_replica) n = counting * (n > 0 ? n : 1);
+      for (double& n : by_replica) n = n > 0 ? counting * n : std::numeric_limits<double>::infinity();
     return by_replica;
   };
   const auto mine = [&](const std::vector<double>& values) {

@@ -130,6 +130,84 @@ TEST(Replicas, AreMeansOfTheirOwn) {
   EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches, NormalizerOptions{.replicas = 2}), 3.0);
 }
 
+// What replicas hold that count nothing is no part of the mean, though it is there: every term is
+// (1/R) Σ_r (its sum over replica r) / (its count in r) over the R replicas that count something.
+TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
+  // Three replicas of two ranks: [targets, tokens without target, weight] of each rank; replica 1 has no
+  // target, replica 2 none that weighs anything.
+  constexpr int kRanks = 6, kReplicas = 3, kFirstValue = 4;  // in a ledger's message
+  struct Held {
+    std::int64_t targets, silent;
+    double weight;
+  };
+  const Held held[kRanks] = {{5, 2, 0.5}, {0, 3, 1}, {0, 1000, 1}, {0, 0, 1}, {3, 1, 0}, {2, 0, 0}};
+  struct Case {
+    std::string name;
+    Mean mean;
+  };
+  const std::vector<Case> terms = {{"step", Mean::kStep},
+                                   {"targets", Mean::kTargets},
+                                   {"samples", Mean::kSamples},
+                                   {"weights", Mean::kWeights},
+                                   {"tokens", Mean::kTokens}};
+  // The sum of each term is x times the rank's tokens, with target or without.
+  const auto tokens = [&](int rank) { return static_cast<double>(held[rank].targets + held[rank].silent); };
+  const auto counted = [&](int rank, Mean mean) {  // plainly
+    const Held& own = held[rank];
+    if (mean == Mean::kWeights || mean == Mean::kStep) return own.weight * static_cast<double>(own.targets);
+    if (mean == Mean::kSamples) return own.targets > 0 && own.weight > 0 ? 1. : 0.;
+    return static_cast<double>(own.targets);
+  };
+  std::vector<double> wanted(terms.size());
+  for (std::size_t t = 0; t < terms.size(); ++t) {
+    double counting = 0, all = 0;
+    for (int replica = 0; replica < kReplicas; ++replica) {
+      const int a = 2 * replica, b = a + 1;
+      const double n = counted(a, terms[t].mean) + counted(b, terms[t].mean);
+      all += tokens(a) + tokens(b);
+      if (n == 0) continue;
+      ++counting;
+      wanted[t] += (tokens(a) + tokens(b)) / n;
+    }
+    wanted[t] = terms[t].mean == Mean::kTokens ? all / all : wanted[t] / counting;
+  }
+  run_ranks(kRanks, [&](World& world) {
+    const Held& own = held[world.rank];
+    std::vector<double> weights(static_cast<std::size_t>(own.targets + own.silent), own.weight);
+    Batch batch = batch_of({{10 + world.rank, own.targets + own.silent, own.targets}}, weights);
+    if (weights.empty()) batch = empty_batch();
+    batch.targets.narrow(0, own.targets, own.silent).fill_(kIgnoreIndex);
+    WeightedMean mean({.replicas = kReplicas, .count_samples = true});
+    const Census census = mean.count({batch}, world.group, false);
+    const Denominator denominator = mean.denominator(census);
+    EXPECT_NE(denominator.value, 0) << "the step is not empty";
+    check_agreement(denominator, world.group);
+    for (std::size_t t = 0; t < terms.size(); ++t) {
+      at::Tensor x = at::ones({}, at::kDouble).requires_grad_(true);
+      const LossTerms one = {{terms[t].name, x * tokens(world.rank), terms[t].mean}};
+      const at::Tensor share = mean.scale(one, denominator);
+      share.backward();
+      TermLedger ledger;
+      ledger.add(one, share.item<double>(), denominator, census);
+      const at::Tensor gradient = x.grad().defined() ? x.grad() : at::zeros({}, at::kDouble);
+      const at::Tensor sums =
+          at::stack({share.detach(), gradient, at::tensor(ledger.message(census), at::kDouble)[kFirstValue]});
+      world.group.all_reduce(sums);
+      EXPECT_NEAR(sums[2].item<double>(), wanted[t], 1e-12 * wanted[t]) << "logged, " << terms[t].name;
+      EXPECT_NEAR(sums[0].item<double>(), wanted[t], 1e-12 * wanted[t]) << terms[t].name;
+      EXPECT_NEAR(sums[1].item<double>(), wanted[t], 1e-12 * wanted[t]) << terms[t].name;
+    }
+    // A NaN of a replica that counts nothing reaches neither loss nor gradient.
+    if (world.rank / 2 != 0) {
+      at::Tensor x = at::ones({2}, at::kDouble).requires_grad_(true);
+      const at::Tensor share = mean.scale({{"ce", (x * std::nan("")).sum()}}, denominator);
+      share.backward();
+      EXPECT_EQ(share.item<double>(), 0);
+      EXPECT_TRUE(!x.grad().defined() || x.grad().eq(0).all().item<bool>());
+    }
+  });
+}
+
 // ---- scaling ----
 
 TEST(Scale, GivesEachTermItsOwnDenominator) {
