@@ -130,7 +130,8 @@ class Normalizer {
   // Σ weight · sum / denominator over the terms, in fp64; exactly 0 with zero gradient where a denominator is
   // 0. A term of weight 0 is logged and does nothing else, whatever its value. ConfigError on a term that is
   // no scalar, that was divided already, or whose gradient begins in 16 bits: the division would be rounded
-  // to them, in bf16 by up to 0.2 %, which is a wrong scale of the whole gradient.
+  // to them, in bf16 by up to 0.2 %, which is a wrong scale of the whole gradient. Deferred divides nothing
+  // here and takes plain sums of such losses.
   virtual at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const;
 
   // Deferred means are counted over several calls, between begin_step() and the optimizer's update.

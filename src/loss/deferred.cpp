@@ -5,6 +5,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/own_loop.hpp"
+#include "loss/share.hpp"
 
 namespace isograd {
 namespace {
@@ -92,7 +93,8 @@ at::Tensor Deferred::scale(const LossTerms& terms, const Denominator& denominato
            .action = "Give the term the step's mean, or accumulate it in a buffer of its own"});
     term.mean = Mean::kStep;
   }
-  return of_->scale(raw, denominator);
+  check_terms(raw, /*deferred=*/true);
+  return share_of(raw, denominator);
 }
 
 DeferredAccumulator::DeferredAccumulator(std::unique_ptr<Normalizer> mean, Group data)

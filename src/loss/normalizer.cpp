@@ -49,7 +49,9 @@ struct Share : torch::autograd::Function<Share> {
   }
 };
 
-void check_terms(const LossTerms& terms) {
+}  // namespace
+
+void check_terms(const LossTerms& terms, bool deferred) {
   if (terms.empty())
     refuse("forward", "no loss term", "one sum or more for each micro-batch, 0 for an empty one",
            "Return the loss terms from the forward function");
@@ -66,16 +68,9 @@ void check_terms(const LossTerms& terms) {
       refuse(where, "a value that the normaliser has divided already", "a sum that nothing has divided",
              "Divide once: return sums from the forward function, or use NoDenominator for a loss that is "
              "normalised already");
-    if (term.weight != 0 && begins_in_16_bits(term.sum))
-      refuse(
-          where, "a sum whose gradient begins in 16 bits, to which the division would be rounded",
-          "losses in float32 or float64, and their sum",
-          "Convert what the loss is computed from (logits.to(at::kFloat)), or take isograd's losses, which "
-          "do that themselves");
+    if (term.weight != 0) check_16_bits(where, term, deferred);
   }
 }
-
-}  // namespace
 
 bool is_share(const at::Tensor& value) {
   // From a scalar towards what made it, as long as that is a scalar too.
@@ -90,80 +85,6 @@ bool is_share(const at::Tensor& value) {
           edge.function->input_metadata(0).shape_as_dim_vector().empty() && !next)
         next = edge.function;
     node = next;
-  }
-  return false;
-}
-
-namespace {
-
-// Whether the backward of this function hands the numbers that it gets to its inputs: copied, moved, left
-// out, or multiplied by what does not depend on the inputs.
-bool passes_numbers_on(const torch::autograd::Node& node) {
-  static const std::set<std::string> kMoving = {"Sum",
-                                                "Nansum",
-                                                "Mean",
-                                                "Add",
-                                                "Sub",
-                                                "Neg",
-                                                "ToCopy",
-                                                "Clone",
-                                                "View",
-                                                "Alias",
-                                                "UnsafeView",
-                                                "Reshape",
-                                                "Squeeze",
-                                                "Unsqueeze",
-                                                "Expand",
-                                                "Transpose",
-                                                "T",
-                                                "Permute",
-                                                "Slice",
-                                                "Select",
-                                                "Index",
-                                                "Narrow",
-                                                "IndexSelect",
-                                                "MaskedSelect",
-                                                "Cat",
-                                                "Stack",
-                                                "Split",
-                                                "Unbind",
-                                                "Where",
-                                                "MaskedFill",
-                                                "Gather",
-                                                "Take",
-                                                "ReshapeAlias",
-                                                "SplitWithSizes",
-                                                "Flip",
-                                                "Roll",
-                                                "Repeat"};
-  const std::string name = node.name(), function = name.substr(0, name.find("Backward"));
-  if (kMoving.count(function)) return true;
-  if (function != "Mul" && function != "Div") return false;
-  const auto& edges = node.next_edges();
-  return std::count_if(edges.begin(), edges.end(), [](const auto& edge) { return edge.is_valid(); }) == 1;
-}
-
-}  // namespace
-
-bool begins_in_16_bits(const at::Tensor& sum) {
-  const auto narrow = [](at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; };
-  if (narrow(sum.scalar_type())) return true;
-  constexpr std::size_t kMany = 4096;
-  std::vector<torch::autograd::Node*> nodes;
-  std::unordered_set<torch::autograd::Node*> seen;
-  const auto visit = [&](torch::autograd::Node* node) {
-    if (node && seen.insert(node).second) nodes.push_back(node);
-  };
-  visit(sum.grad_fn().get());
-  for (std::size_t i = 0; i < nodes.size() && i < kMany; ++i) {
-    const bool passes_on = passes_numbers_on(*nodes[i]);
-    for (const auto& edge : nodes[i]->next_edges()) {
-      if (!edge.function || edge.function->next_edges().empty()) continue;  // a leaf keeps its own type
-      const auto& made = edge.function->input_metadata(edge.input_nr);
-      if (!passes_on && !made.shape_as_dim_vector().empty()) continue;
-      if (narrow(c10::typeMetaToScalarType(made.dtype()))) return true;
-      visit(edge.function.get());
-    }
   }
   return false;
 }
@@ -351,7 +272,11 @@ at::Tensor weights_for(const Batch& prepared, Mean mean) {
 }
 
 at::Tensor Normalizer::scale(const LossTerms& terms, const Denominator& denominator) const {
-  check_terms(terms);
+  check_terms(terms, /*deferred=*/false);
+  return share_of(terms, denominator);
+}
+
+at::Tensor share_of(const LossTerms& terms, const Denominator& denominator) {
   // A term without denominator is a zero that hangs on nothing, so that a NaN of the model cannot reach a
   // gradient as NaN · 0.
   std::vector<at::Tensor> sums;

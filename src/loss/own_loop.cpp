@@ -62,18 +62,16 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
   if (is_share(mean_loss))
     refuse_loop("a value that was divided already", "the mean over this micro-batch's valid tokens",
                 "Divide once: pass the plain mean");
-  if (local_valid > 0 && begins_in_16_bits(mean_loss))
-    refuse_loop("a mean whose gradient begins in 16 bits, to which the division would be rounded",
-                "losses in float32 or float64, and their mean",
-                "Convert what the loss is computed from (logits.to(at::kFloat))");
   double value = 0;
   if (local_valid > 0)
     value = mean_loss.detach().to(at::kDouble).item<double>() * static_cast<double>(local_valid);
   // The third number notices calls of different steps that met: their global counts differ.
   const auto valid = static_cast<double>(global_valid);
-  double sums[] = {value, valid, valid * valid};
+  // The fourth, whether a rank refuses: then all do. A micro-batch without tokens divides nothing.
+  const bool narrow = local_valid > 0 && in_16_bits(mean_loss) != In16Bits::kNothing;
+  double sums[] = {value, valid, valid * valid, narrow ? 1. : 0.};
   if (data.size() > 1) {
-    at::Tensor message = at::tensor(at::ArrayRef<double>(sums, 3), at::kDouble);
+    at::Tensor message = at::tensor(at::ArrayRef<double>(sums, 4), at::kDouble);
     try {
       data.all_reduce(message);
     } catch (const PeerError& error) {
@@ -86,7 +84,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
           text.action;
       throw PeerError(text);
     }
-    for (int i = 0; i < 3; ++i) sums[i] = message.const_data_ptr<double>()[i];
+    for (int i = 0; i < 4; ++i) sums[i] = message.const_data_ptr<double>()[i];
     const double ranks = data.size();
     if (sums[1] != ranks * valid || std::abs(sums[2] - ranks * valid * valid) > 1e-9 * ranks * valid * valid)
       refuse_loop(
@@ -96,6 +94,14 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
           "the same global_valid on every rank and equally many calls on each",
           "Count once for the step, and call this once for each of the most micro-batches that a rank has");
   }
+  if (sums[3] != 0)
+    refuse_loop(
+        fmt::format("a mean whose gradient begins in 16 bits{}, to which the division would be rounded",
+                    narrow ? "" : " on another rank"),
+        "losses in float32 or float64, and their mean",
+        "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)). Where all slopes "
+        "are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or "
+        "take DeferredAccumulator, which divides in float32 at the end");
   const double divisor = global_valid > 0 ? valid : 1;
   return AccumulatedShare::apply(mean_loss, sums[0] / divisor, static_cast<double>(local_valid) / divisor);
 }

@@ -155,6 +155,20 @@ TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   EXPECT_EQ(refusal((x * 2).mean(), 0), "no error") << "nothing is divided";
 }
 
+// Of one rank with tokens: those without, or with a constant in place of a micro-batch, do not wait for it.
+TEST(GradientAccumulateLoss, RefusesAMeanIn16BitsOnAllRanks) {
+  run_ranks(4, [](World& world) {
+    at::Tensor x = at::ones({3}, at::kBFloat16).requires_grad_(true);
+    const at::Tensor mean = world.rank == 3 ? at::zeros({}) : (x * 2).mean();
+    const std::string error = error_of<Error>(
+        [&] { gradient_accumulate_loss(mean, world.rank < 2 ? 3 + world.rank : 0, 7, world.group); });
+    EXPECT_THAT(error, AllOf(HasSubstr("ConfigError"), HasSubstr("begins in 16 bits")));
+    EXPECT_EQ(error.find("on another rank") != std::string::npos, world.rank >= 2);
+    EXPECT_EQ(error_of<Error>([&] { gradient_accumulate_loss(parameter(1), 1, 4, world.group); }),
+              "no error");
+  });
+}
+
 TEST(GradientAccumulateLoss, RefusesBadCountsAndASecondDivision) {
   Group alone = Group::solo();
   at::Tensor x = parameter(1);
@@ -251,8 +265,6 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
   EXPECT_EQ(result.loss, 0);
 }
 
-}  // namespace
-}  // namespace isograd
 // A term over all tokens beside one over targets: a call without targets counts whichever way the calls are
 // ordered, as it does in a step whose batch is known.
 TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
@@ -293,3 +305,5 @@ TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
   }
 }
 
+}  // namespace
+}  // namespace isograd

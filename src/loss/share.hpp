@@ -3,13 +3,39 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "isograd/normalizer.hpp"
+
 namespace isograd {
 
 // Whether `value` is a normaliser's share, or a scalar computed from one.
 bool is_share(const at::Tensor& value);
 
-// Whether what flows back into a sum, or a mean, is rounded to 16 bits before it meets anything else: then so
-// is what the sum is divided by, the same way for every token. Sums and casts are followed.
-bool begins_in_16_bits(const at::Tensor& sum);
+// Σ over terms of weight · sum / denominator, undoubted.
+at::Tensor share_of(const LossTerms& terms, const Denominator& denominator);
+// What Normalizer::scale refuses. `deferred`: nothing is divided before the end of the step.
+void check_terms(const LossTerms& terms, bool deferred);
+
+// What is in 16 bits of that which flows back into a sum, or a mean, before it meets anything that differs
+// between elements: there what the sum is divided by is rounded, the same way for every token.
+enum class In16Bits {
+  kNothing,
+  kCopies,     // tensors that get the sum's own gradient, its negative or 0
+  kMultiples,  // tensors that get it multiplied or added up: masks, weights, means
+  kSum,        // the sum itself, or a scalar that it is made of
+};
+In16Bits in_16_bits(const at::Tensor& sum);
+void check_16_bits(const std::string& where, const LossTerm& term, bool deferred);
+
+// By which LibTorch's functions are told apart, by their nodes' names without "Backward".
+const std::set<std::string>& functions_of_own_slope();  // whose slope differs between elements
+const std::set<std::string>& copying_functions();
+// Where factors stand among the inputs: a factor's slope is the product of the others.
+const std::map<std::string, std::vector<std::size_t>>& products();
 
 }  // namespace isograd
