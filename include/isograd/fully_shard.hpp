@@ -243,9 +243,21 @@ struct FullyShardOptions {
   bool prefetch = true;  // the next block is gathered while this one computes, if the limit allows it
 };
 
-// Whether this thread is computing a checkpointed block's forward again, in backward: what a forward counts
-// or averages beside its result (running statistics) has been counted already.
+// Whether this thread computes a forward beside the one that counts: a checkpointed block's again, in
+// backward, or a step's before it (StepOptions::look_ahead). What a forward counts or averages beside its
+// result (running statistics, any buffer) is counted by the other one.
 bool recomputing();
+// While it lives recomputing() is true on this thread.
+class Recomputing {
+ public:
+  Recomputing();
+  ~Recomputing();
+  Recomputing(const Recomputing&) = delete;
+  Recomputing& operator=(const Recomputing&) = delete;
+
+ private:
+  bool before_;
+};
 
 class FullySharded : public DataParallel {
  public:

@@ -33,7 +33,9 @@ void one_after_another(MicroBatchWork& work);  // forward and backward by turns,
 
 // Runs before the first forward of each accumulate(), on this rank's micro-batches (of a step with
 // even_micro_batches all that it will have) and over the ranks that see different data: for terms that must
-// know something of the whole step (BalanceLoss). Collective; without gradient.
+// know something of the whole step (BalanceLoss). Collective; without gradient. recomputing() is true in it:
+// the forwards that follow count, so that buffers which a forward changes (running statistics) are changed
+// once.
 using LookAhead = std::function<void(const MicroBatches& micro_batches, const Group& data)>;
 
 // Numbers that are counted beside the loss, which choice fell on whom: what came since the last call, as many

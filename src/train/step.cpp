@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "train/peers.hpp"
 #include "train/step_work.hpp"
 
@@ -75,7 +76,10 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
   work_->count(micro_batches, stop_requested, options_.even_micro_batches);
   Group all = layout_.mesh().all();
   if (options_.check_denominators) check_agreement(work_->denominator(), all);
-  if (options_.look_ahead) options_.look_ahead(work_->micro_batches(), layout_.mesh().counting());
+  if (options_.look_ahead) {
+    const Recomputing mark;  // the forward of each micro-batch is the one that counts
+    options_.look_ahead(work_->micro_batches(), layout_.mesh().counting());
+  }
   work_->run(options_.schedule);  // forward(i) and backward(i, last) of each micro-batch
   accumulated_ = true;
 }

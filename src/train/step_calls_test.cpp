@@ -1,4 +1,4 @@
-// Steps of several calls.
+// Steps of several calls, and what looks ahead of one.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -6,6 +6,9 @@
 #include <functional>
 #include <memory>
 
+#include "isograd/balance_loss.hpp"
+#include "isograd/fully_shard.hpp"
+#include "isograd/module.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
@@ -97,6 +100,64 @@ TEST(StepOfCalls, OfNothingMovesNothing) {
     EXPECT_EQ(report.gradient_scale, 0);
     EXPECT_TRUE(at::equal(model.twice, before));
     EXPECT_EQ(optimizer->updates(), 0);
+  });
+}
+
+struct Normalised : torch::nn::Module {
+  std::shared_ptr<SyncBatchNorm> norm;
+  at::Tensor weight, seen;  // `seen`: a buffer of its own that its forward changes
+  explicit Normalised(Group group) {
+    norm = register_module(
+        "norm", std::make_shared<SyncBatchNorm>(SyncBatchNormOptions{.channels = 3}, std::move(group)));
+    norm->to(at::kDouble);
+    weight = register_parameter("weight", at::eye(3, at::kDouble));
+    seen = register_buffer("seen", at::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const Batch& batch) {
+    if (!recomputing()) seen += batch.num_tokens();
+    const at::Tensor x = batch.tokens.to(at::kDouble);
+    return at::linear(norm->forward(at::stack({x * 0.1, x * x * 0.1, x.sin()}, 1)), weight);
+  }
+};
+
+// Buffers after a step with a look-ahead are those after the same step without one.
+TEST(LookAhead, ChangesBuffersOnce) {
+  run_ranks(2, [](World& world) {
+    std::vector<at::Tensor> buffers[2];
+    for (const bool ahead : {false, true}) {
+      auto net = std::make_shared<Normalised>(world.group);
+      auto layout = bucketed(trainable_parameters(*net), world.group);
+      auto optimizer = sgd({.learning_rate = 0.1});
+      TokenMean mean;
+      BalanceLoss balance({.experts = 3, .weight = 0.1}, world.group);
+      bool collecting = false, was_recomputing = false;
+      const auto forward = [&](const Batch& batch) -> LossTerms {
+        const at::Tensor p = at::softmax(net->forward(batch), 1), chosen = p.argmax(1, true);
+        LossTerms terms = {{"confidence", p.square().sum()}};
+        if (collecting) balance.collect(chosen);
+        if (collecting || !ahead) return terms;
+        terms.push_back(balance.term(p, chosen));
+        return terms;
+      };
+      StepOptions options;
+      if (ahead)
+        options.look_ahead = [&](const MicroBatches& micro_batches, const Group&) {
+          const at::NoGradGuard no_grad;
+          was_recomputing = recomputing();
+          collecting = true;
+          for (const Batch& batch : micro_batches) forward(batch);
+          collecting = false;
+          balance.finish_collecting();
+        };
+      Step step(forward, *layout, mean, *optimizer, options);
+      step({toy::make_batch({5 + world.rank}, 1), toy::make_batch({7}, 2)});
+      EXPECT_EQ(was_recomputing, ahead);
+      EXPECT_FALSE(recomputing());
+      EXPECT_EQ(net->norm->num_batches_tracked.item<std::int64_t>(), 2);
+      for (const at::Tensor& buffer : net->buffers()) buffers[ahead].push_back(buffer.clone());
+    }
+    for (std::size_t i = 0; i < buffers[0].size(); ++i)
+      EXPECT_TRUE(at::equal(buffers[0][i], buffers[1][i])) << i;
   });
 }
 

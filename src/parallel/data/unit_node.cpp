@@ -78,10 +78,7 @@ class Ambience {
     const at::AutoGradMode with_graph(true);
     const PutBack put_back(random_);
     for (const Random& one : random_) set_state(one);
-    struct Mark {
-      bool before = std::exchange(computes_again, true);
-      ~Mark() { computes_again = before; }
-    } const mark;
+    const Recomputing mark;
     action();
   }
 
@@ -334,6 +331,10 @@ variable_list call_with_graph(const UnitCall& call, std::size_t use, const varia
 
 bool recomputing() {
   return computes_again;
+}
+Recomputing::Recomputing() : before_(std::exchange(computes_again, true)) {}
+Recomputing::~Recomputing() {
+  computes_again = before_;
 }
 
 std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& inputs, const UnitBody& body) {
