@@ -114,5 +114,82 @@ TEST(Freezing, OnOneRankAloneIsNamedThere) {
   }
 }
 
+// Micro-batches add up in the bucket's type from the first step on, as of a parameter that was never frozen.
+TEST(Freezing, TheFirstGradientOfWhatIsUnfrozenAddsUpInFp32) {
+  for (const Way& way : ways())
+    for (int size : {1, 2, 3})
+      run_ranks(size, [&](World& world) {
+        std::vector<at::Tensor> gradients;
+        for (bool frozen : {false, true}) {
+          const Sharded<Net> net(std::make_shared<Net>(at::kBFloat16));
+          net->out.set_requires_grad(!frozen);
+          const auto layout = way.make(net, world.group);
+          net->out.set_requires_grad(true);
+          layout->zero_gradients();
+          for (int micro = 0; micro < 16; ++micro) {
+            const at::Tensor loss = loss_of(net, world.rank, micro);
+            layout->begin_backward(micro == 15);
+            loss.backward();
+          }
+          layout->finish_reduction();
+          for (const auto& view : layout->views())
+            if (view.name == "out") gradients.push_back(view.gradient.clone());
+          world.group.barrier();
+        }
+        EXPECT_EQ(gradients.at(1).scalar_type(), at::kFloat);
+        EXPECT_TRUE(at::equal(gradients.at(0), gradients.at(1))) << way.name << " " << size;
+      });
+}
+
+// The parameters that are trained at first need no sum: each rank has its own part of them.
+TEST(Freezing, AParameterThatAloneIsSummedIsSummedOnceItIsUnfrozen) {
+  for (const testing::Strategy& strategy : testing::strategies()) {
+    if (strategy.sharded()) continue;
+    for (int size : {2, 3})
+      for (bool frozen : {false, true})
+        run_ranks(size, [&](World& world) {
+          const Grid grid({{"dp_shard", 1}, {"tp", size}});
+          const at::Tensor cut = at::ones({4}, at::kDouble).requires_grad_();
+          const at::Tensor shared = at::ones({4}, at::kDouble).requires_grad_(!frozen);
+          TrainableParameters parameters = trainable_parameters({{"cut", cut}, {"shared", shared}});
+          parameters.placements = {{"cut", placed(grid, {4 * size}, {even_cut(grid, "tp", 0, {4 * size})})},
+                                   {"shared", placed(grid, {4}, {}, {}, {"tp"})}};
+          const auto layout = strategy.make(parameters, Mesh(world, grid));
+          for (int step = 0; step < 3; ++step) {
+            shared.set_requires_grad(!frozen || step > 0);
+            layout->zero_gradients();
+            layout->begin_backward(true);
+            ((cut * shared).sum() * (world.rank + 1)).backward();
+            layout->finish_reduction();
+            for (const auto& view : layout->views()) {
+              const double wanted = view.name == "cut" ? world.rank + 1 : size * (size + 1) / 2.0;
+              EXPECT_TRUE(at::equal(view.gradient, at::full({4}, wanted, at::kDouble)))
+                  << strategy.name << " " << view.name << " " << step << " "
+                  << view.gradient[0].item<double>();
+            }
+            layout->publish_parameters();
+          }
+        });
+  }
+}
+
+TEST(Freezing, WhatIsUnfrozenInMidStepIsNamedUnderZero3) {
+  for (const Way& way : ways()) {
+    if (!way.units) continue;
+    for (int size : {1, 2})
+      run_ranks(size, [&](World& world) {
+        const Sharded<Net> net(std::make_shared<Net>());
+        net->block->shift.set_requires_grad(false);
+        const auto layout = way.make(net, world.group);
+        layout->zero_gradients();
+        net->block->shift.set_requires_grad(true);
+        EXPECT_THAT(error_of([&] { loss_of(net, world.rank, 0); }),
+                    HasSubstr("a frozen parameter [6] that needs a gradient in mid-step"))
+            << way.name << size;
+        EXPECT_EQ(error_of([&] { backward(*layout, net, world.rank, 0); }), "no error") << way.name << size;
+      });
+  }
+}
+
 }  // namespace
 }  // namespace isograd::layout_life

@@ -55,6 +55,7 @@ class Bucketed final : public DataParallel {
   void refuse_early(const std::vector<NamedParameter>& parameters);
   void add_buckets(std::vector<BucketPlan> plans);
   void connect(std::size_t bucket);
+  void follow();
   void join(const std::vector<NamedParameter>& unfrozen);
   void reduce_joined(std::size_t bucket);
   void learn_order();
@@ -120,7 +121,8 @@ Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataP
   if (parameters_.check) parameters_.check();
   place_parameters(parameters_, mesh.grid(), mesh.rank());
   reduces_ = policy_.groups.summed.size() > 1;
-  for (const NamedParameter& parameter : parameters_) reduces_ |= mesh.size(parameter.sync.summed) > 1;
+  for (const auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters_), &parameters_.frozen})
+    for (const NamedParameter& parameter : *list) reduces_ |= mesh.size(parameter.sync.summed) > 1;
   cut_along_data_ = any_cut_along_data(parameters_, mesh.grid());
   learns_order_ = options.learn_order && overlap_ && reduces_;
   refuse_early(parameters_);
@@ -181,6 +183,12 @@ Bucketed::~Bucketed() {
   }
 }
 
+// What was frozen or unfrozen, between steps or in the one that ends.
+void Bucketed::follow() {
+  const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.mesh);
+  if (!unfrozen.empty()) join(unfrozen);
+}
+
 // Unfrozen parameters, with whatever gradient has come for them meanwhile.
 void Bucketed::join(const std::vector<NamedParameter>& unfrozen) {
   refuse_early(unfrozen);
@@ -197,7 +205,6 @@ void Bucketed::join(const std::vector<NamedParameter>& unfrozen) {
       else
         parameters_[slot.index].tensor.mutable_grad() = came[slot.index];  // to be packed
     }
-    if (reduces()) reduce_joined(bucket);
   }
 }
 
@@ -245,6 +252,7 @@ void Bucketed::zero_gradients() {
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
   for (NamedParameter& parameter : parameters_.frozen)
     if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
+  follow();  // what joins now adds up its micro-batches in the type of its bucket
 }
 
 void Bucketed::begin_backward(bool last) {
@@ -344,10 +352,9 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     }
     if (learns_order_) learn_order();
   }
-  if (const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.mesh); !unfrozen.empty()) {
-    join(unfrozen);
-    hand_over_from(known);
-  }
+  follow();
+  for (std::size_t b = known; b < buckets_.size(); ++b) reduces() ? reduce_joined(b) : flats_[b]->to_host();
+  hand_over_from(known);
   // Nobody reads parameters any more, so that their owners may write to them.
   if (reduces() && policy_.one_copy) policy_.meet();
   in_round_ = in_last_ = false;

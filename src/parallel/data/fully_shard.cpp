@@ -98,7 +98,7 @@ class ShardedLayout final : public FullySharded {
       return_freed_memory();  // of values that were whole
     }
     passes_ = std::make_shared<UnitPasses>(
-        std::move(context), std::move(units), uses.uses, members_.trained,
+        std::move(context), std::move(units), uses.uses, members_.trained, members_.frozen,
         PassOptions{.prefetch = options.prefetch, .gather_limit = options.gather_limit_bytes});
     for (std::size_t unit = 0; unit < handles_.size(); ++unit) {
       UnitHandle::Binding& binding = *handles_[unit].binding();

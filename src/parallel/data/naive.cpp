@@ -39,6 +39,7 @@ class Naive final : public DataParallel {
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
     for (NamedParameter& parameter : parameters_.frozen)
       if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
+    follow();  // what joins now adds up its micro-batches in the type of its bucket
     take_over_writes();
     may_be_updated_ = false;
   }
@@ -46,13 +47,10 @@ class Naive final : public DataParallel {
   void begin_backward(bool) override { collect(); }
 
   void finish_reduction() override {
+    const std::size_t known = buckets_.size();
     reduce_from(0);
-    if (const auto unfrozen = follow_freezing(parameters_, buckets_, mesh_); !unfrozen.empty()) {
-      refuse_early(unfrozen);
-      const std::size_t first = buckets_.size();
-      add_buckets(plan_joined(parameters_, unfrozen, options_.bucket_bytes));
-      reduce_from(first);
-    }
+    follow();
+    if (buckets_.size() > known) reduce_from(known);
     take_over_writes();
     may_be_updated_ = true;
   }
@@ -106,6 +104,14 @@ class Naive final : public DataParallel {
       });
       held_[b].gradients_to_host();
     }
+  }
+
+  // Of what was frozen or unfrozen. What is unfrozen joins in buckets of its own.
+  void follow() {
+    const auto unfrozen = follow_freezing(parameters_, buckets_, mesh_);
+    if (unfrozen.empty()) return;
+    refuse_early(unfrozen);
+    add_buckets(plan_joined(parameters_, unfrozen, options_.bucket_bytes));
   }
 
   void take_over_writes() {

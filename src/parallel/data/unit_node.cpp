@@ -143,7 +143,8 @@ void find_leaves(InnerGraph& graph, std::uint64_t first_inside, const UnitCall& 
         graph.anchored = true;
       else if (call.host->is_trained(tensor))
         graph.parameters.push_back(leaf->variable);
-      else if (call.host->is_freed_memory(leaf->variable.storage().unsafeGetStorageImpl()))
+      else if (call.host->is_frozen(tensor) ||
+               call.host->is_freed_memory(leaf->variable.storage().unsafeGetStorageImpl()))
         refuse(call,
                fmt::format("a frozen parameter {} that needs a gradient in mid-step",
                            c10::str(leaf->variable.sizes())),

@@ -40,6 +40,7 @@ class UnitHost {
   // An exception is on its way: frees whatever is whole.
   virtual void abandon() noexcept = 0;
 
+  virtual bool is_frozen(const c10::TensorImpl* /*leaf*/) const { return false; }  // a parameter not trained
   virtual bool is_trained(const c10::TensorImpl* leaf) const = 0;
   // Whether this memory goes away when a unit is freed.
   virtual bool is_freed_memory(const c10::StorageImpl* storage) const = 0;

@@ -24,7 +24,7 @@ constexpr std::size_t kBuffers = 2;
 
 UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<ShardedUnit> units,
                        std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained,
-                       PassOptions options)
+                       const std::vector<NamedParameter>& frozen, PassOptions options)
     : context_(std::move(context)),
       units_(std::move(units)),
       uses_(std::move(uses)),
@@ -36,15 +36,22 @@ UnitPasses::UnitPasses(std::unique_ptr<ShardContext> context, std::vector<Sharde
     for (auto& flat : unit.flats) {
       if (flat->storage())
         for (const c10::StorageImpl* storage : flat->storage()->storages()) storages_.insert(storage);
-      if (flat->trained()) add_places(*flat, trained);
+      if (flat->trained())
+        add_places(*flat, trained);
+      else
+        for (const Slot& slot : flat->bucket().plan.slots)
+          frozen_.insert(frozen.at(slot.index).tensor.unsafeGetTensorImpl());
     }
   make_buffers();
 }
 
 void UnitPasses::add_places(FlatShard& flat, const std::vector<NamedParameter>& parameters) {
   const BucketPlan& plan = flat.bucket().plan;
-  for (std::size_t slot = 0; slot < plan.slots.size(); ++slot)
-    places_[parameters.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl()] = {&flat, slot};
+  for (std::size_t slot = 0; slot < plan.slots.size(); ++slot) {
+    const c10::TensorImpl* parameter = parameters.at(plan.slots[slot].index).tensor.unsafeGetTensorImpl();
+    places_[parameter] = {&flat, slot};
+    frozen_.erase(parameter);
+  }
 }
 
 void UnitPasses::make_buffers() {

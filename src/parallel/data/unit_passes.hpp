@@ -29,7 +29,8 @@ class UnitPasses final : public UnitHost {
  public:
   // uses[0] is the root, then the blocks in the order in which forward uses them.
   UnitPasses(std::unique_ptr<ShardContext> context, std::vector<ShardedUnit> units,
-             std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained, PassOptions options);
+             std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained,
+             const std::vector<NamedParameter>& frozen, PassOptions options);
 
   // What the layout asks.
   void zero_gradients();
@@ -57,6 +58,7 @@ class UnitPasses final : public UnitHost {
   bool everything_is_held() const override { return held_; }
   void abandon() noexcept override;
   bool is_trained(const c10::TensorImpl* leaf) const override { return places_.contains(leaf); }
+  bool is_frozen(const c10::TensorImpl* leaf) const override { return frozen_.contains(leaf); }
   bool is_freed_memory(const c10::StorageImpl* storage) const override { return storages_.contains(storage); }
 
  private:
@@ -85,6 +87,7 @@ class UnitPasses final : public UnitHost {
   std::vector<std::size_t> first_use_;  // use by unit
   PassOptions options_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
+  std::unordered_set<const c10::TensorImpl*> frozen_;
   std::unordered_set<const c10::StorageImpl*> storages_;
 
   // Forward has dealt with uses [0, cursor_), backward with (back_, end).
