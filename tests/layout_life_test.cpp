@@ -265,7 +265,7 @@ TEST(LayoutLife, WriteGivesAllRanksTheValues) {
             EXPECT_THAT(error_of([&] {
                           layout->write({{"mid", values}});
                         }),
-                        HasSubstr("'mid': found no trained parameter"));
+                        HasSubstr("'mid': found no parameter"));
             EXPECT_THAT(error_of([&] { layout->write({{"block.mid", row}}); }), HasSubstr("[6, 6]"));
           });
         }

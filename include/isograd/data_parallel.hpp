@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -65,11 +66,12 @@ struct DataParallelOptions {
 // The model's own tensors stay where the layout has put them, and so does what shares their memory (detach(),
 // views), whether made before the layout or after it. Values are written with write(). In-place operations
 // between steps work too, the same on every rank: they are noticed and masters follow, or ConfigError where
-// ranks share one copy, to which each would apply it. Operations on data() are not noticed: autograd counts
-// none of them; detach() gives the same memory with its counter. Setting requires_grad off between steps
-// freezes a parameter, on all ranks alike: no gradient, no update, no decay, until it is set on again. A step
-// may be given up before its update, by all ranks in the same micro-batch, with zero_gradients(), also after
-// a backward that threw. In different ones: finish_reduction() first, unless takes_every_round().
+// ranks share one copy, to which each would apply it, and where ranks have written other values. Operations
+// on data() are not noticed: autograd counts none of them; detach() gives the same memory with its counter.
+// Setting requires_grad off between steps freezes a parameter, on all ranks alike: no gradient, no update, no
+// decay, until it is set on again. A step may be given up before its update, by all ranks in the same
+// micro-batch, with zero_gradients(), also after a backward that threw. In different ones: finish_reduction()
+// first, unless takes_every_round().
 class DataParallel {
  public:
   virtual ~DataParallel() = default;
@@ -106,12 +108,26 @@ class DataParallel {
   // While the result lives, the model's own tensors can be read and are whole: for checkpoints and sampling.
   // Collective where parameters are sharded; nothing, and null, elsewhere. Let go of it before the next
   // update.
-  virtual std::shared_ptr<const void> whole_parameters() { return nullptr; }
+  virtual std::shared_ptr<const void> whole_parameters() {
+    take_over_writes({});
+    return nullptr;
+  }
 
-  // Writes whole values, of any type and rounded where need be, into trained parameters by name, with their
-  // fp32 masters and into whatever each rank keeps of them. Collective, between steps, with the same values
-  // on all ranks. ConfigError on an unknown name or another shape, before anything is written.
+  // Writes whole values, of any type and rounded where need be, into parameters by name, frozen ones too,
+  // with their fp32 masters and into whatever each rank keeps of them. Collective, between steps and while
+  // nobody holds whole_parameters(), with the same values on all ranks. ConfigError on every rank, before
+  // anything is written, where one of them has been given an unknown name or another shape.
   void write(const std::vector<std::pair<std::string, at::Tensor>>& values);
+
+  // Takes over what has been written in place since it was last called, so that masters and shards follow;
+  // not what was written to the parameters of these names. Each step does so, and views(),
+  // whole_parameters(), write() and save_checkpoint() begin with it. Not collective. ConfigError, on a rank
+  // that has written, where ranks share one copy.
+  virtual void take_over_writes(const std::set<std::string>& /*but_of*/) {}
+  // What was taken over since it was last called is the same on all ranks, or ConfigError that names a
+  // parameter. Each step does so before its update, and save_checkpoint(). Collective where something has
+  // been written in place, nothing elsewhere; PeerError that names it where other ranks have written nothing.
+  virtual void compare_writes() {}
 
   // By parameter, in the model's order, whole. Collective where something is sharded: then copies, otherwise
   // views of what the buckets hold.
@@ -124,6 +140,18 @@ class DataParallel {
   std::vector<View> views();
   // Names of the parameters, bucket by bucket: DataParallelOptions::order.
   std::vector<std::string> bucket_order();
+
+ protected:
+  // What write() can write to beside buckets(): what the layout keeps of frozen parameters, and those that
+  // lie in the model as they are.
+  struct Frozen {
+    std::vector<const Bucket*> buckets{};
+    std::vector<NamedParameter> tensors{};
+  };
+  virtual Frozen frozen() { return {}; }
+  virtual void check_writable() const {}  // ConfigError where nothing can be written now
+  // Whatever was written in place to these parameters is replaced.
+  virtual void forget_writes(const std::set<std::string>& /*names*/) {}
 };
 
 // Bucketed and overlapped: gradients are views of buckets in shared memory, a bucket is reduced when its last

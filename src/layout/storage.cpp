@@ -135,14 +135,15 @@ void Writes::check_in_place() const {
                                    "write values with its write()"});
 }
 
-std::vector<std::size_t> Writes::take() {
-  std::vector<std::size_t> written;
+std::vector<std::size_t> Writes::written() const {
+  std::vector<std::size_t> places;
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (const auto now = version_of(parameters_[i]); now != versions_[i]) {
-      versions_[i] = now;
-      written.push_back(i);
-    }
-  return written;
+    if (version_of(parameters_[i]) != versions_[i]) places.push_back(i);
+  return places;
+}
+
+void Writes::settle(std::size_t place) {
+  versions_.at(place) = version_of(parameters_.at(place));
 }
 
 }  // namespace isograd

@@ -40,8 +40,10 @@ class Writes {
  public:
   Writes() = default;
   Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters);
-  // Places in plan.slots of the parameters written to since the last call.
-  std::vector<std::size_t> take();
+  // Places in plan.slots of the parameters written to since they were last settled.
+  std::vector<std::size_t> written() const;
+  void settle(std::size_t place);
+  const at::Tensor& parameter(std::size_t place) const { return parameters_.at(place); }
   // ConfigError where a parameter has got another memory (set_data, a load or a move of the model), which the
   // layout does not know of.
   void check_in_place() const;

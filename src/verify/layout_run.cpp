@@ -147,6 +147,8 @@ struct LayoutRun::Metered : DataParallel {
   const Mesh& mesh() const override { return inner->mesh(); }
   double exposed_seconds() const override { return inner->exposed_seconds(); }
   std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
+  void take_over_writes(const std::set<std::string>& but_of) override { inner->take_over_writes(but_of); }
+  void compare_writes() override { inner->compare_writes(); }
 };
 
 LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model,

@@ -43,6 +43,16 @@ class Bucketed final : public DataParallel {
     return isograd::bytes_sent(groups) - asking_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
+  void take_over_writes(const std::set<std::string>& but_of) override {
+    for (auto& flat : flats_) flat->take_over_writes(but_of);
+  }
+  void compare_writes() override { policy_.written.compare(parameters_); }
+
+ protected:
+  Frozen frozen() override { return {.buckets = {}, .tensors = parameters_.frozen}; }
+  void forget_writes(const std::set<std::string>& names) override {
+    for (auto& flat : flats_) flat->forget_writes(names);
+  }
 
  private:
   struct Hook;
@@ -102,12 +112,6 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
                      .found = std::move(found),
                      .expected = std::move(expected),
                      .action = std::move(action)});
-}
-
-[[noreturn]] void refuse_gradient(const std::string& name) {
-  refuse(name, "a .grad that is no longer the view of its bucket", "the gradient left in place",
-         "Call zero_gradients() of the layout, not zero_grad() of the module (it drops gradients), and run "
-         "backward without create_graph (it replaces them)");
 }
 
 Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
@@ -243,7 +247,7 @@ void Bucketed::zero_gradients() {
   if (in_round_) finish_round();
   if (parameters_.check) parameters_.check();
   check_views();
-  for (auto& flat : flats_) flat->take_over_writes();
+  take_over_writes({});
   in_round_ = in_last_ = may_be_updated_ = false;
   completed_ = launched_ = 0;
   came_.clear();
@@ -281,9 +285,7 @@ void Bucketed::begin_backward(bool last) {
 
 void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter) {
   const Slot& place = buckets_[bucket].plan.slots[slot];
-  if (flats_[bucket]->keeps_gradients() &&
-      !is_slot_view(parameter.grad(), flats_[bucket]->gradients(), place))
-    refuse_gradient(place.name);
+  flats_[bucket]->check_gradient(place, parameter);
   if (learns_order_) {
     if (std::exchange(new_backward_, false)) came_.clear();
     came_.push_back(place.index);
@@ -359,7 +361,8 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
   if (reduces() && policy_.one_copy) policy_.meet();
   in_round_ = in_last_ = false;
   check_views();
-  for (auto& flat : flats_) flat->take_over_writes();
+  take_over_writes({});
+  compare_writes();
   may_be_updated_ = true;
 }
 
@@ -381,11 +384,8 @@ void Bucketed::publish_parameters() {
 // moved.
 void Bucketed::check_views() const {
   for (std::size_t b = 0; b < buckets_.size(); ++b)
-    for (const Slot& slot : buckets_[b].plan.slots) {
-      const at::Tensor& parameter = parameters_[slot.index].tensor;
-      if (flats_[b]->keeps_gradients() && !is_slot_view(parameter.grad(), flats_[b]->gradients(), slot))
-        refuse_gradient(slot.name);
-    }
+    for (const Slot& slot : buckets_[b].plan.slots)
+      flats_[b]->check_gradient(slot, parameters_[slot.index].tensor);
   for (const auto& flat : flats_) flat->check_in_place();
 }
 

@@ -24,7 +24,8 @@ BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options
       copied(sync_axes(placed(mesh.grid(), {}), mesh.grid())),
       groups(mesh, copied, options.sharded),
       offload(options.offload),
-      fp32_gradients(options.fp32_gradients) {}
+      fp32_gradients(options.fp32_gradients),
+      written(mesh_) {}
 
 std::size_t BucketPolicy::most_in_flight() const {
   return every_round ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
@@ -83,12 +84,34 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   writes_ = Writes(bucket_.plan, parameters);
 }
 
-void FlatBucket::take_over_writes() {
-  for (std::size_t place : writes_.take()) {
+void FlatBucket::take_over_writes(const std::set<std::string>& but_of) {
+  for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
+    if (but_of.contains(slot.name)) continue;
     if (policy_.one_copy) refuse_write_to_one_copy(slot.name, groups_.shard.size());
+    writes_.settle(place);
     held_.take_over(bucket_, slot);
+    policy_.written.add(slot.name, bucket_.plan.sync.copies, slot_view(parameters_, slot));
   }
+}
+
+void FlatBucket::forget_writes(const std::set<std::string>& names) {
+  for (std::size_t place = 0; place < bucket_.plan.slots.size(); ++place) {
+    const std::string& name = bucket_.plan.slots[place].name;
+    if (!names.contains(name)) continue;
+    writes_.settle(place);
+    policy_.written.forget(name);
+  }
+}
+
+void FlatBucket::check_gradient(const Slot& slot, const at::Tensor& parameter) const {
+  if (!keeps_gradients() || is_slot_view(parameter.grad(), gradients_, slot)) return;
+  throw ConfigError(
+      {.where = fmt::format("parameter '{}'", slot.name),
+       .found = "a .grad that is no longer the view of its bucket",
+       .expected = "the gradient left in place",
+       .action = "Call zero_gradients() of the layout, not zero_grad() of the module (it drops gradients), "
+                 "and run backward without create_graph (it replaces them)"});
 }
 
 void FlatBucket::refuse_lost_writes() {

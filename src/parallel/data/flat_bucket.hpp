@@ -12,6 +12,7 @@
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/wait_clock.hpp"
+#include "parallel/data/written.hpp"
 
 namespace isograd {
 
@@ -26,6 +27,7 @@ struct BucketPolicy : BucketRules {
   bool offload = false;  // what is held lies in host memory, the parameters do not
   bool fp32_gradients = true;
   WaitClock waited;
+  WrittenValues written;
 
   int shards() const { return sharded ? groups.shard.size() : 1; }
   // Buckets that may be under reduction at a time.
@@ -56,10 +58,14 @@ class FlatBucket {
   void sum_over_replicas();
   void to_host() const { held_.gradients_to_host(); }
   void to_device() const { held_.parameters_to_device(); }
-  // Takes values over that somebody has written into the parameters. ConfigError where ranks share one copy.
-  void take_over_writes();
+  // Takes values over that somebody has written into the parameters, but for those of these names.
+  // ConfigError where ranks share one copy.
+  void take_over_writes(const std::set<std::string>& but_of = {});
+  void forget_writes(const std::set<std::string>& names);
   void refuse_lost_writes();
   void check_in_place() const { writes_.check_in_place(); }
+  // ConfigError where gradients are kept and the parameter's is not the view of them any more.
+  void check_gradient(const Slot& slot, const at::Tensor& parameter) const;
   void gather_parameters();
   // What can be done now; true once all that was begun is complete.
   bool progress();

@@ -131,13 +131,26 @@ void FlatShard::train() {
   make_gradients();
 }
 
-void FlatShard::take_over_writes() {
+void FlatShard::take_over_writes(const std::set<std::string>& but_of) {
+  if (state_ != State::kWhole) return;
   const at::NoGradGuard no_grad;
-  for (std::size_t place : writes_.take()) {
+  for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
+    if (but_of.contains(slot.name)) continue;
     if (context_.one_copy) refuse_write_to_one_copy(slot.name, context_.shards());
+    writes_.settle(place);
     if (storage_) write_slot(held_.parameters(), bucket_.held, slot, slot_view(memory_, slot));
     held_.take_over(bucket_, slot);
+    context_.written.add(slot.name, bucket_.plan.sync.copies, writes_.parameter(place));
+  }
+}
+
+void FlatShard::forget_writes(const std::set<std::string>& names) {
+  for (std::size_t place = 0; place < bucket_.plan.slots.size(); ++place) {
+    const std::string& name = bucket_.plan.slots[place].name;
+    if (!names.contains(name)) continue;
+    writes_.settle(place);
+    context_.written.forget(name);
   }
 }
 
@@ -177,7 +190,7 @@ void FlatShard::free() {
 }
 
 void FlatShard::drop() noexcept {
-  writes_.take();  // of a pass that is given up
+  for (std::size_t place : writes_.written()) writes_.settle(place);  // of a pass that is given up
   if (state_ == State::kGathering) {
     try {
       finish_gather();  // the others have begun it too; a group that failed throws at once

@@ -13,6 +13,7 @@
 #include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/held_part.hpp"
 #include "parallel/data/unit_storage.hpp"
+#include "parallel/data/written.hpp"
 
 namespace isograd {
 
@@ -43,6 +44,7 @@ struct ShardContext {
   bool offload = false;      // what is held lies in host memory, the parameters do not
   GatherPool pool{};
   WaitClock waited{};
+  WrittenValues written{mesh};
 
   int shards() const { return groups.shard.size(); }
   bool always_whole() const { return one_copy || shards() == 1; }
@@ -85,9 +87,10 @@ class FlatShard {
   void to_device() const { held_.parameters_to_device(); }
   void zero();
   void forget();  // what was added and not reduced
-  // Values that somebody has written into the parameters, while they are whole. ConfigError where ranks share
-  // one copy.
-  void take_over_writes();
+  // Values that somebody has written into the parameters, while they are whole, but for those of these names.
+  // Nothing where they are not. ConfigError where ranks share one copy.
+  void take_over_writes(const std::set<std::string>& but_of = {});
+  void forget_writes(const std::set<std::string>& names);
   // The same between calls, of parameters that are whole all the time; and after an update that has been
   // computed without them.
   void take_over_between_calls();

@@ -123,6 +123,7 @@ class ShardedLayout final : public FullySharded {
   void finish_reduction() override {
     passes_->finish_reduction();
     follow(/*joining=*/false);
+    compare_writes();
   }
   void publish_parameters() override { passes_->publish_parameters(); }
   bool takes_every_round() const override { return passes_->takes_every_round(); }
@@ -148,6 +149,18 @@ class ShardedLayout final : public FullySharded {
     passes_->hold_everything();
     return {passes_.get(), [passes = passes_](const void*) { passes->release_everything(); }};
   }
+
+  void take_over_writes(const std::set<std::string>& but_of) override { passes_->take_over_writes(but_of); }
+  void compare_writes() override { passes_->context().written.compare(members_.trained); }
+
+ protected:
+  Frozen frozen() override {
+    Frozen all{.buckets = {}, .tensors = members_.trained.frozen};
+    for (const FlatShard* flat : frozen_flats_) all.buckets.push_back(&flat->bucket());
+    return all;
+  }
+  void check_writable() const override { passes_->check_writable(); }
+  void forget_writes(const std::set<std::string>& names) override { passes_->forget_writes(names); }
 
  private:
   // A parameter that is unfrozen in mid-step joins at the next one's beginning: its forward must know of it.

@@ -55,9 +55,9 @@ bool HeldPart::keeps_copies(const Bucket& bucket) const {
   return host_parameters_.defined() || bucket.master.scalar_type() != bucket.parameters.scalar_type();
 }
 
-void HeldPart::refuse_lost_writes(const Bucket& bucket, Writes& writes) const {
+void HeldPart::refuse_lost_writes(const Bucket& bucket, const Writes& writes) const {
   if (!keeps_copies(bucket)) return;
-  for (std::size_t place : writes.take())
+  for (std::size_t place : writes.written())
     throw ConfigError({.where = fmt::format("parameter '{}'", bucket.plan.slots[place].name),
                        .found = "values written between finish_reduction() and publish_parameters()",
                        .expected = "none: the update has replaced them by those of its own copy",

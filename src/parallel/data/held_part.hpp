@@ -31,7 +31,7 @@ class HeldPart {
   // takes the values on. A master that rounds to them stays as it is.
   void take_over(const Bucket& bucket, const Slot& slot) const;
   // ConfigError where somebody has written to parameters whose update is computed from such copies already.
-  void refuse_lost_writes(const Bucket& bucket, Writes& writes) const;
+  void refuse_lost_writes(const Bucket& bucket, const Writes& writes) const;
 
   // Nothing without offload. Copies wait for the device.
   void gradients_to_host() const;     // once they are summed

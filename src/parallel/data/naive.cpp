@@ -12,6 +12,7 @@
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "parallel/data/wait_clock.hpp"
+#include "parallel/data/written.hpp"
 
 namespace isograd {
 namespace {
@@ -19,7 +20,7 @@ namespace {
 class Naive final : public DataParallel {
  public:
   Naive(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
-      : parameters_(std::move(parameters)), mesh_(mesh), options_(options) {
+      : parameters_(std::move(parameters)), mesh_(mesh), options_(options), written_(mesh) {
     if (options.stage != 0 || options.share_parameters)
       throw ConfigError(
           {.where = "naive",
@@ -40,7 +41,7 @@ class Naive final : public DataParallel {
     for (NamedParameter& parameter : parameters_.frozen)
       if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
     follow();  // what joins now adds up its micro-batches in the type of its bucket
-    take_over_writes();
+    take_over_writes({});
     may_be_updated_ = false;
   }
 
@@ -51,12 +52,13 @@ class Naive final : public DataParallel {
     reduce_from(0);
     follow();
     if (buckets_.size() > known) reduce_from(known);
-    take_over_writes();
+    take_over_writes({});
+    compare_writes();
     may_be_updated_ = true;
   }
 
   void publish_parameters() override {
-    if (!std::exchange(may_be_updated_, false)) take_over_writes();
+    if (!std::exchange(may_be_updated_, false)) take_over_writes({});
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
       held_[b].refuse_lost_writes(buckets_[b], writes_[b]);
       held_[b].parameters_to_device();
@@ -72,6 +74,29 @@ class Naive final : public DataParallel {
     return isograd::bytes_sent(groups);
   }
   double exposed_seconds() const override { return waited_.seconds(); }
+
+  void take_over_writes(const std::set<std::string>& but_of) override {
+    for (const Writes& writes : writes_) writes.check_in_place();
+    for (std::size_t b = 0; b < buckets_.size(); ++b)
+      for (std::size_t place : writes_[b].written()) {
+        const BucketPlan& plan = buckets_[b].plan;
+        const Slot& slot = plan.slots[place];
+        if (but_of.contains(slot.name)) continue;
+        writes_[b].settle(place);
+        held_[b].take_over(buckets_[b], slot);
+        written_.add(slot.name, plan.sync.copies, writes_[b].parameter(place));
+      }
+  }
+  void compare_writes() override { written_.compare(parameters_); }
+
+ protected:
+  Frozen frozen() override { return {.buckets = {}, .tensors = parameters_.frozen}; }
+  void forget_writes(const std::set<std::string>& names) override {
+    for (std::size_t b = 0; b < buckets_.size(); ++b)
+      for (std::size_t place = 0; place < buckets_[b].plan.slots.size(); ++place)
+        if (names.contains(buckets_[b].plan.slots[place].name)) writes_[b].settle(place);
+    for (const std::string& name : names) written_.forget(name);
+  }
 
  private:
   void refuse_early(const std::vector<NamedParameter>& parameters) {
@@ -114,13 +139,6 @@ class Naive final : public DataParallel {
     add_buckets(plan_joined(parameters_, unfrozen, options_.bucket_bytes));
   }
 
-  void take_over_writes() {
-    for (const Writes& writes : writes_) writes.check_in_place();
-    for (std::size_t b = 0; b < buckets_.size(); ++b)
-      for (std::size_t place : writes_[b].take())
-        held_[b].take_over(buckets_[b], buckets_[b].plan.slots[place]);
-  }
-
   // Moves what the last backward left in .grad to the buckets, where micro-batches add up in their type.
   void collect() {
     at::NoGradGuard no_grad;
@@ -141,6 +159,7 @@ class Naive final : public DataParallel {
   std::vector<HeldPart> held_;   // per bucket
   std::vector<Writes> writes_;   // per bucket
   bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
+  WrittenValues written_;
   WaitClock waited_;
   bool cut_along_data_ = false;
 };

@@ -302,19 +302,6 @@ void UnitPasses::progress() {
   while (!under_way_.empty() && under_way_.front().flat->progress()) under_way_.pop_front();
 }
 
-void UnitPasses::zero_gradients() {
-  wait_for_reductions();
-  last_ = false;
-  reduced_.assign(units_.size(), false);
-  may_be_updated_ = false;
-  for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) {
-      flat->check_in_place();
-      flat->take_over_between_calls();
-      flat->zero();
-    }
-}
-
 void UnitPasses::begin_backward(bool last) {
   if (last_)
     throw ConfigError({.where = "begin_backward",
@@ -349,43 +336,6 @@ void UnitPasses::finish_reduction() {
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
   // Nobody reads the one copy any more, so that its owners may write to it.
   if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
-}
-
-// A gather reads a shard only after its owner has taken part in it, hence after the owner's update: nothing
-// to wait for here unless parameters are read without being gathered.
-void UnitPasses::publish_parameters() {
-  if (held_ && !storages_.empty())
-    throw ConfigError({.where = "publish_parameters",
-                       .found = "an update while whole_parameters() is held",
-                       .expected = "parameters that are gathered after it",
-                       .action = "Let go of whole_parameters() before the optimizer's update"});
-  const bool updated = std::exchange(may_be_updated_, false);
-  for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) {
-      updated ? flat->refuse_lost_writes() : flat->take_over_between_calls();
-      flat->to_device();
-    }
-  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
-}
-
-void UnitPasses::hold_everything() {
-  if (in_forward_ || in_backward_ || held_)
-    throw ConfigError({.where = "whole_parameters",
-                       .found = held_ ? "a second one at the same time" : "a call during forward or backward",
-                       .expected = "one at a time, between passes",
-                       .action = "Let go of the first before, and call it outside of the model"});
-  kept_by_steps_ = context_->pool.kept_bytes();
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    for (auto& flat : units_[unit].flats) flat->begin_gather();
-    for (auto& flat : units_[unit].flats) flat->finish_gather();
-  }
-  held_ = true;
-}
-
-void UnitPasses::release_everything() {
-  held_ = false;
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
-  context_->pool.keep(kept_by_steps_);  // no step needs the whole model
 }
 
 void UnitPasses::close() {

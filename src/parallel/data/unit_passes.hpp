@@ -39,6 +39,10 @@ class UnitPasses final : public UnitHost {
   void publish_parameters();
   void hold_everything();  // whole until release_everything(), collective
   void release_everything();
+  // Of what is whole; the rest nobody can write to.
+  void take_over_writes(const std::set<std::string>& but_of);
+  void forget_writes(const std::set<std::string>& names);
+  void check_writable() const;
   void close();  // the layout is gone
   // `flat`, of parameters that were frozen so far, is trained from here on; its slots index `parameters`.
   // Collective, between steps.

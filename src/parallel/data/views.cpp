@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -33,30 +34,80 @@ std::vector<std::size_t> DataParallel::launch_order() {
   return order;
 }
 
-void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& values) {
-  std::map<std::string, std::pair<const Bucket*, const Slot*>> places;
-  for (const Bucket& bucket : buckets())
-    for (const Slot& slot : bucket.plan.slots) places[slot.name] = {&bucket, &slot};
-  for (const auto& [name, tensor] : values) {
-    const auto found = places.find(name);
-    const auto refuse = [&](std::string what, std::string expected) {
-      throw ConfigError({.where = fmt::format("write() of parameter '{}'", name),
-                         .found = std::move(what),
-                         .expected = std::move(expected),
-                         .action = "Give names and shapes as views() of the layout has them"});
-    };
-    if (found == places.end()) refuse("no trained parameter of this name", "one of the layout's");
-    if (!tensor.defined() || tensor.sizes() != found->second.second->shape)
-      refuse(tensor.defined() ? c10::str(tensor.sizes()) : "no tensor",
-             c10::str(at::IntArrayRef(found->second.second->shape)));
-  }
-  if (Group all = mesh().all(); all.size() > 1) all.barrier();  // no rank reads the values any more
-  for (const auto& [name, tensor] : values) {
-    const auto& [bucket, slot] = places.at(name);
-    write_slot(bucket->master, bucket->held, *slot, tensor.detach());
+namespace {
+
+// Where the values of one parameter go: what a rank keeps of a bucket, or the tensor itself.
+struct Destination {
+  const Bucket* bucket = nullptr;
+  const Slot* slot = nullptr;
+  at::Tensor tensor;
+
+  at::IntArrayRef shape() const { return slot ? at::IntArrayRef(slot->shape) : tensor.sizes(); }
+  void write(const at::Tensor& values) const {
+    const at::NoGradGuard no_grad;
+    if (!bucket) {
+      at::Tensor(tensor).copy_(values);
+      return;
+    }
+    write_slot(bucket->master, bucket->held, *slot, values);
     if (bucket->master.scalar_type() != bucket->parameters.scalar_type())
-      write_slot(bucket->parameters, bucket->held, *slot, tensor.detach());
+      write_slot(bucket->parameters, bucket->held, *slot, values);
   }
+};
+
+void check_values(const std::string& name, const at::Tensor& values, const Destination* found) {
+  const auto refuse = [&](std::string what, std::string expected) {
+    throw ConfigError({.where = fmt::format("write() of parameter '{}'", name),
+                       .found = std::move(what),
+                       .expected = std::move(expected),
+                       .action = "Give names and shapes as the model has them, on every rank"});
+  };
+  if (!found) refuse("no parameter of this name", "one of the layout's, trained or frozen");
+  if (!values.defined() || values.sizes() != found->shape())
+    refuse(values.defined() ? c10::str(values.sizes()) : "no tensor", c10::str(found->shape()));
+}
+
+// Every rank comes here before any goes on, so that none reads the values any more. Where one has a problem
+// all throw.
+void agree_to_write(const std::optional<ErrorText>& problem, Group all) {
+  const at::Tensor refuses = all.all_gather(at::full({1}, problem.has_value(), at::kLong)).flatten();  // [W]
+  if (refuses.any().item<bool>()) all.barrier();  // nobody leaves before everybody has read that
+  if (problem) throw ConfigError(*problem);
+  for (int rank = 0; rank < all.size(); ++rank)
+    if (refuses[rank].item<std::int64_t>() != 0)
+      throw ConfigError({.where = "write()",
+                         .found = fmt::format("an error on rank {}, so that no rank writes", rank),
+                         .expected = "names, shapes and a layout that every rank can write to",
+                         .action = "Look at the error of that rank, and give the same values on all"});
+}
+
+}  // namespace
+
+void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& values) {
+  std::map<std::string, Destination> places;
+  const auto add = [&](const Bucket& bucket) {
+    for (const Slot& slot : bucket.plan.slots) places[slot.name] = {&bucket, &slot, {}};
+  };
+  const Frozen beside = frozen();
+  for (const NamedParameter& parameter : beside.tensors) places[parameter.name].tensor = parameter.tensor;
+  for (const Bucket* bucket : beside.buckets) add(*bucket);
+  for (const Bucket& bucket : buckets()) add(bucket);
+  std::set<std::string> names;
+  std::optional<ErrorText> problem;
+  try {
+    check_writable();
+    for (const auto& [name, tensor] : values) {
+      const auto found = places.find(name);
+      check_values(name, tensor, found == places.end() ? nullptr : &found->second);
+      names.insert(name);
+    }
+    take_over_writes(names);
+  } catch (const ConfigError& error) {
+    problem = error.text();
+  }
+  agree_to_write(problem, mesh().all());
+  for (const auto& [name, tensor] : values) places.at(name).write(tensor.detach());
+  forget_writes(names);
   publish_parameters();
 }
 
@@ -68,6 +119,7 @@ std::vector<std::string> DataParallel::bucket_order() {
 }
 
 std::vector<DataParallel::View> DataParallel::views() {
+  take_over_writes({});
   std::vector<std::pair<std::size_t, View>> ordered;
   for (Bucket& bucket : buckets()) {
     const at::Tensor parameters = gather_whole(bucket, bucket.parameters);

@@ -1,0 +1,87 @@
+// What is done with units between passes: gradients zeroed, updates published, values written, everything
+// held.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "isograd/error.hpp"
+#include "parallel/data/unit_passes.hpp"
+
+namespace isograd {
+
+void UnitPasses::zero_gradients() {
+  wait_for_reductions();
+  last_ = false;
+  reduced_.assign(units_.size(), false);
+  may_be_updated_ = false;
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) {
+      flat->check_in_place();
+      flat->take_over_between_calls();
+      flat->zero();
+    }
+}
+
+void UnitPasses::take_over_writes(const std::set<std::string>& but_of) {
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->take_over_writes(but_of);
+}
+
+void UnitPasses::forget_writes(const std::set<std::string>& names) {
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) flat->forget_writes(names);
+}
+
+void UnitPasses::check_writable() const {
+  const bool held = held_ && !storages_.empty();
+  if (!held && !in_forward_ && !in_backward_) return;
+  throw ConfigError(
+      {.where = "write()",
+       .found =
+           held ? "a call while whole_parameters() is held" : "a call during the model's forward or backward",
+       .expected = "a call between steps, of which parameters are gathered afterwards",
+       .action = held ? "Let go of whole_parameters() before, or write in place while it is held, "
+                        "the same on every rank"
+                      : "Call it outside of the model"});
+}
+
+// A gather reads a shard only after its owner has taken part in it, hence after the owner's update: nothing
+// to wait for here unless parameters are read without being gathered.
+void UnitPasses::publish_parameters() {
+  if (held_ && !storages_.empty())
+    throw ConfigError({.where = "publish_parameters",
+                       .found = "an update while whole_parameters() is held",
+                       .expected = "parameters that are gathered after it",
+                       .action = "Let go of whole_parameters() before the optimizer's update"});
+  const bool updated = std::exchange(may_be_updated_, false);
+  for (ShardedUnit& unit : units_)
+    for (auto& flat : unit.flats) {
+      updated ? flat->refuse_lost_writes() : flat->take_over_between_calls();
+      flat->to_device();
+    }
+  if (!held_)  // a forward without backward has left something whole, which is stale now
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
+  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
+}
+
+void UnitPasses::hold_everything() {
+  if (in_forward_ || in_backward_ || held_)
+    throw ConfigError({.where = "whole_parameters",
+                       .found = held_ ? "a second one at the same time" : "a call during forward or backward",
+                       .expected = "one at a time, between passes",
+                       .action = "Let go of the first before, and call it outside of the model"});
+  take_over_writes({});
+  kept_by_steps_ = context_->pool.kept_bytes();
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    for (auto& flat : units_[unit].flats) flat->begin_gather();
+    for (auto& flat : units_[unit].flats) flat->finish_gather();
+  }
+  held_ = true;
+}
+
+void UnitPasses::release_everything() {
+  held_ = false;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
+  context_->pool.keep(kept_by_steps_);  // no step needs the whole model
+}
+
+}  // namespace isograd
