@@ -1,5 +1,8 @@
 #include "isograd/checkpoint.hpp"
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
 #include <exception>
 #include <map>
 
@@ -57,11 +60,41 @@ std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& 
   return places;
 }
 
+// The first parameter that this rank holds a part of whose master does not round to it.
+void check_masters(const fs::path& file, DataParallel& layout) {
+  for (const Bucket& bucket : layout.buckets()) {
+    if (bucket.master.scalar_type() == bucket.parameters.scalar_type()) continue;
+    for (const Slot& slot : bucket.plan.slots) {
+      const std::int64_t begin = std::max(bucket.held.begin, slot.offset);
+      const std::int64_t end = std::min(bucket.held.end, slot.offset + slot.numel);
+      if (begin >= end) continue;
+      const at::Tensor parameter = bucket.parameters.narrow(0, begin - bucket.held.begin, end - begin);
+      const at::Tensor rounded =
+          bucket.master.narrow(0, begin - bucket.held.begin, end - begin).to(parameter.scalar_type());
+      if (rounded.eq(parameter)
+              .logical_or_(rounded.isnan().logical_and_(parameter.isnan()))
+              .all()
+              .item<bool>())
+        continue;
+      throw ConfigError(
+          {.where = file.string() + ": " + slot.name + ".master",
+           .found = "values that do not round to the parameter's",
+           .expected = "masters of these very weights: the first update would bring the masters' back",
+           .action =
+               "Read the weights from the same checkpoint before making the layout; where its own files "
+               "differ, start anew from its weights with model.load"});
+    }
+  }
+}
+
 }  // namespace
 
 fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
                          const WriteModel& write_model, DataParallel& layout, Optimizer& optimizer) {
   const fs::path directory = checkpoint_path(options.root, state.step);
+  Group everyone = layout.mesh().all();
+  on_every_rank(everyone, [&] { layout.take_over_writes({}); });
+  layout.compare_writes();
   TrainingState whole_state = state;
   whole_state.missed_updates = optimizer.missed_updates();
   OptimizerState parameters;
@@ -121,6 +154,8 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
       bad(name, described(source.scalar_type(), source.sizes()), expected);
     write_slot(flat, bucket.held, slot, placed ? placed->local(slot.name, source) : source);
   }
+  Group everyone = layout.mesh().all();
+  on_every_rank(everyone, [&] { check_masters(path, layout); });
   optimizer.set_updates(state.updates);
   optimizer.set_missed_updates(state.missed_updates);
 }

@@ -1,11 +1,15 @@
 // n steps == save at k, reload, n - k steps, bit for bit; and what must not be continued.
 #include "train/resume.hpp"
 
+#include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <cmath>
 #include <fstream>
 
+#include "base/error_testing.hpp"
+#include "model/safetensors.hpp"
 #include "train/build.hpp"
 #include "train/trainer_testing.hpp"
 
@@ -240,6 +244,87 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
   restore_optimizer(saved, open_checkpoint(saved), *layout, *resumed);
   EXPECT_EQ(resumed->updates(), 9);
   EXPECT_EQ(resumed->missed_updates(), (Optimizer::Missed{{model->named()[0].first, 2}}));
+}
+
+// Weights and masters of a checkpoint are of one moment, whatever was written in place before it.
+TEST_F(Resume, ValuesWrittenInPlaceSurviveACheckpoint) {
+  for (int stage : {0, 1, 2})
+    for (int ranks : {1, 2, 3})
+      run_ranks(ranks, [&](World& world) {
+        const auto update_of = [](DataParallel& layout, const at::Tensor& parameter, Optimizer& optimizer) {
+          layout.zero_gradients();
+          layout.begin_backward(true);
+          parameter.to(at::kFloat).sum().backward();
+          layout.finish_reduction();
+          optimizer.update(layout.buckets(), 1);
+          layout.publish_parameters();
+        };
+        const auto make = [&](double value, at::Tensor& parameter) {
+          parameter = at::full({64}, value, at::kBFloat16).requires_grad_();
+          return bucketed(trainable_parameters({{"weight", parameter}}), world.group, {.stage = stage});
+        };
+        at::Tensor weight;
+        fs::path saved;
+        {
+          const auto layout = make(1, weight);
+          const auto optimizer = adamw({.learning_rate = 1e-3});
+          update_of(*layout, weight, *optimizer);
+          weight.detach().fill_(3);
+          TrainingState state;
+          state.step = state.updates = 1;
+          saved = save_checkpoint(
+              {.root = root_ / fmt::format("{}-{}", stage, ranks)}, state,
+              [](const fs::path& folder, const TensorStream& weights) {
+                write_safetensors(folder / "model.safetensors", weights);
+              },
+              *layout, *optimizer);
+          world.group.barrier();
+        }
+        EXPECT_EQ(read_safetensors(saved / "model.safetensors").at("weight")[0].item<double>(), 3);
+        EXPECT_EQ(read_safetensors(saved / "optimizer.safetensors").at("weight.master")[0].item<double>(), 3);
+        {
+          const auto layout = make(3, weight);
+          const auto optimizer = adamw({.learning_rate = 1e-7, .weight_decay = 0});
+          restore_optimizer(saved, open_checkpoint(saved), *layout, *optimizer);
+          update_of(*layout, weight, *optimizer);
+          EXPECT_EQ(weight[0].item<double>(), 3) << stage << " " << ranks;
+          world.group.barrier();
+        }
+        // Weights of another moment: the masters would replace them at the first update. All ranks say so.
+        const auto layout = make(1, weight);
+        const auto optimizer = adamw({.learning_rate = 1e-7});
+        EXPECT_THAT(
+            config_error_of([&] { restore_optimizer(saved, open_checkpoint(saved), *layout, *optimizer); }),
+            HasSubstr("weight.master: found values that do not round to the parameter's"))
+            << stage << " " << ranks;
+        world.group.barrier();
+      });
+}
+
+// One rank's alone is in no checkpoint.
+TEST_F(Resume, ValuesThatOneRankAloneHasWrittenAreNotSaved) {
+  std::vector<std::string> said(2);
+  try {
+    run_ranks(
+        2,
+        [&](World& world) {
+          const at::Tensor weight = at::ones({64}).requires_grad_();
+          const auto layout = bucketed(trainable_parameters({{"weight", weight}}), world.group, {.stage = 1});
+          const auto optimizer = adamw({});
+          if (world.rank == 0) weight.detach().fill_(3);
+          TrainingState state;
+          state.step = 1;
+          said[world.rank] = error_testing::error_of<Error>([&] {
+            save_checkpoint(
+                {.root = root_}, state, [](const fs::path&, const TensorStream&) {}, *layout, *optimizer);
+          });
+        },
+        {.timeout = std::chrono::seconds(5)});
+  } catch (const std::exception&) {
+  }
+  EXPECT_THAT(said[0], HasSubstr("parameter 'weight': found values written in place on this rank, and not"));
+  EXPECT_NE(said[1], "no error");
+  EXPECT_TRUE(list_checkpoints(root_).empty());
 }
 
 }  // namespace
