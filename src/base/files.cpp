@@ -53,9 +53,31 @@ void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offs
   }
 }
 
+// What a link leads to, so that the file there is replaced and not the link.
+std::filesystem::path behind_links(std::filesystem::path path) {
+  std::error_code error;
+  if (!std::filesystem::is_symlink(path, error)) return path;
+  std::filesystem::path target = std::filesystem::weakly_canonical(path, error);
+  return error ? path : target;
+}
+
 }  // namespace
 
-AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
+void check_replaceable(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  if (!std::filesystem::exists(status) || std::filesystem::is_regular_file(status) ||
+      std::filesystem::is_directory(status))
+    return;
+  throw ConfigError(
+      {.where = "write " + path.string(),
+       .found = "something that is not a regular file (a device, a pipe)",
+       .expected = "a regular file, or a path where there is none: it is written beside and renamed",
+       .action = "Name another file"});
+}
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(behind_links(std::move(path))) {
+  check_replaceable(path_);
   static std::atomic<unsigned> serial{0};
   partial_ = path_.parent_path() / ("." + path_.filename().string() + ".partial-" + std::to_string(getpid()) +
                                     "-" + std::to_string(serial++));

@@ -8,7 +8,11 @@
 
 namespace isograd {
 
-// Writes to a hidden sibling of `path`; commit() fsyncs it, renames it over `path` and fsyncs the folder.
+// ConfigError unless there is a regular file, or nothing, behind the path: renaming a file over a device or a
+// pipe would take it away, and opening a pipe may wait for ever.
+void check_replaceable(const std::filesystem::path& path);
+
+// Writes to a hidden sibling of `path` (of the file that it links to); commit() fsyncs it, renames it over `path` and fsyncs the folder.
 // Destroyed without commit() it leaves nothing. Errors (full disk, no permission) are ConfigErrors that name
 // the path, the bytes wanted and the bytes free.
 class AtomicFile {

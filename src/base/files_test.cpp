@@ -91,6 +91,19 @@ TEST_F(Files, AFullDiskNamesPathAndBytes) {
   EXPECT_EQ(entries(), 1u);
 }
 
+// Renamed over, a device or a pipe would be gone.
+TEST_F(Files, WhatIsNoRegularFileIsNotReplaced) {
+  const fs::path pipe = directory_ / "pipe", link = directory_ / "link", behind = directory_ / "behind";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_NE(message([&] { write_file(pipe, "x"); }).find("not a regular file"), std::string::npos);
+  EXPECT_TRUE(fs::is_fifo(pipe));
+  write_file(behind, "before");
+  fs::create_symlink(behind, link);
+  write_file(link, "after");
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_EQ(read_file(behind), "after");
+}
+
 TEST_F(Files, WhatCannotBeOpenedIsNamed) {
   EXPECT_NE(message([&] { AtomicFile(directory_ / "no" / "a"); }).find("no/a"), std::string::npos);
   EXPECT_NE(message([&] { MappedFile(directory_ / "absent"); }).find("absent"), std::string::npos);

@@ -18,6 +18,48 @@ namespace {
 constexpr const char* kReference = "docs/configuration.md lists every key (isograd config --markdown)";
 constexpr std::size_t kLongestFile = 1 << 20;
 
+// toml++ limits how deep values are nested, but not dotted keys, and frees what it has read by recursion.
+void check_keys(std::string_view text, const std::string& file) {
+  constexpr int kLongestKey = 100;  // dots; no key has more than one
+  int dots = 0;
+  std::size_t line = 1;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"' || c == '\'') {  // a string: one of several lines, or of one
+      const std::string_view three = text.substr(i, 3);
+      const bool several = three == "\"\"\"" || three == "\'\'\'";
+      for (i += several ? 3 : 1; i < text.size(); ++i) {
+        if (text[i] == '\n') ++line;
+        if (text[i] == '\\' && c == '"')
+          ++i;
+        else if (several ? text.substr(i, 3) == three : text[i] == c || text[i] == '\n')
+          break;
+      }
+      if (several) i += 2;
+    } else if (c == '#') {
+      i = std::min(text.find('\n', i), text.size()) - 1;
+    } else if (c == '.') {
+      if (++dots > kLongestKey)
+        throw ConfigError({.where = fmt::format("{}:{}", file, line),
+                           .found = fmt::format("a key of more than {} parts", kLongestKey),
+                           .expected = "a key as docs/configuration.md lists them",
+                           .action = "Mend that line"});
+    } else if (c != ' ' && c != '\t' && c != '_' && c != '-' &&
+               !std::isalnum(static_cast<unsigned char>(c))) {
+      dots = 0;
+    }
+    if (c == '\n') ++line;
+  }
+}
+
+void check_length(std::size_t bytes, const std::string& file) {
+  if (bytes > kLongestFile)
+    throw ConfigError({.where = file,
+                       .found = fmt::format("{} bytes", bytes),
+                       .expected = fmt::format("a configuration of at most {}", kLongestFile),
+                       .action = "Name a TOML file, such as examples/first_light.toml"});
+}
+
 const ConfigKey* find_key(std::string_view name) {
   for (const auto& key : config_keys())
     if (key.name == name) return &key;
@@ -187,6 +229,8 @@ void apply_override(RunConfig& config, const std::string& text) {
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides) {
   RunConfig config;
+  check_length(text.size(), file);
+  check_keys(text, file);
   try {
     const toml::table table = toml::parse(text, file);
     read_table(config, table, "", file);
@@ -217,11 +261,7 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
   if (!file.empty()) {
     std::error_code failed;
     const auto size = std::filesystem::file_size(file, failed);
-    if (!failed && size > kLongestFile)
-      throw ConfigError({.where = file.string(),
-                         .found = fmt::format("{} bytes", size),
-                         .expected = fmt::format("a configuration of at most {}", kLongestFile),
-                         .action = "Name a TOML file, such as examples/first_light.toml"});
+    if (!failed) check_length(size, file.string());
     text = read_file(file);
   }
   RunConfig config = parse_config(text, file.string(), overrides);

@@ -70,6 +70,21 @@ TEST(Config, EveryKeyHasAFieldOfItsOwn) {
   }
 }
 
+// Nesting by dots, which the TOML reader does not limit, and which it frees by recursion.
+TEST(Config, LongDottedKeysAreRefusedAndLongTextIsNot) {
+  std::string key = "a";
+  for (int i = 0; i < 100000; ++i) key += i % 2 ? ".a" : ". \"a\"";
+  for (const std::string& text :
+       {key + " = 1", "[" + key + "]", "x = {" + key + " = 1}", "\n[train]\n" + key + " = 1"})
+    EXPECT_THAT(refused(text), AllOf(HasSubstr("run.toml:"), HasSubstr("a key of more than 100 parts")));
+  EXPECT_THAT(refused(std::string(2 << 20, '\n')), HasSubstr("2097152 bytes"));
+  const std::string dots(300, '.');
+  for (const char* quote : {"\"", "'", "\"\"\"", "'''"}) {
+    const std::string text = "[sample] # " + dots + "\nprompt = " + quote + dots + quote;
+    EXPECT_EQ(parse_config(text, "run.toml").sample.prompt, dots);
+  }
+}
+
 TEST(Config, ReadsEveryKindOfValue) {
   const RunConfig config = parse_config(R"(
     [run]

@@ -159,6 +159,7 @@ Metrics::Metrics(const MetricsOptions& options)
       rows_(kept_rows(options)),
       events_(options.events_directory, options.first_step + 1) {
   const fs::path& file = options_.json_log;
+  check_replaceable(file);
   keep_others_out(OpenFile(std::fopen(file.c_str(), "rbe"), std::fclose).get(), file);
   if (file.has_parent_path()) make_folders(file.parent_path());
   std::string text;

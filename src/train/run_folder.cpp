@@ -38,12 +38,13 @@ bool same_file(const struct stat& a, const struct stat& b) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-// Lines of a file, as far as it can be read.
+// Lines of a file, as far as it can be read; the last one may end without a line feed.
 std::size_t lines_in(const fs::path& file) {
   std::error_code error;
   if (!fs::is_regular_file(file, error) || fs::file_size(file, error) == 0) return 0;
   const MappedFile mapped(file);
-  return static_cast<std::size_t>(std::count(mapped.data(), mapped.data() + mapped.size(), '\n'));
+  const auto *begin = mapped.data(), *end = begin + mapped.size();
+  return static_cast<std::size_t>(std::count(begin, end, '\n') + (end[-1] == '\n' ? 0 : 1));
 }
 
 std::string first_line(int file) {
@@ -112,7 +113,17 @@ RunFolder::Continued RunFolder::continued(const RunConfig& config) {
 }
 
 void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {
-  if (from.own || config.overwrite) return;
+  if (from.own) return;
+  std::error_code error;
+  const fs::path directory = config.run.directory;
+  const auto there = [&](const char* name) { return fs::exists(directory / name, error); };
+  // Of a person: every run leaves its lock, and earlier ones what earlier_run() finds.
+  if (there("config.toml") && !there(kLock) && earlier_run(config).empty())
+    throw ConfigError({.where = here(directory),
+                       .found = "config.toml, which no run has written",
+                       .expected = "a folder without one: a run writes its whole configuration to that file",
+                       .action = "Give the run another folder (--set run.directory=...), or move the file"});
+  if (config.overwrite) return;
   const std::string found = earlier_run(config);
   if (found.empty()) return;
   const bool resumable = !list_checkpoints(checkpoint_root(config)).empty();
@@ -146,6 +157,7 @@ RunFolder::RunFolder(const RunConfig& config)
   make_folders(directory_);
   lock();
   try {
+    if (::stat(directory_.c_str(), &folder_) != 0) folder_ = {};  // gone already: check() says so
     take(config, from);
   } catch (...) {
     ::close(std::exchange(file_, -1));
@@ -225,12 +237,23 @@ void RunFolder::begin() {
   for (const auto& file : {directory_ / "report.html", json_log_}) fs::remove(file, ignored);
 }
 
-void RunFolder::check() const {
+bool RunFolder::is_there() const {
   struct stat held {};
   struct stat named {};
-  if (::fstat(file_, &held) == 0 && ::stat((directory_ / kLock).c_str(), &named) == 0 &&
-      same_file(held, named))
-    return;
+  if (::fstat(file_, &held) != 0) return false;
+  if (::stat((directory_ / kLock).c_str(), &named) == 0) return same_file(held, named);
+  return ::stat(directory_.c_str(), &named) == 0 && same_file(folder_, named);
+}
+
+void RunFolder::check() const {
+  std::error_code error;
+  if (is_there() && !fs::exists(directory_ / kLock, error))
+    throw ConfigError({.where = (directory_ / kLock).string(),
+                       .found = "the lock of the folder removed while the run wrote there",
+                       .expected = "the file that keeps other runs out of it",
+                       .action = "Continue from the last checkpoint (--set checkpoint.resume=latest), and "
+                                 "leave the file there"});
+  if (is_there()) return;
   throw ConfigError({.where = here(directory_),
                      .found = "a folder that was removed or moved while the run wrote to it",
                      .expected = "the folder that the run began in",

@@ -1,6 +1,8 @@
 // The folder of a run: one run at a time writes to it, and a new one does not write over another's files.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <string>
 
@@ -26,8 +28,9 @@ class RunFolder {
 
   // This run is about to write: removes an earlier one's files where that was asked for.
   void begin();
-  // ConfigError when the folder was removed, moved or replaced since.
+  // ConfigError when the folder was removed, moved or replaced since, or its lock removed.
   void check() const;
+  bool is_there() const;  // the folder that it began with, though perhaps without its lock
   // What becomes of files that are there, for people; empty: nothing does.
   const std::string& notice() const { return notice_; }
 
@@ -40,6 +43,7 @@ class RunFolder {
   std::filesystem::path directory_, checkpoints_, json_log_;
   bool made_ = false, replaces_ = false, begun_ = false;
   int file_ = -1;
+  struct stat folder_ {};
   std::string notice_;
 };
 

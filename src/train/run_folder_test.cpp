@@ -139,6 +139,33 @@ TEST_F(RunFolders, MetricsOfAnotherFolderAreARunsFilesToo) {
   EXPECT_EQ(read_file(config_.run.json_log), "{\"step\":1}\n");
 }
 
+TEST_F(RunFolders, AnyTextInTheFileOfMetricsIsSomebodys) {
+  config_.run.json_log = (root_ / "precious.json").string();
+  write_file(config_.run.json_log, "{\"precious\": 1}");  // without a line feed
+  EXPECT_THAT(taking(), AllOf(HasSubstr("precious.json"), HasSubstr("--overwrite")));
+  EXPECT_EQ(read_file(config_.run.json_log), "{\"precious\": 1}");
+}
+
+TEST_F(RunFolders, AConfigurationThatNoRunHasWrittenStays) {
+  fs::create_directories(directory_);
+  write_file(directory_ / "config.toml", "# mine\n");
+  for (const bool overwrite : {false, true}) {
+    config_.overwrite = overwrite;
+    EXPECT_THAT(taking(), AllOf(HasSubstr("config.toml"), HasSubstr("--set run.directory=")));
+  }
+  EXPECT_EQ(read_file(directory_ / "config.toml"), "# mine\n");
+}
+
+TEST_F(RunFolders, ALockThatGoesAwayIsNamed) {
+  RunFolder folder(config_);
+  folder.begin();
+  fs::remove(directory_ / "LOCK");
+  EXPECT_TRUE(folder.is_there());
+  EXPECT_THAT(config_error_of([&] { folder.check(); }), AllOf(HasSubstr("LOCK"), HasSubstr("removed")));
+  fs::rename(directory_, root_ / "moved");
+  EXPECT_FALSE(folder.is_there());
+}
+
 TEST_F(RunFolders, ARefusedRunLeavesNoFolder) {
   { RunFolder folder(config_); }
   EXPECT_FALSE(fs::exists(directory_));
@@ -190,6 +217,7 @@ TEST_F(RunFolders, ALogThatIsRemovedIsAnError) {
     });
   });
   EXPECT_THAT(what, AllOf(HasSubstr("metrics.jsonl"), HasSubstr("removed while the run wrote to it")));
+  EXPECT_EQ(checkpoints(), 1u) << "what the run had learned is saved";
 }
 
 }  // namespace

@@ -282,9 +282,14 @@ struct Trainer::Impl {
   }
 
   void save() {
-    present([] {});  // a folder that has gone is not made anew
+    present([] {});
+    // A folder that has gone is not made anew; what is wrong with a log alone costs no checkpoint.
+    throw_agreed(world.group, trouble && !folder->is_there() ? trouble : std::nullopt);
+    if (saved_step != state.step) save_there();
     throw_agreed(world.group, trouble);
-    if (saved_step == state.step) return;
+  }
+
+  void save_there() {
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
         {.root = checkpoint_root(config), .keep = config.checkpoint.keep, .placed = cut_layout()}, state,
@@ -293,7 +298,7 @@ struct Trainer::Impl {
         },
         *layout, *optimizer);
     saved_step = state.step;
-    if (presenter) presenter->saved(outcome.checkpoint);
+    if (presenter && !trouble) presenter->saved(outcome.checkpoint);
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
   }
 
