@@ -44,14 +44,17 @@ MakeVerifyModel with_values_of_rank_zero(const MakeVerifyModel& make_model, Grou
   return [make, values, &group](at::ScalarType dtype) {
     VerifyModel model = make(dtype);
     at::NoGradGuard no_grad;
+    std::vector<at::Tensor> own;  // parameters, then buffers: what is drawn in the making may be either
+    for (const auto& [name, tensor] : model.named) own.push_back(tensor);
+    for (const auto& [name, tensor] : model.buffers)
+      if (tensor.defined()) own.push_back(tensor);
     if (values->empty()) {  // the first one: every rank makes it
-      for (const auto& [name, tensor] : model.named) {
+      for (const at::Tensor& tensor : own) {
         values->push_back(tensor.detach().clone(at::MemoryFormat::Contiguous));
         group.broadcast(values->back(), 0);
       }
     }
-    for (std::size_t i = 0; i < values->size() && i < model.named.size(); ++i)
-      model.named[i].second.copy_((*values)[i]);
+    for (std::size_t i = 0; i < values->size() && i < own.size(); ++i) own[i].copy_((*values)[i]);
     return model;
   };
 }

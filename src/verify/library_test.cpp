@@ -160,6 +160,26 @@ TEST(Library, ModelsThatDrawFromTheGlobalGeneratorTakeRankZerosValues) {
     }
 }
 
+// So are buffers that a model draws when it is made.
+TEST(Library, BuffersThatAreDrawnTakeRankZerosValues) {
+  struct Projected : Mine {
+    at::Tensor shift = register_buffer("shift", at::randn({kHidden}));
+    at::Tensor logits(const at::Tensor& tokens) {
+      return at::linear(at::tanh(at::embedding(table, tokens) * scale + shift), output);
+    }
+  };
+  const auto make = [](at::ScalarType dtype) {
+    auto model = std::make_shared<Projected>();
+    model->to(dtype);
+    return verify_model(model, [](Projected& self, const Batch& batch) { return self.logits(batch.tokens); });
+  };
+  for (const int ranks : {1, 3}) {
+    const Verdict verdict =
+        verify(make, batches_of(5), verify_layouts({"bucketed"}), {.ranks = ranks, .updates = 0});
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+  }
+}
+
 struct Layer : torch::nn::Module {
   at::Tensor weight;
   explicit Layer(at::Generator& generator) {
