@@ -236,10 +236,18 @@ struct Grade {
   std::vector<std::string> by_floor{}, unseen{};
 };
 
+// One of StepFigures that is another one than the oracle's.
+struct OtherFigure {
+  std::string name;  // "loss", "norm", "clip_coefficient", "targets", "tokens"
+  double found = 0, expected = 0;
+  double allowed = 0;  // of |found - expected|
+};
+
 struct LayoutVerdict {
   std::string name;
   std::vector<ParameterVerdict> parameters;  // in the model's order
   StepFigures exact, rounded;
+  std::vector<OtherFigure> rounded_off{};  // E2: what of `rounded` is further off than rounding explains
   bool figures_agree = false;  // fp64: counts equal, loss, norm and clip coefficient to 1e-10 relative
   Grade e1, e2, e3;
   std::vector<Trajectory> trajectories;

@@ -13,8 +13,11 @@ struct Bounds {
   double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
   double unit_roundoff = 0;  // u of the number type that gradients are summed in
   double unit = 0;           // E2: u of the run's precision, in which losses are scaled
-  double figures = 1e-4;     // loss, norm and clip coefficient of a run in lower precision; 1e-2 in bf16
-  double sum_length = 1;     // W · G
+  // Loss, norm and clip coefficient of a run in lower precision. In bf16 and fp16 1e-2: one rounding of what
+  // scales all of a gradient, or all logits, in bf16 is 0.2 %, and four are allowed (E2's scale). In fp32
+  // 1e-4: a sum of n terms, one after another, may be off by n u of itself, 1,700 terms of one micro-batch.
+  double figures = 1e-4;
+  double sum_length = 1;  // W · G
 };
 // `ranks` and the largest number of micro-batches on a rank, for a run in `dtype`.
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches);
@@ -51,6 +54,11 @@ constexpr std::int64_t kMeasurable = 16;
 
 // Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
+
+// What of a run in lower precision is further from the oracle than `bounds.figures` of itself, and than 4
+// times what one process in that precision is; counts that are not equal.
+std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
+                                     const StepFigures& alone, const Bounds& bounds);
 
 // Fills in e1, e2, e3 and `passed` from the parameters, the figures and, in a run that is not exact, the
 // scale of the whole gradient. `precision` is "fp32", ...

@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "isograd/norm.hpp"
 #include "isograd/verify.hpp"
+#include "verify/present.hpp"
 #include "verify/test_problem.hpp"
 
 namespace isograd {
@@ -218,6 +220,45 @@ TEST(Fault, ASampleSeenTwiceIsFound) {
   EXPECT_FALSE(verdict.passed);
   EXPECT_FALSE(verdict.batch_agrees);
   EXPECT_EQ(verdict.findings.at(0).id, "sample_twice");
+}
+
+// fp64 says nothing of what only the run's precision gets wrong.
+TEST(Fault, ANormThatIsWrongInTheRunsPrecisionAloneIsFound) {
+  const Verdict verdict = verify_on(2, Small{}, [](VerifyProblem& problem, World&) {
+    problem.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
+      const double norm = global_norm(buckets, 0, group).norm;
+      return !buckets.empty() && buckets[0].gradients.scalar_type() == at::kFloat ? 2 * norm : norm;
+    }};
+  });
+  EXPECT_FALSE(verdict.passed);
+  EXPECT_EQ(verdict.layouts.at(0).e1.state, Grade::State::kPassed);
+  EXPECT_EQ(verdict.layouts[0].e2.state, Grade::State::kFailed);
+  ASSERT_EQ(verdict.findings.size(), 1u) << to_text(verdict);
+  EXPECT_EQ(verdict.findings[0].id, "norm_differs");
+}
+
+TEST(Fault, ALossThatIsWrongInTheRunsPrecisionAloneIsFoundFromTheBoundOn) {
+  for (const auto& [dtype, bound] : {std::pair{at::kFloat, 1e-4}, {at::kBFloat16, 1e-2}})
+    for (const double of_bound : {0.8, 1.2}) {
+      const double more = bound * of_bound;
+      const Verdict verdict = verify_on(2, Small{.dtype = dtype}, [more](VerifyProblem& problem, World&) {
+        problem.make_model = [make = problem.make_model, more](at::ScalarType type) {
+          VerifyModel model = make(type);
+          if (type == at::kDouble) return model;
+          model.loss_terms = [inner = model.loss_terms, more](const Batch& batch) {
+            LossTerms terms = inner(batch);
+            for (auto& term : terms) term.sum = term.sum + more * term.sum.detach();
+            return terms;
+          };
+          return model;
+        };
+      });
+      EXPECT_EQ(verdict.passed, of_bound < 1) << c10::toString(dtype) << "\n" << to_text(verdict);
+      if (of_bound > 1) {
+        ASSERT_FALSE(verdict.findings.empty());
+        EXPECT_EQ(verdict.findings[0].id, "loss_differs");
+      }
+    }
 }
 
 // What is logged must be what was differentiated: a loss of another scale fails although the gradient is

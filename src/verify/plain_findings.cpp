@@ -17,6 +17,30 @@ std::vector<std::string> passed_paths(const LayoutVerdict& layout) {
   return lines;
 }
 
+std::string text_of(const OtherFigure& other) {
+  return fmt::format("{} {:.9g}, expected {:.9g} ({:.2g} allowed)", other.name, other.found, other.expected,
+                     other.allowed);
+}
+
+// What of loss, norm and counts is off in the run's precision alone. A wrong norm makes a wrong coefficient:
+// said once.
+void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
+  const auto has = [&](const std::string& id) {
+    return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
+  };
+  for (const OtherFigure& other : layout.rounded_off) {
+    const std::string id = other.name == "loss"               ? "loss_differs"
+                           : other.name == "norm"             ? "norm_differs"
+                           : other.name == "clip_coefficient" ? "clip_differs"
+                                                              : "other_targets";
+    if (has(id) || (id == "clip_differs" && has("norm_differs"))) continue;
+    layout.findings.push_back(
+        {id,
+         fmt::format("right in fp64, but in {} another one is reported: {}", precision, text_of(other)),
+         {}});
+  }
+}
+
 }  // namespace
 
 bool is_whole(const LayoutVerdict& layout) {
@@ -50,6 +74,18 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
                                {"in " + precision}});
   const bool right_in_fp64 = layout.e1.state == Grade::State::kPassed;
   const bool off = !rounding.empty() || !layout.e2.scale.passed;
+  if (living && right_in_fp64 && !off && !layout.rounded_off.empty()) {
+    std::vector<std::string> others;
+    for (const OtherFigure& other : layout.rounded_off) others.push_back(text_of(other));
+    layout.findings.insert(
+        layout.findings.begin(),
+        {"living_layout_differs",
+         "the gradient is right, but the run's own step reports other figures than a fresh "
+         "layout: " +
+             list_names(others),
+         {}});
+    return;
+  }
   if (living && right_in_fp64 && off) {
     layout.findings.insert(
         layout.findings.begin(),
@@ -74,6 +110,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
                      "allowed: rounding takes it in all parameters alike",
                      scale.error, precision, scale.allowed),
          {}});
+  if (right_in_fp64 && !off) add_other_figures(layout, precision);
   for (const auto& trajectory : layout.trajectories)
     if (!trajectory.passed && layout.findings.empty())
       layout.findings.push_back(

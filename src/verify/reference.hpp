@@ -22,7 +22,8 @@ struct Reference {
   std::vector<OracleUpdates> updates;  // plain SGD, the configured optimizer
   std::string random;                  // how two runs of the model differ
   std::optional<Leak> leak;
-  StepDump::Named alone;  // in the run's precision, where dumps are taken
+  StepDump::Named alone;        // in the run's precision, where dumps are taken
+  StepFigures alone_figures{};  // of one process in the run's precision; in fp64 the oracle's
 };
 
 inline const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};

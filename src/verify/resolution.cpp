@@ -109,8 +109,12 @@ WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double 
   return result;
 }
 
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed) {
-  const at::Tensor error = gradient - reference;
+double smallest_scale_error(const at::Tensor& gradient_, const at::Tensor& reference, double allowed) {
+  // Relative to the gradient: a square of its own size may be no number.
+  const double unit = norm_of(gradient_);
+  if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
+  const at::Tensor gradient = gradient_ / unit, error = gradient - reference / unit;
+  allowed /= unit;
   const double square = product(gradient, gradient), cross = product(gradient, error);
   // ‖e + δ g‖² = allowed²
   const double rest = product(error, error) - allowed * allowed;
@@ -119,14 +123,37 @@ double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& refere
   return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
 }
 
+// Between these a sum of squares has neither overflown nor lost anything but what is far below its last bit.
+static bool holds(double squares) {
+  constexpr double kLeast = 1e-270, kMost = 1e300;
+  return squares >= kLeast && squares <= kMost;
+}
+
 double norm_of(const at::Tensor& tensor) {
-  return std::sqrt(tensor.square().sum().item<double>());
+  if (tensor.numel() == 0) return 0;
+  const double squares = tensor.square().sum().item<double>();
+  if (holds(squares)) return std::sqrt(squares);
+  const double largest = tensor.abs().max().item<double>();  // NaN where there is one
+  if (!(largest > 0) || !std::isfinite(largest)) return largest;
+  return largest * std::sqrt((tensor / largest).square().sum().item<double>());
+}
+
+double norm_of(const std::vector<double>& norms) {
+  double squares = 0, largest = 0;
+  for (const double norm : norms) {
+    squares += norm * norm;
+    largest = std::isnan(norm) ? norm : std::max(largest, std::abs(norm));  // NaN stays
+  }
+  if (holds(squares) || !(largest > 0) || !std::isfinite(largest)) return std::sqrt(squares);
+  squares = 0;
+  for (const double norm : norms) squares += (norm / largest) * (norm / largest);
+  return largest * std::sqrt(squares);
 }
 
 double norm_of(const Tensors& tensors) {
-  double squares = 0;
-  for (const at::Tensor& tensor : tensors) squares += tensor.square().sum().item<double>();
-  return std::sqrt(squares);
+  std::vector<double> norms;
+  for (const at::Tensor& tensor : tensors) norms.push_back(norm_of(tensor));
+  return norm_of(norms);
 }
 
 }  // namespace isograd

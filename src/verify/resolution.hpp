@@ -24,10 +24,10 @@ struct Along {
 // inf}.
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
 
-// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). What multiplies a gradient is
-// rounded once for each factor, always in the same direction for all elements: four of them are allowed for.
-// `alone`: how far off one process is in the same precision (Along::share), where that is known: a loss may
-// round a factor of all its elements further, as a ranking loss does.
+// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). What multiplies a gradient
+// is rounded once for each factor, always in the same direction for all elements: four of them are allowed
+// for. `alone`: how far off one process is in the same precision (Along::share), where that is known: a loss
+// may round a factor of all its elements further, as a ranking loss does.
 WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
 // Only whether it passes.
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);
@@ -36,7 +36,9 @@ bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit
 // infinity where the reference is zero.
 double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed);
 
+// Also where a square would over- or underflow.
 double norm_of(const at::Tensor& tensor);
 double norm_of(const Tensors& tensors);
+double norm_of(const std::vector<double>& norms);  // of all parts together
 
 }  // namespace isograd

@@ -300,6 +300,32 @@ TEST_F(RunsVerified, AFaultOfTheRunsOwnForwardIsSeenAndNamed) {
     }
 }
 
+// The gradient of the run under way is right, what it logs is not.
+TEST_F(RunsVerified, ALossThatOnlyTheRunItselfReportsIsSeenAndNamed) {
+  for (const char* dtype : {"float32", "bfloat16"}) {
+    RunConfig config = tiny(std::string("logged") + dtype, dtype);
+    config.verify.every = 3;
+    std::string said;
+    const auto result = run(config, 2, [&](World& world, TrainerHooks& hooks) {
+      hooks.wrap_forward = [](const ForwardLossTerms& right) {
+        return [right](const Batch& batch) {
+          LossTerms terms = right(batch);
+          for (auto& term : terms) term.sum = term.sum + 0.5 * term.sum.detach();
+          return terms;
+        };
+      };
+      hooks.check = [&said, &world](RunningRun& running) {
+        const std::string text = check_running(running);
+        if (world.rank == 0) said = text;
+        return text;
+      };
+    });
+    EXPECT_EQ(result.outcomes[0].end, Outcome::End::kRefuted) << dtype;
+    EXPECT_EQ(result.outcomes[0].steps, 3);
+    EXPECT_THAT(said, HasSubstr("the run's own step reports other figures than a fresh layout: loss"));
+  }
+}
+
 TEST_F(RunsVerified, AWrongGradientWhileTrainingStopsTheRun) {
   RunConfig config = tiny("refuted");
   config.verify.every = 3;

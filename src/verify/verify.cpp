@@ -171,8 +171,11 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
                                           reference.oracle.gradients[place], reference.scales[place],
                                           parameter.alone_error, bounds);
     }
-    if (group.rank() == 0 && !exact_run)
+    if (group.rank() == 0 && !exact_run) {
       whole = test_scale(rounded, expected, bounds.unit, reference.alone_scale);
+      result.rounded_off =
+          figures_off(first.figures, reference.oracle.figures, reference.alone_figures, bounds);
+    }
   }
   const auto torn_buffers = exact.differing_buffers();
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
