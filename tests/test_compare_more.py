@@ -359,6 +359,7 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
            {"terms": [1]}, {"scales": {"learning_rate": "fast"}}, {"owners": [[1]]}, {"owners": [[1, 2, 3]]},
            {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]},
            {"ranks": [{"norm": None}]},
+           {"samples": []}, {"counts": []}, {"ranks": []}, {"owners": []}, {"ranks": [{"initial": []}]}, {"ranks": [{"gradients": []}]},
            {"norm": -1}, {"norm": "-inf"}, {"clip_coefficient": -0.5}, {"ranks": [{"spread": -1}]}]
     for change, accepted in [(c, True) for c in changes] + [(c, False) for c in bad]:
         content = dict(good, **change)
@@ -367,6 +368,14 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
         done = subprocess.run([BUILD / "bin/isograd", "compare", tmp_path / "run", tmp_path / "one"], capture_output=True,
                               text=True, timeout=60)
         assert (done.returncode != 2) == accepted, (change, done.stderr)
+
+
+def test_the_writer_turns_every_number_that_is_not_finite_into_text(tmp_path):
+    write_dump(tmp_path / "d", {"w": torch.ones(2)}, loss=math.nan, terms={"a": math.inf, "b": 1.0},
+               ranks=[{"norm": -math.inf, "spread": math.nan}], counts=((1, 2), (3,)))
+    content = json.loads((tmp_path / "d/step.json").read_text())
+    assert content["loss"] == "nan" and content["terms"] == {"a": "inf", "b": 1.0}
+    assert content["ranks"] == [{"norm": "-inf", "spread": "nan"}] and content["counts"] == [[1, 2], [3]]
 
 
 def test_every_key_of_the_schema_is_in_the_document():

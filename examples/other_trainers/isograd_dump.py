@@ -9,6 +9,15 @@ import tempfile
 from safetensors.torch import save_file
 
 
+def as_json(value):
+    """JSON has no NaN and no infinity: "nan", "inf" and "-inf", wherever they stand."""
+    if isinstance(value, dict):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_dump(folder, gradients, shares={}, **step):
     """`gradients`: {name: tensor}, whole, as the optimizer sees them. `step`: loss=, targets=, samples=, counts=, ...
 
@@ -23,9 +32,7 @@ def write_dump(folder, gradients, shares={}, **step):
     for name, tensors in {"gradients": gradients, **parts}.items():
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()},
                   str(partial / f"{name}.safetensors"))
-    # JSON has no NaN and no infinity: "nan", "inf" and "-inf"
-    step = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in step.items()}
-    (partial / "step.json").write_text(json.dumps({"format": "isograd-dump", "version": 1, **step}, allow_nan=False))
+    step = as_json({"format": "isograd-dump", "version": 1, **step})
+    (partial / "step.json").write_text(json.dumps(step, allow_nan=False))
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)

@@ -10,39 +10,48 @@
 namespace isograd {
 namespace {
 
-// The coarser of the two.
-at::ScalarType precision_of(const StepDump& found, const StepDump& expected) {
-  const auto either = [&](const char* name) { return found.precision == name || expected.precision == name; };
-  if (either("bf16")) return at::kBFloat16;
-  if (either("fp16")) return at::kHalf;
-  return found.precision == "fp64" && expected.precision == "fp64" ? at::kDouble : at::kFloat;
+at::ScalarType type_of(const std::string& precision) {
+  if (precision == "bf16") return at::kBFloat16;
+  if (precision == "fp16") return at::kHalf;
+  return precision == "fp64" ? at::kDouble : at::kFloat;
 }
 
+// What is added up: parts of ranks and micro-batches that hold something.
 Bounds bounds_of(const StepDump& found, at::ScalarType type) {
-  int ranks = 1;
+  int ranks = 1, holders = 0;
   for (const auto& [axis, size] : found.axes) ranks *= size;
-  ranks = std::max(ranks, static_cast<int>(found.counts.size()));
-  std::size_t rounds = 1;
-  for (const auto& own : found.counts) rounds = std::max(rounds, own.size());
-  return bounds_for(type, ranks, static_cast<std::int64_t>(rounds));
+  std::int64_t rounds = 1;
+  for (const auto& own : found.counts) {
+    const auto held = std::count_if(own.begin(), own.end(), [](auto count) { return count > 0; });
+    rounds = std::max<std::int64_t>(rounds, held);
+    holders += held > 0;
+  }
+  return bounds_for(type, std::max(ranks, holders), rounds);
 }
 
 // Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
 constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
 
 double share(const at::Tensor& difference, double scale) {
-  const double norm = difference.norm().item<double>();
+  const double norm = norm_of(difference);
   return norm == 0 ? 0 : norm / scale;
 }
 
 }  // namespace
+
+const std::string& coarser_precision(const StepDump& one, const StepDump& other) {
+  const auto place = [](const std::string& precision) {
+    return precision == "bf16" ? 3 : precision == "fp16" ? 2 : precision == "fp64" ? 0 : 1;
+  };
+  return place(other.precision) > place(one.precision) ? other.precision : one.precision;
+}
 
 Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
     : pair_(std::move(pair)), grid_(pair_.found.axes), setting_(setting), again_(again) {
   std::map<std::string, at::Tensor> own, by_one;
   for (const auto& [name, tensor] : found().gradients) own[name] = tensor;
   for (const auto& [name, tensor] : pair_.alone) by_one[name] = tensor;
-  const at::ScalarType type = precision_of(found(), expected());
+  const at::ScalarType type = type_of(precision());
   allowance_.exact = type == at::kDouble;
   allowance_.bounds = bounds_of(found(), type);
   const bool measured = !allowance_.exact && !by_one.empty();
@@ -105,9 +114,9 @@ void Case::allow(double most_alone) {
     if (!allowance_.exact) allowed = kUnitsOfParameter * bounds.unit;
     if (!allowance_.exact && !alone_.empty()) {
       const bool few = parameter.expected.numel() < kMeasurable;
-      // What one process is off by makes the bound sharper and never wider.
+      // What one process is off by, or the run says of itself, makes the bound sharper and never wider.
       const double widest = parameter.scale > 0 ? allowed * parameter.unmeasured_scale / parameter.scale : 0;
-      allowed = std::min(4 * (few ? most_alone : parameter.alone_error), widest) + sums;
+      allowed = std::min(4 * (few ? most_alone : parameter.alone_error) + sums, widest);
       alone_errors.push_back(alone_[i] - parameter.expected);
     }
     parameter.comparison =
@@ -120,7 +129,7 @@ void Case::allow(double most_alone) {
   whole_error_ = norm_of(errors);
   allowance_.whole = kUnitsOfWhole * bounds.unit * norm_of(wanted);
   if (!alone_.empty())
-    allowance_.whole = std::min(4 * norm_of(alone_errors), allowance_.whole) + sums * norm_of(wanted);
+    allowance_.whole = std::min(4 * norm_of(alone_errors) + sums * norm_of(wanted), allowance_.whole);
   scale_ = test_scale(own, wanted, bounds.unit);
 }
 

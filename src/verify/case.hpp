@@ -19,9 +19,9 @@ namespace isograd {
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
 
 // What rounding may do to a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the gradient of one
-// process in the same precision, four times what it is off by; without it, and at most with it, what was
-// measured on right steps of several models and doubled: 256 u of a parameter's norm (or of the floor: 1/32 ·
-// RMS · √numel), and 32 u of the norm of all.
+// process in the same precision, four times what it is off by and what sums round; without it, and at most
+// with it, what was measured on right steps of several models and doubled: 256 u of a parameter's norm (or of
+// the floor: 1/32 · RMS · √numel), and 32 u of the norm of all.
 struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by Case::parameters()
@@ -34,6 +34,9 @@ struct Prediction {
   Tensors gradient;
   std::vector<double> growth;
 };
+
+// The precision of that one of two dumps that rounds more.
+const std::string& coarser_precision(const StepDump& one, const StepDump& other);
 
 class Case {
  public:
@@ -57,6 +60,8 @@ class Case {
   const StepDump& found() const { return pair_.found; }
   const StepDump& expected() const { return pair_.expected; }
   const Experiment& setting() const { return setting_; }
+  // What the bounds are those of: the coarser one's.
+  const std::string& precision() const { return coarser_precision(found(), expected()); }
 
   // Of the same name and shape on both sides.
   const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -159,7 +164,8 @@ std::vector<Finding> diagnose_names(const RunPair& pair);
 std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected);
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected);
-// A dump whose counts do not add up to its targets; `side`: " of the reference".
+// A dump whose counts do not add up to its targets, or which has a gradient without any; `side`: " of the
+// reference".
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 // Other parameters on some ranks before the step.
 std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected);
@@ -176,6 +182,18 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
 std::optional<Finding> diagnose_unsummed(Case& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const Case& one);
+// By how much figures may be off, which come from sums of many numbers.
+double tolerance(const Case& one);
+
+// What the dumps say against themselves: norms, owners, counts, shares. What cannot be asked, because shares
+// are missing, `notices` hears of. (diagnose_contradictions.cpp)
+std::vector<Finding> diagnose_contradictions(const Case& one, double limit,
+                                             std::vector<std::string>* notices);
+// Owners of elements, and the norms of what ranks own, against the norm of all.
+std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
+                                            double limit);
+// The norm that the reference recorded, or its gradient's where it is another one.
+double norm_to_expect(const Case& one, double limit);
 
 // "dp_shard (4)", "accumulation (3)": whatever in the run has this size.
 std::string factors_of(const Case& one, double value);

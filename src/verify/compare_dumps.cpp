@@ -13,18 +13,13 @@
 namespace isograd {
 namespace {
 
-at::ScalarType type_of(const std::string& precision) {
-  if (precision == "fp64") return at::kDouble;
-  return precision == "bf16" || precision == "fp16" ? at::kBFloat16 : at::kFloat;
-}
-
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;
   for (const auto& [name, gradient] : dump.gradients) names.insert(name);
   return names;
 }
 
-// Wrappers put one prefix before all names ("module."): what is left without it are the model's own.
+// Wrappers put one prefix before all names ("module."): what is left without it are the other's.
 std::string common_prefix(const StepDump& found, const StepDump& expected) {
   const std::set<std::string> wanted = names_of(expected);
   const std::string& first = found.gradients[0].first;
@@ -37,6 +32,39 @@ std::string common_prefix(const StepDump& found, const StepDump& expected) {
       return prefix;
   }
   return {};
+}
+
+void take_off(const std::string& prefix, StepDump& dump) {
+  const auto shorten = [&](StepDump::Named& tensors) {
+    for (auto& [name, tensor] : tensors)
+      if (name.starts_with(prefix)) name = name.substr(prefix.size());
+  };
+  shorten(dump.gradients);
+  shorten(dump.applied);
+  for (auto& rank : dump.shares)
+    for (auto& share : rank) shorten(share);
+}
+
+// Takes the prefix that one of two dumps has before all names off it, and says so. Whether there was one.
+bool align_names(StepDump& one, const std::string& name, const StepDump& other,
+                 std::vector<std::string>& notices) {
+  const std::string prefix = common_prefix(one, other);
+  if (prefix.empty()) return false;
+  take_off(prefix, one);
+  notices.push_back(fmt::format("all names of {} begin with \"{}\"; compared without it", name, prefix));
+  return true;
+}
+
+std::vector<std::string> terms_of(const StepDump& dump) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : dump.terms) names.push_back(name);
+  return names;
+}
+
+// Terms are compared by name: where none is on both sides, none is.
+bool terms_meet(const StepDump& found, const StepDump& expected) {
+  const auto own = terms_of(found), theirs = terms_of(expected);
+  return std::find_first_of(own.begin(), own.end(), theirs.begin(), theirs.end()) != own.end();
 }
 
 // Grades, from a case whose parameters are compared already.
@@ -59,9 +87,9 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const Case& one, boo
                                    allowance.whole);
     if (with_alone)
       layout.e2.bound = fmt::format(
-          "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; {}; scale "
-          "of the "
-          "whole gradient within 4 (u + its standard error), u = {:.2g}",
+          "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one process in {}; "
+          "u sqrt(W G) = {:.3g}; {}; scale of the whole gradient within 4 (u + its standard error), u = "
+          "{:.2g}",
           precision, unit * std::sqrt(allowance.bounds.sum_length), precision,
           unit * std::sqrt(allowance.bounds.sum_length), whole, unit);
     else
@@ -133,7 +161,7 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   return of(found) == of(expected);
 }
 
-// What `--alone` gives widens what A may be off by: it must be the same step, of A's precision, and right
+// What `--alone` gives says what A may be off by: it must be the same step, of A's precision, and right
 // within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
                   const DumpNames& names) {
@@ -145,7 +173,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
                        .action = "Write both dumps with the same program, from the same parameters and "
                                  "samples, or compare without --alone"});
   };
-  if (type_of(expected.precision) != at::kDouble) refuse(names.expected + " in " + expected.precision);
+  if (expected.precision != "fp64") refuse(names.expected + " in " + expected.precision);
   if (alone.precision != found.precision)
     refuse(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
   if (names_of(alone) != names_of(expected)) refuse("other parameters than in " + names.expected);
@@ -184,16 +212,15 @@ RunAgain again_from_shares(const StepDump& expected) {
   };
 }
 
-DumpComparison compare_dumps(StepDump found, const StepDump& expected, const DumpNames& names,
-                             const std::optional<StepDump>& alone) {
+DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
+                             std::optional<StepDump> alone) {
   ISOGRAD_INVARIANT(!found.gradients.empty() && !expected.gradients.empty(), "a dump without a gradient");
   DumpComparison result;
-  if (const std::string prefix = common_prefix(found, expected); !prefix.empty()) {
-    for (auto* tensors : {&found.gradients, &found.applied})
-      for (auto& [name, tensor] : *tensors) name = name.substr(prefix.size());
-    result.notices.push_back(
-        fmt::format("all names of {} begin with \"{}\"; compared without it", names.found, prefix));
-  }
+  if (!align_names(found, names.found, expected, result.notices))
+    align_names(expected, names.expected, found, result.notices);
+  if (alone && !alone->gradients.empty() && !align_names(*alone, "--alone", expected, result.notices))
+    if (const std::string prefix = common_prefix(expected, *alone); !prefix.empty())
+      take_off(prefix, expected), take_off(prefix, found);
   if (alone) expect_alone(*alone, found, expected, names);
   RunPair pair{.found = std::move(found), .expected = expected};
   if (alone) pair.alone = alone->gradients;
@@ -230,9 +257,17 @@ DumpComparison compare_dumps(StepDump found, const StepDump& expected, const Dum
     parameter.exact = parameter.rounded = compared.comparison;
     layout.parameters.push_back(std::move(parameter));
   }
-  const std::string& own = pair.found.precision;
-  const std::string precision = one.allowance().exact ? "fp64" : own == "fp64" ? expected.precision : own;
+  const std::string& precision = one.precision();
   judge(layout, expected, one, alone.has_value(), precision);
+  if (precision != pair.found.precision)
+    result.notices.push_back(fmt::format(
+        "{} is in {}, coarser than {} in {}: its precision limits the verdict, and what is smaller than "
+        "its rounding does not show (make the reference in fp64)",
+        names.expected, precision, names.found, pair.found.precision));
+  if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
+    result.notices.push_back(fmt::format(
+        "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,
+        list_names(terms_of(pair.found)), names.expected, list_names(terms_of(expected))));
 
   Verdict& verdict = result.verdict;
   verdict.ranks = std::max(1, static_cast<int>(pair.found.counts.size()));

@@ -25,8 +25,8 @@ struct DumpComparison {
 // and without it with what right steps were seen to be off (Allowance). Nothing is claimed of what a dump
 // does not record; whatever is found wrong fails the verdict. ConfigError unless `alone` has the parameters
 // of `expected`, in fp64 there.
-DumpComparison compare_dumps(StepDump found, const StepDump& expected, const DumpNames& names,
-                             const std::optional<StepDump>& alone = {});
+DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
+                             std::optional<StepDump> alone = {});
 
 // A step made again from what a dump recorded of it: single micro-batches from `shares`. Empty without any.
 RunAgain again_from_shares(const StepDump& expected);

@@ -224,8 +224,122 @@ TEST(CompareDumps, AWrappersPrefixIsTakenOffAndSaid) {
   EXPECT_TRUE(result.verdict.passed);
   ASSERT_EQ(result.notices.size(), 1u);
   EXPECT_THAT(result.notices[0], HasSubstr("\"module._orig_mod.\""));
+  // Whichever of the three has it.
+  const auto renamed = [](StepDump dump) {
+    for (auto& [name, tensor] : dump.gradients) name = "module." + name;
+    for (auto& rank : dump.shares)
+      for (auto& share : rank)
+        for (auto& [name, tensor] : share) name = "module." + name;
+    return dump;
+  };
+  EXPECT_EQ(first_id(compare_dumps(mean_of_rank_means(), renamed(right()), kNames)), "mean_of_rank_means");
+  const auto fp32 = [] {
+    StepDump dump = right(false);
+    dump.precision = "fp32";
+    return dump;
+  };
+  for (int which = 0; which < 8; ++which) {
+    const auto in = [&](int bit, const StepDump& dump) { return which & bit ? renamed(dump) : dump; };
+    EXPECT_TRUE(compare_dumps(in(1, fp32()), in(2, right()), kNames, in(4, fp32())).verdict.passed) << which;
+  }
   wrapped.gradients[2].first = "block.weight";  // not all of them: no prefix
   EXPECT_FALSE(compare_dumps(wrapped, right(), kNames).verdict.passed);
+}
+
+// The coarser of two precisions gives the bound, and is the one that is printed.
+TEST(CompareDumps, AReferenceThatIsCoarserThanTheRunLimitsTheVerdictAndIsSaidTo) {
+  for (const auto& [own, theirs] : {std::pair{"fp32", "bf16"}, {"fp64", "bf16"}, {"fp64", "fp32"}}) {
+    StepDump found = right(false), expected = right();
+    found.precision = own, expected.precision = theirs;
+    const auto result = compare_dumps(found, expected, kNames);
+    EXPECT_TRUE(result.verdict.passed);
+    EXPECT_EQ(result.verdict.precision, theirs);
+    EXPECT_THAT(result.verdict.layouts[0].e2.bound, ::testing::StartsWith(theirs));
+    ASSERT_EQ(result.notices.size(), 1u) << own << " " << theirs;
+    EXPECT_THAT(result.notices[0],
+                HasSubstr(std::string("B is in ") + theirs + ", coarser than A in " + own));
+    std::swap(found.precision, expected.precision);
+    EXPECT_EQ(compare_dumps(found, expected, kNames).verdict.precision, theirs);
+    EXPECT_TRUE(compare_dumps(found, expected, kNames).notices.empty());
+  }
+}
+
+// A run that says to be of a million ranks, or of a million empty micro-batches, is allowed no more.
+TEST(CompareDumps, WhatARunSaysOfItselfNeverWidensABound) {
+  const auto far = [](double off, int ranks, std::size_t empty) {
+    StepDump dump = right(false);
+    dump.precision = "fp32";
+    const at::Tensor norm = dump.gradients[1].second;
+    at::Tensor turned = norm.roll(1);
+    turned = turned - norm * ((turned * norm).sum() / norm.square().sum());
+    dump.gradients[1].second = norm + off * turned * (norm.norm() / turned.norm());
+    dump.axes = {{"dp_replicate", ranks}};
+    dump.counts[0].resize(2 + empty);
+    return dump;
+  };
+  StepDump alone = right(false);
+  alone.precision = "fp32";
+  for (const int ranks : {3, 1 << 20})
+    EXPECT_FALSE(compare_dumps(far(2e-5, ranks, 0), right(), kNames, alone).verdict.passed) << ranks;
+  EXPECT_FALSE(compare_dumps(far(2e-6, 3, 10000), right(), kNames, alone).verdict.passed);
+  EXPECT_TRUE(compare_dumps(far(1e-7, 3, 10000), right(), kNames, alone).verdict.passed);
+  const auto far_of_all = [&](double off) {  // in the whole: 32 u are 1.9e-6
+    StepDump dump = far(0, 1 << 20, 0);
+    for (auto& [name, tensor] : dump.gradients)
+      if (name != "unused") tensor = tensor + off * tensor.roll(1) * (tensor.norm() / tensor.roll(1).norm());
+    return compare_dumps(dump, right(), kNames, alone).verdict.passed;
+  };
+  EXPECT_FALSE(far_of_all(4e-6));
+}
+
+TEST(CompareDumps, SharesOfTheReferenceThatDoNotAddUpAreAFindingAndMissingOnesANotice) {
+  StepDump reference = right();
+  reference.shares[2][0][0].second = reference.shares[2][0][0].second * 1.5;
+  const auto wrong = compare_dumps(right(false), reference, kNames);
+  EXPECT_FALSE(wrong.verdict.passed);
+  EXPECT_EQ(first_id(wrong), "shares_differ");
+  EXPECT_THAT(wrong.findings[0].sentence, HasSubstr("of the reference"));
+  reference = right();
+  reference.shares[2][0].clear();
+  const auto missing = compare_dumps(right(false), reference, kNames);
+  EXPECT_TRUE(missing.verdict.passed);
+  ASSERT_EQ(missing.notices.size(), 1u);
+  EXPECT_THAT(missing.notices[0], HasSubstr("not complete"));
+}
+
+TEST(CompareDumps, TermsWithoutANameInCommonAreSaidNotToBeCompared) {
+  StepDump found = right(false), expected = right();
+  found.terms = {{"ce", 2.0}}, expected.terms = {{"cross_entropy", 7.0}};
+  const auto result = compare_dumps(found, expected, kNames);
+  EXPECT_TRUE(result.verdict.passed);
+  ASSERT_EQ(result.notices.size(), 1u);
+  EXPECT_THAT(result.notices[0], HasSubstr("no term of the loss has one name in both"));
+}
+
+// A term that is logged in another unit, beside a cause that explains the gradient: that cause.
+TEST(CompareDumps, ACauseIsNotCalledAScaledTerm) {
+  StepDump found = right(false), expected = right();
+  found.gradients[0].second = found.gradients[0].second / 3;  // not summed but averaged, in one parameter
+  found.terms = {{"a", 2.0}, {"b", 3.0}}, expected.terms = {{"a", 2.0}, {"b", 1.0}};
+  EXPECT_EQ(first_id(compare_dumps(found, expected, kNames)), "some_parameters_scaled");
+  const StepDump lost = dump_of([](auto rank, auto) { return rank == 1 ? 0.0 : 1.0; }, false);
+  found.gradients[0].second = lost.gradients[0].second;
+  EXPECT_EQ(first_id(compare_dumps(found, expected, kNames)), "missing_rank_part");
+}
+
+// Squares of such numbers are 0 or infinite.
+TEST(CompareDumps, GradientsOfAnyMagnitude) {
+  for (const double size : {1e-200, 1e-165, 1e160, 1e200}) {
+    const auto of = [size](double more) {
+      StepDump dump = right(false);
+      for (auto& [name, tensor] : dump.gradients) tensor = tensor * size;
+      dump.gradients[2].second = dump.gradients[2].second * more;
+      return dump;
+    };
+    EXPECT_TRUE(compare_dumps(of(1), of(1), kNames).verdict.passed) << size;
+    for (const double more : {2.0, -1.0, 0.0, 1 + 1e-9})
+      EXPECT_FALSE(compare_dumps(of(more), of(1), kNames).verdict.passed) << size << " " << more;
+  }
 }
 
 TEST(CompareDumps, NothingIsClaimedOfAGradientThatIsZeroEverywhere) {

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <numeric>
 
 #include "verify/case.hpp"
 
@@ -13,11 +12,6 @@ namespace {
 
 bool close_together(double a, double b, double limit) {
   return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
-}
-
-// Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
-double tolerance(const Case& one) {
-  return std::max(one.limit(), 1e-9);
 }
 
 // What was recorded and is not finite: nobody could act on it.
@@ -50,20 +44,37 @@ std::vector<Finding> diagnose_not_finite(const Case& one) {
   return {{"not_finite", fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
 }
 
-// The terms of the loss that both sides recorded and that are not alike, with their values. Beside a larger
-// term the rounding of its sums shows in a term that is nearly zero.
-std::vector<std::string> other_terms(const Case& one) {
-  constexpr double kUnitsOfLargest = 16, kExact = 1e-12;
+// Of numbers of size 1, what their rounding leaves of a sum that cancels.
+constexpr double kUnitsOfCancelled = 16;
+
+// By how much terms, and a loss that is made of them, may be off whatever their own size: beside a larger
+// term the rounding of its sums shows in one that is nearly zero.
+double floor_of_terms(const Case& one) {
+  constexpr double kExact = 1e-12;
   const double of_largest =
-      one.allowance().exact ? kExact : std::min(one.limit(), kUnitsOfLargest * one.allowance().bounds.unit);
+      one.allowance().exact ? kExact : std::min(one.limit(), kUnitsOfCancelled * one.allowance().bounds.unit);
   double largest = std::isnan(one.expected().figures.loss) ? 0 : std::abs(one.expected().figures.loss);
   for (const auto& [name, value] : one.expected().terms) largest = std::fmax(largest, std::abs(value));
+  return of_largest * largest;
+}
+
+// Within what rounding may do to a loss. Of one that cancels, without its terms, that is known for numbers of
+// size 1 alone: where both sides are nothing beside them.
+bool same_loss(const Case& one, double found, double expected) {
+  if (close_together(found, expected, tolerance(one))) return true;
+  if (!one.expected().terms.empty()) return std::abs(found - expected) <= floor_of_terms(one);
+  const double unit = one.allowance().exact ? 0x1p-53 : one.allowance().bounds.unit;
+  return std::max(std::abs(found), std::abs(expected)) < kUnitsOfCancelled * unit;
+}
+
+// The terms of the loss that both sides recorded and that are not alike, with their values.
+std::vector<std::string> other_terms(const Case& one) {
+  const double least = floor_of_terms(one);
   std::vector<std::string> others;
   for (const auto& [name, expected] : one.expected().terms)
     for (const auto& [own, found] : one.found().terms) {
       if (own != name || std::isnan(found) || std::isnan(expected)) continue;
-      if (!close_together(found, expected, tolerance(one)) &&
-          !(std::abs(found - expected) <= of_largest * largest))
+      if (!close_together(found, expected, tolerance(one)) && !(std::abs(found - expected) <= least))
         others.push_back(fmt::format("{} {:.9g}, expected {:.9g}", name, found, expected));
     }
   return others;
@@ -73,7 +84,7 @@ std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   const auto terms = other_terms(one);
   const bool recorded = !std::isnan(expected) && !std::isnan(found);
-  if (!recorded || close_together(found, expected, tolerance(one))) {
+  if (!recorded || same_loss(one, found, expected)) {
     if (terms.empty()) return {};
     return {{"loss_differs",
              fmt::format("the gradient is right{}, terms of the loss are not: {}",
@@ -91,8 +102,8 @@ std::vector<Finding> diagnose_loss(const Case& one) {
 std::vector<Finding> diagnose_norm(const Case& one) {
   const double limit = tolerance(one);
   const auto& ranks = one.found().ranks;
-  double expected = one.expected().figures.norm, found = one.found().figures.norm;
-  if (std::isnan(expected)) expected = norm_of(one.right().gradient);
+  const double expected = norm_to_expect(one, limit);
+  double found = one.found().figures.norm;
   std::vector<double> norms, owned;
   double squares = 0, sum = 0;
   for (const auto& rank : ranks) {
@@ -115,18 +126,7 @@ std::vector<Finding> diagnose_norm(const Case& one) {
     most = std::max(most, high);
   }
   const auto once = fmt::format("elements count on {} to {} ranks", least, most);
-  if (right) {
-    if (least != 1 || most != 1) return {{"elements_not_owned_once", once, {}}};
-    // Parts of a gradient whose elements count once make it up; and none is larger than all of them.
-    const bool parts = !one.found().owners.empty() && !owned.empty() && !std::isnan(squares);
-    const double largest =
-        std::accumulate(owned.begin(), owned.end(), 0.0, [](double a, double b) { return std::fmax(a, b); });
-    if ((parts && !close_together(std::sqrt(squares), expected, limit)) || largest > expected * (1 + limit))
-      return {{"norm_differs",
-               fmt::format("the ranks' parts do not make up the gradient's norm of {:.9g}", expected),
-               {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
-    return {};
-  }
+  if (right) return diagnose_parts_of_norm(one.found(), "", expected, limit);
   const double ratio = found / expected;
   const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
   if (!agree && own)
@@ -186,7 +186,7 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   const double coefficient = std::isnan(wanted) ? own : wanted;
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
   std::vector<std::string> bent;                                    // applied in another direction
-  const auto others = applied_otherwise(one, coefficient, 10 * limit);
+  auto others = applied_otherwise(one, coefficient, 10 * limit);
   const bool as_reference = others.empty() && !one.expected().applied.empty();
   for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
     const auto& [name, tensor] = one.found().applied[i];
@@ -208,6 +208,9 @@ std::vector<Finding> diagnose_clip(const Case& one) {
         bent.push_back(name);
     }
   }
+  // Nobody says how much is applied, but all agree: what is too small for a ratio of its own goes by it.
+  if (std::isnan(coefficient) && groups.size() == 1 && bent.empty())
+    others = applied_otherwise(one, groups[0].first, 10 * limit);
   const auto numbers = fmt::format("expected coefficient {:.9g}, reported {:.9g}", coefficient, own);
   // A clip only makes shorter, and takes nothing away altogether; and the coefficient is what it reports.
   bool clips = bent.empty();
@@ -266,7 +269,7 @@ std::vector<Finding> diagnose_clip(const Case& one) {
 std::vector<Finding> diagnose_traffic(const Case& one) {
   if (one.expected().ranks.empty() || one.found().ranks.empty()) return {};
   const double found = one.found().ranks[0].bytes_moved, expected = one.expected().ranks[0].bytes_moved;
-  if (std::isnan(found) || std::isnan(expected)) return {};
+  if (std::isnan(found) || !(expected > 0)) return {};  // one process moves nothing, and asks for nothing
   // Each message is rounded to whole bytes, and none but whole parameters' are uneven.
   const double rounding = std::max(1.0, static_cast<double>(one.parameters().size()));
   if (std::abs(found - expected) <= rounding) return {};
@@ -281,6 +284,11 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
 }
 
 }  // namespace
+
+// Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
+double tolerance(const Case& one) {
+  return std::max(one.limit(), 1e-9);
+}
 
 std::vector<Finding> diagnose_figures(const Case& one) {
   std::vector<Finding> findings = diagnose_not_finite(one);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -12,29 +13,32 @@ namespace {
 
 using namespace diagnosis_test;
 
-TEST(Diagnosis, Figures) {
-  const auto with = [](std::function<void(StepDump&, StepDump&)> change) {
-    ToyTrainer trainer;
-    trainer.change = [change](RunPair& pair, const Experiment&) {
-      double squares = 0;
-      for (auto& [name, gradient] : pair.expected.gradients) {
-        squares += gradient.square().sum().template item<double>();
-        pair.expected.applied.emplace_back(name, gradient * kClip);
-      }
-      pair.found.applied = pair.expected.applied;
-      pair.expected.figures.norm = pair.found.figures.norm = std::sqrt(squares);
-      pair.expected.ranks.assign(1, {});
-      pair.found.ranks.assign(3, {});
-      for (std::size_t r = 0; r < 3; ++r) {
-        pair.found.ranks[r].owned_norm = std::sqrt(squares * (r == 0 ? 0.5 : 0.25));
-        pair.found.ranks[r].norm = pair.found.figures.norm;
-      }
-      pair.found.owners.assign(3, {1, 1});
-      change(pair.found, pair.expected);
-    };
-    const auto findings = trainer.diagnosis();
-    return findings.empty() ? std::string() : ids(findings);
+// What is said of a right gradient, whose figures are all there, after `change`.
+std::string with(const std::function<void(StepDump&, StepDump&)>& change,
+                 std::vector<std::string>* notices = nullptr) {
+  ToyTrainer trainer;
+  trainer.change = [change](RunPair& pair, const Experiment&) {
+    double squares = 0;
+    for (auto& [name, gradient] : pair.expected.gradients) {
+      squares += gradient.square().sum().template item<double>();
+      pair.expected.applied.emplace_back(name, gradient * kClip);
+    }
+    pair.found.applied = pair.expected.applied;
+    pair.expected.figures.norm = pair.found.figures.norm = std::sqrt(squares);
+    pair.expected.ranks.assign(1, {});
+    pair.found.ranks.assign(3, {});
+    for (std::size_t r = 0; r < 3; ++r) {
+      pair.found.ranks[r].owned_norm = std::sqrt(squares * (r == 0 ? 0.5 : 0.25));
+      pair.found.ranks[r].norm = pair.found.figures.norm;
+    }
+    pair.found.owners.assign(3, {1, 1});
+    change(pair.found, pair.expected);
   };
+  const auto again = [&](const Experiment& experiment) { return trainer.run(experiment); };
+  return ids(diagnose(*trainer.run({}), again, notices));
+}
+
+TEST(Diagnosis, Figures) {
   const auto norm_becomes = [](StepDump& found, double norm) {
     found.figures.norm = norm;
     for (auto& rank : found.ranks) rank.norm = norm;
@@ -181,6 +185,154 @@ TEST(Diagnosis, Figures) {
               found.ranks[0].bytes_moved = 1500;
             }),
             "traffic_differs");
+  // One process moves nothing, and asks for nothing.
+  EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
+              expected.ranks[0].bytes_moved = 0;
+              found.ranks[0].bytes_moved = 1500;
+            }),
+            "");
+}
+
+// Where nobody recorded a coefficient, all parameters are held to the one that the large ones show.
+TEST(Diagnosis, WhatIsTooSmallForARatioOfItsOwnIsAppliedAsTheOthersAre) {
+  const auto takes = [](double of_small) {
+    return with([=](StepDump& found, StepDump& expected) {
+      for (StepDump* dump : {&found, &expected}) {
+        dump->gradients[2].second = dump->gradients[2].second * 1e-5;
+        dump->figures.norm = dump->figures.clip_coefficient = NAN;
+        for (auto& rank : dump->ranks) rank.norm = rank.owned_norm = NAN;
+      }
+      expected.applied.clear();
+      for (std::size_t i = 0; i < 3; ++i)
+        found.applied[i].second = found.gradients[i].second * (i == 2 ? of_small : 0.5);
+    });
+  };
+  EXPECT_EQ(takes(0.5), "");
+  EXPECT_EQ(takes(-50000), "optimizer_differs");
+}
+
+// A loss that cancels is known to the rounding of its terms, or of numbers of size 1.
+TEST(Diagnosis, ALossThatCancels) {
+  const auto losses = [](const char* precision, double own, double wanted, bool terms) {
+    return with([=](StepDump& found, StepDump& expected) {
+      found.figures.loss = own, expected.figures.loss = wanted;
+      found.precision = precision;
+      if (terms) found.terms = expected.terms = {{"a", 1.0}, {"b", -1.0}};
+    });
+  };
+  EXPECT_EQ(losses("fp64", 3e-16, 0, false), "");
+  EXPECT_EQ(losses("fp32", 1e-9, 0, false), "");
+  EXPECT_EQ(losses("fp32", 9e-7, 0, false), "");
+  EXPECT_EQ(losses("fp32", 1e-6, 0, false), "loss_differs");  // 16 u are 9.5e-7
+  EXPECT_EQ(losses("fp64", 1e-14, 0, false), "loss_differs");
+  EXPECT_EQ(losses("fp32", 9e-7, 0, true), "");
+  EXPECT_EQ(losses("fp32", 1e-6, 0, true), "loss_differs");
+  EXPECT_EQ(losses("fp32", 5.001, 5, true), "loss_differs");
+}
+
+// A dump that contradicts itself is no right step, and no reference.
+TEST(Diagnosis, DumpsThatContradictThemselves) {
+  for (const bool theirs : {false, true}) {
+    const auto in = [theirs](const std::function<void(StepDump&)>& change,
+                             std::vector<std::string>* notices = nullptr) {
+      return with(
+          [&](StepDump& found, StepDump& expected) {
+            StepDump& one = theirs ? expected : found;
+            if (theirs) expected.ranks = found.ranks, expected.owners = found.owners;
+            StepDump& other = theirs ? found : expected;
+            other.figures.norm = NAN;  // nothing to compare with on the other side
+            for (auto& rank : other.ranks) rank.norm = rank.owned_norm = NAN;
+            change(one);
+          },
+          notices);
+    };
+    SCOPED_TRACE(theirs ? "reference" : "run");
+    EXPECT_EQ(in([](StepDump&) {}), "");
+    EXPECT_EQ(in([](StepDump& dump) { dump.figures.norm *= 1 + 2e-9; }), "norm_differs");
+    EXPECT_EQ(in([](StepDump& dump) { dump.ranks[1].norm *= 1 + 2e-9; }), "norm_differs");
+    EXPECT_EQ(in([](StepDump& dump) { dump.ranks[2].spread = 0.5; }), "replicas_differ");
+    EXPECT_EQ(in([](StepDump& dump) {
+                for (std::uint64_t r = 0; r < 3; ++r) dump.ranks[r].gradients = {1, 2, 3 + r / 2};
+              }),
+              "sum_order_depends_on_rank");
+    EXPECT_EQ(in([](StepDump& dump) { dump.owners[1] = {0, 1}; }), "elements_not_owned_once");
+    EXPECT_EQ(in([](StepDump& dump) {
+                dump.owners.clear();
+                for (auto& rank : dump.ranks) rank.owned_norm *= 0.9;
+              }),
+              "norm_differs");
+    EXPECT_EQ(in([](StepDump& dump) {
+                dump.owners.clear();  // each element may count on several ranks
+                for (auto& rank : dump.ranks) rank.owned_norm *= 1.2;
+              }),
+              "");
+    EXPECT_EQ(in([](StepDump& dump) { dump.figures.tokens = dump.figures.targets - 1; }), "other_targets");
+    // Shares, which the toy's gradient is made of.
+    const auto shares = [](StepDump& dump) {
+      dump.shares.resize(dump.counts.size());
+      for (std::size_t k = 0; k < dump.counts.size(); ++k)
+        for (const auto count : dump.counts[k]) {
+          dump.shares[k].emplace_back();
+          for (const auto& [name, gradient] : dump.gradients)
+            dump.shares[k].back().emplace_back(name, gradient * (static_cast<double>(count) / 105));
+        }
+    };
+    EXPECT_EQ(in(shares), "");
+    for (const double wrong : {1.001, std::nan("")})
+      EXPECT_EQ(in([&](StepDump& dump) {
+                  shares(dump);
+                  dump.shares[2][1][0].second = dump.shares[2][1][0].second * wrong;
+                }),
+                "shares_differ")
+          << wrong;
+    std::vector<std::string> notices;
+    EXPECT_EQ(in(
+                  [&](StepDump& dump) {
+                    shares(dump);
+                    dump.shares[0][1].clear();
+                  },
+                  &notices),
+              "");
+    ASSERT_EQ(notices.size(), 1u);
+    EXPECT_NE(notices[0].find("1 micro-batches with targets have none"), std::string::npos) << notices[0];
+  }
+  EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
+              for (StepDump* dump : {&found, &expected}) {
+                dump->figures.norm = 5;
+                for (auto& rank : dump->ranks) rank.norm = 5;
+              }
+            }),
+            "norm_differs");
+  EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
+              for (StepDump* dump : {&found, &expected}) dump->figures.targets = 0, dump->counts.clear();
+            }),
+            "other_targets other_targets");
+  EXPECT_EQ(with([](StepDump& found, StepDump& expected) {
+              for (StepDump* dump : {&found, &expected}) dump->applied.clear();
+              found.figures.clip_coefficient = NAN, expected.figures.clip_coefficient = 2;
+            }),
+            "clip_differs");
+}
+
+// Checksums of the start are those of parameters, wherever they stand, and of one precision.
+TEST(Diagnosis, StartsAreAlignedByName) {
+  const auto starts = [](const char* precision, std::vector<std::uint64_t> own,
+                         std::vector<std::uint64_t> theirs) {
+    return with([=](StepDump& found, StepDump& expected) {
+      found.precision = precision;
+      for (auto& rank : found.ranks) rank.initial = own;
+      expected.ranks[0].initial = theirs;
+      std::reverse(expected.gradients.begin(), expected.gradients.end());
+    });
+  };
+  EXPECT_EQ(starts("fp64", {1, 2, 3}, {3, 2, 1}), "");
+  EXPECT_EQ(starts("fp64", {1, 2, 3}, {1, 2, 3}), "initial_parameters_differ");
+  EXPECT_EQ(starts("fp32", {1, 2, 3}, {7, 8, 9}), "");
+  EXPECT_EQ(with([](StepDump&, StepDump& expected) {
+              expected.ranks.resize(2);
+              expected.ranks[0].initial = {1, 2, 3}, expected.ranks[1].initial = {1, 2, 4};
+            }),
+            "initial_parameters_differ");
 }
 
 }  // namespace

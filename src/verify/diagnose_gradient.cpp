@@ -109,6 +109,26 @@ Finding some_scaled(const Case& one, const std::vector<std::string>& names, doub
           {}};
 }
 
+// A term of the loss that is off by a factor, and nothing but what it reaches; by that factor alone, if one
+// is given.
+std::optional<Finding> diagnose_term(const Case& one, const std::vector<std::string>& names,
+                                     std::optional<double> factor_of_all = {}) {
+  if (subject(one, names) == "all parameters" || one.expected().terms.size() < 2) return std::nullopt;
+  for (const auto& [name, expected] : one.expected().terms)
+    for (const auto& [own, value] : one.found().terms) {
+      if (own != name || expected == 0) continue;
+      const double ratio = value / expected;
+      if (std::abs(ratio - 1) <= std::max(one.limit(), 1e-9)) continue;
+      if (factor_of_all && !(std::abs(ratio / *factor_of_all - 1) <= std::max(one.limit(), 1e-9))) continue;
+      const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
+      return Finding{"term_scaled",
+                     fmt::format("the loss term {} is scaled by {}{}: it reaches {}", name, ratio_text(ratio),
+                                 factor.empty() ? "" : ", " + factor, list_names(names)),
+                     {numbers_of(one, names)}};
+    }
+  return std::nullopt;
+}
+
 // What is worth running, in this order, as long as several causes fit.
 std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fitting) {
   using Counts = Experiment::Counts;
@@ -193,21 +213,8 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
         {"not_finite", fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)), {}}};
   }
 
-  // A term of the loss that is off by a factor, and nothing but what it reaches.
-  bool all = subject(one, names) == "all parameters";
-  for (const auto& [name, expected] : one.expected().terms)
-    for (const auto& [own, value] : one.found().terms) {
-      if (own != name || expected == 0 || one.expected().terms.size() < 2) continue;
-      const double ratio = value / expected;
-      if (all || std::abs(ratio - 1) <= std::max(one.limit(), 1e-9)) continue;
-      const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
-      return {{"term_scaled",
-               fmt::format("the loss term {} is scaled by {}{}: it reaches {}", name, ratio_text(ratio),
-                           factor.empty() ? "" : ", " + factor, list_names(names)),
-               {numbers_of(one, names)}}};
-    }
-
   // Rounding may hide a mistake in some parameters: first what explains all of them.
+  bool all = subject(one, names) == "all parameters";
   std::vector<Cause> fitting;
   const auto consider = [&](const std::vector<std::string>& of) {
     for (auto& cause : causes_of(one))
@@ -271,6 +278,7 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
     const auto ratio = scale_of(one, names);
     if (!all && ratio) {
+      if (auto term = diagnose_term(one, names, *ratio)) return {*term};
       finding = some_scaled(one, names, *ratio);
     } else {
       const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
@@ -280,6 +288,8 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     finding.evidence = evidence;
     return {finding};
   }
+
+  if (auto term = diagnose_term(one, names)) return {*term};
 
   if (again) {
     if (auto leak = diagnose_leak(one, again)) {

@@ -1,6 +1,7 @@
 // Whether two dumps are of one step: parameters, samples, counts, the start.
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -135,49 +136,76 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
 }
 
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
-  if (dump.figures.targets == kNotRecorded || dump.counts.empty()) return {};
+  const std::int64_t reported = dump.figures.targets;
+  const auto contradicts = [](std::string text) -> std::vector<Finding> {
+    return {{"other_targets", std::move(text), {}}};
+  };
+  if (targets_of(dump) == 0)  // beside a gradient: one that is zero everywhere is no step to compare
+    return contradicts(
+        fmt::format("0 targets are reported{}, which make no loss and no gradient; there is one", side));
+  if (dump.figures.tokens != kNotRecorded && reported > dump.figures.tokens)
+    return contradicts(fmt::format("{} targets of {} tokens are reported{}: each target is a token", reported,
+                                   dump.figures.tokens, side));
+  if (reported == kNotRecorded || dump.counts.empty()) return {};
   std::int64_t sum = 0;
   for (const auto& rank : dump.counts)
     for (const auto count : rank) sum += count;
-  if (sum == dump.figures.targets) return {};
-  return {
-      {"other_targets",
-       fmt::format("{} targets are reported{}, but the counts of ranks and micro-batches add up to {}; the "
-                   "gradient is right",
-                   dump.figures.targets, side, sum),
-       {}}};
+  if (sum == reported) return {};
+  return contradicts(
+      fmt::format("{} targets are reported{}, but the counts of ranks and micro-batches add up to {}; the "
+                  "gradient is right",
+                  reported, side, sum));
 }
 
-std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected) {
-  if (found.ranks.empty()) return {};
-  const auto holder = std::find_if(found.ranks.begin(), found.ranks.end(),
-                                   [](const auto& rank) { return !rank.initial.empty(); });
-  const bool theirs = !expected.ranks.empty() && !expected.ranks[0].initial.empty();
-  if (holder == found.ranks.end()) return {};
-  const auto& first = theirs ? expected.ranks[0].initial : holder->initial;
-  std::set<std::size_t> parameters;
+// Checksums by the names of their parameters; where they are not as many, by their places.
+static std::map<std::string, std::uint64_t> start_of(const StepDump& dump, const StepDump::RankView& rank) {
+  std::map<std::string, std::uint64_t> start;
+  const bool named = rank.initial.size() == dump.gradients.size();
+  for (std::size_t i = 0; i < rank.initial.size(); ++i)
+    start[named ? dump.gradients[i].first : std::to_string(i)] = rank.initial[i];
+  return start;
+}
+
+// What is other than on the first rank that says, or than in the reference.
+static std::vector<Finding> diagnose_start_of(const StepDump& dump, const char* side,
+                                              const std::map<std::string, std::uint64_t>& reference) {
+  auto first = reference;
+  std::set<std::string> parameters;
   std::vector<std::string> ranks;
-  for (std::size_t r = 0; r < found.ranks.size(); ++r) {
-    const auto& own = found.ranks[r].initial;
-    if (own.size() != first.size()) continue;
+  for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
+    const auto own = start_of(dump, dump.ranks[r]);
+    if (first.empty()) first = own;
     bool differs = false;
-    for (std::size_t i = 0; i < own.size(); ++i)
-      if (own[i] != first[i]) {
-        parameters.insert(i);
-        differs = true;
-      }
+    for (const auto& [name, hash] : own) {
+      const auto other = first.find(name);
+      if (other == first.end() || other->second == hash) continue;
+      parameters.insert(name);
+      differs = true;
+    }
     if (differs) ranks.push_back(std::to_string(r));
   }
   if (parameters.empty()) return {};
-  const std::size_t i = *parameters.begin();
+  const auto in_order = std::find_if(dump.gradients.begin(), dump.gradients.end(), [&](const auto& gradient) {
+    return parameters.contains(gradient.first);
+  });
   return {
       {"initial_parameters_differ",
-       fmt::format("{} of {} parameters differ over the ranks before the step, first {}: nothing else was "
+       fmt::format("{} of {} parameters differ over the ranks{} before the step, first {}: nothing else was "
                    "compared",
-                   parameters.size(), first.size(),
-                   i < found.gradients.size() ? found.gradients[i].first : std::to_string(i)),
+                   parameters.size(), first.size(), side,
+                   in_order == dump.gradients.end() ? *parameters.begin() : in_order->first),
        {fmt::format("other bits on ranks {}: initialisation depends on the rank or the layout",
                     list_names(ranks))}}};
+}
+
+std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected) {
+  std::map<std::string, std::uint64_t> theirs;
+  // The same values have other bits in another precision.
+  if (found.precision == expected.precision)
+    for (const auto& rank : expected.ranks)
+      if (theirs.empty()) theirs = start_of(expected, rank);
+  if (auto own = diagnose_start_of(found, "", theirs); !own.empty()) return own;
+  return diagnose_start_of(expected, " of the reference", {});
 }
 
 }  // namespace isograd

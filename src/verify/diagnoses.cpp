@@ -65,6 +65,7 @@ const std::vector<Diagnosis> kDiagnoses = {
     {"traffic_differs", "another number of bytes was moved than the strategy needs"},
     {"elements_not_owned_once", "some element has no owner, or several, in norms and checkpoints"},
     {"norm_differs", "the norm is wrong in a way that fits no known mistake"},
+    {"shares_differ", "the recorded shares of ranks and micro-batches do not add up to the gradient"},
     {"clip_differs", "the clip coefficient does not follow from the norm"},
     {"optimizer_differs", "the gradient is right, the parameters after some updates are not"},
     {"random_model", "the model gives other numbers when it runs again: nothing can be compared"},

@@ -70,8 +70,10 @@ std::vector<Finding> diagnose_repeat(const Case& one, const RunAgain& again) {
                         one.found().gradients.size())}}};
 }
 
-std::vector<Finding> diagnose_replicas(const Case& one, const RunAgain& again) {
-  const auto& ranks = one.found().ranks;
+// `again` is asked of the run; nothing can be asked of the reference, whose `side` is " of the reference".
+std::vector<Finding> diagnose_replicas(const Case& one, const StepDump& dump, const char* side,
+                                       const RunAgain& again) {
+  const auto& ranks = dump.ranks;
   if (ranks.empty()) return {};
   const auto holder =
       std::find_if(ranks.begin(), ranks.end(), [](const auto& rank) { return !rank.gradients.empty(); });
@@ -86,23 +88,22 @@ std::vector<Finding> diagnose_replicas(const Case& one, const RunAgain& again) {
     if (rank.spread > 0 || (comparable && rank.gradients != first))  // NaN stays: not recorded
       spread = std::isnan(spread) || std::isnan(rank.spread) ? NAN : std::max(spread, rank.spread);
     for (std::size_t i = 0; comparable && i < first.size(); ++i)
-      if (rank.gradients[i] != first[i] && i < one.found().gradients.size())
-        names.insert(one.found().gradients[i].first);
+      if (rank.gradients[i] != first[i] && i < dump.gradients.size()) names.insert(dump.gradients[i].first);
   }
   if (names.empty() && !apart) return {};
   std::vector<std::string> list(names.begin(), names.end());
   if (list.empty()) list.emplace_back("which of them no checksum tells");
   Finding finding{
       "replicas_differ",
-      fmt::format("the ranks hold different gradients: {}", list_names(list)),
+      fmt::format("the ranks{} hold different gradients: {}", side, list_names(list)),
       {std::isnan(spread) ? "how far apart they are was not recorded (\"spread\")"
                           : fmt::format("largest distance from rank 0's: {:.3g} of its norm", spread)}};
   if (spread <= one.spread_allowed() && one.same()) {
     finding.id = "sum_order_depends_on_rank";
     finding.sentence = fmt::format(
-        "the ranks hold different bits of the same gradient, within rounding: each adds up in its own order: "
-        "{}",
-        list_names(list));
+        "the ranks{} hold different bits of the same gradient, within rounding: each adds up in its own "
+        "order: {}",
+        side, list_names(list));
     if (again && ranks.size() > 2) {
       const auto two = again({.ranks = 2});
       if (two && two->found.ranks.size() == 2)
@@ -193,7 +194,7 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::v
     return findings;
   }
   if (ended_by(diagnose_repeat(one, again))) return findings;
-  auto replicas = diagnose_replicas(one, again);
+  auto replicas = diagnose_replicas(one, one.found(), "", again);
   if (!replicas.empty() && replicas[0].id == "replicas_differ")
     if (auto unsummed = diagnose_unsummed(one)) {
       unsummed->evidence.push_back(replicas[0].sentence);
@@ -214,8 +215,8 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::v
                fmt::format("{} targets are reported, there are {}; loss and gradient are right",
                            pair.found.figures.targets, pair.expected.figures.targets),
                {}}});
-  if (findings.empty()) ended_by(diagnose_counts(pair.found, ""));
-  if (findings.empty()) ended_by(diagnose_counts(pair.expected, " of the reference"));
+  if (findings.empty()) ended_by(diagnose_replicas(one, pair.expected, " of the reference", RunAgain()));
+  if (findings.empty()) ended_by(diagnose_contradictions(one, tolerance(one), untold));
   return findings;
 }
 

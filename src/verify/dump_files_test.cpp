@@ -215,6 +215,13 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "ranks": [{"gradients": ["0123456789abcdef"]}, {}, {"gradients": ["0123456789abcdef",
           "0123456789abcdef"]}])",
        "ranks.2.gradients"},
+      // A list without an entry is not what was not recorded.
+      {R"(, "samples": [])", "an empty list"},
+      {R"(, "counts": [])", "an empty list"},
+      {R"(, "ranks": [])", "an empty list"},
+      {R"(, "owners": [])", "an empty list"},
+      {R"(, "ranks": [{"initial": []}])", "ranks.0.initial"},
+      {R"(, "ranks": [{"initial": ["0123456789abcdef"]}])", "one for each of 2 parameters"},
       {R"(, "parameters": [1])", "parameters"},
       {R"(, "parameters": ["zz.weight"])", "2 tensors"},
       {R"(, "parameters": ["zz.weight", "zz.weight"])", "twice"},
@@ -262,6 +269,30 @@ TEST(DumpFiles, FlippedBytesNeverGoFurtherThanAnError) {
   }
   EXPECT_GT(refused, 300);
   EXPECT_EQ(refusal(dump), "nothing was refused");
+}
+
+// Without "precision" the coarsest type stored; fp64 is not said of what was rounded.
+TEST(DumpFiles, PrecisionIsThatOfTheTensors) {
+  const ScratchFolder folder;
+  const fs::path dump = folder.path() / "d";
+  const auto of = [&](at::ScalarType one, at::ScalarType other, const std::string& rest = "") {
+    write_dump(full_dump(), dump);
+    for (const char* file :
+         {"applied.safetensors", "share-0-0.safetensors", "share-0-1.safetensors", "share-2-0.safetensors"})
+      fs::remove(dump / file);
+    write_safetensors(dump / "gradients.safetensors",
+                      {{"zz.weight", at::ones({2, 3}, one)}, {"a.bias", at::ones({4}, other)}});
+    write_file(dump / "step.json", R"({"format": "isograd-dump", "version": 1)" + rest + "}");
+    return refusal(dump) == "nothing was refused" ? read_dump(dump).precision : refusal(dump);
+  };
+  EXPECT_EQ(of(at::kHalf, at::kHalf), "fp16");
+  EXPECT_EQ(of(at::kHalf, at::kFloat), "fp16");
+  EXPECT_EQ(of(at::kHalf, at::kBFloat16), "bf16");
+  EXPECT_EQ(of(at::kDouble, at::kFloat), "fp32");
+  EXPECT_EQ(of(at::kDouble, at::kDouble), "fp64");
+  EXPECT_EQ(of(at::kDouble, at::kDouble, R"(, "precision": "fp64")"), "fp64");
+  EXPECT_EQ(of(at::kDouble, at::kDouble, R"(, "precision": "bf16")"), "bf16");
+  EXPECT_THAT(of(at::kDouble, at::kFloat, R"(, "precision": "fp64")"), HasSubstr("a.bias in Float"));
 }
 
 TEST(DumpFiles, BrokenTensorsAreRefusedByTheirFile) {

@@ -68,11 +68,15 @@ class StepReader {
                     .tokens = integer("tokens", kNotRecorded),
                     .norm = positive("norm"),
                     .clip_coefficient = positive("clip_coefficient")};
-    if (const auto* value = find("samples")) dump.samples = integers("samples", *value, -kMostInteger);
+    if (const auto* value = find("samples")) {
+      dump.samples = integers("samples", *value, -kMostInteger);
+      expect_entries("samples", *value);
+    }
     std::sort(dump.samples.begin(), dump.samples.end());
     if (const auto* value = find("counts")) {
       if (!value->is_array() || value->size() > kMostRanks)
         bad("counts", show(*value), "for each rank a list of its micro-batches' targets");
+      expect_entries("counts", *value);
       for (const auto& rank : *value) dump.counts.push_back(integers("counts", rank, 0));
     }
     if (const auto* value = find("axes")) {
@@ -111,6 +115,7 @@ class StepReader {
     }
     if (const auto* value = find("owners")) {
       if (!value->is_array()) bad("owners", show(*value), "for each parameter the least and the most");
+      expect_entries("owners", *value);
       for (const auto& pair : *value) {
         const auto two = integers("owners", pair, 0);
         if (two.size() != 2) bad("owners", show(pair), "[least, most]");
@@ -120,6 +125,7 @@ class StepReader {
     if (const auto* value = find("ranks")) {
       if (!value->is_array() || value->size() > kMostRanks)
         bad("ranks", show(*value), "what each rank says for itself");
+      expect_entries("ranks", *value);
       for (const auto& rank : *value) {
         const std::string place = fmt::format("ranks.{}.", dump.ranks.size());
         dump.ranks.push_back(rank_view(rank, place, note));
@@ -148,6 +154,11 @@ class StepReader {
     if (place != object_.end() && place->is_null())
       bad(key, "null", "a value, or no such key where it was not recorded");
     return place == object_.end() ? nullptr : &*place;
+  }
+
+  // An empty list is not what was not recorded: that has no key.
+  void expect_entries(const std::string& key, const json& list) const {
+    if (list.empty()) bad(key, "an empty list", "entries, or no such key where they were not recorded");
   }
 
   std::int64_t whole(const std::string& key, const json& value) const {
@@ -202,6 +213,7 @@ class StepReader {
     for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}})
       if (const auto* list = entry(key)) {
         if (!list->is_array()) bad(in + key, show(*list), "checksums of 16 hex digits");
+        expect_entries(in + key, *list);
         for (const auto& text : *list) {
           if (!text.is_string() || text.get_ref<const std::string&>().size() != 16 ||
               text.get_ref<const std::string&>().find_first_not_of("0123456789abcdef") != std::string::npos)
@@ -265,7 +277,8 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
   if (order.size() != tensors.size())
     refuse(fmt::format("{} tensors", tensors.size()),
            fmt::format("the {} that \"parameters\" of {} names", order.size(), kStep));
-  bool wide = true, narrow = false;
+  const bool in_fp64 = *precision == "fp64";
+  bool wide = true, bf16 = false, fp16 = false;
   StepDump::Named gradients;
   std::set<std::string> taken;
   for (const auto& name : order) {
@@ -276,11 +289,15 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
     const at::ScalarType type = place->second.scalar_type();
     if (type != at::kDouble && type != at::kFloat && type != at::kBFloat16 && type != at::kHalf)
       refuse(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
+    if (in_fp64 && type != at::kDouble)
+      refuse(fmt::format("{} in {}", name, c10::toString(type)),
+             fmt::format("F64, as \"precision\" of {} says: what was rounded proves nothing in fp64", kStep));
     wide = wide && type == at::kDouble;
-    narrow = narrow || type == at::kBFloat16 || type == at::kHalf;
+    bf16 = bf16 || type == at::kBFloat16;
+    fp16 = fp16 || type == at::kHalf;
     gradients.emplace_back(name, place->second.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true));
   }
-  if (precision->empty()) *precision = wide ? "fp64" : narrow ? "bf16" : "fp32";
+  if (precision->empty()) *precision = wide ? "fp64" : bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
   return gradients;
 }
 
@@ -313,8 +330,10 @@ StepDump read_dump(const fs::path& directory) {
                  fmt::format("one for each of {} parameters", names.size()));
   };
   expect_all("owners", dump.owners.size());
-  for (std::size_t r = 0; r < dump.ranks.size(); ++r)
+  for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
+    expect_all(fmt::format("ranks.{}.initial", r), dump.ranks[r].initial.size());
     expect_all(fmt::format("ranks.{}.gradients", r), dump.ranks[r].gradients.size());
+  }
   if (fs::exists(directory / kApplied)) dump.applied = more(kApplied);
   // Which shares there are follows from the counts.
   for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
