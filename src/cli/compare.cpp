@@ -1,6 +1,7 @@
 // isograd compare: two gradient dumps of one step, of any trainer.
 #include "base/files.hpp"
 #include "base/print.hpp"
+#include "base/shell.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/dump.hpp"
 #include "verify/compare_dumps.hpp"

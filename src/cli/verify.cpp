@@ -5,6 +5,7 @@
 
 #include "base/files.hpp"
 #include "base/print.hpp"
+#include "base/shell.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"

@@ -11,7 +11,6 @@
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
-#include "train/resume.hpp"
 
 namespace isograd {
 namespace {
@@ -375,7 +374,6 @@ TEST(Device, AutoTakesWhatIsThere) {
   EXPECT_EQ(chosen(kTwo, 2), "cuda shm");
   config.parallel.device = "cuda";
   EXPECT_EQ(chosen(kNoCuda, 2), "cuda shm");  // never silently something else
-  EXPECT_THAT(resume_command(config, 2, "saved"), HasSubstr(" --ranks 2 --device cuda --set "));
 }
 
 // Found, expected and what to do, each by name.

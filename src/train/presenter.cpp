@@ -12,6 +12,7 @@
 #include "train/metrics.hpp"
 #include "train/progress.hpp"
 #include "train/report.hpp"
+#include "train/resume.hpp"
 #include "train/run_folder.hpp"
 
 namespace isograd {
@@ -224,7 +225,7 @@ std::string not_finite_at(std::int64_t step, const std::string& where) {
 
 Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
     : impl_(new Impl{.config = config, .facts = facts, .directory = config.run.directory}) {
-  write_file(impl_->directory / "config.toml", to_toml(config));
+  write_file(impl_->directory / kRunConfig, to_toml(config));
   impl_->metrics =
       std::make_unique<Metrics>(MetricsOptions{.json_log = json_log_of(config),
                                                .events_directory = impl_->directory / "tensorboard",

@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "base/shell.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_state.hpp"
@@ -127,10 +128,10 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
 }
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {
-  const std::string& device = config.parallel.device;
-  return fmt::format("isograd train {} --ranks {}{} --set checkpoint.resume=\"{}\"",
-                     config.source.empty() ? "CONFIG.toml" : config.source.string(), ranks,
-                     device == "cpu" ? "" : " --device " + device, checkpoint.string());
+  // Not the file that the run was started with: --set may have changed what it says, also run.directory.
+  return "isograd " + shell_words({"train", (fs::path(config.run.directory) / kRunConfig).string(), "--ranks",
+                                   std::to_string(ranks), "--set",
+                                   "checkpoint.resume=" + checkpoint.string()});
 }
 
 }  // namespace isograd

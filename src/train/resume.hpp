@@ -30,7 +30,10 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now);
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
 
-// The command line that continues from `checkpoint`.
+// In run.directory: everything that the run was configured with, by its file, --set and flags.
+inline constexpr const char* kRunConfig = "config.toml";
+
+// The command line that continues from `checkpoint`, for a shell: by the configuration in run.directory.
 std::string resume_command(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
 
 }  // namespace isograd

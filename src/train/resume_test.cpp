@@ -121,6 +121,19 @@ TEST_F(Resume, AnotherNumberOfStepsIsSaidToChangeTheLearningRate) {
   EXPECT_EQ(schedule_change(then, config), "") << "after the warm-up a constant rate has no end";
 }
 
+TEST(ResumeCommand, IsByTheRunsOwnConfigurationAndQuotedForAShell) {
+  RunConfig config;
+  config.source = "other.toml";
+  config.run.directory = "my runs/$(reboot)";
+  config.parallel.device = "cuda";  // config.toml says so
+  EXPECT_EQ(resume_command(config, 3, fs::path(config.run.directory) / "checkpoints/step-00000002"),
+            "isograd train 'my runs/$(reboot)/config.toml' --ranks 3 --set "
+            "'checkpoint.resume=my runs/$(reboot)/checkpoints/step-00000002'");
+  config.run.directory = "run";
+  EXPECT_EQ(resume_command(config, 1, "saved"),
+            "isograd train run/config.toml --ranks 1 --set checkpoint.resume=saved");
+}
+
 TEST_F(Resume, LatestContinuesInTheSameFolderAndOldOnesGo) {
   RunConfig config = tiny("run");
   config.checkpoint.every = 2;

@@ -308,7 +308,7 @@ struct Trainer::Impl {
   std::optional<Outcome> compare() {
     std::optional<RunConfig> other = task->comparison();
     if (!other) return std::nullopt;
-    other->source = std::filesystem::path(other->run.directory) / "config.toml";
+    other->source = std::filesystem::path(other->run.directory) / kRunConfig;
     other->run.json_log.clear();
     std::string resume;
     on_rank_zero(world.group, [&] {

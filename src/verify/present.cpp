@@ -197,23 +197,6 @@ std::string choices(const LayoutVerdict& layout) {
   return text;
 }
 
-std::string shell_words(const std::vector<std::string>& words) {
-  std::string line;
-  for (const auto& word : words) {
-    const bool plain = !word.empty() && word.find_first_not_of(
-                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                                            "0123456789_-+=./:,@%") == std::string::npos;
-    std::string quoted = word;
-    if (!plain) {
-      quoted = "'";
-      for (const char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-      quoted += "'";
-    }
-    line += (line.empty() ? "" : " ") + quoted;
-  }
-  return line;
-}
-
 Wording verify_wording(const Verdict& verdict) {
   Wording wording{.left = fmt::format("{} rank{}", verdict.ranks, verdict.ranks == 1 ? "" : "s"),
                   .right = "1 device",

@@ -31,7 +31,6 @@ std::string words(const Trajectory& trajectory);
 // What a grade finds and does not: the smallest errors of scale, and which parameters a floor judges.
 std::vector<std::string> resolution_of(const Grade& grade);
 std::string traffic(const LayoutVerdict& layout);
-std::string shell_words(const std::vector<std::string>& words);  // quoted where a shell needs it
 
 std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows = 8);
 std::string to_json(const Verdict& verdict, const Wording& wording);
