@@ -192,3 +192,24 @@ def test_an_end_token_that_the_vocabulary_lacks_is_named(run):
     (run / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     done = isograd("train", run / "run.toml")
     assert done.returncode == 2 and "eos_token '</s>'" in done.stderr
+
+
+def test_nothing_of_the_working_folder_is_executed(run, tmp_path):
+    place, witness = tmp_path / "somebody's", tmp_path / "executed"
+    (place / ".venv/bin").mkdir(parents=True)
+    for name in ("tokenizers", "json", "struct", "array"):
+        (place / f"{name}.py").write_text(f"open({str(witness)!r}, 'a').write({name!r})\n")
+    python = place / ".venv/bin/python"
+    python.write_text(f"#!/bin/sh\necho python >>'{witness}'\n")
+    python.chmod(0o755)
+
+    def pack(out, chosen):
+        return subprocess.run([str(ISOGRAD), "data", "pack", str(run / "text"), "--tokenizer", str(run / "tokenizer.json"),
+                               "--out", str(run / out)], capture_output=True, text=True, timeout=120, cwd=place,
+                              env={**os.environ, "PYTHON": chosen})
+    done = pack("ours", sys.executable)
+    assert done.returncode == 0, done.stderr
+    tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
+    assert documents_of(run / "ours") == [tokenizer.encode(text).ids for text in TEXTS]
+    pack("others", "")  # whether a Python that it finds then has the package is the machine's affair
+    assert not witness.exists(), witness.read_text()

@@ -39,8 +39,8 @@ std::unique_ptr<Tokenizer> byte_tokenizer();
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
 // A Hugging Face tokenizer.json, with the tokenizer_config.json beside it if there is one. A document gets
 // what the tokenizer adds by itself, bos_token in front where add_bos_token is true, and eos_token behind. It
-// runs in a process of the Python ($PYTHON, .venv/bin/python, python3) that has the package `tokenizers`;
-// ConfigError where none has, or when the files cannot be read.
+// runs in a process of the Python ($PYTHON, .venv/bin/python of the checkout this program was built in,
+// python3) that has the package `tokenizers`; ConfigError where none has, or when the files cannot be read.
 std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
 // By name: "bytes", a file *.json, or a SentencePiece model.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);

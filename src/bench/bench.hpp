@@ -13,7 +13,7 @@ struct BenchStepOptions {
   std::vector<std::string> strategies;  // of several ranks; empty: the standard ones
   std::filesystem::path json;           // where the records go; empty: nowhere
   double seconds = 60;                  // of taking turns, for each case and number of ranks
-  std::string python;                   // empty: $PYTHON, .venv/bin/python here, python3
+  std::string python;                   // empty: as find_python() says
   std::string device = "cpu";           // or "cuda": a GPU for each rank, over NCCL, for both sides
 };
 
@@ -69,7 +69,7 @@ struct BenchCommOptions {
   bool quick = false;                     // fewer sizes, less time: under 40 s
   bool mpi = true;                        // among the peers, where this build has it: mpirun starts the ranks
   double patience = 1;                    // the time for each case is multiplied by this
-  std::string python;                     // empty: $PYTHON, .venv/bin/python here, python3
+  std::string python;                     // empty: as find_python() says
 };
 
 // `isograd bench comm`: each collective by isograd, Gloo, MPI and, as the limit, memcpy, taking turns in the

@@ -31,7 +31,7 @@ Verb comm_verb(CLI::App& bench) {
       ->check(CLI::Range(0.001, 1e3))
       ->capture_default_str();
   verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer("A ratio above 1 means that isograd is faster. Status: 0 measured, 2 bad input.");
   return {verb, [options] { return bench_comm(*options); }};
@@ -61,7 +61,7 @@ Verb wrapped_verb(CLI::App& bench) {
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
   verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer("Status: 0 compared, 1 the losses of the two differ, 2 bad input.");
   return {verb, [options] { return bench_wrapped(*options); }};
@@ -97,7 +97,7 @@ Verb step_verb(CLI::App& bench) {
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
   step->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   step->footer(
       "A ratio above 1 means that isograd is faster.\n"
@@ -125,7 +125,7 @@ Verb tensor_verb(CLI::App& bench) {
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
   verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer(
       "A ratio above 1 means that isograd is faster.\n"
@@ -153,7 +153,7 @@ Verb optim_verb(CLI::App& bench) {
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
   verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer(
       "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n"
@@ -188,7 +188,7 @@ Verb context_verb(CLI::App& bench) {
   verb->add_flag("--peer", options->peer,
                  "one causal document: PyTorch's ring attention over Gloo takes turns too");
   verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer("Status: 0 compared, whatever the ratios; 1 losses or gradients differ; 2 bad input.");
   return {verb, [options] { return bench_context(*options); }};
@@ -210,7 +210,7 @@ Verb ranking_verb(CLI::App& bench) {
       ->check(CLI::Range(0.1, 1e6))
       ->capture_default_str();
   verb->add_option("--python", options->python,
-                   "has imbalanced-losses; $PYTHON, .venv/bin/python or python3 unless given")
+                   "has imbalanced-losses; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
       ->type_name("FILE");
   verb->footer(
       "A ratio above 1 means that isograd is faster or takes less memory.\n"

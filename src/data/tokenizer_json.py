@@ -1,10 +1,13 @@
 # Encodes and decodes with a Hugging Face tokenizer.json for tokenizer_json.cpp, over standard input and output.
 # A request is a letter, a length of 8 bytes and that many bytes; an answer the same, its letter one of
 # o (the result), e (an error, as text) and m (the package is missing). Ends with its input.
-import array
-import json
-import struct
 import sys
+
+sys.path[:] = [folder for folder in sys.path if folder]  # not the working folder's modules, which python -c puts first
+
+import array  # noqa: E402
+import json  # noqa: E402
+import struct  # noqa: E402
 
 HEAD = struct.Struct("<cQ")
 
