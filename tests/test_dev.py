@@ -51,6 +51,17 @@ def test_the_first_build_says_what_it_does_how_long_and_where_its_log_is(tmp_pat
     assert "first build" not in dev(folder, "run").stderr  # only once
 
 
+def test_run_replaces_only_what_it_has_left_itself(tmp_path):
+    folder = checkout(tmp_path)
+    first = "trained train examples/first_light.toml --ranks 2 "
+    for arguments, taken in [([], "--overwrite"), (["--set", "train.steps=5"], "--overwrite --set train.steps=5"),
+                             (["--set", "run.directory=runs/other"], "--set run.directory=runs/other"),
+                             (["--set", "checkpoint.resume=latest"], "--set checkpoint.resume=latest"),
+                             (["--overwrite", "--set", "run.directory=a"], "--overwrite --set run.directory=a")]:
+        done = dev(folder, "run", *arguments)
+        assert done.returncode == 0 and done.stdout == first + taken + "\n", (arguments, done.stdout, done.stderr)
+
+
 def test_a_build_that_fails_ends_the_command_and_shows_why(tmp_path):
     folder = checkout(tmp_path)
     assert dev(folder, "run").returncode == 0
