@@ -381,6 +381,27 @@ def test_a_prompt_is_never_dropped_in_silence(config):
     assert "sample.prompt" in said and "tokenizer" in said, said
 
 
+def test_a_prompt_longer_than_the_sliding_window_is_refused_and_fewer_tokens_are_said(config, tmp_path):
+    done = isograd("train", config, "--set", "model.family=mistral", "--set", "verify.at_end=false")
+    assert done.returncode == 0, done.stderr
+    trained = max((config.parent / "run/checkpoints").glob("step-*"))
+    window = tmp_path / "window"
+    window.mkdir()
+    (window / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes())
+    shape = json.loads((trained / "config.json").read_text())
+    (window / "config.json").write_text(json.dumps(dict(shape, sliding_window=16)))
+    sample = ("sample", window, "--tokenizer", "bytes")
+    said = refused(*sample, "--prompt", "x" * 20)  # and the mark in front
+    assert "--prompt" in said and "21 tokens" in said and "16, the model's sliding window" in said, said
+    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 30)
+    assert done.returncode == 0 and done.stdout.startswith("x" * 10)
+    assert "at most 5 of 30 tokens" in done.stderr and "sliding window" in done.stderr, done.stderr
+    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 5)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    done = isograd("sample", trained, "--prompt", "x" * 10, "--tokens", 60)
+    assert "at most 53 of 60 tokens" in done.stderr and "positions" in done.stderr, done.stderr
+
+
 # A run's folder
 
 

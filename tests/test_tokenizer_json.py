@@ -213,3 +213,15 @@ def test_nothing_of_the_working_folder_is_executed(run, tmp_path):
     assert documents_of(run / "ours") == [tokenizer.encode(text).ids for text in TEXTS]
     pack("others", "")  # whether a Python that it finds then has the package is the machine's affair
     assert not witness.exists(), witness.read_text()
+
+
+def test_what_the_tokenizer_lacks_of_a_prompt_is_said(run):
+    ok("train", run / "run.toml")
+    few = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"<e>": 0, "a": 1, "b": 2, " ": 3}, merges=[]))
+    few.decoder = tokenizers.decoders.Fuse()
+    few.save(str(run / "few.json"))
+    sample = ("sample", run / "run", "--tokenizer", run / "few.json", "--tokens", 2, "--prompt")
+    done = isograd(*sample, "ab ça")
+    assert done.returncode == 0 and done.stdout.startswith("ab a"), done.stderr
+    assert 'does not keep all of the prompt: the model is given "ab a"' in done.stderr, done.stderr
+    assert isograd(*sample, "ab a").stderr == ""

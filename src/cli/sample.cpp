@@ -80,6 +80,9 @@ int run(const SampleFlags& flags) {
          .expected = fmt::format("at most {}, that of {}", model->config().vocabulary, directory.string()),
          .action = "Give the tokenizer that the model was trained with"});
   check_prompt(*tokenizer, flags.prompt, model->config(), "--prompt");
+  for (const auto& notice :
+       prompt_notices(*tokenizer, flags.prompt, model->config(), flags.options.max_tokens))
+    print(stderr, notice + "\n");
   const std::string text = sample_text(*model, *tokenizer, flags.prompt, flags.options) + "\n";
   if (isatty(STDOUT_FILENO))
     print(stdout, text);  // a model may have learnt escape sequences

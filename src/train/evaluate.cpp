@@ -3,6 +3,7 @@
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/step_work.hpp"
 
@@ -26,37 +27,71 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
   return Evaluation{.step = step, .loss = sums[0].item<double>(), .targets = census.targets};
 }
 
-void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
-                  const std::string& where) {
-  const auto tokens = static_cast<std::int64_t>(tokenizer.encode(prompt).size()),
-             marks = static_cast<std::int64_t>(tokenizer.encode("").size());
-  if (!prompt.empty() && tokens <= marks)
-    throw ConfigError({.where = where,
-                       .found = "a text of which the tokenizer makes no token",
-                       .expected = "a prompt that the model can see",
-                       .action = "Give another, or none for a new document"});
-  const std::int64_t taken = tokens - (tokenizer.eos() >= 0 && marks > 0 ? 1 : 0);  // nothing follows an end
-  if (!prompt.empty() && taken >= model.max_positions)
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("{} tokens", taken),
-         .expected = fmt::format("fewer than {}, the model's positions, so that some are left to "
-                                 "generate",
-                                 model.max_positions),
-         .action = "Shorten the prompt"});
-}
+namespace {
 
-std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
-                        SampleOptions options) {
+// What the model is given. Nothing follows an end; an empty prompt starts a document.
+std::vector<std::uint32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt) {
   std::vector<std::uint32_t> tokens = tokenizer.encode(prompt);
   const auto eos = tokenizer.eos();
   if (eos >= 0 && !tokens.empty() && tokens.back() == static_cast<std::uint32_t>(eos)) tokens.pop_back();
   if (tokens.empty() && eos >= 0) tokens.push_back(static_cast<std::uint32_t>(eos));
   if (tokens.empty()) tokens = tokenizer.encode("\n");
-  const DecoderConfig& shape = model.config();
-  const std::int64_t most =
-      shape.sliding_window > 0 ? std::min(shape.sliding_window, shape.max_positions) : shape.max_positions;
-  const std::int64_t room = most - static_cast<std::int64_t>(tokens.size());
+  return tokens;
+}
+
+// How many tokens a text that is generated has at most, and by what.
+struct TextLimit {
+  std::int64_t tokens;
+  const char* name;
+};
+
+TextLimit text_limit(const DecoderConfig& model) {
+  if (model.sliding_window > 0 && model.sliding_window < model.max_positions)
+    return {model.sliding_window, "the model's sliding window"};
+  return {model.max_positions, "the model's positions"};
+}
+
+}  // namespace
+
+void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
+                  const std::string& where) {
+  if (prompt.empty()) return;
+  if (tokenizer.encode(prompt).size() <= tokenizer.encode("").size())
+    throw ConfigError({.where = where,
+                       .found = "a text of which the tokenizer makes no token",
+                       .expected = "a prompt that the model can see",
+                       .action = "Give another, or none for a new document"});
+  const TextLimit limit = text_limit(model);
+  const auto taken = static_cast<std::int64_t>(prompt_tokens(tokenizer, prompt).size());
+  if (taken >= limit.tokens)
+    throw ConfigError(
+        {.where = where,
+         .found = fmt::format("{} tokens", taken),
+         .expected = fmt::format("fewer than {}, {}, so that some are left to generate", limit.tokens,
+                                 limit.name),
+         .action = "Shorten the prompt"});
+}
+
+std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
+                                        const DecoderConfig& model, std::int64_t wanted) {
+  constexpr std::size_t kShown = 80;  // characters of a prompt
+  std::vector<std::string> notices;
+  const std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
+  if (const std::string seen = tokenizer.decode(tokens); !prompt.empty() && seen != prompt)
+    notices.push_back(fmt::format("the tokenizer does not keep all of the prompt: the model is given \"{}\"",
+                                  printable(seen, kShown)));
+  const TextLimit limit = text_limit(model);
+  const auto taken = static_cast<std::int64_t>(tokens.size());
+  if (const std::int64_t room = limit.tokens - taken; room < wanted)
+    notices.push_back(fmt::format("at most {} of {} tokens are generated: {} are {}, and the prompt takes {}",
+                                  std::max<std::int64_t>(room, 0), wanted, limit.tokens, limit.name, taken));
+  return notices;
+}
+
+std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
+                        SampleOptions options) {
+  std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
+  const std::int64_t room = text_limit(model.config()).tokens - static_cast<std::int64_t>(tokens.size());
   options.max_tokens = std::clamp<std::int64_t>(room, 0, options.max_tokens);
   const auto more = generate(model, tokens, options);
   tokens.insert(tokens.end(), more.begin(), more.end());

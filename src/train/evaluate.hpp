@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -22,9 +23,14 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    std::int64_t step);
 
 // ConfigError when the model would not see the prompt, or could not go on with it: the tokenizer makes no
-// token of it, or it fills the model's positions. `where`: the key or flag that holds it.
+// token of it, or it fills the model's positions or its sliding window. `where`: the key or flag that holds it.
 void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
                   const std::string& where);
+
+// Sentences for whoever gave the prompt: what the model is given where that is not the prompt itself, and how
+// many tokens can follow where these are fewer than `wanted`.
+std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
+                                        const DecoderConfig& model, std::int64_t wanted);
 
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
 // break).
