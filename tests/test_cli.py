@@ -504,6 +504,14 @@ def test_data_pack_and_show(config):
     assert len(shards) > 1 and all(pathlib.Path(s).exists() for s in shards)
     assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
                                   500).stdout
+    other = folder / "other.txt"
+    other.write_text("another corpus")
+    said = refused("data", "pack", other, "--out", folder / "shards")
+    for part in (str(folder / "shards"), f"{len(shards)} shards", "such as tokens-", "--out", "--overwrite"):
+        assert part in said, said
+    assert all(pathlib.Path(s).exists() for s in shards) and len(list((folder / "shards").glob("*.isograd"))) == len(shards)
+    assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
+                                  500).stdout
     shown = isograd("data", "show", *shards, "--documents", 1)
     assert shown.returncode == 0 and str(tokens) in shown.stdout.replace(",", "").replace(" ", "") and \
         "document 0: abc" in shown.stdout, shown.stdout
@@ -514,6 +522,9 @@ def test_data_pack_and_show(config):
     broken.write_bytes(content)
     assert str(broken) in refused("data", "show", *shards)
     assert "nothing" in refused("data", "pack", folder / "nothing", "--out", folder / "shards")
+    done = isograd("data", "pack", other, "--out", folder / "shards", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert [str(path) for path in (folder / "shards").glob("*.isograd")] == done.stdout.splitlines()[1:]
 
 
 def test_data_show_prints_what_a_step_trains_on(config):

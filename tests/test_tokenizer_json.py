@@ -106,7 +106,7 @@ def test_what_stands_around_a_document(run, config, template, front, back):
         (run / "tokenizer_config.json").write_text(json.dumps(config))
     # Packed twice into one folder: the marks are part of what the shards were made from.
     ok("data", "pack", run / "text/b.txt", "--tokenizer", file, "--out", run / "ours")
-    ok("data", "pack", run / "text", "--tokenizer", file, "--out", run / "ours")
+    ok("data", "pack", run / "text", "--tokenizer", file, "--out", run / "ours", "--overwrite")
     assert documents_of(run / "ours") == [front + ids + back for ids in plain]
 
 
@@ -115,7 +115,7 @@ def test_a_tokenizer_config_that_changes_packs_the_text_again(run):
     ok(*command)
     assert "unchanged" in ok(*command)
     (run / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    assert "unchanged" not in ok(*command)
+    assert "unchanged" not in ok(*command, "--overwrite")
     assert all(document[-1] == 0 for document in documents_of(run / "ours"))
 
 

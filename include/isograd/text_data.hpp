@@ -53,6 +53,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
+  bool replace = true;  // shards of other inputs where these are packed to; false: such are a ConfigError
 };
 
 // What packing did.
@@ -66,8 +67,9 @@ struct PackSummary {
 
 // Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
 // offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files. `directory`
-// belongs to this corpus: shards of other inputs in it are removed. Shards made from the same inputs (paths,
-// sizes, modification times, tokenizer) are used again as they are. Safe to call from several processes.
+// belongs to this corpus: shards of other inputs in it are removed once these are written, or refused before
+// (CorpusOptions::replace). Shards made from the same inputs (paths, sizes, modification times, tokenizer) are
+// used again as they are. Safe to call from several processes.
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);

@@ -83,11 +83,12 @@ std::vector<Verb> data_verbs(CLI::App& program) {
 
   CLI::App* packing = data->add_subcommand("pack", "Tokenize text and write shards");
   auto pack_flags = std::make_shared<PackFlags>();
+  pack_flags->corpus.replace = false;
   packing
       ->add_option("TEXT", pack_flags->corpus.patterns,
                    "files, directories or globs of UTF-8 text; .jsonl: one document a line, field \"text\"")
       ->required();
-  packing->add_option("--out", pack_flags->out, "folder for the shards; other shards in it are removed")
+  packing->add_option("--out", pack_flags->out, "folder for the shards, which no other shards are in")
       ->type_name("DIR")
       ->required();
   packing
@@ -99,6 +100,9 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
       ->capture_default_str();
+  packing->add_flag_callback(
+      "--overwrite", [pack_flags] { pack_flags->corpus.replace = true; },
+      "replace the shards of other text or another tokenizer that are in --out");
   packing->footer(
       "  isograd data pack 'books/*.txt' --out shards\n"
       "  isograd train run.toml --set data.shards=shards/*\n\n"

@@ -89,12 +89,32 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const std:
   }
 }
 
+bool is_shard_name(const std::string& name) {
+  return name.starts_with("tokens-") && name.ends_with(".isograd");
+}
+
 void remove_others(const fs::path& directory, const std::vector<fs::path>& keep) {
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    const std::string name = entry.path().filename().string();
-    const bool ours = name.starts_with("tokens-") && name.ends_with(".isograd");
-    if (ours && std::find(keep.begin(), keep.end(), entry.path()) == keep.end()) fs::remove(entry.path());
-  }
+  for (const auto& entry : fs::directory_iterator(directory))
+    if (is_shard_name(entry.path().filename().string()) &&
+        std::find(keep.begin(), keep.end(), entry.path()) == keep.end())
+      fs::remove(entry.path());
+}
+
+// Shards of other inputs, whose names begin otherwise than `prefix`.
+void refuse_others(const fs::path& directory, const std::string& prefix) {
+  std::vector<std::string> others;
+  for (const auto& entry : fs::directory_iterator(directory))
+    if (const std::string name = entry.path().filename().string();
+        is_shard_name(name) && !name.starts_with(prefix))
+      others.push_back(name);
+  if (others.empty()) return;
+  throw ConfigError(
+      {.where = "pack into " + directory.string(),
+       .found = fmt::format("{} of other text or another tokenizer, such as {}",
+                            others.size() == 1 ? "a shard" : fmt::format("{} shards", others.size()),
+                            *std::min_element(others.begin(), others.end())),
+       .expected = "a folder for these shards, which would replace those",
+       .action = "Give them a folder of their own (--out), or replace what is there: --overwrite"});
 }
 
 std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const CorpusOptions& corpus,
@@ -147,7 +167,9 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
   auto shards = reuse(directory, inputs, found);
   if (!shards) {
     // The inputs are part of the name, so that shards of two corpora never pass for one.
-    shards = write_shards(files, corpus, tokenizer, directory / ("tokens-" + inputs.substr(0, 8)), found);
+    const std::string prefix = "tokens-" + inputs.substr(0, 8);
+    if (!corpus.replace) refuse_others(directory, prefix);
+    shards = write_shards(files, corpus, tokenizer, directory / prefix, found);
     if (shards->empty())
       throw ConfigError({.where = "data.text " + fmt::format("{}", fmt::join(corpus.patterns, " ")),
                          .found = fmt::format("an empty corpus: {} files, no text in them", files.size()),

@@ -127,6 +127,23 @@ TEST_F(Pack, BadCorporaAreRefused) {
             std::string::npos);
 }
 
+TEST_F(Pack, OtherShardsAreKeptWhereTheyAreNotToBeReplaced) {
+  folder_.write("text/a.txt", "one");
+  folder_.write("text/b.txt", "two");
+  const CorpusOptions both{.patterns = {text("*.txt")}, .replace = false},
+      one{.patterns = {text("a.txt")}, .replace = false};
+  const auto first = pack(both);
+  const std::string refusal = config_error([&] { pack(one); });
+  for (const std::string& part : {first[0].filename().string(), std::string("a shard of other text"),
+                                  (folder_ / "cache").string(), std::string("--overwrite")})
+    EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+  EXPECT_EQ(pack(both), first);
+  EXPECT_TRUE(summary_.reused);
+  fs::resize_file(first[0], 70);  // its own, damaged: packed again
+  EXPECT_EQ(pack(both), first);
+  EXPECT_FALSE(summary_.reused);
+}
+
 // Several processes may start at once: one packs, the others wait and use its shards.
 TEST_F(Pack, ProcessesDoNotMeet) {
   for (int i = 0; i < 50; ++i) folder_.write("text/" + std::to_string(i), std::string(1000, 'a' + i % 26));
