@@ -261,6 +261,7 @@ def test_train_verify_and_sample(config, backend):
     done = isograd("train", config, "--ranks", 2, "--backend", backend, "--json-log", log)
     assert done.returncode == 0, done.stderr
     assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
+    assert done.stderr.count("proving the gradient") == 1, done.stderr  # before it: no signal ends it
     run = config.parent / "run"
     assert (run / "report.html").exists() and (run / "config.toml").exists()
     steps = [json.loads(line) for line in log.read_text().splitlines()]

@@ -68,8 +68,8 @@ struct PackSummary {
 // Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
 // offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files. `directory`
 // belongs to this corpus: shards of other inputs in it are removed once these are written, or refused before
-// (CorpusOptions::replace). Shards made from the same inputs (paths, sizes, modification times, tokenizer) are
-// used again as they are. Safe to call from several processes.
+// (CorpusOptions::replace). Shards made from the same inputs (paths, sizes, modification times, tokenizer)
+// are used again as they are. Safe to call from several processes.
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);

@@ -66,6 +66,7 @@ struct FinishedRun {
   const Task& task;
   TaskModel& model;
   const Layout* placed;  // where ranks hold the model together, what of it is whose; null: whole
+  std::function<void(const std::string&)> say = {};  // a line among the run's progress; rank 0 alone has it
 };
 
 // What a check may look at after a step's update. The model is whole while whole_parameters() of the layout

@@ -49,6 +49,9 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       hooks.check = [](RunningRun& run) { return check_running(run); };
       if (config.verify.at_end)
         hooks.on_finish = [](FinishedRun& run) -> std::vector<ReportTable> {
+          if (run.say)
+            run.say(
+                "proving the gradient of a step (verify.at_end): signals have no effect until it is done");
           const Verdict verdict = verify_finished(run);
           if (run.world.rank != 0) return {};
           return {to_table(verdict)};

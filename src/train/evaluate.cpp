@@ -64,12 +64,11 @@ void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const D
   const TextLimit limit = text_limit(model);
   const auto taken = static_cast<std::int64_t>(prompt_tokens(tokenizer, prompt).size());
   if (taken >= limit.tokens)
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("{} tokens", taken),
-         .expected = fmt::format("fewer than {}, {}, so that some are left to generate", limit.tokens,
-                                 limit.name),
-         .action = "Shorten the prompt"});
+    throw ConfigError({.where = where,
+                       .found = fmt::format("{} tokens", taken),
+                       .expected = fmt::format("fewer than {}, {}, so that some are left to generate",
+                                               limit.tokens, limit.name),
+                       .action = "Shorten the prompt"});
 }
 
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,

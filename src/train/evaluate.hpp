@@ -23,7 +23,8 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    std::int64_t step);
 
 // ConfigError when the model would not see the prompt, or could not go on with it: the tokenizer makes no
-// token of it, or it fills the model's positions or its sliding window. `where`: the key or flag that holds it.
+// token of it, or it fills the model's positions or its sliding window. `where`: the key or flag that holds
+// it.
 void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
                   const std::string& where);
 

@@ -249,6 +249,10 @@ void Presenter::notice(const std::string& text) {
   impl_->progress.line(text);
 }
 
+void Presenter::line(const std::string& text) {
+  impl_->progress.line(text);
+}
+
 void Presenter::step(const StepEvent& event) {
   impl_->metrics->step(event);
   if (!event.report.finite)

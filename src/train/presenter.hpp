@@ -33,7 +33,8 @@ class Presenter {
  public:
   Presenter(const RunConfig& config, const RunFacts& facts);
   ~Presenter();
-  void notice(const std::string& text);
+  void notice(const std::string& text);  // into the report too
+  void line(const std::string& text);
   void step(const StepEvent& event);
   void evaluation(const Evaluation& evaluation);
   void saved(const std::filesystem::path& checkpoint);

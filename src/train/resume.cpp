@@ -129,9 +129,9 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {
   // Not the file that the run was started with: --set may have changed what it says, also run.directory.
-  return "isograd " + shell_words({"train", (fs::path(config.run.directory) / kRunConfig).string(), "--ranks",
-                                   std::to_string(ranks), "--set",
-                                   "checkpoint.resume=" + checkpoint.string()});
+  return "isograd " +
+         shell_words({"train", (fs::path(config.run.directory) / kRunConfig).string(), "--ranks",
+                      std::to_string(ranks), "--set", "checkpoint.resume=" + checkpoint.string()});
 }
 
 }  // namespace isograd

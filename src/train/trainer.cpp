@@ -332,6 +332,7 @@ struct Trainer::Impl {
     std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
       FinishedRun run{config, world, *task, *model, cut_layout()};
+      if (presenter) run.say = [this](const std::string& text) { presenter->line(text); };
       tables = hooks.on_finish(run);
     }
     // The verdict of a table is rank 0's, and every rank ends with it.
@@ -350,8 +351,7 @@ struct Trainer::Impl {
                                 .columns = {},
                                 .rows = {},
                                 .passed = false});
-    const std::string bytes =
-        memory ? memory_table(memory->use(), plan(), world.group, placed.has_value()) : std::string();
+    const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group, !!placed) : "";
     Showing showing;
     const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
     if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them
