@@ -248,9 +248,12 @@ CHANGES = {
         "rope_scaling", "rope_parameters", "intermediate_size", "pad_token_id", "bos_token_id", "eos_token_id",
         "sliding_window", "quantization_config")},
     **{f"pad {pad}": dict(pad_token_id=pad) for pad in (0, 96, 97, -1, -97, -98)},
-    "harmless": dict(is_llama_config=True, rope_interleaved=False, use_mrope=False, max_length=20, temperature=0.5),
+    "harmless": dict(is_llama_config=True, rope_interleaved=False, use_mrope=False, max_length=20, temperature=0.5,
+                     model_max_length=16),
+    "pretraining_tp 2": dict(pretraining_tp=2),
     "act swish": dict(hidden_act="swish"),
     "yarn": dict(rope_parameters=YARN),
+    "yarn finetuned": dict(rope_parameters=YARN | dict(finetuned=True)),
     "yarn truncate null": dict(rope_parameters=ROPE["yarn-truncate-null"]),
     "yarn without factor": dict(rope_parameters={k: v for k, v in YARN.items() if k != "factor"}),
     "yarn factor null": dict(rope_parameters=YARN | dict(factor=None)),
@@ -277,7 +280,8 @@ CHANGES = {
     "old form with null": dict(rope_scaling=LINEAR | dict(rope_theta=None), rope_parameters=ABSENT),
 }
 # What the files of well-known models have must not be refused.
-ACCEPTED = {"harmless", "act swish", "yarn", "yarn truncate null", "yarn factor null", "yarn betas null", "no type",
+ACCEPTED = {"harmless", "pretraining_tp 2", "act swish", "yarn", "yarn finetuned", "yarn truncate null",
+            "yarn factor null", "yarn betas null", "no type",
             "num_key_value_heads null", "head_dim null", "rope_scaling null", "rope_parameters null", "pad 0", "pad -1",
             "pad_token_id null", "eos_token_id null", "sliding_window null", "quantization_config null", "old form",
             "both, scaling empty", "both, one theta", "theta beside", "yarn without original"}

@@ -39,6 +39,7 @@ const std::set<std::string> kHarmless = {"_name_or_path",
                                          "torchscript",
                                          "finetuning_task",
                                          "max_sequence_length",
+                                         "model_max_length",
                                          "is_llama_config",
                                          "transformers.js_config",
                                          "unsloth_fixed",
@@ -129,7 +130,7 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
       scaling.attention_factor = magnitude(scale) / magnitude(all);
     }
   }
-  reader.finish({});
+  reader.finish({"finetuned"});  // of the first models with yarn; transformers says that it does not know it
 }
 
 // transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. Where both have
@@ -294,7 +295,8 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   config.query_key_norm = family == "qwen3";
   if (reader.text("hidden_act", "silu") != "swish") reader.only("hidden_act", "silu");
   reader.only("attention_dropout", 0.0);
-  reader.only("pretraining_tp", 1);
+  // transformers 5 reads it nowhere, and 4 cut a product into so many parts, which changes no result.
+  if (reader.find("pretraining_tp")) reader.integer("pretraining_tp");
   reader.only("partial_rotary_factor", 1.0);
   reader.only("is_encoder_decoder", false);
   reader.only("use_mrope", false);

@@ -36,7 +36,7 @@ TEST(HuggingFaceConfig, WhatIsNotSupportedIsRefusedByName) {
            {"llama", "hidden_act", "gelu"},
            {"llama", "attention_dropout", 0.1},
            {"llama", "partial_rotary_factor", 0.5},
-           {"llama", "pretraining_tp", 2},
+           {"llama", "pretraining_tp", "two"},
            {"llama", "quantization_config", {{"quant_method", "gptq"}}},
            {"llama", "sliding_window", 4096},
            {"llama", "layer_types", sliding},
@@ -95,6 +95,8 @@ TEST(HuggingFaceConfig, WhatSaysNothingAboutTheMathematicsIsAccepted) {
     object["rope_interleaved"] = false;
     object["use_mrope"] = false;
     object["max_sequence_length"] = 2048;
+    object["model_max_length"] = 16;
+    object["pretraining_tp"] = 2;
     object["max_length"] = 4096;
     object["temperature"] = 0.9;
     object["transformers.js_config"] = {{"dtype", "q4"}};
@@ -165,7 +167,7 @@ TEST(HuggingFaceConfig, BothSpellingsOfRotaryScaling) {
   json object = base("llama");
   object.erase("rope_parameters");
   object["rope_theta"] = 500000.0;
-  object["rope_scaling"] = {{"type", "linear"}, {"factor", 4.0}};
+  object["rope_scaling"] = {{"type", "linear"}, {"factor", 4.0}, {"finetuned", true}};
   DecoderConfig config = parse(object);
   EXPECT_EQ(config.rope_theta, 500000.0);
   EXPECT_EQ(config.rope_scaling.kind, "linear");
