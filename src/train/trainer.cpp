@@ -285,11 +285,10 @@ struct Trainer::Impl {
     present([] {});
     // A folder that has gone is not made anew; what is wrong with a log alone costs no checkpoint.
     throw_agreed(world.group, trouble && !folder->is_there() ? trouble : std::nullopt);
-    if (saved_step != state.step) save_there();
+    if (saved_step != state.step) write_checkpoint();
     throw_agreed(world.group, trouble);
   }
-
-  void save_there() {
+  void write_checkpoint() {
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
         {.root = checkpoint_root(config), .keep = config.checkpoint.keep, .placed = cut_layout()}, state,
@@ -365,7 +364,8 @@ struct Trainer::Impl {
       if (outcome.end == Outcome::End::kStopped)
         presenter->notice("stopped after step " + std::to_string(state.step) +
                           "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
-      if (outcome.end == Outcome::End::kDiverged) presenter->notice(divergence());
+      if (outcome.end == Outcome::End::kDiverged)
+        presenter->notice(not_finite_at(state.step + 1, outcome.not_finite) + "; " + way_back());
       if (outcome.end == Outcome::End::kRefuted)
         presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, way_back()));
       outcome.report = presenter->finish(outcome, showing);
@@ -376,10 +376,6 @@ struct Trainer::Impl {
     return outcome.checkpoint.empty()
                ? std::string("no checkpoint had been saved yet")
                : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
-  }
-
-  std::string divergence() const {
-    return not_finite_at(state.step + 1, outcome.not_finite) + "; " + way_back();
   }
 };
 
