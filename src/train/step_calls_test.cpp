@@ -74,10 +74,11 @@ TEST(StepOfCalls, KeepsCallsWithoutTargets) {
         EXPECT_NEAR(terms, wanted.loss, 1e-11) << "logged";
         const auto views = layout->views();
         for (std::size_t i = 0; i < views.size(); ++i)
-          if (wanted.gradients[i].defined())
+          if (wanted.gradients[i].defined()) {
             EXPECT_LT((views[i].gradient * report.gradient_scale - wanted.gradients[i]).norm().item<double>(),
                       1e-11)
                 << views[i].name;
+          }
       });
   }
 }
