@@ -285,7 +285,12 @@ struct Trainer::Impl {
     present([] {});
     // A folder that has gone is not made anew; what is wrong with a log alone costs no checkpoint.
     throw_agreed(world.group, trouble && !folder->is_there() ? trouble : std::nullopt);
-    if (saved_step != state.step) write_checkpoint();
+    try {
+      if (saved_step != state.step) write_checkpoint();
+    } catch (const AgreedConfigError&) {
+      throw_agreed(world.group, trouble);  // what came first
+      throw;
+    }
     throw_agreed(world.group, trouble);
   }
   void write_checkpoint() {
