@@ -118,7 +118,7 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
   const fs::path directory = config.run.directory;
   const auto there = [&](const char* name) { return fs::exists(directory / name, error); };
   // Of a person: every run leaves its lock, and earlier ones what earlier_run() finds.
-  if (there("config.toml") && !there(kLock) && earlier_run(config).empty())
+  if (there(kRunConfig) && !there(kLock) && earlier_run(config).empty())
     throw ConfigError({.where = here(directory),
                        .found = "config.toml, which no run has written",
                        .expected = "a folder without one: a run writes its whole configuration to that file",
@@ -247,13 +247,14 @@ bool RunFolder::is_there() const {
 
 void RunFolder::check() const {
   std::error_code error;
-  if (is_there() && !fs::exists(directory_ / kLock, error))
+  const bool there = is_there();
+  if (there && fs::exists(directory_ / kLock, error)) return;
+  if (there)
     throw ConfigError({.where = (directory_ / kLock).string(),
                        .found = "the lock of the folder removed while the run wrote there",
                        .expected = "the file that keeps other runs out of it",
                        .action = "Continue from the last checkpoint (--set checkpoint.resume=latest), and "
                                  "leave the file there"});
-  if (is_there()) return;
   throw ConfigError({.where = here(directory_),
                      .found = "a folder that was removed or moved while the run wrote to it",
                      .expected = "the folder that the run began in",
