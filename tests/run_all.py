@@ -62,6 +62,16 @@ def cases_of(executable):
     return cases
 
 
+def start_pytest(results, match):
+    """The Python tests beside CTest's: each side waits for much of its time. What they print is shown after CTest's."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--junitxml", str(results / "pytest.xml"), "tests"]
+    if match:
+        command += ["-k", match]
+    with (results / "pytest.log").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=log,
+                                stderr=subprocess.STDOUT)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", required=True)
@@ -97,6 +107,9 @@ def main():
         command += ["-R", f"^({'|'.join(map(re.escape, tests)) or 'none'})$"]
     else:
         command += ["--no-tests=error"]
+    if options.level:  # everything runs at this level: the tests of single rooms at each level say nothing more
+        command += ["-E", "_as_(" + "|".join(processors.LEVELS) + ")$"]
+    pytest = None if options.rooms_only else start_pytest(results, options.match)
     ctest = subprocess.run(command, env=environment)
     rows, broken = [], []
     for path in sorted(results.glob("test_*.xml")):
@@ -109,11 +122,10 @@ def main():
     if ctest.returncode != 0:
         broken.append("ctest")  # a crash leaves no JUnit rows behind, but never a zero status
 
-    if not options.rooms_only:
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--junitxml", str(results / "pytest.xml"), "tests"]
-        if options.match:
-            command += ["-k", options.match]
-        pytest = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"))
+    if pytest:
+        print("waiting for the Python tests", flush=True)
+        pytest.wait()
+        print((results / "pytest.log").read_text(errors="replace"), end="", flush=True)
         if (results / "pytest.xml").exists():
             rows += read_junit(results / "pytest.xml")
         if pytest.returncode not in (0, 5 if options.match else 0):

@@ -106,6 +106,24 @@ def test_a_model_that_ranks_hold_together_is_compared_with_parallelize_module(tm
     assert "NOT COMPARABLE: PyTorch tensor parallel over Gloo" in result.stdout
 
 
+def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_all_over_gloo(tmp_path):
+    """One rank on one batch, two with batches and experts of their own: equal losses and norms over optimizer steps."""
+    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "expert.json", of="expert")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "expert.json").read_text())
+    assert {record["peer_name"] for record in records} == {
+        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"
+        check_ratio(record)
+    # Experts' gradients that nobody has divided by the ranks.
+    python = broken_peer(tmp_path, "experts_step.py", "torch._foreach_div_(own, dist.get_world_size())", "pass")
+    result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of="expert")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NOT COMPARABLE" in result.stdout
+
+
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
     result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "optim.json", of="optim")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -65,16 +65,18 @@ class Block(nn.Module):
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         y = self.attend(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
         x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))
-        y, mlp = self.post_attention_layernorm(x), self.mlp
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+        return x + self.feed_forward(self.post_attention_layernorm(x))
+
+    def feed_forward(self, y):
+        return self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
 
 
 class Llama(nn.Module):
-    def __init__(self, c, length):
+    def __init__(self, c, length, block=Block):
         super().__init__()
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(c["vocabulary"], c["hidden"]),
-            "layers": nn.ModuleList(Block(c) for _ in range(c["layers"])),
+            "layers": nn.ModuleList(block(c) for _ in range(c["layers"])),
             "norm": nn.RMSNorm(c["hidden"], eps=c["norm_epsilon"]),
         })
         self.lm_head = nn.Linear(c["hidden"], c["vocabulary"], bias=False)
@@ -93,8 +95,8 @@ class Llama(nn.Module):
         return self.lm_head(self.model["norm"](x))
 
 
-def load_safetensors(path, model, tied):
-    """Fills `model` from a safetensors file; every tensor must be used, every parameter filled."""
+def read_safetensors(path):
+    """The tensors of a file, by name."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8:8 + size])
@@ -105,9 +107,21 @@ def load_safetensors(path, model, tied):
         begin, end = entry["data_offsets"]
         raw = bytearray(data[8 + size + begin:8 + size + end])
         state[name] = torch.frombuffer(raw, dtype=torch.float32).reshape(entry["shape"])
+    return state
+
+
+def load_safetensors(path, model, tied):
+    """Fills `model` from a safetensors file; every tensor must be used, every parameter filled."""
+    state = read_safetensors(path)
     if tied:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     model.load_state_dict(state, strict=True)
+
+
+def make_model(exchange, c, mode, rank, ranks):
+    model = Llama(c, c["length"])
+    load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    return model
 
 
 def optimizer_for(model, c, mode):
@@ -155,7 +169,13 @@ def wrap(model, mode, ranks):
     return model
 
 
-def run_rank(exchange, rank, ranks, side, mode):
+def clip(model, max_norm):
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return lambda: (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for):
+    """`clip` returns how to read the norm, outside of what is timed."""
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if c["device"] == "cuda" else torch.device("cpu")
@@ -165,9 +185,7 @@ def run_rank(exchange, rank, ranks, side, mode):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
-    model = Llama(c, c["length"])
-    load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
-    model.to(device)
+    model = make_model(exchange, c, mode, rank, ranks).to(device)
     trained = wrap(model, mode, ranks)
     optimizer = optimizer_for(model, c, mode)
     raw = bytearray((exchange / "tokens.bin").read_bytes())
@@ -186,7 +204,7 @@ def run_rank(exchange, rank, ranks, side, mode):
             logits = trained(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), c["max_norm"])
+            norm = clip(model, c["max_norm"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
@@ -196,7 +214,7 @@ def run_rank(exchange, rank, ranks, side, mode):
         total = torch.tensor(losses, dtype=torch.float64, device=device)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)
-        norms = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item() for norm in norms]
+        norms = [norm() for norm in norms]
         if done:
             done.write(json.dumps({"seconds": seconds, "losses": (total / ranks).tolist(), "norms": norms}) + "\n")
             done.flush()
@@ -204,10 +222,11 @@ def run_rank(exchange, rank, ranks, side, mode):
         leave()
 
 
-def main():
+def main(make_model=make_model, wrap=wrap, clip=clip, optimizer_for=optimizer_for):
     exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
     if ranks == 1 or "RANK" in os.environ:
-        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks, *sys.argv[3:])
+        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks, *sys.argv[3:], make_model, wrap, clip,
+                        optimizer_for)
     children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
                 for rank in range(ranks)]
     statuses = [child.wait() for child in children]

@@ -29,7 +29,8 @@ std::vector<std::string> bench_strategies();
 // Returns 0 whatever the ratios are; 1 when losses or norms differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
 
-struct BenchTensorOptions {
+// Of ranks that hold one model together.
+struct BenchTogetherOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   int ranks = 2;
   std::filesystem::path json;
@@ -43,7 +44,15 @@ std::vector<std::string> bench_tensor_cases();
 // `isograd bench tensor`: a step of one Llama that ranks hold together, on one batch, with and without cut
 // tokens between the products, beside PyTorch's parallelize_module over Gloo, one PyTorch process and one
 // rank of ours. Records as those of bench_step, in milliseconds. Returns as bench_step.
-int bench_tensor(const BenchTensorOptions& options);
+int bench_tensor(const BenchTogetherOptions& options);
+
+// "even", "uneven" (a quarter of the experts computes all tokens), and "tiny".
+std::vector<std::string> bench_expert_cases();
+
+// `isograd bench expert`: a step of one mixture of experts, on one rank beside transformers' Mixtral, on
+// several, which each have tokens of their own and a part of the experts, beside PyTorch's all-to-all over
+// Gloo with FSDP2 for the rest, and beside ours with all experts on each rank. As bench_tensor.
+int bench_expert(const BenchTogetherOptions& options);
 
 struct BenchOptimOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"

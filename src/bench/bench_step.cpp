@@ -144,7 +144,7 @@ std::vector<std::string> bench_step_cases() {
 std::vector<std::string> bench_strategies() {
   std::vector<std::string> names;
   for (const auto& strategy : strategies())
-    if (strategy.tensor == Strategy::Tensor::kNone) names.push_back(strategy.name);
+    if (strategy.together == Strategy::Together::kNothing) names.push_back(strategy.name);
   return names;
 }
 

@@ -31,6 +31,24 @@ DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads
   return config;
 }
 
+// The form of Mixtral, eight experts of which two compute a token.
+DecoderConfig mixture(DecoderConfig config) {
+  config.family = "mixtral";
+  config.experts = {.count = 8, .per_token = 2, .feed_forward = config.feed_forward};
+  return config;
+}
+
+// One component of the embedding is large for every token and stays so through the norms: routers that read
+// it choose the same experts for all.
+void route_to_one_quarter(DecoderLM& model) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t chosen = model.config().experts.count / 4;
+  for (auto& [name, tensor] : model.named()) {
+    if (name.ends_with("embed_tokens.weight")) tensor.select(1, 0).fill_(1);
+    if (name.ends_with("mlp.gate.weight")) tensor.narrow(0, 0, chosen).select(1, 0).fill_(1);
+  }
+}
+
 // Tokens that a model can learn something from, so that equal losses after several steps say that gradient
 // and optimizer are equal too: mostly an affine successor, sometimes anything.
 std::vector<std::int64_t> make_sequence(std::int64_t length, std::uint64_t index) {
@@ -61,6 +79,9 @@ const std::vector<StepCase>& step_cases() {
       {"tensor-64", shape(512, 6, 8, 8, 64, 1408, false), 1, 64, 10, false},
       {"tensor-512", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2, false},
       {"tensor-2048", shape(512, 4, 8, 8, 64, 1408, false), 1, 2048, 1, false},
+      {"expert-tiny", mixture(shape(64, 2, 4, 2, 16, 128, false)), 2, 32, 3, false},
+      {"expert-even", mixture(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4, false},
+      {"expert-uneven", mixture(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4, false, true},
       // Shows in a few seconds that the comparison works; its ratio says nothing.
       {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };
@@ -98,6 +119,8 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
                                               {"rope_theta", config.rope_theta},
                                               {"norm_epsilon", config.norm_epsilon},
                                               {"tied_output", config.tied_output},
+                                              {"experts", config.experts.count},
+                                              {"experts_per_token", config.experts.per_token},
                                               {"sequences", step_case.sequences},
                                               {"length", step_case.length},
                                               {"steps_per_turn", step_case.steps_per_turn},
@@ -109,6 +132,7 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
                                               {"weight_decay", adamw.weight_decay}};
   write_file(directory / "case.json", description.dump(2) + "\n");
   DecoderLM model(config, at::kFloat, 1);
+  if (step_case.one_quarter) route_to_one_quarter(model);
   write_hf(directory / "model", model);
   AtomicFile tokens(directory / "tokens.bin");
   for (std::int64_t sequence = 0; sequence < kSteps * ranks * step_case.sequences; ++sequence) {

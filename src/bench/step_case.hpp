@@ -18,6 +18,7 @@ struct StepCase {
   std::int64_t length = 256;        // tokens of a sequence
   std::int64_t steps_per_turn = 1;  // about a second
   bool standard = true;             // part of a run without --case
+  bool one_quarter = false;         // of the experts of each layer computes all tokens
 
   std::int64_t tokens() const { return sequences * length; }
 };

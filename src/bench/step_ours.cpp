@@ -24,7 +24,7 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
       on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
   const StepCase& step_case = find_step_case(read_case_name(exchange));
   const Strategy& strategy = find_strategy(name);
-  const bool one_batch = strategy.tensor != Strategy::Tensor::kNone;
+  const bool one_batch = strategy.one_batch();
   const auto batches =
       read_batches(exchange, step_case, one_batch ? 0 : world.rank, one_batch ? 1 : world.size);
   const auto model = read_hf(exchange / "model", at::kFloat);

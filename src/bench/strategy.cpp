@@ -1,6 +1,7 @@
 #include "bench/strategy.hpp"
 
 #include "isograd/error.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
@@ -35,11 +36,15 @@ const std::vector<Strategy>& strategies() {
       {.name = "tensor",
        .title = "tensor, sequence parallel",
        .standard = false,
-       .tensor = Strategy::Tensor::kSequenceParallel},
+       .together = Strategy::Together::kSequenceParallel},
       {.name = "tensor-whole",
        .title = "tensor, whole tokens",
        .standard = false,
-       .tensor = Strategy::Tensor::kWholeTokens},
+       .together = Strategy::Together::kWholeTokens},
+      {.name = "expert",
+       .title = "experts dealt to ranks",
+       .standard = false,
+       .together = Strategy::Together::kExperts},
   };
   return all;
 }
@@ -56,11 +61,29 @@ const Strategy& find_strategy(const std::string& name) {
                      .action = "Choose one of them"});
 }
 
+namespace {
+
+// Each rank has tokens of its own, and its part of the experts.
+Mesh experts_mesh(const World& world) {
+  const Grid grid = data_grid(world.size, {.dp_replicate = world.size});
+  return {world, grid.viewed(data_axes(grid), {{"edp", 1}, {kExpertAxis, world.size}})};
+}
+
+}  // namespace
+
 Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world) {
-  if (strategy.tensor != Strategy::Tensor::kNone) {
+  const auto forward = [&model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+  };
+  if (strategy.together == Strategy::Together::kExperts) {
+    const Mesh mesh = experts_mesh(world);
+    const Layout placed = deal_experts(model, mesh);
+    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
+  }
+  if (strategy.one_batch()) {
     const Mesh mesh(world, Grid({{"tp", world.size}}));
     const Layout placed = cut_decoder(
-        model, mesh, {.sequence_parallel = strategy.tensor == Strategy::Tensor::kSequenceParallel});
+        model, mesh, {.sequence_parallel = strategy.together == Strategy::Together::kSequenceParallel});
     return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()),
             [&model](const Batch& batch) -> LossTerms {
               return {{"cross_entropy",
@@ -68,9 +91,6 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
             }};
   }
   const Group& group = world.group;
-  const auto forward = [&model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
-  };
   const auto& options = strategy.options;
   if (options.stage < 3)
     return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage),

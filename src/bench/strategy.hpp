@@ -18,8 +18,13 @@ struct Strategy {
   DataParallelOptions options{};
   std::string peer = "ddp";  // which of PyTorch's wrappers keeps as much on each rank: "ddp" or "fsdp2"
   bool standard = true;      // part of a run without --strategy
-  // Ranks hold one model together and see one batch; of `bench tensor`.
-  enum class Tensor { kNone, kWholeTokens, kSequenceParallel } tensor = Tensor::kNone;
+  // What ranks hold together: matrices, of one batch that all see (`bench tensor`), or experts, of batches of
+  // their own (`bench expert`).
+  enum class Together { kNothing, kWholeTokens, kSequenceParallel, kExperts } together = Together::kNothing;
+
+  bool one_batch() const {
+    return together == Together::kWholeTokens || together == Together::kSequenceParallel;
+  }
 };
 
 const std::vector<Strategy>& strategies();

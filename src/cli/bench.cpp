@@ -105,18 +105,19 @@ Verb step_verb(CLI::App& bench) {
   return {step, [options] { return bench_step(*options); }};
 }
 
-Verb tensor_verb(CLI::App& bench) {
-  CLI::App* verb = bench.add_subcommand(
-      "tensor", "Ranks that hold one model together, beside PyTorch's parallelize_module and one process");
-  auto options = std::make_shared<BenchTensorOptions>();
-  verb->add_option("--ranks", options->ranks, "along tp")
+Verb together_verb(CLI::App& bench, const std::string& name, const std::string& about,
+                   const std::string& axis, const std::vector<std::string>& cases,
+                   int (*run)(const BenchTogetherOptions&)) {
+  CLI::App* verb = bench.add_subcommand(name, about);
+  auto options = std::make_shared<BenchTogetherOptions>();
+  verb->add_option("--ranks", options->ranks, "along " + axis)
       ->type_name("N")
       ->check(CLI::Range(2, 8))
       ->capture_default_str();
-  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
+  verb->add_option("--case", options->cases, "which of them; all unless given, may be repeated")
       ->type_name("NAME")
       ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_tensor_cases()));
+      ->check(CLI::IsMember(cases));
   verb->add_option("--json", options->json,
                    "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
       ->type_name("FILE");
@@ -130,7 +131,7 @@ Verb tensor_verb(CLI::App& bench) {
   verb->footer(
       "A ratio above 1 means that isograd is faster.\n"
       "Status: 0 compared, whatever the ratios; 1 losses or norms differ; 2 bad input.");
-  return {verb, [options] { return bench_tensor(*options); }};
+  return {verb, [options, run] { return run(*options); }};
 }
 
 Verb optim_verb(CLI::App& bench) {
@@ -257,16 +258,22 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       "A ratio above 1 means that isograd is faster or takes less memory.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
 
-  return {comm_verb(*bench),
-          wrapped_verb(*bench),
-          step_verb(*bench),
-          tensor_verb(*bench),
-          optim_verb(*bench),
-          context_verb(*bench),
-          ranking_verb(*bench),
-          {loss, [of_loss] { return bench_loss(*of_loss); }},
-          ours_verb(*bench, "step-ours", bench_step_ours),
-          ours_verb(*bench, "optim-ours", bench_optim_ours)};
+  return {
+      comm_verb(*bench),
+      wrapped_verb(*bench),
+      step_verb(*bench),
+      together_verb(*bench, "tensor",
+                    "Ranks that hold one model together, beside PyTorch's parallelize_module and one process",
+                    "tp", bench_tensor_cases(), bench_tensor),
+      together_verb(*bench, "expert",
+                    "A mixture of experts, beside transformers' own and PyTorch's all-to-all over Gloo", "ep",
+                    bench_expert_cases(), bench_expert),
+      optim_verb(*bench),
+      context_verb(*bench),
+      ranking_verb(*bench),
+      {loss, [of_loss] { return bench_loss(*of_loss); }},
+      ours_verb(*bench, "step-ours", bench_step_ours),
+      ours_verb(*bench, "optim-ours", bench_optim_ours)};
 }
 
 }  // namespace isograd
