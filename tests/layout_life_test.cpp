@@ -271,6 +271,46 @@ TEST(LayoutLife, WriteGivesAllRanksTheValues) {
         }
 }
 
+// A rank whose loss is a constant runs no backward. `called`: it has called its model all the same.
+double error_with_constants(const Way& way, int size, bool called, bool planted) {
+  std::vector<double> errors(size);
+  const auto is_constant = [&](int rank, int micro) { return called ? (rank + micro) % 2 == 1 : rank == 1; };
+  run_ranks(size,
+            [&](World& world) {
+              const Sharded<Net> net(std::make_shared<Net>());
+              const auto layout = way.make(net, world.group);
+              for (int step = 0; step < 2; ++step) {
+                layout->zero_gradients();
+                Net wanted;
+                for (int micro : {0, 1}) {
+                  const bool constant = is_constant(world.rank, micro);
+                  at::Tensor loss = at::zeros({});
+                  if (called || !constant) loss = loss_of(net, world.rank, step + micro);
+                  layout->begin_backward(micro == 1);
+                  if (!constant) loss.backward();
+                  const auto plain = [&](const at::Tensor& in) { return wanted.forward(in); };
+                  for (int rank = 0; rank < size; ++rank)
+                    if (planted || !is_constant(rank, micro)) loss_of(plain, rank, step + micro).backward();
+                }
+                layout->finish_reduction();
+                errors[world.rank] =
+                    std::max(errors[world.rank], worst(*layout, wanted, &DataParallel::View::gradient));
+                layout->publish_parameters();
+              }
+            },
+            {.timeout = std::chrono::seconds(10)});
+  return *std::max_element(errors.begin(), errors.end());
+}
+
+TEST(LayoutLife, ALossThatIsAConstantKeepsUpWithTheOthers) {
+  for (const Way& way : ways())
+    for (int size : {2, 3, 4})
+      for (const bool called : {true, false})
+        EXPECT_LE(error_with_constants(way, size, called, false), kExact)
+            << way.name << " " << size << (called ? ", called" : "");
+  EXPECT_GT(error_with_constants(ways().back(), 2, true, true), 1e-4);  // planted: of all ranks
+}
+
 TEST(LayoutLife, SparseGradientsAreSummed) {
   for (const Way& way : ways())
     for (int size : {1, 2, 3, 4})

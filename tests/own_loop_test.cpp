@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/differentiable.hpp"
+#include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/module.hpp"
 #include "isograd/own_loop.hpp"
@@ -136,6 +137,60 @@ TEST(OwnLoop, AMeanOverNothingKeepsUpWithWhatAUnitExchanges) {
         }
       });
     }
+}
+
+// Rank 1 has nothing to take a mean of, and gives a constant.
+TEST(OwnLoop, AConstantKeepsUpWithShardedUnits) {
+  constexpr int kRanks = 3;
+  const Batch batch = micro_batch(0, 0);
+  Net alone;
+  at::cross_entropy_loss(alone.forward(batch.tokens), batch.targets).backward();
+  run_ranks(kRanks,
+            [&](World& world) {
+              const Sharded<Net> model(std::make_shared<Net>());
+              const auto layout = fully_shard(model, {}, world.group);
+              const std::int64_t valid = world.rank == 1 ? 0 : batch.num_targets();
+              layout->zero_gradients();
+              const at::Tensor logits = model(batch.tokens);
+              const at::Tensor mean = valid == 0 ? at::zeros({}) : mean_of(logits, batch.targets);
+              layout->begin_backward(true);
+              gradient_accumulate_loss(mean, valid, 2 * batch.num_targets(), world.group).backward();
+              layout->finish_reduction();
+              for (const auto& view : layout->views()) {
+                const at::Tensor wanted = (view.name == "table" ? alone.table : alone.output).grad();
+                EXPECT_LT((view.gradient - wanted).norm().item<double>(), 1e-13) << view.name;
+              }
+            },
+            {.timeout = std::chrono::seconds(10)});
+}
+
+// What a unit exchanges in backward cannot be made up for: the rank with the constant says so.
+TEST(OwnLoop, AConstantIsNamedWhereAUnitExchanges) {
+  constexpr int kRanks = 3;
+  std::vector<std::string> said(kRanks);
+  try {
+    run_ranks(
+        kRanks,
+        [&](World& world) {
+          const Sharded<Exchange> model(std::make_shared<Exchange>(world.subgroup({0, 1, 2}, "exchange")));
+          const auto layout = fully_shard(model, {model->block}, world.group);
+          layout->zero_gradients();
+          const at::Tensor loss = model(at::ones({4, 3}, at::kDouble)).square().sum();
+          layout->begin_backward(true);
+          try {
+            if (world.rank != 1) loss.backward();
+            layout->finish_reduction();
+          } catch (const Error& error) {
+            said[static_cast<std::size_t>(world.rank)] = error.what();
+            throw;
+          }
+        },
+        {.timeout = std::chrono::seconds(10)});
+  } catch (const Error&) {
+  }
+  EXPECT_NE(said[1].find("sharded unit 'block': found no backward after begin_backward()"), std::string::npos)
+      << said[1];
+  EXPECT_FALSE(said[0].empty());
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ import tempfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_compare_more import Steps, base
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
@@ -171,6 +172,31 @@ def test_the_page_stands_alone(tmp_path):
     html = page.read_text()
     assert "mean of per-rank means" in html and "<svg" in html and "isograd compare" in html
     assert not re.search(r"https?:|<script|src=|url\(", html)
+
+
+def test_a_reference_whose_update_contradicts_its_gradient(tmp_path):
+    steps = Steps(tmp_path).reference(clip_coefficient=0.5).run(clip_coefficient=0.5)
+    gradients = load_file(tmp_path / "one/gradients.safetensors")
+    swapped = {"blocks.0.up.weight": "blocks.1.up.weight", "blocks.1.up.weight": "blocks.0.up.weight"}
+
+    def applied(make, *sides):
+        for side in ("run", "one"):
+            (tmp_path / side / "applied.safetensors").unlink(missing_ok=True)
+        for side in sides:
+            save_file({name: make(name, g).contiguous() for name, g in gradients.items()},
+                      tmp_path / side / "applied.safetensors")
+        ids, text, _ = steps.verdict()
+        assert not ids or "one" in sides and "reference contradicts itself" in text, text
+        return ids
+    for sides in (["one"], ["one", "run"]):
+        assert applied(lambda name, g: g / 2, *sides) == []
+        for identity, make in [("clip_not_applied", lambda name, g: g), ("optimizer_differs", lambda name, g: -g / 2),
+                               ("groups_clipped_apart", lambda name, g: g / (2 if "up" in name else 4)),
+                               ("optimizer_differs", lambda name, g: gradients[swapped.get(name, name)] / 2)]:
+            assert applied(make, *sides) == [identity] * len(sides), (identity, sides)
+    # Weight decay, where both say what was taken away.
+    weights = dict(base().named_parameters())
+    assert applied(lambda name, g: g / 2 + 0.1 * weights[name].detach() * (g.dim() > 1), "one", "run") == []
 
 
 def writer():

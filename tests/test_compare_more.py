@@ -322,6 +322,18 @@ def test_errors_of_scale_show_from_where_the_verdict_says(tmp_path, dtype, alone
             assert [] in below, (smallest, below)
 
 
+def test_a_matrix_that_is_off_shows_beside_a_reference_in_bf16(tmp_path):
+    steps = Steps(tmp_path, dtype=torch.bfloat16).alone()
+    (tmp_path / "alone").rename(tmp_path / "one")
+    ids, text, document = steps.run().verdict()
+    assert ids == [] and "in a single one" in text.splitlines()[0], text
+    matrices = [name for name, p in base().named_parameters() if p.dim() > 1]
+    assert all(p["scale_found"] < 0.2 for p in document["parameters"] if p["name"] in matrices), document["parameters"]
+    for name, factor in [(name, factor) for name in matrices for factor in (1.3, 0.7)]:
+        ids, text, _ = steps.run(change=lambda g: g[name].mul_(factor), norm=None).verdict()
+        assert ids == ["some_parameters_scaled"], (name, factor, text)
+
+
 def test_parameters_that_the_floor_judges_are_named(tmp_path):
     def shrink(factor):
         def change(gradients):

@@ -107,20 +107,22 @@ TEST(Written, TheNextForwardReadsIt) {
 
 enum class Writers { kFirst, kDiffering, kAll };
 
-// What each rank is told where ranks do not write the same.
-std::vector<std::string> told(const Way& way, int size, Writers writers) {
+// What each rank is told where ranks do not write the same, into a parameter that is trained or a frozen one.
+std::vector<std::string> told(const Way& way, int size, Writers writers, bool frozen = false) {
   std::vector<std::string> said(size);
   try {
     run_ranks(size,
               [&](World& world) {
                 const Sharded<Net> net(std::make_shared<Net>());
+                net->block->shift.set_requires_grad(!frozen);
                 const auto layout = way.make(net, world.group);
                 said[world.rank] = error_testing::error_of<Error>([&] {
                   {
                     const auto whole = layout->whole_parameters();
                     const at::NoGradGuard no_grad;
                     if (writers != Writers::kFirst || world.rank == 0)
-                      net->out.fill_(writers == Writers::kDiffering ? world.rank : 3);
+                      (frozen ? net->block->shift : net->out)
+                          .fill_(writers == Writers::kDiffering ? world.rank : 3);
                   }
                   layout->views();  // which notices them, and on which ranks is its caller's business
                   for (int step : {0, 1}) {
@@ -145,6 +147,23 @@ TEST(Written, InPlaceIsTheSameOnAllRanks) {
             << way.name;
       const auto alone = told(way, size, Writers::kFirst);
       EXPECT_THAT(alone[0], HasSubstr("parameter 'out': found values written in place on this rank, and not"))
+          << way.name;
+      for (int rank = 1; rank < size; ++rank) EXPECT_NE(alone[rank], "no error") << way.name << rank;
+    }
+  }
+}
+
+TEST(Written, InPlaceIsTheSameOnAllRanksWhereItIsFrozen) {
+  for (const Way& way : ways()) {
+    if (way.shared && way.units) continue;  // one copy of frozen ones too
+    for (int size : {2, 3}) {
+      for (const std::string& one : told(way, size, Writers::kAll, /*frozen=*/true))
+        EXPECT_EQ(one, "no error") << way.name;
+      for (const std::string& one : told(way, size, Writers::kDiffering, /*frozen=*/true))
+        EXPECT_THAT(one, HasSubstr("parameter 'block.shift': found other values written in place on rank 1"))
+            << way.name;
+      const auto alone = told(way, size, Writers::kFirst, /*frozen=*/true);
+      EXPECT_THAT(alone[0], HasSubstr("parameter 'block.shift': found values written in place on this rank"))
           << way.name;
       for (int rank = 1; rank < size; ++rank) EXPECT_NE(alone[rank], "no error") << way.name << rank;
     }
@@ -258,6 +277,42 @@ TEST(Written, NothingWhereARankRefuses) {
           EXPECT_TRUE(at::equal(view_of(layout->views(), "out").parameter, drawn({7, 6}, 2))) << way.name;
           layout->write({{"out", drawn({7, 6}, 60)}});
           EXPECT_TRUE(at::equal(view_of(layout->views(), "out").parameter, drawn({7, 6}, 60))) << way.name;
+          world.group.barrier();
+        });
+}
+
+TEST(Written, NothingWhereRanksAreGivenOtherValues) {
+  for (const Way& way : ways())
+    for (int size : {2, 3})
+      for (const bool none : {false, true})
+        run_ranks(size, [&](World& world) {
+          const Sharded<Net> net(std::make_shared<Net>());
+          net->block->shift.set_requires_grad(false);
+          const auto layout = way.make(net, world.group);
+          const bool alone = world.rank == size - 1;
+          const std::string last = std::to_string(size - 1);
+          for (const auto& [name, shape] :
+               {std::pair("out", std::vector<std::int64_t>{7, 6}), {"block.shift", {6}}}) {
+            std::vector<std::pair<std::string, at::Tensor>> values = {{"table", drawn({7, 6}, 70)}};
+            if (!none || !alone) values.emplace_back(name, drawn(shape, alone ? 72 : 71));
+            EXPECT_THAT(error_of([&] { layout->write(values); }),
+                        HasSubstr(std::string("parameter '") + name + "': found " +
+                                  (none ? "values given to write() on rank 0 and none on rank " + last
+                                        : "other values given to write() on rank " + last)))
+                << way.name;
+          }
+          const auto views = layout->views();
+          EXPECT_TRUE(at::equal(view_of(views, "table").parameter, drawn({7, 6}, 1))) << way.name;
+          EXPECT_TRUE(at::equal(view_of(views, "out").parameter, drawn({7, 6}, 2))) << way.name;
+          {
+            const auto whole = layout->whole_parameters();
+            EXPECT_TRUE(at::equal(net->block->shift, drawn({6}, 4))) << way.name;
+          }
+          // What becomes the same is the same, of whatever type.
+          const at::Tensor halves = at::full({7, 6}, 0.5, alone ? at::kFloat : at::kDouble);
+          EXPECT_EQ(error_of([&] { layout->write({{"out", halves}}); }), "no error") << way.name;
+          const at::Tensor wanted = at::full({7, 6}, 0.5, at::kDouble);
+          EXPECT_TRUE(at::equal(view_of(layout->views(), "out").parameter, wanted)) << way.name;
           world.group.barrier();
         });
 }

@@ -6,6 +6,7 @@ lines = [line[:118] for line in sys.stdin.read().rstrip("\n").split("\n")]
 step, width, height = 17, 980, 17 * len(lines) + 44
 print(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
       f'aria-label="terminal output">')
+print("<style>text { white-space: pre }</style>")  # browsers have a rule of their own, against xml:space
 print(f'<rect width="{width}" height="{height}" rx="8" fill="#14181d"/>')
 for i, color in enumerate(("#ff5f57", "#febc2e", "#28c840")):
     print(f'<circle cx="{18 + 18 * i}" cy="16" r="5.5" fill="{color}"/>')

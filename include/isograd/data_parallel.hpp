@@ -116,7 +116,7 @@ class DataParallel {
   // Writes whole values, of any type and rounded where need be, into parameters by name, frozen ones too,
   // with their fp32 masters and into whatever each rank keeps of them. Collective, between steps and while
   // nobody holds whole_parameters(), with the same values on all ranks. ConfigError on every rank, before
-  // anything is written, where one of them has been given an unknown name or another shape.
+  // anything is written, where one has an unknown name, another shape or other values than the others.
   void write(const std::vector<std::pair<std::string, at::Tensor>>& values);
 
   // Takes over what has been written in place since it was last called, so that masters and shards follow;

@@ -1,5 +1,8 @@
 // The command line: verbs, and errors as exit statuses (docs/errors.md).
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -63,14 +66,19 @@ int bad_command_line(const CLI::App& program, const CLI::ParseError& error, cons
 }
 
 // Once: what all ranks have agreed on by rank 0, what another rank has said by that one, what several found
-// alike (a rank that is lost above all) by the first of them. Who is not sure to speak for all says which
-// rank it is.
+// alike (a rank that is lost above all) by the first of them; where a rank is lost the others say in a line
+// what they waited in. Who is not sure to speak for all says which rank it is.
 void report(const std::exception& error) {
   const auto rank = rank_of_several();
   if (rank && *rank != 0 && dynamic_cast<const AgreedConfigError*>(&error)) return;
-  if (rank && dynamic_cast<const RelayedError*>(&error)) return;
-  const bool lost = dynamic_cast<const PeerError*>(&error) != nullptr;
-  if (rank && !first_of_launch(lost ? "a rank is lost" : error.what())) return;
+  const auto* relayed = dynamic_cast<const RelayedError*>(&error);
+  if (rank && relayed && !relayed->of_operation()) return;
+  const auto* lost = dynamic_cast<const PeerError*>(&error);
+  if (rank && (relayed || !first_of_launch(lost ? "a rank is lost" : error.what()))) {
+    if (lost)
+      print(stderr, fmt::format("isograd: rank {} waited: {}\n", *rank, printable(lost->text().where)));
+    return;
+  }
   const bool alone = rank && !dynamic_cast<const AgreedConfigError*>(&error);
   std::string text = error.what();
   if (dynamic_cast<const std::bad_alloc*>(&error)) {
@@ -95,6 +103,23 @@ Invocation read_arguments(int argc, char** argv) {
     arguments.erase(end, arguments.end());
   }
   return invocation;
+}
+
+// Descriptors 0 to 2 that were closed (`>&-`) refuse what is read or written, instead of being the next file
+// that is opened: what is printed would go there.
+void hold_standard_descriptors() {
+  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(descriptor, F_GETFD) < 0 && errno == EBADF)
+      (void)::open("/dev/null", descriptor == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
+// Of standard output: closed, or a pipe or a terminal whose other end has gone. A full disk is another
+// matter.
+bool nobody_reads() {
+  pollfd output{STDOUT_FILENO, POLLOUT, 0};
+  const int flags = ::fcntl(STDOUT_FILENO, F_GETFL);
+  return flags < 0 || (flags & O_ACCMODE) == O_RDONLY ||
+         (::poll(&output, 1, 0) == 1 && (output.revents & (POLLERR | POLLHUP | POLLNVAL)) != 0);
 }
 
 // What was printed has arrived: a full disk must not look like success. Verbs flush as they go, after which
@@ -142,7 +167,7 @@ int run(int argc, char** argv) {
     if (verb.app->parsed()) {
       kernels::processor_level();  // a wrong ISOGRAD_PROCESSOR is named here, before there are ranks
       const int status = verb.run();
-      require_output();
+      if (!verb.leaves_files || !nobody_reads()) require_output();
       return status;
     }
   throw_broken_invariant("a verb", "none", __FILE__, __LINE__);
@@ -152,6 +177,7 @@ int run(int argc, char** argv) {
 }  // namespace isograd
 
 int main(int argc, char** argv) {
+  isograd::hold_standard_descriptors();
   try {
     return isograd::run(argc, argv);
   } catch (const std::exception& error) {

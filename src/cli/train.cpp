@@ -1,4 +1,6 @@
 // isograd train: a whole run, with verify's proof at its end.
+#include <csignal>
+
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "comm/environment.hpp"
@@ -36,6 +38,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
       "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
   const auto action = [flags, &invocation] {
+    std::signal(SIGPIPE, SIG_IGN);  // a run outlives the reader of what it prints: its folder says as much
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
     if (flags->memory) sets.push_back("run.memory=true");
@@ -59,7 +62,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       return Trainer(config, world, hooks).run().exit_status();
     });
   };
-  return {verb, action};
+  return {verb, action, /*leaves_files=*/true};
 }
 
 }  // namespace isograd

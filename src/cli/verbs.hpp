@@ -21,6 +21,7 @@ using Action = std::function<int()>;
 struct Verb {
   CLI::App* app;
   Action run;
+  bool leaves_files = false;  // that say what it prints: where nobody reads that, nothing is lost
 };
 
 Verb train_verb(CLI::App& program, const Invocation& invocation);

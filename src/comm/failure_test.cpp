@@ -1,11 +1,17 @@
 // What goes wrong between thread ranks, and what each of them is told.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/files.hpp"
+#include "comm/operations_file.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/shm/members.hpp"
 #include "isograd/error.hpp"
@@ -94,6 +100,37 @@ TEST(Failure, FailedPendingSaysSoAgain) {
     for (int i = 0; i < 3; ++i) EXPECT_THAT(peer_error([&] { pending.wait(); }), HasSubstr("left the group"));
     EXPECT_THAT(peer_error([&] { pending.progress(); }), HasSubstr("left the group"));
   });
+}
+
+TEST(Failure, TheLastOperationsGoToAFileWhereThereIsOne) {
+  const auto folder = std::filesystem::temp_directory_path() / fmt::format("isograd-operations-{}", getpid());
+  std::filesystem::create_directories(folder);
+  const auto said = [] {
+    ::testing::internal::CaptureStderr();
+    run_ranks(2, [](World& world) {
+      for (int i = 0; i < 70; ++i) world.group.all_reduce(at::ones({i + 1}));
+      if (world.rank == 1) return;
+      EXPECT_THAT(peer_error([&] { world.group.barrier(); }), HasSubstr("left the group"));
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const auto in_file = folder / "operations.txt";
+  {
+    const OperationsFile file(in_file);
+    for (int times : {1, 2}) {
+      EXPECT_EQ(said(), fmt::format("isograd: the last operations of rank 0 in group 'world': {}\n",
+                                    in_file.string()));
+      const std::string text = read_file(in_file);
+      EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 65 * times) << "64 operations and a heading";
+      EXPECT_THAT(text, AllOf(HasSubstr("rank 0 in group 'world', oldest first:\n"),
+                              HasSubstr(" all_reduce(sum) of 70 Float"), HasSubstr(" barrier")));
+    }
+    const OperationsFile newer(folder / "absent" / "operations.txt");
+    EXPECT_THAT(said(), AllOf(HasSubstr("oldest first:\n"), HasSubstr(" all_reduce(sum) of 70 Float")))
+        << "what cannot be written is printed";
+  }
+  EXPECT_THAT(said(), HasSubstr("oldest first:\n"));
+  std::filesystem::remove_all(folder);
 }
 
 // A caller who only polls hears of a lost peer too.

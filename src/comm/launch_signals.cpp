@@ -49,11 +49,14 @@ SignalScope::SignalScope() {
   }
   action.sa_handler = SIG_DFL;  // were it ignored, nobody could ask how a rank ended
   ::sigaction(SIGCHLD, &action, &child_before_);
+  action.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &action, &pipe_before_);
 }
 
 SignalScope::~SignalScope() {
   for (int i = 0; i < 3; ++i) ::sigaction(kForwardedSignals[i], &before_[i], nullptr);
   ::sigaction(SIGCHLD, &child_before_, nullptr);
+  ::sigaction(SIGPIPE, &pipe_before_, nullptr);
   wake_pipe = -1;
   ::close(pipe_[0]);
   ::close(pipe_[1]);

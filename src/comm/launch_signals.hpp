@@ -9,7 +9,8 @@ namespace isograd {
 
 inline constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
-// Catches kForwardedSignals while it lives; one at a time in a process.
+// Catches kForwardedSignals while it lives, and ignores SIGPIPE: ranks do not end because nobody reads what
+// their launcher passes on. One at a time in a process.
 class SignalScope {
  public:
   SignalScope();
@@ -25,6 +26,7 @@ class SignalScope {
   int pipe_[2] = {-1, -1};
   struct sigaction before_[3]{};
   struct sigaction child_before_ {};
+  struct sigaction pipe_before_ {};
 };
 
 }  // namespace isograd

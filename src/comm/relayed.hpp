@@ -1,12 +1,22 @@
 // What a rank throws because another one has failed and said why: the other one reports it.
+// `of_operation`: what failed there was an operation (a rank was lost, hung or disagreed), so that it matters
+// what this rank waited in; not a file or a model.
 #pragma once
+
+#include <utility>
 
 #include "isograd/error.hpp"
 
 namespace isograd {
 
 class RelayedError : public PeerError {
-  using PeerError::PeerError;
+ public:
+  explicit RelayedError(ErrorText text, bool of_operation = false)
+      : PeerError(std::move(text)), of_operation_(of_operation) {}
+  bool of_operation() const { return of_operation_; }
+
+ private:
+  bool of_operation_;
 };
 
 }  // namespace isograd

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <limits>
 
@@ -89,6 +90,7 @@ void ShardWriter::finish() {
 
 Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text) : file_(path) {
   if (file_.size() == 0) fail("an empty file", "tokens");
+  if (::stat(path.c_str(), &opened_) != 0) opened_ = {};  // removed meanwhile: no other file passes for it
   std::uint32_t first = 0;
   std::memcpy(&first, file_.data(), std::min<std::size_t>(4, file_.size()));
   // A damaged shard of ours must not pass for nanoGPT's, which has no header: only *.bin may be foreign, and
@@ -213,6 +215,19 @@ void Shard::cut(std::optional<std::uint32_t> end_of_text, bool at_start) {
     }
   cuts_.push_back(count_);
   offsets_ = cuts_;
+}
+
+void Shard::require_whole() const {
+  using namespace std::chrono;
+  const auto now = duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
+  if (looked_at_.exchange(now, std::memory_order_relaxed) == now) return;
+  struct stat found {};
+  if (::stat(file_.path().c_str(), &found) != 0) return;
+  if (found.st_dev != opened_.st_dev || found.st_ino != opened_.st_ino) return;
+  const auto bytes = static_cast<std::uint64_t>(found.st_size);
+  if (bytes < file_.size())
+    fail(fmt::format("{} bytes: it was cut short while it was read", bytes),
+         fmt::format("the {} bytes that it had when it was opened", file_.size()));
 }
 
 void Shard::read(std::uint64_t begin, std::span<std::int64_t> out) const {

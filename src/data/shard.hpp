@@ -7,8 +7,10 @@
 //  64  name of the tokenizer, tokens, u64 offsets [documents + 1] of the documents, in tokens
 #pragma once
 
+#include <sys/stat.h>
 #include <xxhash.h>
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -59,6 +61,10 @@ class Shard {
   const std::string& tokenizer() const { return tokenizer_; }  // "" for a foreign shard
   const std::filesystem::path& path() const { return file_.path(); }
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
+  // ConfigError where the file has been cut short in place since it was opened: its mapped pages beyond the
+  // new end would end the process by SIGBUS. A file that was replaced or removed stays readable through the
+  // mapping. Looks once a millisecond at most, so that each read may ask.
+  void require_whole() const;
 
  private:
   bool resembles_own() const;
@@ -72,7 +78,9 @@ class Shard {
   [[noreturn]] void fail(const std::string& found, const std::string& expected) const;
 
   MappedFile file_;
-  const std::uint16_t* narrow_ = nullptr;  // one of the two
+  struct stat opened_ {};
+  mutable std::atomic<std::int64_t> looked_at_ = -1;  // of the steady clock, in milliseconds
+  const std::uint16_t* narrow_ = nullptr;             // one of the two
   const std::uint32_t* wide_ = nullptr;
   std::uint64_t count_ = 0;
   std::vector<std::uint64_t> cuts_;         // a foreign shard's offsets

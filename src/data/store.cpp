@@ -34,11 +34,13 @@ class ShardStore final : public TokenStore {
 
   std::int64_t document_length(std::int64_t document) const override {
     const auto [shard, local] = find(document);
+    shard->require_whole();
     return static_cast<std::int64_t>(shard->offset(local + 1) - shard->offset(local));
   }
 
   void read(std::int64_t document, std::int64_t begin, std::span<std::int64_t> out) const override {
     const auto [shard, local] = find(document);
+    shard->require_whole();
     const std::uint64_t at = shard->offset(local), length = shard->offset(local + 1) - at;
     const auto skip = static_cast<std::uint64_t>(begin);
     ISOGRAD_INVARIANT(begin >= 0 && skip <= length && out.size() <= length - skip,

@@ -1,10 +1,13 @@
 // Shards as hostile input, and foreign ones.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 #include <xxhash.h>
 
+#include <chrono>
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "data/shard.hpp"
 #include "data/test_support.hpp"
@@ -16,6 +19,7 @@ namespace fs = std::filesystem;
 using testing::config_error;
 using testing::Folder;
 using testing::read_all;
+using testing::read_document;
 
 using Documents = std::vector<std::vector<std::int64_t>>;
 
@@ -72,6 +76,32 @@ TEST(Store, TruncatedAnywhereIsRefusedByName) {
   EXPECT_NE(config_error([&] { TokenStore::open({folder.write("long", whole + "12345678")}); }), "");
   EXPECT_NE(config_error([&] { TokenStore::open({folder / "absent"}); }).find("absent"), std::string::npos);
   EXPECT_NE(config_error([&] { TokenStore::open({}); }).find("no files"), std::string::npos);
+}
+
+// Without a look at the file's size, reading the pages that are gone would end this process by SIGBUS.
+TEST(Store, AFileThatIsCutShortWhileItIsReadIsNamed) {
+  const Folder folder;
+  for (const std::uintmax_t left : {std::uintmax_t{0}, std::uintmax_t{80}, std::uintmax_t{8192}}) {
+    const auto path = write_shard(folder / "a.isograd", Documents(10000, kDocuments[2]));
+    const auto store = TokenStore::open({path});
+    const auto size = fs::file_size(path);
+    EXPECT_EQ(read_document(*store, 9999), kDocuments[2]);
+    fs::resize_file(path, left);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // it looks once a millisecond
+    const auto said = config_error([&] { read_document(*store, 9999); });
+    for (const std::string& part :
+         {path.string(), fmt::format("found {} bytes", left), fmt::format("the {} bytes", size)})
+      EXPECT_NE(said.find(part), std::string::npos) << said;
+  }
+  // What was mapped stays whole when another file takes the name, or none has it any more.
+  const auto path = write_shard(folder / "a.isograd", kDocuments);
+  const auto store = TokenStore::open({path});
+  write_shard(path, {{256, 257}});
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(read_all(*store), kDocuments);
+  fs::remove(path);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(read_all(*store), kDocuments);
 }
 
 TEST(Store, EveryFlippedBitIsFound) {

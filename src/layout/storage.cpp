@@ -117,12 +117,18 @@ void give_memory(c10::StorageImpl& storage, const at::Tensor& memory) {
 }
 
 Writes::Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters) {
-  for (const Slot& slot : plan.slots) {
-    names_.push_back(slot.name);
-    parameters_.push_back(parameters.at(slot.index).tensor);
-    storages_.push_back(parameters_.back().storage());
-    versions_.push_back(version_of(parameters_.back()));
-  }
+  for (const Slot& slot : plan.slots) add(parameters.at(slot.index));
+}
+
+Writes::Writes(const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& parameter : parameters) add(parameter);
+}
+
+void Writes::add(const NamedParameter& parameter) {
+  names_.push_back(parameter.name);
+  parameters_.push_back(parameter.tensor);
+  storages_.push_back(parameter.tensor.storage());
+  versions_.push_back(version_of(parameter.tensor));
 }
 
 void Writes::check_in_place() const {

@@ -40,6 +40,7 @@ class Writes {
  public:
   Writes() = default;
   Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters);
+  explicit Writes(const std::vector<NamedParameter>& parameters);  // places are those in this list
   // Places in plan.slots of the parameters written to since they were last settled.
   std::vector<std::size_t> written() const;
   void settle(std::size_t place);
@@ -49,8 +50,10 @@ class Writes {
   void check_in_place() const;
 
  private:
-  std::vector<std::string> names_;      // by slot
-  std::vector<at::Tensor> parameters_;  // by slot
+  void add(const NamedParameter& parameter);
+
+  std::vector<std::string> names_;      // by place
+  std::vector<at::Tensor> parameters_;  // by place
   std::vector<c10::Storage> storages_;  // that these had
   std::vector<std::int64_t> versions_;
 };

@@ -103,7 +103,11 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
         "are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or "
         "take DeferredAccumulator, which divides in float32 at the end");
   const double divisor = global_valid > 0 ? valid : 1;
-  return AccumulatedShare::apply(mean_loss, sums[0] / divisor, static_cast<double>(local_valid) / divisor);
+  at::Tensor share =
+      AccumulatedShare::apply(mean_loss, sums[0] / divisor, static_cast<double>(local_valid) / divisor);
+  // Of a constant, in place of a micro-batch that the rank lacks: its backward may be called, as any other's.
+  if (local_valid == 0 && at::GradMode::is_enabled() && !share.requires_grad()) share.requires_grad_(true);
+  return share;
 }
 
 void sync_context_gradients(const std::vector<at::Tensor>& parameters, Group& context) {

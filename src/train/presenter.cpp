@@ -1,5 +1,6 @@
 #include "train/presenter.hpp"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <cstdio>
@@ -57,6 +58,12 @@ std::string exposed_share(const Outcome& outcome) {
 }
 
 }  // namespace
+
+int Outcome::exit_status() const {
+  const bool passed =
+      std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
+  return end == End::kDiverged || end == End::kRefuted || !passed ? 1 : 0;
+}
 
 struct Presenter::Impl {
   RunConfig config;

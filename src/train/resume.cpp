@@ -3,6 +3,7 @@
 #include <map>
 
 #include "base/shell.hpp"
+#include "comm/relayed.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_state.hpp"
@@ -132,6 +133,23 @@ std::string resume_command(const RunConfig& config, int ranks, const fs::path& c
   return "isograd " +
          shell_words({"train", (fs::path(config.run.directory) / kRunConfig).string(), "--ranks",
                       std::to_string(ranks), "--set", "checkpoint.resume=" + checkpoint.string()});
+}
+
+std::string way_back(const RunConfig& config, int ranks, const fs::path& checkpoint) {
+  return checkpoint.empty() ? std::string("no checkpoint had been saved yet")
+                            : "the last checkpoint is whole: " + resume_command(config, ranks, checkpoint);
+}
+
+void rethrow(const PeerError& error, const RunConfig& config, int ranks, std::int64_t step,
+             const fs::path& checkpoint) {
+  ErrorText text = error.text();
+  text.where = fmt::format("after step {}: {}", step, text.where);
+  text.action += checkpoint.empty() ? "; no checkpoint had been saved yet"
+                                    : "; to continue: " + resume_command(config, ranks, checkpoint) +
+                                          " (from the last checkpoint, which is whole)";
+  if (const auto* relayed = dynamic_cast<const RelayedError*>(&error))
+    throw RelayedError(text, relayed->of_operation());
+  throw PeerError(text);
 }
 
 }  // namespace isograd

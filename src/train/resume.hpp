@@ -1,10 +1,12 @@
 // Continuing a run: the checkpoint's state, and that this configuration describes the same run.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 
 #include "isograd/checkpoint.hpp"
+#include "isograd/error.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -35,5 +37,10 @@ inline constexpr const char* kRunConfig = "config.toml";
 
 // The command line that continues from `checkpoint`, for a shell: by the configuration in run.directory.
 std::string resume_command(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
+// The same in a sentence about a run that failed; empty `checkpoint`: it had saved none.
+std::string way_back(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
+// `error`, a rank that was lost, hung or disagreed, with the steps made until then and the way back.
+[[noreturn]] void rethrow(const PeerError& error, const RunConfig& config, int ranks, std::int64_t step,
+                          const std::filesystem::path& checkpoint);
 
 }  // namespace isograd

@@ -16,14 +16,16 @@
 #include "isograd/error.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/resume.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
 
-// The checkpoint that a run continues; empty: it starts anew. `own`: one of its own folder.
+// The checkpoint that a run continues; empty: it starts anew. `own`: one of its own folder. `compared`: the
+// run is trained for comparison, by another one.
 struct RunFolder::Continued {
   fs::path checkpoint{};
-  bool own = false;
+  bool own = false, compared = false;
 };
 
 namespace {
@@ -109,7 +111,7 @@ RunFolder::Continued RunFolder::continued(const RunConfig& config) {
   const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
   std::error_code error;
   const fs::path folder = (found.has_filename() ? found : found.parent_path()).lexically_normal();
-  return {folder, fs::equivalent(fs::absolute(folder).parent_path(), root, error)};
+  return {.checkpoint = folder, .own = fs::equivalent(fs::absolute(folder).parent_path(), root, error)};
 }
 
 void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {
@@ -129,20 +131,31 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
   const bool resumable = !list_checkpoints(checkpoint_root(config)).empty();
   throw ConfigError(
       {.where = here(config.run.directory),
-       .found = found + " of an earlier run",
+       .found = found + " of an earlier run" + (from.compared ? ", trained for comparison" : ""),
        .expected = from.checkpoint.empty() ? "a folder for this new run, which would write over them"
                                            : fmt::format("a folder for the run that continues {} elsewhere",
                                                          from.checkpoint.string()),
        .action = fmt::format(
            "Give it a folder of its own (--set run.directory=...){}, or replace the earlier run: --overwrite",
-           resumable && from.checkpoint.empty()
+           resumable && from.checkpoint.empty() && !from.compared
                ? ", continue the earlier one (--set checkpoint.resume=latest)"
                : "")});
 }
 
+// Of a run that goes on the other is its own, and goes on too.
+void RunFolder::refuse_earlier_comparison(const RunConfig& config, const Continued& from) {
+  const auto of_kind = kind_of(config).comparison;
+  const std::optional<RunConfig> other = of_kind && !from.own ? of_kind(config) : std::nullopt;
+  if (!other) return;
+  check_no_run_lives(other->run.directory);
+  refuse_earlier_run(*other, {.checkpoint = from.checkpoint, .compared = true});
+}
+
 void RunFolder::check_free(const RunConfig& config) {
   check_no_run_lives(config.run.directory);
-  refuse_earlier_run(config, continued(config));
+  const Continued from = continued(config);
+  refuse_earlier_run(config, from);
+  refuse_earlier_comparison(config, from);
 }
 
 RunFolder::RunFolder(const RunConfig& config)
@@ -152,6 +165,8 @@ RunFolder::RunFolder(const RunConfig& config)
   check_no_run_lives(directory_);
   const Continued from = continued(config);
   refuse_earlier_run(config, from);
+  refuse_earlier_comparison(config, from);
+  goes_on_ = from.own;
   std::error_code error;
   made_ = !fs::exists(directory_, error);
   make_folders(directory_);
@@ -234,7 +249,8 @@ void RunFolder::begin() {
   prune_checkpoints(checkpoints_, -1, 1);
   std::error_code ignored;
   for (const auto& file : event_files(directory_)) fs::remove(file, ignored);
-  for (const auto& file : {directory_ / "report.html", json_log_}) fs::remove(file, ignored);
+  for (const auto& file : {directory_ / "report.html", directory_ / kLastOperations, json_log_})
+    fs::remove(file, ignored);
 }
 
 bool RunFolder::is_there() const {

@@ -15,8 +15,8 @@ namespace isograd {
 class RunFolder {
  public:
   // ConfigError when another run writes to run.directory, or when files of an earlier one lie there and this
-  // run neither continues it (checkpoint.resume) nor was told to replace it (RunConfig::overwrite). Nothing
-  // is removed yet.
+  // run neither continues it (checkpoint.resume) nor was told to replace it (RunConfig::overwrite); the same
+  // of the folder of the run that it is compared with. Nothing is removed yet.
   explicit RunFolder(const RunConfig& config);
   // Leaves nothing behind where begin() was not called.
   ~RunFolder();
@@ -33,19 +33,24 @@ class RunFolder {
   bool is_there() const;  // the folder that it began with, though perhaps without its lock
   // What becomes of files that are there, for people; empty: nothing does.
   const std::string& notice() const { return notice_; }
+  bool goes_on() const { return goes_on_; }  // from a checkpoint of its own folder
 
  private:
   struct Continued;
   static Continued continued(const RunConfig& config);
   static void refuse_earlier_run(const RunConfig& config, const Continued& from);
+  static void refuse_earlier_comparison(const RunConfig& config, const Continued& from);
   void lock();
   void take(const RunConfig& config, const Continued& from);
   std::filesystem::path directory_, checkpoints_, json_log_;
-  bool made_ = false, replaces_ = false, begun_ = false;
+  bool made_ = false, replaces_ = false, begun_ = false, goes_on_ = false;
   int file_ = -1;
   struct stat folder_ {};
   std::string notice_;
 };
+
+// In run.directory: what ranks did before an operation failed, a rank was lost (OperationsFile).
+inline constexpr const char* kLastOperations = "last_operations.txt";
 
 // What an earlier run has left in run.directory and would lose to a new one; empty: nothing.
 std::string earlier_run(const RunConfig& config);

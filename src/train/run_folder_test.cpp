@@ -35,6 +35,7 @@ class RunFolders : public testing_runs::TinyRuns {
                         [](const fs::path& folder) { write_file(folder / "state.json", "{}"); });
     write_file(directory_ / "metrics.jsonl", "{\"step\":1}\n{\"step\":2}\n");
     write_file(directory_ / "report.html", "a report");
+    write_file(directory_ / kLastOperations, "of a rank that lost another");
     fs::create_directories(directory_ / "tensorboard");
     write_file(directory_ / "tensorboard/events.out.tfevents.1.isograd", "events");
     write_file(directory_ / "notes.txt", "the user's own");
@@ -101,7 +102,8 @@ TEST_F(RunFolders, OverwriteReplacesARunAndNothingElse) {
     folder.begin();
   }
   EXPECT_EQ(checkpoints(), 0u);
-  for (const char* name : {"metrics.jsonl", "report.html", "tensorboard/events.out.tfevents.1.isograd"})
+  for (const char* name :
+       {"metrics.jsonl", "report.html", "tensorboard/events.out.tfevents.1.isograd", kLastOperations})
     EXPECT_FALSE(fs::exists(directory_ / name)) << name;
   EXPECT_EQ(read_file(directory_ / "notes.txt"), "the user's own");
 }
@@ -130,6 +132,35 @@ TEST_F(RunFolders, ARunThatGoesOnElsewhereIsNewThere) {
   fs::copy(directory_, other.run.directory, fs::copy_options::recursive);
   EXPECT_THAT(config_error_of([&] { RunFolder folder(other); }),
               AllOf(HasSubstr("--overwrite"), Not(HasSubstr("resume=latest"))));
+}
+
+// A scorer is compared with one trained by cross entropy, in a folder inside its own.
+TEST_F(RunFolders, TheRunToCompareWithIsUnderTheSameRule) {
+  config_.model.kind = "scorer";
+  leave_a_run({30});
+  fs::rename(directory_, root_ / "cross_entropy");
+  fs::create_directories(directory_);
+  fs::rename(root_ / "cross_entropy", directory_ / "cross_entropy");
+  const std::string said = taking();
+  EXPECT_THAT(said, AllOf(HasSubstr("run/cross_entropy\""), HasSubstr("the checkpoint step-00000030"),
+                          HasSubstr("trained for comparison"), HasSubstr("--overwrite"),
+                          Not(HasSubstr("resume=latest"))));
+  EXPECT_EQ(config_error_of([&] { RunFolder::check_free(config_); }), said) << "before ranks are started too";
+  RunConfig changed = config_;
+  const auto taking_changed = [&] {
+    return config_error_of([&] { EXPECT_FALSE(RunFolder(changed).goes_on()); });
+  };
+  changed.overwrite = true;
+  EXPECT_EQ(taking_changed(), "no error");
+  changed = config_, changed.ranking.compare = false;
+  EXPECT_EQ(taking_changed(), "no error");
+  changed = config_, changed.ranking.loss = "cross_entropy";
+  EXPECT_EQ(taking_changed(), "no error") << "nothing to compare with";
+  changed = config_, changed.model.kind = "decoder";
+  EXPECT_EQ(taking_changed(), "no error");
+  leave_a_run({40});
+  changed = config_, changed.checkpoint.resume = "latest";
+  EXPECT_TRUE(RunFolder(changed).goes_on()) << "the other goes on too";
 }
 
 TEST_F(RunFolders, MetricsOfAnotherFolderAreARunsFilesToo) {

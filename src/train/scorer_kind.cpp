@@ -1,5 +1,6 @@
 // Keys and rules of runs of a scorer.
 #include <algorithm>
+#include <filesystem>
 
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
@@ -89,6 +90,17 @@ void check_scorer(const RunConfig& config, int ranks) {
          .action = "Start fewer ranks, or enlarge batch.rows_per_step"});
 }
 
+// The same scorer from the same weights on the same rows, by cross entropy.
+std::optional<RunConfig> scorer_comparison(const RunConfig& config) {
+  constexpr const char* kOther = "cross_entropy";
+  if (!config.ranking.compare || config.ranking.loss == kOther) return std::nullopt;
+  RunConfig other = config;
+  other.ranking.loss = kOther;
+  other.run.directory = (std::filesystem::path(config.run.directory) / kOther).string();
+  other.run.json_log.clear();
+  return other;
+}
+
 }  // namespace
 
 const TaskKind& scorer_kind() {
@@ -103,6 +115,7 @@ const TaskKind& scorer_kind() {
       .check_ranks = check_scorer,
       .accumulations = [](const RunConfig& config, int) { return std::vector<RunConfig>{config}; },
       .accumulation_text = [](const RunConfig&) -> std::string { return "one micro-batch"; },
+      .comparison = scorer_comparison,
       .on_gpu = false,
       .cuts_tokens = false,
       .make = make_scorer_task};

@@ -12,6 +12,7 @@
 #include "isograd/random.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
+#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -205,15 +206,7 @@ class ScorerTask : public Task {
             {kPartialAuc, metrics.partial_auc}};
   }
 
-  // The same scorer from the same weights on the same rows, by cross entropy.
-  std::optional<RunConfig> comparison() const override {
-    constexpr const char* kOther = "cross_entropy";
-    if (!config().ranking.compare || config().ranking.loss == kOther) return std::nullopt;
-    RunConfig other = config();
-    other.ranking.loss = kOther;
-    other.run.directory = (fs::path(config().run.directory) / kOther).string();
-    return other;
-  }
+  std::optional<RunConfig> comparison() const override { return scorer_kind().comparison(config()); }
 
   Showing show(TaskModel&, const Outcome& outcome, const Outcome* comparison) const override {
     const auto& ranking = config().ranking;

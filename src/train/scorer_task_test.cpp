@@ -172,6 +172,33 @@ TEST_F(ScorerRuns, IsComparedWithCrossEntropyByTheSameLoop) {
   EXPECT_THAT(report, HasSubstr(fmt::format("{:.4f}", cross_entropy.outcomes[0].figures[0].value)));
 }
 
+// Both folders are a run's, and go on or are replaced together.
+TEST_F(ScorerRuns, TheComparisonOfAnEarlierRunIsNotWrittenOver) {
+  RunConfig config = scorer("run");
+  config.ranking.compare = true;
+  run(config, 2);
+  const fs::path directory = config.run.directory, metrics = directory / "cross_entropy/metrics.jsonl";
+  fs::rename(directory / "cross_entropy", root_ / "kept");
+  fs::remove_all(directory);
+  fs::create_directories(directory);
+  fs::rename(root_ / "kept", directory / "cross_entropy");
+  const std::string before = read_file(metrics);
+  EXPECT_THAT(config_error_of([&] { run(config, 2); }), HasSubstr("trained for comparison"));
+  EXPECT_EQ(read_file(metrics), before);
+  EXPECT_FALSE(fs::exists(directory / "checkpoints"));
+  config.overwrite = true;
+  run(config, 2);
+  config.overwrite = false;
+  config.checkpoint.resume = "latest";
+  config.train.steps = 9;
+  run(config, 2);
+  EXPECT_TRUE(fs::exists(directory / "cross_entropy/checkpoints/step-00000009"));
+  // Ended before the comparison had saved anything: it begins again.
+  fs::remove_all(directory / "cross_entropy/checkpoints");
+  run(config, 2);
+  EXPECT_TRUE(fs::exists(directory / "cross_entropy/checkpoints/step-00000009"));
+}
+
 TEST_F(ScorerRuns, AnotherRunIsRefusedByKey) {
   const RunConfig saving = scorer("run");
   run(saving, 1);

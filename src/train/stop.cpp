@@ -15,7 +15,7 @@ static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::
 
 std::mutex guard;
 int holders = 0;
-struct sigaction old_interrupt, old_terminate, old_hang_up, old_file_size;
+struct sigaction old_interrupt, old_terminate, old_hang_up, old_file_size, old_pipe;
 
 long long now_ms() {
   timespec now{};
@@ -48,6 +48,7 @@ StopSignals::StopSignals() {
   if (old_hang_up.sa_handler == SIG_IGN) sigaction(SIGHUP, &old_hang_up, nullptr);
   action.sa_handler = SIG_IGN;
   sigaction(SIGXFSZ, &action, &old_file_size);
+  sigaction(SIGPIPE, &action, &old_pipe);
 }
 
 StopSignals::~StopSignals() {
@@ -57,6 +58,7 @@ StopSignals::~StopSignals() {
   sigaction(SIGTERM, &old_terminate, nullptr);
   sigaction(SIGHUP, &old_hang_up, nullptr);
   sigaction(SIGXFSZ, &old_file_size, nullptr);
+  sigaction(SIGPIPE, &old_pipe, nullptr);
 }
 
 bool StopSignals::requested() {

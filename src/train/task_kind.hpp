@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,8 @@ struct TaskKind {
   std::string (*accumulation_text)(const RunConfig& config);
   // The views of tp that the placements of its model ask for. Null: none.
   Grid (*view)(const RunConfig& config, const Grid& grid){};
+  // Task::comparison(), by the configuration alone. Null: none.
+  std::optional<RunConfig> (*comparison)(const RunConfig& config){};
   bool on_gpu = true;       // whether it has code for one
   bool cuts_tokens = true;  // whether parallel.sequence_parallel means anything to it
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "comm/operations_file.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
@@ -44,12 +45,6 @@ bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
 
 }  // namespace
 
-int Outcome::exit_status() const {
-  const bool passed =
-      std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
-  return end == End::kDiverged || end == End::kRefuted || !passed ? 1 : 0;
-}
-
 struct Trainer::Impl {
   RunConfig config;
   World& world;
@@ -83,6 +78,8 @@ struct Trainer::Impl {
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
   std::string refutation{};         // what a check found
   std::string learning_rates{};     // that a resume has changed them
+  bool is_comparison = false;       // of another run, which says what it has to say
+  std::optional<OperationsFile> operations{};
 
   void prepare() {
     Group& group = world.group;
@@ -130,6 +127,7 @@ struct Trainer::Impl {
         presenter->notice("no " + one_of(task->facts().documents) +
                           " is held out, so there is no validation loss (data.validation_fraction)");
     });
+    if (!is_comparison) operations.emplace(std::filesystem::path(config.run.directory) / kLastOperations);
   }
 
   // What rank 0 shows and logs. When it cannot, all ranks stop after the next step, and throw its error.
@@ -168,17 +166,16 @@ struct Trainer::Impl {
   const Layout* cut_layout() const { return placed ? &*placed : nullptr; }
 
   RunFacts facts(const Baseline& baseline) const {
-    RunFacts facts{.ranks = world.size,
-                   .layout = describe_layout(config, world.group),
-                   .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
-                   .parameters = parameters,
-                   .where_all_lies = where_all_lies,
-                   .task = task->facts(),
-                   .baseline = baseline,
-                   .peak = peak,
-                   .steps_per_epoch = loader->steps_per_epoch(),
-                   .first_step = state.step};
-    return facts;
+    return RunFacts{.ranks = world.size,
+                    .layout = describe_layout(config, world.group),
+                    .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
+                    .parameters = parameters,
+                    .where_all_lies = where_all_lies,
+                    .task = task->facts(),
+                    .baseline = baseline,
+                    .peak = peak,
+                    .steps_per_epoch = loader->steps_per_epoch(),
+                    .first_step = state.step};
   }
 
   // Every step until the last, a stop or a divergence. What happens after a step depends only on its report
@@ -228,8 +225,7 @@ struct Trainer::Impl {
     state.updates = optimizer->updates();
     if (!report.finite) ++state.skipped;
     if (report.finite && !report.updated) ++outcome.empty;
-    outcome.steps = state.step;
-    outcome.skipped = state.skipped;
+    outcome.steps = state.step, outcome.skipped = state.skipped;
   }
 
   void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
@@ -313,16 +309,17 @@ struct Trainer::Impl {
     std::optional<RunConfig> other = task->comparison();
     if (!other) return std::nullopt;
     other->source = std::filesystem::path(other->run.directory) / kRunConfig;
-    other->run.json_log.clear();
     std::string resume;
     on_rank_zero(world.group, [&] {
-      if (!config.checkpoint.resume.empty() && !list_checkpoints(checkpoint_root(*other)).empty())
-        resume = "latest";
+      if (folder->goes_on() && !list_checkpoints(checkpoint_root(*other)).empty()) resume = "latest";
+      // Of a run that goes on: what it had left there before the first checkpoint.
+      other->overwrite = resume.empty() && (config.overwrite || folder->goes_on());
       presenter->notice(fmt::format("for comparison: the same by {}", other->source.string()));
     });
     other->checkpoint.resume = broadcast_text(world.group, resume);
-    other->overwrite = other->checkpoint.resume.empty();
-    return Trainer(*other, world).run();
+    Trainer comparison(*other, world);
+    comparison.impl_->is_comparison = true;
+    return comparison.run();
   }
 
   void finish() {
@@ -369,18 +366,13 @@ struct Trainer::Impl {
       if (outcome.end == Outcome::End::kStopped)
         presenter->notice("stopped after step " + std::to_string(state.step) +
                           "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
+      const std::string back = way_back(config, world.size, outcome.checkpoint);
       if (outcome.end == Outcome::End::kDiverged)
-        presenter->notice(not_finite_at(state.step + 1, outcome.not_finite) + "; " + way_back());
+        presenter->notice(not_finite_at(state.step + 1, outcome.not_finite) + "; " + back);
       if (outcome.end == Outcome::End::kRefuted)
-        presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, way_back()));
+        presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, back));
       outcome.report = presenter->finish(outcome, showing);
     });
-  }
-
-  std::string way_back() const {
-    return outcome.checkpoint.empty()
-               ? std::string("no checkpoint had been saved yet")
-               : "the last checkpoint is whole: " + resume_command(config, world.size, outcome.checkpoint);
   }
 };
 
@@ -398,6 +390,8 @@ Outcome Trainer::run() {
     throw;
   } catch (const std::exception& error) {
     impl_->world.group.poison(error.what());
+    if (const auto* lost = dynamic_cast<const PeerError*>(&error); lost && impl_->operations)
+      rethrow(*lost, impl_->config, impl_->world.size, impl_->state.step, impl_->outcome.checkpoint);
     throw;
   }
   return impl_->outcome;

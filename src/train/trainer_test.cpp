@@ -3,7 +3,9 @@
 
 #include <gmock/gmock.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <fstream>
@@ -15,6 +17,7 @@
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
 #include "train/resume.hpp"
+#include "train/stop.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 
@@ -215,6 +218,21 @@ TEST_F(TrainerTest, WhatCannotBeTrainedIsRefusedBefore) {
               HasSubstr("absent"));
   EXPECT_THAT(refused([&](RunConfig& c) { c.checkpoint.resume = "latest"; }),
               HasSubstr("no complete checkpoint"));
+}
+
+// `isograd train ... | head`: with process ranks in tests/test_train_more.py.
+TEST(StopSignals, OutputThatNobodyReadsIsAWriteError) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  ::close(ends[0]);
+  const auto before = ::signal(SIGPIPE, SIG_DFL);  // what starts tests may ignore it
+  {
+    const StopSignals signals;
+    EXPECT_EQ(::write(ends[1], "", 1), -1);
+    EXPECT_EQ(errno, EPIPE);
+  }
+  EXPECT_EQ(::signal(SIGPIPE, before), SIG_DFL);
+  ::close(ends[1]);
 }
 
 // A full disk while saving is tested with process ranks (tests/test_train.py): LibTorch refuses to make a

@@ -26,7 +26,10 @@ struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by Case::parameters()
   double whole = 0;               // of all together; unless exact
-  Bounds bounds;                  // of the coarser precision
+  // By how much the scale of a matrix may be off, beside what its own pieces say (test_scale_of_one); 0: not
+  // told.
+  double matrix = 0;
+  Bounds bounds;  // of the coarser precision
 };
 
 // A gradient that a mistake would make, and how much larger its rounding is than the right one's.
@@ -118,6 +121,7 @@ class Case {
 
  private:
   void allow(double most_alone);
+  bool scale_told(const Parameter& parameter) const;
 
   RunPair pair_;
   Grid grid_;
@@ -181,7 +185,7 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(Case& one);
 // The gradient is right: loss, norm, clip, traffic.
-std::vector<Finding> diagnose_figures(const Case& one);
+std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices);
 // By how much figures may be off, which come from sums of many numbers.
 double tolerance(const Case& one);
 
@@ -189,6 +193,13 @@ double tolerance(const Case& one);
 // are missing, `notices` hears of. (diagnose_contradictions.cpp)
 std::vector<Finding> diagnose_contradictions(const Case& one, double limit,
                                              std::vector<std::string>* notices);
+// What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
+struct OwnUpdate {
+  std::vector<std::string> wrong;  // parameters
+  std::vector<Finding> findings;   // one, where there are any
+};
+// Of a part that is no multiple of the gradient, as weight decay makes it, `notices` hears.
+OwnUpdate diagnose_own_update(const Case& one, bool of_found, std::vector<std::string>* notices);
 // Owners of elements, and the norms of what ranks own, against the norm of all.
 std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
                                             double limit);

@@ -83,8 +83,12 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const Case& one, boo
                  .worst = {}};
     layout.e2.state = state;
     const double unit = allowance.bounds.unit;
-    const auto whole = fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(),
-                                   allowance.whole);
+    const auto whole =
+        fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(),
+                    allowance.whole) +
+        (allowance.matrix > 0 ? fmt::format("; scale of each matrix within {:.2g} + 4 of its standard errors",
+                                            allowance.matrix)
+                              : "");
     if (with_alone)
       layout.e2.bound = fmt::format(
           "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one process in {}; "
@@ -103,6 +107,13 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const Case& one, boo
           precision);
   }
   layout.e3 = {.state = Grade::State::kNotClaimed, .bound = "one dump shows one run", .worst = {}};
+}
+
+// What does not show in the parameter that shows least.
+std::string unseen_in(const Grade& grade) {
+  if (grade.failed > 0 || grade.single_least.empty()) return {};
+  return fmt::format(", in {} not even a gradient that is {:.2g} % too large or too small",
+                     grade.single_least, 100 * std::min(1.0, grade.single_found));
 }
 
 // The order of `shares` that puts the counts of the reference where the run has them: as they follow one
@@ -262,8 +273,8 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   if (precision != pair.found.precision)
     result.notices.push_back(fmt::format(
         "{} is in {}, coarser than {} in {}: its precision limits the verdict, and what is smaller than "
-        "its rounding does not show (make the reference in fp64)",
-        names.expected, precision, names.found, pair.found.precision));
+        "its rounding does not show{} (make the reference in fp64)",
+        names.expected, precision, names.found, pair.found.precision, unseen_in(layout.e2)));
   if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
     result.notices.push_back(fmt::format(
         "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,

@@ -151,12 +151,15 @@ std::vector<Finding> diagnose_norm(const Case& one) {
 
 // Parameters from which another amount is taken away than there should be. What the reference takes away is
 // right, whatever it is made of: weight decay belongs to it. Where the reference does not say, it is the
-// run's own gradient, whose rounding it shares, times the coefficient; NaN: that is not known.
-std::vector<std::string> applied_otherwise(const Case& one, double coefficient, double limit) {
+// run's own gradient, whose rounding it shares, times the coefficient; NaN: that is not known. `unbelieved`:
+// where the reference contradicts itself.
+std::vector<std::string> applied_otherwise(const Case& one, double coefficient, double limit,
+                                           const std::vector<std::string>& unbelieved) {
   std::map<std::string, at::Tensor> references;
   Tensors taken;
   for (const auto& [name, tensor] : one.expected().applied)
-    taken.push_back(references[name] = tensor.to(at::kDouble));
+    if (std::find(unbelieved.begin(), unbelieved.end(), name) == unbelieved.end())
+      taken.push_back(references[name] = tensor.to(at::kDouble));
   const Tensors gradient = one.right().gradient;
   double elements = 0;
   for (const at::Tensor& tensor : gradient) elements += static_cast<double>(tensor.numel());
@@ -178,7 +181,7 @@ std::vector<std::string> applied_otherwise(const Case& one, double coefficient, 
 }
 
 // How the gradient was applied.
-std::vector<Finding> diagnose_clip(const Case& one) {
+std::vector<Finding> diagnose_clip(const Case& one, const std::vector<std::string>& unbelieved) {
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one);
   // Where the reference has none: what the run itself says it did.
@@ -186,8 +189,8 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   const double coefficient = std::isnan(wanted) ? own : wanted;
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
   std::vector<std::string> bent;                                    // applied in another direction
-  auto others = applied_otherwise(one, coefficient, 10 * limit);
-  const bool as_reference = others.empty() && !one.expected().applied.empty();
+  auto others = applied_otherwise(one, coefficient, 10 * limit, unbelieved);
+  const bool as_reference = others.empty() && one.expected().applied.size() > unbelieved.size();
   for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
     const auto& [name, tensor] = one.found().applied[i];
     for (const auto& parameter : one.parameters()) {
@@ -210,7 +213,7 @@ std::vector<Finding> diagnose_clip(const Case& one) {
   }
   // Nobody says how much is applied, but all agree: what is too small for a ratio of its own goes by it.
   if (std::isnan(coefficient) && groups.size() == 1 && bent.empty())
-    others = applied_otherwise(one, groups[0].first, 10 * limit);
+    others = applied_otherwise(one, groups[0].first, 10 * limit, unbelieved);
   const auto numbers = fmt::format("expected coefficient {:.9g}, reported {:.9g}", coefficient, own);
   // A clip only makes shorter, and takes nothing away altogether; and the coefficient is what it reports.
   bool clips = bent.empty();
@@ -290,15 +293,22 @@ double tolerance(const Case& one) {
   return std::max(one.limit(), 1e-9);
 }
 
-std::vector<Finding> diagnose_figures(const Case& one) {
+std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices) {
   std::vector<Finding> findings = diagnose_not_finite(one);
   if (!findings.empty()) return findings;  // nothing was updated
   findings = diagnose_loss(one);
   const auto norm = diagnose_norm(one);
   findings.insert(findings.end(), norm.begin(), norm.end());
-  for (auto& finding : diagnose_clip(one))
+  OwnUpdate reference = diagnose_own_update(one, false, notices);
+  const auto clip = diagnose_clip(one, reference.wrong);
+  for (const auto& finding : clip)
     // A wrong norm makes a wrong coefficient: said once.
-    if (norm.empty() || finding.id == "groups_clipped_apart") findings.push_back(std::move(finding));
+    if (norm.empty() || finding.id == "groups_clipped_apart") findings.push_back(finding);
+  // What two dumps say alike contradicts both of their gradients alike.
+  if (clip.empty())
+    for (auto& finding : diagnose_own_update(one, true, nullptr).findings)
+      findings.push_back(std::move(finding));
+  for (auto& finding : reference.findings) findings.push_back(std::move(finding));
   for (auto& finding : diagnose_traffic(one)) findings.push_back(std::move(finding));
   return findings;
 }

@@ -13,31 +13,6 @@ namespace {
 
 using namespace diagnosis_test;
 
-// What is said of a right gradient, whose figures are all there, after `change`.
-std::string with(const std::function<void(StepDump&, StepDump&)>& change,
-                 std::vector<std::string>* notices = nullptr) {
-  ToyTrainer trainer;
-  trainer.change = [change](RunPair& pair, const Experiment&) {
-    double squares = 0;
-    for (auto& [name, gradient] : pair.expected.gradients) {
-      squares += gradient.square().sum().template item<double>();
-      pair.expected.applied.emplace_back(name, gradient * kClip);
-    }
-    pair.found.applied = pair.expected.applied;
-    pair.expected.figures.norm = pair.found.figures.norm = std::sqrt(squares);
-    pair.expected.ranks.assign(1, {});
-    pair.found.ranks.assign(3, {});
-    for (std::size_t r = 0; r < 3; ++r) {
-      pair.found.ranks[r].owned_norm = std::sqrt(squares * (r == 0 ? 0.5 : 0.25));
-      pair.found.ranks[r].norm = pair.found.figures.norm;
-    }
-    pair.found.owners.assign(3, {1, 1});
-    change(pair.found, pair.expected);
-  };
-  const auto again = [&](const Experiment& experiment) { return trainer.run(experiment); };
-  return ids(diagnose(*trainer.run({}), again, notices));
-}
-
 TEST(Diagnosis, Figures) {
   const auto norm_becomes = [](StepDump& found, double norm) {
     found.figures.norm = norm;

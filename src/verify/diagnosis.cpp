@@ -209,7 +209,7 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::v
     return findings;
   }
   ended_by(diagnose_rivals(one, untold));
-  if (findings.empty()) ended_by(diagnose_figures(one));  // else another model's
+  if (findings.empty()) ended_by(diagnose_figures(one, untold));  // else another model's
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
     ended_by({{"counted_on_peers",
                fmt::format("{} targets are reported, there are {}; loss and gradient are right",

@@ -231,6 +231,12 @@ std::string parity_line(const Verdict& verdict, const Wording& wording) {
   if (layout && claimed(layout->e2) && !layout->e2.worst.empty())
     line += fmt::format("{} {} of {} allowed ({}, {})", joint, scientific(layout->e2.error),
                         scientific(layout->e2.allowed), verdict.precision, layout->e2.worst);
+  // Within rounding alone much may pass: the line says what.
+  if (layout && verdict.passed && !claimed(layout->e1) && claimed(layout->e2) &&
+      !layout->e2.single_least.empty())
+    line += fmt::format("; finds an error of scale from {} in all parameters, from {} in a single one ({})",
+                        percent(layout->e2.uniform_found), percent(layout->e2.single_found),
+                        layout->e2.single_least);
   if (layout && verdict.passed && claimed(layout->e3)) line += "; same bits twice";
   if (!wording.findings.empty()) line += "; " + wording.findings[0].sentence;
   return printable(line);

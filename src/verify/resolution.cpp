@@ -83,6 +83,36 @@ std::vector<Piece> scaled(std::vector<Piece> pieces, double more) {
   return pieces;
 }
 
+// ‖e − share · d‖ of ‖d‖.
+double left_of(const std::vector<Piece>& pieces, double share) {
+  double left = 0, all = 0;
+  for (const Piece& piece : pieces) {
+    left += piece.error - 2 * share * piece.error_direction + share * share * piece.direction;
+    all += piece.direction;
+  }
+  return std::sqrt(std::max(left, 0.0) / all);
+}
+
+WholeScale test_one(const std::vector<Piece>& pieces, double unit, double allowed) {
+  const Along fitted = fit(pieces, unit);
+  WholeScale result{.tested = true,
+                    .error = fitted.share,
+                    .allowed = allowed + 4 * fitted.scatter + 2 * left_of(pieces, fitted.share)};
+  result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
+  return result;
+}
+
+// The largest error of scale that still passes on a fine grid, a step up: above it all fail.
+template <typename Passes>
+double found_from(const std::vector<Piece>& pieces, double unit, const Passes& passes) {
+  double from = 0;
+  constexpr double kStep = 1.05;
+  for (double more = unit / 8; more < 1; more *= kStep)
+    for (const double signed_more : {more, -more})
+      if (passes(scaled(pieces, signed_more))) from = more * kStep;
+  return from;
+}
+
 }  // namespace
 
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit) {
@@ -99,14 +129,25 @@ WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double 
   const Along fitted = fit(pieces, unit);
   WholeScale result{.tested = true, .error = fitted.share, .allowed = scale_allowed(fitted, unit, alone)};
   result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
-  // The largest that still passes on a fine grid: above it all fail.
-  constexpr double kStep = 1.05;
-  for (double more = unit / 8; more < 1; more *= kStep)
-    for (const double signed_more : {more, -more}) {
-      const Along other = fit(scaled(pieces, signed_more), unit);
-      if (std::abs(other.share) <= scale_allowed(other, unit, alone)) result.found_from = more * kStep;
-    }
+  result.found_from = found_from(pieces, unit, [&](const auto& other) {
+    const Along there = fit(other, unit);
+    return std::abs(there.share) <= scale_allowed(there, unit, alone);
+  });
   return result;
+}
+
+WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
+                             double allowed) {
+  const auto pieces = pieces_of({gradient - reference}, {reference}, {reference});
+  WholeScale result = test_one(pieces, unit, allowed);
+  result.found_from =
+      found_from(pieces, unit, [&](const auto& other) { return test_one(other, unit, allowed).passed; });
+  return result;
+}
+
+bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
+                         double allowed) {
+  return test_one(pieces_of({gradient - reference}, {reference}, {reference}), unit, allowed).passed;
 }
 
 double smallest_scale_error(const at::Tensor& gradient_, const at::Tensor& reference, double allowed) {

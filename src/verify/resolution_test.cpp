@@ -2,11 +2,13 @@
 #include "verify/resolution.hpp"
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "verify/compare.hpp"
+#include "verify/compare_dumps.hpp"
 
 namespace isograd {
 namespace {
@@ -73,6 +75,28 @@ TEST(Resolution, AnErrorOfScaleOfASingleParameterShowsFromWhereItIsSaidOn) {
     }
 }
 
+// In bf16, by its own pieces: also beside a reference that is off in no particular direction.
+TEST(Resolution, AnErrorOfScaleOfOneMatrixShowsFromWhereItIsSaidOn) {
+  constexpr double kUnit = 0x1p-9, kAllowed = 32 * kUnit;
+  for (const auto& shape : std::vector<std::vector<std::int64_t>>{{8, 8}, {24, 72}, {61, 24}, {300, 200}})
+    for (std::uint64_t seed : {1, 2, 3}) {
+      const at::Tensor right = drawn(shape, seed), found = right * (1 + 1e-2 * drawn(shape, seed + 10));
+      const WholeScale as_is = test_scale_of_one(found, right, kUnit, kAllowed);
+      EXPECT_TRUE(as_is.passed);
+      EXPECT_GT(as_is.found_from, kAllowed);
+      EXPECT_LT(as_is.found_from, right.numel() < 100 ? 0.2 : 0.11);
+      const auto passes = [&](double factor) {
+        return scale_of_one_agrees(found * factor, right, kUnit, kAllowed);
+      };
+      const double from = as_is.found_from;
+      EXPECT_FALSE(passes(1 + 1.001 * from) || passes(1 - 1.001 * from)) << from;
+      EXPECT_TRUE(passes(1 + 0.9 * from) || passes(1 - 0.9 * from)) << from;
+      const at::Tensor rough = right + 0.4 * drawn(shape, seed + 20);  // too long by 0.08 of itself
+      EXPECT_TRUE(scale_of_one_agrees(found, rough, kUnit, kAllowed));
+      EXPECT_FALSE(scale_of_one_agrees(found * NAN, right, kUnit, kAllowed));
+    }
+}
+
 TEST(Resolution, ASmallParametersSignFlippedIsSaidNotToShow) {
   const at::Tensor large = drawn({100000}, 1), small = drawn({64}, 2) * 1e-14;
   const auto scales = error_scales({large, small});
@@ -121,6 +145,43 @@ TEST(Resolution, ADirectionIsFoundBelowTheSizeOfRounding) {
   const Along there = along(errors, direction, made.right, 0x1p-9);
   EXPECT_LT(std::abs(there.share - 1), 5 * there.scatter);
   EXPECT_TRUE(std::isinf(along(errors, times(direction, 0), made.right, 0x1p-9).scatter));
+}
+
+// One matrix whose gradient is a tenth of the others', beside a reference in bf16: too small to show in the
+// whole. Of a vector the precision tells no more than half, which the verdict says.
+TEST(Resolution, AMatrixThatIsThirtyPercentOffShowsBesideAReferenceInBf16) {
+  const auto step = [](std::uint64_t seed, const char* precision, double matrix, double vector) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{1});
+    auto rounding = at::make_generator<at::CPUGeneratorImpl>(seed);
+    StepDump dump;
+    dump.precision = precision;
+    dump.figures = {.loss = 2, .targets = 20, .tokens = 23, .norm = std::nan(""), .clip_coefficient = 1};
+    for (const auto& [name, shape, size] : {std::tuple{"embedding", std::vector<std::int64_t>{61, 24}, 1.0},
+                                            {"up", {24, 72}, 0.1 * matrix},
+                                            {"norm", {24}, 0.1 * vector}}) {
+      const at::Tensor right = at::randn(shape, generator, at::kDouble);
+      dump.gradients.emplace_back(name, size * right * (1 + 1e-2 * at::randn(shape, rounding, at::kDouble)));
+    }
+    return dump;
+  };
+  for (const char* own : {"bf16", "fp32"}) {
+    const auto compared = [&](double matrix, double vector) {
+      return compare_dumps(step(2, own, matrix, vector), step(3, "bf16", 1, 1), {"A", "B"});
+    };
+    const auto right = compared(1, 1);
+    EXPECT_TRUE(right.verdict.passed);
+    EXPECT_THAT(right.verdict.layouts[0].e2.bound, ::testing::HasSubstr("scale of each matrix"));
+    EXPECT_EQ(right.verdict.layouts[0].e2.single_least, "norm");
+    EXPECT_THAT(parity_line(right.verdict), ::testing::HasSubstr("% in a single one (norm)"));
+    if (*own == 'f') {
+      EXPECT_THAT(right.notices[0], ::testing::HasSubstr("in norm not even a gradient that is"));
+    }
+    for (const double factor : {1.3, 0.7, 1.15, 0.85}) {
+      EXPECT_EQ(compared(factor, 1).findings.at(0).id, "some_parameters_scaled") << factor;
+      EXPECT_GT(right.verdict.layouts[0].e2.single_found, std::abs(factor - 1));
+    }
+    EXPECT_TRUE(compared(1, 1.3).verdict.passed);  // below what is said to be found
+  }
 }
 
 }  // namespace

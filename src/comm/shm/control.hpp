@@ -115,11 +115,12 @@ struct Poison {
   enum State : std::uint32_t { kClean, kBeingWritten, kWritten };
   alignas(64) std::atomic<std::uint32_t> state;
   std::int32_t rank;
-  char text[2040];
+  bool of_operation;  // that failed; else of what the rank does beside them
+  char text[2039];
 };
 
 struct Control {
-  static constexpr std::uint64_t kMagic = 0x69736f67726164'02;  // changes with this layout
+  static constexpr std::uint64_t kMagic = 0x69736f67726164'03;  // changes with this layout
   std::uint64_t magic;
   std::int32_t size;
   Bell bell;

@@ -33,7 +33,8 @@ struct EngineOptions {
   std::uint64_t ring_bytes = 0;  // of a channel between two ranks, a multiple of 64; 0: by group size
   // Called at each phase of each task of this rank; a test lets the rank fail there.
   std::function<void(Phase, const Task&)> observer = {};
-  bool print_history = true;  // the last operations, on standard error, when one of them fails
+  // The last operations, when one of them fails: in the OperationsFile, else on standard error.
+  bool print_history = true;
 };
 
 // One call of allocate() on all ranks: a segment of each, or one for all.
@@ -141,7 +142,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_lost(Task& task);
   void warn_of_stopped(const Task& task);
   [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
-  bool spoil(const std::string& reason) noexcept;  // poison(); whether this was the first reason
+  // poison(); whether this was the first reason.
+  bool spoil(const std::string& reason, bool of_operation) noexcept;
   void print_history() noexcept;
   std::string who(int rank) const;
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "base/print.hpp"
+#include "comm/operations_file.hpp"
 #include "comm/relayed.hpp"
 #include "comm/shm/engine.hpp"
 #include "isograd/error.hpp"
@@ -121,26 +122,28 @@ void Engine::throw_poison(const Task& task) {
   throw RelayedError({.where = where(task),
                       .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
                       .expected = "every rank to take part",
-                      .action = "Mend what that rank reports, then restart all ranks"});
+                      .action = "Mend what that rank reports, then restart all ranks"},
+                     poison.of_operation);
 }
 
 void Engine::fail(const Task& task, const std::string& found, const std::string& action) {
-  if (spoil(fmt::format("{}: {}", task.name(), found))) print_history();
+  if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true)) print_history();
   throw PeerError(
       {.where = where(task), .found = found, .expected = "every rank to take part", .action = action});
 }
 
 void Engine::poison(const std::string& reason) noexcept {
-  spoil(reason);
+  spoil(reason, /*of_operation=*/false);
 }
 
-bool Engine::spoil(const std::string& reason) noexcept {
+bool Engine::spoil(const std::string& reason, bool of_operation) noexcept {
   if (inherited()) return false;
   Poison& poison = control_->poison;
   std::uint32_t clean = Poison::kClean;
   if (!poison.state.compare_exchange_strong(clean, Poison::kBeingWritten, std::memory_order_acq_rel))
     return false;
   poison.rank = rank_;
+  poison.of_operation = of_operation;
   const std::size_t length = std::min(reason.size(), sizeof(poison.text) - 1);
   std::memcpy(poison.text, reason.data(), length);
   poison.text[length] = 0;
@@ -166,9 +169,10 @@ void Engine::print_history() noexcept {
   try {
     const std::string text = history();
     if (text.empty()) return;
-    const std::string all = fmt::format(
-        "isograd: the last operations of rank {} in group '{}', oldest first:\n{}", rank_, name_, text);
-    print(stderr, all);
+    const std::string what = fmt::format("the last operations of rank {} in group '{}'", rank_, name_);
+    const std::string file = OperationsFile::keep(fmt::format("{}, oldest first:\n{}", what, text));
+    print(stderr, file.empty() ? fmt::format("isograd: {}, oldest first:\n{}", what, text)
+                               : fmt::format("isograd: {}: {}\n", what, printable(file)));
     std::fflush(stderr);
   } catch (...) {  // what failed is told in any case
   }

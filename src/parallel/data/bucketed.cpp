@@ -124,6 +124,7 @@ Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataP
       first_bucket_bytes_(options.first_bucket_bytes) {
   if (parameters_.check) parameters_.check();
   place_parameters(parameters_, mesh.grid(), mesh.rank());
+  policy_.written.watch(parameters_.frozen);
   reduces_ = policy_.groups.summed.size() > 1;
   for (const auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters_), &parameters_.frozen})
     for (const NamedParameter& parameter : *list) reduces_ |= mesh.size(parameter.sync.summed) > 1;

@@ -29,6 +29,7 @@ class Naive final : public DataParallel {
            .action = "Use bucketed() for sharded state or shared parameters"});
     if (parameters_.check) parameters_.check();
     place_parameters(parameters_, mesh_.grid(), mesh_.rank());
+    written_.watch(parameters_.frozen);
     refuse_early(parameters_);
     cut_along_data_ = any_cut_along_data(parameters_, mesh_.grid());
     add_buckets(plan_buckets(parameters_, options.bucket_bytes));

@@ -311,6 +311,7 @@ variable_list call_with_graph(const UnitCall& call, std::size_t use, const varia
     graph.outputs = call_without_graph(call, graph.inputs, body);
   } else {
     graph = record(call, as_leaves(inputs), body);
+    if (graph.anchored) call.host->exchanges(call.unit);
   }
   variable_list results = graph.outputs;
   for (std::size_t i = 0; i < results.size(); ++i) {

@@ -35,6 +35,8 @@ class UnitHost {
   // Of a parameter for which is_trained() holds, before leave_backward().
   virtual void take_gradient(const at::Tensor& parameter, at::Tensor gradient) = 0;
   virtual void leave_backward(std::size_t use) = 0;
+  // The unit's forward has exchanged something with other ranks, or holds units: its backward will.
+  virtual void exchanges(std::size_t /*unit*/) {}
   // Somebody holds all parameters whole: calls without gradients are plain ones, on any rank alone.
   virtual bool everything_is_held() const { return false; }
   // An exception is on its way: frees whatever is whole.

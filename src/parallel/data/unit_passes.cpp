@@ -152,8 +152,10 @@ std::size_t UnitPasses::enter_forward(std::size_t unit) {
     if (in_forward_ || in_backward_)
       refuse(units_[unit].name, "a forward inside its own forward or backward", "one at a time",
              "Call the model once per pass");
+    if (forwards_ > 0) make_up_backward();  // with none, this may be the forward of the one announced
     in_forward_ = true;
     with_graph_ = at::GradMode::is_enabled();
+    if (with_graph_) ++forwards_;
     hold(0);
     ahead(1);
     cursor_ = 1;
@@ -209,6 +211,8 @@ void UnitPasses::enter_backward(std::size_t use) {
       refuse(units_[0].name, "a backward inside its own forward or backward", "one at a time",
              "Run backward after the model's forward has returned");
     in_backward_ = true;
+    announced_ = false;
+    if (forwards_ > 0) --forwards_;
     back_ = uses_.size() - 1;
     hold(0);
     ahead(back_);
@@ -250,6 +254,7 @@ void UnitPasses::leave_backward(std::size_t use) {
 
 void UnitPasses::abandon() noexcept {
   in_forward_ = in_backward_ = false;
+  forget_passes();
   inside_ = 0;
   for (ShardedUnit& unit : units_)
     for (auto& flat : unit.flats) {
@@ -308,10 +313,14 @@ void UnitPasses::begin_backward(bool last) {
                        .found = "a backward after the one announced as the last",
                        .expected = "finish_reduction() next",
                        .action = "Pass last = true only before the last micro-batch of a step"});
+  make_up_backward();
   last_ = last;
+  announced_ = true;
 }
 
 void UnitPasses::finish_reduction() {
+  make_up_backward();
+  forget_passes();
   if (context_->reduce_once) {  // a rank without micro-batches, or a last one that was not announced
     last_ = true;
     for (std::size_t use = uses_.size(); use-- > 0;)

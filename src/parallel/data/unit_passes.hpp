@@ -1,11 +1,13 @@
 // The order in which units are gathered, freed and reduced: one list of uses, walked forwards and backwards.
 //
 // All ranks issue the same collectives in the same order whatever their batches make them do, because that
-// order follows from the list alone. Where a rank leaves a use out (a branch not taken, a loss that is a
-// constant) its part is made up for when it comes to the next one.
+// order follows from the list alone. Where a rank leaves a use out (a branch not taken) its part is made up
+// for when it comes to the next one, and so is a whole backward that was announced and left out (a loss that
+// is a constant) when it comes to the next pass or to the step's end.
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -59,6 +61,9 @@ class UnitPasses final : public UnitHost {
   void enter_backward(std::size_t use) override;
   void take_gradient(const at::Tensor& parameter, at::Tensor gradient) override;
   void leave_backward(std::size_t use) override;
+  void exchanges(std::size_t unit) override {
+    if (unit != kRootUnit || uses_.size() == 1) exchanging_ = unit;  // a root with blocks always holds units
+  }
   bool everything_is_held() const override { return held_; }
   void abandon() noexcept override;
   bool is_trained(const c10::TensorImpl* leaf) const override { return places_.contains(leaf); }
@@ -84,6 +89,8 @@ class UnitPasses final : public UnitHost {
   void wait_for_reductions();
   void progress();
   bool is_last_in_backward(std::size_t use) const { return first_use_[uses_[use]] == use; }
+  void make_up_backward();
+  void forget_passes();
 
   std::unique_ptr<ShardContext> context_;
   std::vector<ShardedUnit> units_;
@@ -98,7 +105,11 @@ class UnitPasses final : public UnitHost {
   bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
   std::size_t cursor_ = 0, back_ = 0;
   std::size_t inside_ = 0;          // the use whose block computes; 0: none
+  bool announced_ = false;          // a backward that has not begun
+  std::size_t forwards_ = 0;        // with a graph, whose backward has not begun, in this step
   std::int64_t kept_by_steps_ = 0;  // bytes of the pool before everything was held
+  // A unit that has exchanged something with other ranks in this step.
+  std::optional<std::size_t> exchanging_{};
 
   // Gradients. Reductions under way, oldest first, each with the buffer it uses.
   struct Reduction {

@@ -9,6 +9,7 @@
 namespace isograd {
 
 void UnitPasses::zero_gradients() {
+  forget_passes();
   wait_for_reductions();
   last_ = false;
   reduced_.assign(units_.size(), false);
@@ -19,6 +20,36 @@ void UnitPasses::zero_gradients() {
       flat->take_over_between_calls();
       flat->zero();
     }
+}
+
+// The loss of the backward that was announced is a constant on this rank, or its model was not even called.
+// The other ranks gather and reduce: so does this one, with zeros.
+void UnitPasses::make_up_backward() {
+  if (!std::exchange(announced_, false) || !takes_every_round()) return;
+  if (exchanging_)
+    throw ConfigError({.where = fmt::format("sharded unit '{}'", unit_name(*exchanging_)),
+                       .found = "no backward after begin_backward(): a loss that is a constant on this rank, "
+                                "while others wait for what the unit's backward exchanges with them",
+                       .expected = "a loss that depends on the model's output, on every rank",
+                       .action = "Add 0 * output.sum() to the constant, or compute the loss as on the other "
+                                 "ranks: the library's means take micro-batches without targets"});
+  try {
+    if (forwards_ == 0) {
+      const at::AutoGradMode with_graph(true);  // what then stays whole is what stays whole on the others
+      leave_forward(enter_forward(kRootUnit));
+    }
+    enter_backward(0);
+    leave_backward(0);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+void UnitPasses::forget_passes() {
+  announced_ = false;
+  forwards_ = 0;
+  exchanging_.reset();
 }
 
 void UnitPasses::take_over_writes(const std::set<std::string>& but_of) {

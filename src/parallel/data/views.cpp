@@ -11,6 +11,7 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/role_groups.hpp"
+#include "parallel/data/written.hpp"
 
 namespace isograd {
 
@@ -41,7 +42,9 @@ struct Destination {
   const Bucket* bucket = nullptr;
   const Slot* slot = nullptr;
   at::Tensor tensor;
+  AxisSet copies;  // along which ranks hold the same values
 
+  at::ScalarType type() const { return bucket ? bucket->master.scalar_type() : tensor.scalar_type(); }
   at::IntArrayRef shape() const { return slot ? at::IntArrayRef(slot->shape) : tensor.sizes(); }
   void write(const at::Tensor& values) const {
     const at::NoGradGuard no_grad;
@@ -77,8 +80,32 @@ void agree_to_write(const std::optional<ErrorText>& problem, Group all) {
     if (refuses[rank].item<std::int64_t>() != 0)
       throw ConfigError({.where = "write()",
                          .found = fmt::format("an error on rank {}, so that no rank writes", rank),
-                         .expected = "names, shapes and a layout that every rank can write to",
+                         .expected = "names, shapes, values and a layout that every rank can write to",
                          .action = "Look at the error of that rank, and give the same values on all"});
+}
+
+// The first parameter for which ranks with copies of it were not all given the same, as it would be written.
+// Each asks about every parameter that it has: it may have been given fewer than others. Collective.
+std::optional<ErrorText> difference_between_ranks(
+    const std::vector<std::pair<std::string, at::Tensor>>& values,
+    const std::map<std::string, Destination>& places, const Mesh& mesh) {
+  std::map<std::string, std::int64_t> given;
+  for (const auto& [name, tensor] : values)
+    given[name] = ValueHashes::of(tensor.detach().to(places.at(name).type()));
+  std::map<AxisSet, ValueHashes> kinds;
+  for (const auto& [name, place] : places) {
+    const auto found = given.find(name);
+    kinds[place.copies].add(name, found == given.end() ? ValueHashes::kNone : found->second);
+  }
+  std::optional<ErrorText> first;
+  for (const auto& [copies, hashes] : kinds) {
+    if (mesh.size(copies) == 1) continue;
+    const at::Tensor by_rank = mesh.along(copies).all_gather(hashes.mine());
+    const auto difference = hashes.first_difference(
+        by_rank, "given to write()", "Compute them alike on all ranks, or broadcast those of one");
+    if (!first) first = difference;
+  }
+  return first;
 }
 
 }  // namespace
@@ -86,10 +113,12 @@ void agree_to_write(const std::optional<ErrorText>& problem, Group all) {
 void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& values) {
   std::map<std::string, Destination> places;
   const auto add = [&](const Bucket& bucket) {
-    for (const Slot& slot : bucket.plan.slots) places[slot.name] = {&bucket, &slot, {}};
+    for (const Slot& slot : bucket.plan.slots)
+      places[slot.name] = {&bucket, &slot, {}, bucket.plan.sync.copies};
   };
   const Frozen beside = frozen();
-  for (const NamedParameter& parameter : beside.tensors) places[parameter.name].tensor = parameter.tensor;
+  for (const NamedParameter& parameter : beside.tensors)
+    places[parameter.name] = {nullptr, nullptr, parameter.tensor, parameter.sync.copies};
   for (const Bucket* bucket : beside.buckets) add(*bucket);
   for (const Bucket& bucket : buckets()) add(bucket);
   std::set<std::string> names;
@@ -106,6 +135,7 @@ void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& 
     problem = error.text();
   }
   agree_to_write(problem, mesh().all());
+  agree_to_write(difference_between_ranks(values, places, mesh()), mesh().all());
   for (const auto& [name, tensor] : values) places.at(name).write(tensor.detach());
   forget_writes(names);
   publish_parameters();
