@@ -280,6 +280,10 @@ int Case::rounds() const {
   for (const auto& one : counts_) most = std::max(most, one.size());
   return static_cast<int>(most);
 }
+bool Case::shows(std::size_t parameter) const {
+  const Parameter& one = parameters_.at(parameter);
+  return !one.comparison.passed || norm_of(one.expected) > allowance_.parameter.at(parameter);
+}
 bool Case::silent() const {
   return static_cast<int>(cells_.size()) < micro_batches();
 }

@@ -114,6 +114,9 @@ class Case {
   bool can_run() const { return static_cast<bool>(again_); }
   bool dealt_otherwise() const { return pair_.dealt_otherwise; }
   bool silent() const;  // some micro-batch has no target
+  // Whether a gradient of this one of parameters() that is lost would show: of next to none it does not, and
+  // neither would a factor.
+  bool shows(std::size_t parameter) const;
   const std::vector<Cell>& cells() const { return cells_; }
   // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up to the
   // right gradient.
@@ -186,6 +189,8 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
 std::optional<Finding> diagnose_unsummed(Case& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices);
+// The terms of the loss that both sides recorded and that are not alike, with their values.
+std::vector<std::string> other_terms(const Case& one);
 // By how much figures may be off, which come from sums of many numbers.
 double tolerance(const Case& one);
 

@@ -121,7 +121,8 @@ std::vector<Cause> causes_of(const Case& one) {
                             return fmt::format("1/{}: averaged over the ranks that have data ({} of {})",
                                                c.holders(), c.holders(), c.ranks());
                           },
-                      .loss = Cause::Loss::kNotScaled});
+                      // Where some rank has none, the loss that is logged may be averaged likewise.
+                      .loss = one.holders() < one.ranks() ? Cause::Loss::kAny : Cause::Loss::kNotScaled});
 
   causes.push_back({.id = "summed_over_micro_batches",
                     .weight = [](const Case& c, const Cell&) { return c.rounds(); },

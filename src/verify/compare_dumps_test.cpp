@@ -105,6 +105,25 @@ TEST(CompareDumps, OtherWeightsHaveOtherNames) {
   EXPECT_EQ(id([](auto rank, auto i) { return 1.0 + 0.1 * static_cast<double>(rank + i); }), "unknown");
 }
 
+// Rounding hides in each parameter whether one factor or one rank's weight is wrong; the parts tell.
+TEST(CompareDumps, AFactorThatSinglePartsMayExplainIsNotNamed) {
+  const auto in_bf16 = [](const std::function<double(std::size_t)>& weight) {
+    StepDump dump = dump_of([&](auto rank, auto) { return weight(rank); }, false);
+    dump.precision = "bf16";
+    for (auto& [name, tensor] : dump.gradients) tensor = tensor.to(at::kBFloat16).to(at::kDouble);
+    return compare_dumps(dump, right(), kNames);
+  };
+  EXPECT_EQ(first_id(in_bf16([](auto) { return 0.93; })), "scaled_by_factor");
+  for (const std::size_t guilty : {0u, 1u, 2u})
+    for (const double weight : {0.85, 0.87, 1.15}) {
+      const auto told = in_bf16([&](auto rank) { return rank == guilty ? weight : 1.0; });
+      EXPECT_NE(first_id(told), "scaled_by_factor") << "rank " << guilty << " times " << weight;
+    }
+  const auto told = in_bf16([](auto rank) { return rank == 0 ? 0.85 : 1.0; });
+  ASSERT_EQ(first_id(told), "undecided");
+  EXPECT_THAT(told.findings[0].evidence.back(), HasSubstr("--alone"));
+}
+
 TEST(CompareDumps, SharesThatDoNotAddUpProveNothing) {
   StepDump reference = right();
   reference.shares[2][0][0].second.mul_(1.5);

@@ -67,19 +67,6 @@ bool same_loss(const Case& one, double found, double expected) {
   return std::max(std::abs(found), std::abs(expected)) < kUnitsOfCancelled * unit;
 }
 
-// The terms of the loss that both sides recorded and that are not alike, with their values.
-std::vector<std::string> other_terms(const Case& one) {
-  const double least = floor_of_terms(one);
-  std::vector<std::string> others;
-  for (const auto& [name, expected] : one.expected().terms)
-    for (const auto& [own, found] : one.found().terms) {
-      if (own != name || std::isnan(found) || std::isnan(expected)) continue;
-      if (!close_together(found, expected, tolerance(one)) && !(std::abs(found - expected) <= least))
-        others.push_back(fmt::format("{} {:.9g}, expected {:.9g}", name, found, expected));
-    }
-  return others;
-}
-
 std::vector<Finding> diagnose_loss(const Case& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   const auto terms = other_terms(one);
@@ -146,7 +133,14 @@ std::vector<Finding> diagnose_norm(const Case& one) {
     return {{"norms_averaged",
              numbers + ": the mean of the norms of the ranks' parts",
              {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
-  return {{"norm_differs", numbers, {once}}};
+  Tensors own_gradient;
+  for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
+  const bool of_own = close_together(found, norm_of(own_gradient), limit);
+  return {{"norm_differs",
+           numbers + (of_own ? ": that is the norm of the gradient found, whose size is off, though this "
+                               "precision hides in which parameters"
+                             : ""),
+           {one.found().owners.empty() ? "" : once}}};
 }
 
 // Parameters from which another amount is taken away than there should be. What the reference takes away is
@@ -287,6 +281,18 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
 }
 
 }  // namespace
+
+std::vector<std::string> other_terms(const Case& one) {
+  const double least = floor_of_terms(one);
+  std::vector<std::string> others;
+  for (const auto& [name, expected] : one.expected().terms)
+    for (const auto& [own, found] : one.found().terms) {
+      if (own != name || std::isnan(found) || std::isnan(expected)) continue;
+      if (!close_together(found, expected, tolerance(one)) && !(std::abs(found - expected) <= least))
+        others.push_back(fmt::format("{} {:.9g}, expected {:.9g}", name, found, expected));
+    }
+  return others;
+}
 
 // Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
 double tolerance(const Case& one) {

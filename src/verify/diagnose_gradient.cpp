@@ -27,8 +27,9 @@ std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<st
 // The one ratio of all the named parameters, if there is one and it is not 1.
 std::optional<double> scale_of(Case& one, const std::vector<std::string>& names) {
   Tensors errors, direction;
-  for (const auto& parameter : one.parameters()) {
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
+    const auto& parameter = one.parameters()[i];
+    if (!one.shows(i) || std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
     errors.push_back(parameter.found - parameter.expected);
     direction.push_back(parameter.expected);
   }
@@ -61,7 +62,7 @@ const char* coarser_type(const Case& one) {
 }
 
 // What in the run has the size of a ratio, whichever way round.
-std::string hints_of(const Case& one, double ratio) {
+std::string hints_of(const Case& one, double ratio, bool all) {
   const double near = std::max(one.limit(), 1e-6);
   for (const auto& [name, value] : one.found().scales)
     if (value != 0 && std::abs(ratio - value) <= near * std::abs(value)) return ": " + name;
@@ -70,7 +71,7 @@ std::string hints_of(const Case& one, double ratio) {
   if (std::abs(factor - std::round(factor)) <= near * factor) factor = std::round(factor);
   std::string text = factors_of(one, factor);
   if (!text.empty() && ratio < 1) text = "averaged over " + text;
-  if (factor == 2)
+  if (factor == 2 && !all)
     text +=
         (text.empty() ? "" : "; or ") + std::string("a weight that is used twice and counted twice, or once");
   if (!text.empty()) return ": " + text;
@@ -100,7 +101,8 @@ Finding some_scaled(const Case& one, const std::vector<std::string>& names, doub
   const double factor = std::max(ratio, 1 / ratio);
   if (!axis || !(std::abs(factor - axis->size) <= std::max(one.limit(), 1e-6) * axis->size))
     return {"some_parameters_scaled",
-            fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(ratio), hints_of(one, ratio)),
+            fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(ratio),
+                        hints_of(one, ratio, subject(one, names) == "all parameters")),
             {}};
   return {"cut_parameters_scaled",
           fmt::format("{}, which alone are cut along {} ({}), scaled by {}: the size of that axis, whose sum "
@@ -110,7 +112,8 @@ Finding some_scaled(const Case& one, const std::vector<std::string>& names, doub
 }
 
 // A term of the loss that is off by a factor, and nothing but what it reaches; by that factor alone, if one
-// is given.
+// is given. Whether a term is multiplied, or made otherwise, its value does not tell: a factor is believed
+// that is a size of the run or a whole number.
 std::optional<Finding> diagnose_term(const Case& one, const std::vector<std::string>& names,
                                      std::optional<double> factor_of_all = {}) {
   if (subject(one, names) == "all parameters" || one.expected().terms.size() < 2) return std::nullopt;
@@ -119,8 +122,22 @@ std::optional<Finding> diagnose_term(const Case& one, const std::vector<std::str
       if (own != name || expected == 0) continue;
       const double ratio = value / expected;
       if (std::abs(ratio - 1) <= std::max(one.limit(), 1e-9)) continue;
-      if (factor_of_all && !(std::abs(ratio / *factor_of_all - 1) <= std::max(one.limit(), 1e-9))) continue;
-      const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
+      // Each of the two figures may be off by the limit.
+      if (factor_of_all && !(std::abs(ratio / *factor_of_all - 1) <= 2 * std::max(one.limit(), 1e-9)))
+        continue;
+      const double size = std::max(ratio, 1 / ratio);
+      const std::string factor = factors_of(one, size);
+      const bool whole = std::abs(size - std::round(size)) <= std::max(one.limit(), 1e-9) * size;
+      if (!(ratio > 0) || (factor.empty() && !whole))
+        return Finding{
+            "undecided",
+            fmt::format("the loss term {} is another one: {:.9g}, expected {:.9g} (ratio {}, which is "
+                        "no size in the run): a mean over other rows, a mean of ranks' or "
+                        "micro-batches' means, or a factor of its own; off are {}",
+                        name, value, expected, ratio_text(ratio), list_names(names)),
+            {numbers_of(one, names),
+             "to tell: the same with equal counts on all ranks and micro-batches (means of means "
+             "are right there), and with the term alone"}};
       return Finding{"term_scaled",
                      fmt::format("the loss term {} is scaled by {}{}: it reaches {}", name, ratio_text(ratio),
                                  factor.empty() ? "" : ", " + factor, list_names(names)),
@@ -215,6 +232,7 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
 
   // Rounding may hide a mistake in some parameters: first what explains all of them.
   bool all = subject(one, names) == "all parameters";
+  if (all) names = all_names(one);  // those too in which nothing would show
   std::vector<Cause> fitting;
   const auto consider = [&](const std::vector<std::string>& of) {
     for (auto& cause : causes_of(one))
@@ -310,14 +328,26 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     else if (all)
       finding.id = "scaled_by_factor";
     finding.evidence = evidence;
+    const auto fitted = all && !one.allowance().exact ? fit_weights(one, names) : std::nullopt;
+    if (fitted && nearer_to_other_weights(*fitted, *ratio)) {
+      finding.id = "undecided";
+      finding.sentence +=
+          "; or parts of ranks or micro-batches with weights of their own, which rounding hides in " +
+          one.precision();
+      finding.evidence.push_back(text_of(one, *fitted));
+      finding.evidence.push_back("to tell: --alone with the same micro-batches, or a run in fp32");
+    }
     return {finding};
   }
   const auto fitted = fit_weights(one, names);
   if (fitted && one.allowance().exact ? fitted->left <= 1e-8 : fitted && fitted->left <= one.limit())
-    if (auto clipped = diagnose_clipped_parts(one, names, *fitted)) {
-      clipped->evidence.insert(clipped->evidence.begin(), evidence.begin(), evidence.end());
-      return {*clipped};
-    }
+    for (auto&& told :
+         {diagnose_missing_parts(one, names, *fitted), diagnose_clipped_parts(one, names, *fitted)})
+      if (told) {
+        finding = *told;
+        finding.evidence.insert(finding.evidence.begin(), evidence.begin(), evidence.end());
+        return {finding};
+      }
   if (const char* type = coarser_type(one)) {
     finding.id = "rounding";
     finding.sentence = fmt::format(
@@ -329,8 +359,14 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
   }
   finding.id = "unknown";
   finding.sentence =
-      fmt::format("unknown pattern: the direction of {} of {} parameters differs; {}: {}", names.size(),
-                  one.parameters().size(), numbers_of(one, names), list_names(names));
+      fmt::format("unknown pattern: {}; {}: {}",
+                  multiples(one, names) ? fmt::format("each of {} of {} parameters has a factor of its own",
+                                                      names.size(), one.parameters().size())
+                                        : fmt::format("the direction of {} of {} parameters differs",
+                                                      names.size(), one.parameters().size()),
+                  numbers_of(one, names), list_names(names));
+  if (const auto terms = other_terms(one); !terms.empty())
+    evidence.push_back("terms of the loss: " + list_names(terms));
   if (fitted) {
     evidence.push_back(text_of(one, *fitted));
     constexpr double kElsewhere = 1e-3;

@@ -230,6 +230,62 @@ TEST(Diagnosis, InSinglePrecision) {
   EXPECT_EQ(ids(trainer.diagnosis()), "mean_of_rank_means");
 }
 
+// What a term's value does not tell: whether it is multiplied or made of other rows.
+TEST(Diagnosis, ATermIsCalledScaledByASizeOfTheRunAlone) {
+  ToyTrainer trainer;
+  double ratio = 1.0147;
+  trainer.change = [&](RunPair& pair, const Experiment&) {
+    pair.found.gradients[1].second += 0.01 * diagnosis_test::random_gradient(7);
+    pair.expected.terms = {{"cross_entropy", 1}, {"router", 0.5}};
+    pair.found.terms = {{"cross_entropy", 1}, {"router", 0.5 * ratio}};
+  };
+  auto findings = trainer.diagnosis();
+  ASSERT_EQ(ids(findings), "undecided");
+  EXPECT_THAT(findings[0].sentence, HasSubstr("the loss term router is another one: 0.50735, expected 0.5"));
+  ratio = 2;
+  EXPECT_EQ(ids(trainer.diagnosis()), "term_scaled");
+  // Where all parameters are off, too, another term is told of.
+  ratio = 1.0147;
+  trainer.weight = [](auto&, auto k, auto) { return k == 0 ? 0.7 : 1.2; };
+  EXPECT_THAT(sentence_of(trainer.diagnosis()), HasSubstr("terms of the loss: router 0.50735, expected 0.5"));
+}
+
+// As the bias of keys in attention has it: its gradient is what rounding leaves of zero.
+TEST(Diagnosis, AParameterWithNextToNoGradientHasNoVote) {
+  ToyTrainer trainer{.weight = [](auto&, auto, auto) { return 1 / 3.0; }};
+  trainer.change = [](RunPair& pair, const Experiment&) {
+    pair.expected.gradients.emplace_back("key.bias", 1e-17 * diagnosis_test::random_gradient(8));
+    pair.found.gradients.emplace_back("key.bias", 1e-17 * diagnosis_test::random_gradient(9));
+  };
+  const auto findings = trainer.diagnosis();
+  ASSERT_EQ(ids(findings), "averaged_over_axis");
+  EXPECT_THAT(findings[0].sentence, HasSubstr("all parameters scaled by 1/3"));
+  EXPECT_THAT(sentence_of(findings), HasSubstr("ratios 0.333333 to 0.333333"));
+  trainer.weight = [](auto&, auto, auto) { return 0.0; };
+  EXPECT_EQ(ids(trainer.diagnosis()), "gradient_lost");
+}
+
+TEST(Diagnosis, AnAverageOverRanksWithDataIsNamedWhateverIsLogged) {
+  ToyTrainer trainer{.counts = {{40}, {0}, {30}}, .weight = [](auto&, auto, auto) { return 0.5; }};
+  for (const double logged : {0.5, 1.0}) {
+    trainer.loss_ratio = logged;
+    EXPECT_EQ(ids(trainer.diagnosis(/*again=*/false)), "averaged_over_holders") << logged;
+  }
+}
+
+TEST(Diagnosis, PartsThatAreNotInTheSumAreNamed) {
+  ToyTrainer trainer{.weight = [](auto&, auto k, auto j) { return k == 0 && j == 1 ? 0.0 : 1.0; }};
+  auto findings = trainer.diagnosis();
+  ASSERT_EQ(ids(findings), "missing_data_part");
+  EXPECT_THAT(findings[0].sentence, HasSubstr("without the part of micro-batch 1 of rank 0;"));
+  trainer = {.counts = {{40}, {5}, {30}, {20}},
+             .weight = [](auto&, auto k, auto) { return k > 1 ? 0.0 : 1.0; },
+             .axes = {{"dp_shard", 4}}};
+  findings = trainer.diagnosis();
+  ASSERT_EQ(ids(findings), "missing_rank_part");
+  EXPECT_THAT(findings[0].sentence, HasSubstr("without the part of rank 2, rank 3;"));
+}
+
 TEST(Diagnosis, RatiosByName) {
   EXPECT_EQ(ratio_text(3), "3");
   EXPECT_EQ(ratio_text(1.0 / 7), "1/7");

@@ -5,8 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 namespace isograd {
+namespace {
+
+constexpr double kNothing = 1e-6;  // of a weight
+
+}  // namespace
 
 std::vector<std::string> all_names(const Case& one) {
   std::vector<std::string> names;
@@ -25,12 +31,27 @@ bool logs_as(const Cause& cause, const Case& one) {
 
 std::string subject(const Case& one, const std::vector<std::string>& names) {
   if (names.size() == one.parameters().size()) return "all parameters";
-  std::size_t meaningful = 0;
-  for (const auto& parameter : one.parameters())
-    if (parameter.expected.ne(0).any().item<bool>()) ++meaningful;
-  if (names.size() == meaningful) return "all parameters";
+  std::size_t silent = 0;
+  for (std::size_t i = 0; i < one.parameters().size(); ++i)
+    silent += !one.shows(i) && std::find(names.begin(), names.end(), one.parameters()[i].name) == names.end();
+  if (names.size() + silent == one.parameters().size()) return "all parameters";
   return fmt::format("only {} of {} parameters ({})", names.size(), one.parameters().size(),
                      list_names(names));
+}
+
+bool nearer_to_other_weights(const Fitted& fitted, double ratio) {
+  const auto [least, most] = std::minmax_element(fitted.weights.begin(), fitted.weights.end());
+  return *most - *least > std::abs(ratio - 1);
+}
+
+bool multiples(const Case& one, const std::vector<std::string>& names) {
+  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
+    const auto& parameter = one.parameters()[i];
+    if (one.shows(i) && std::find(names.begin(), names.end(), parameter.name) != names.end() &&
+        !(parameter.comparison.cosine >= 1 - std::max(one.limit() * one.limit() / 2, 1e-12)))
+      return false;
+  }
+  return true;
 }
 
 bool same_ids(const std::vector<Cause>& causes) {
@@ -39,8 +60,9 @@ bool same_ids(const std::vector<Cause>& causes) {
 
 std::string numbers_of(const Case& one, const std::vector<std::string>& names) {
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
-  for (const auto& parameter : one.parameters()) {
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
+    const auto& parameter = one.parameters()[i];
+    if (!one.shows(i) || std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
     low = std::fmin(low, parameter.comparison.ratio);
     high = std::fmax(high, parameter.comparison.ratio);
     cosine = std::fmin(cosine, parameter.comparison.cosine);
@@ -82,6 +104,7 @@ std::optional<Fitted> fit_weights(Case& one, const std::vector<std::string>& nam
   const at::Tensor ridge = 1e-14 * normal.diagonal().max() * at::eye(matrix.size(1), at::kDouble);
   const at::Tensor weights = at::linalg_solve(normal + ridge, at::matmul(matrix.t(), target));
   const double whole = norm_of(target);
+  if (whole == 0) return std::nullopt;
   Fitted fitted{.weights = {}, .norms = {}, .left = norm_of(at::matmul(matrix, weights) - target) / whole};
   for (std::size_t c = 0; c < columns.size(); ++c) {
     fitted.weights.push_back(weights[static_cast<std::int64_t>(c)].item<double>());
@@ -95,7 +118,8 @@ std::string text_of(const Case& one, const Fitted& fitted) {
   for (int rank = 0; rank < one.ranks(); ++rank) {
     std::vector<std::string> own;  // one where all of a rank's micro-batches have the same
     for (std::size_t c = 0; c < fitted.weights.size(); ++c)
-      if (one.cells()[c].rank == rank) own.push_back(fmt::format("{:.6g}", fitted.weights[c]));
+      if (one.cells()[c].rank == rank)
+        own.push_back(fmt::format("{:.6g}", std::abs(fitted.weights[c]) < kNothing ? 0 : fitted.weights[c]));
     if (own.empty()) continue;
     if (std::all_of(own.begin(), own.end(), [&](const auto& weight) { return weight == own[0]; }))
       own.resize(1);
@@ -159,6 +183,36 @@ std::optional<Finding> diagnose_clipped_parts(Case& one, const std::vector<std::
                   "shortened): clipped before the reduction, by norms of their own",
                   subject(one, names), one_each ? "the ranks" : "the micro-batches", shortened, parts.size()),
       {fmt::format("length as added, of length as it is: {}", fmt::join(lengths, ", "))}};
+}
+
+// Parts that are not in the sum at all, where the others are as they should be.
+std::optional<Finding> diagnose_missing_parts(const Case& one, const std::vector<std::string>& names,
+                                              const Fitted& fitted) {
+  const double near = std::max(one.limit(), kNothing);
+  std::map<int, std::vector<int>> missing;  // micro-batches by rank
+  std::map<int, std::size_t> all;
+  for (std::size_t c = 0; c < fitted.weights.size(); ++c) {
+    const auto& [rank, micro_batch, targets, part] = one.cells()[c];
+    ++all[rank];
+    if (std::abs(fitted.weights[c]) <= near)
+      missing[rank].push_back(micro_batch);
+    else if (!(std::abs(fitted.weights[c] - 1) <= near))
+      return std::nullopt;
+  }
+  if (missing.empty()) return std::nullopt;
+  bool whole = true;
+  std::vector<std::string> parts;
+  for (const auto& [rank, micro_batches] : missing) {
+    const bool of_rank = micro_batches.size() == all[rank];
+    whole = whole && of_rank;
+    parts.push_back(of_rank
+                        ? fmt::format("rank {}", rank)
+                        : fmt::format("micro-batch {} of rank {}", fmt::join(micro_batches, " and "), rank));
+  }
+  return Finding{whole ? "missing_rank_part" : "missing_data_part",
+                 fmt::format("{}: without the part of {}; the others are in it as they should be",
+                             subject(one, names), fmt::join(parts, ", ")),
+                 {text_of(one, fitted)}};
 }
 
 namespace {

@@ -14,6 +14,8 @@ std::vector<std::string> all_names(const Case& one);
 std::string subject(const Case& one, const std::vector<std::string>& names);
 // Ratios, cosine and error of the named parameters, in words.
 std::string numbers_of(const Case& one, const std::vector<std::string>& names);
+// Whether what is off keeps its direction.
+bool multiples(const Case& one, const std::vector<std::string>& names);
 bool same_ids(const std::vector<Cause>& causes);
 // Whether the loss found is what a trainer with this mistake logs.
 bool logs_as(const Cause& cause, const Case& one);
@@ -32,6 +34,12 @@ struct Fitted {
 // Nothing: the parts cannot be had, or are too many for the elements.
 std::optional<Fitted> fit_weights(Case& one, const std::vector<std::string>& names);
 std::string text_of(const Case& one, const Fitted& fitted);
+// Of a factor of all parameters within rounding: the weights of single parts lie further apart than it is
+// from 1, so that these may be what is wrong.
+bool nearer_to_other_weights(const Fitted& fitted, double ratio);
+// Parts that are not in the sum, where the others are as they should be.
+std::optional<Finding> diagnose_missing_parts(const Case& one, const std::vector<std::string>& names,
+                                              const Fitted& fitted);
 // Parts that were cut to one length before they were added up.
 std::optional<Finding> diagnose_clipped_parts(Case& one, const std::vector<std::string>& names,
                                               const Fitted& fitted);
