@@ -23,8 +23,9 @@ struct StepCase {
   std::int64_t tokens() const { return sequences * length; }
 };
 
-const std::vector<StepCase>& step_cases();
-const StepCase& find_step_case(const std::string& name);  // ConfigError names the cases
+const std::vector<StepCase>& step_cases();                // of `bench step`
+const std::vector<StepCase>& cases_held_together();       // of `bench tensor` and `bench expert`
+const StepCase& find_step_case(const std::string& name);  // in both; ConfigError names the cases
 
 AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
