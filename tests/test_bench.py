@@ -124,6 +124,11 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" in result.stdout
 
 
+def test_experts_that_the_peer_cannot_deal_evenly_are_refused():
+    result = bench("--ranks", 3, of="expert")
+    assert result.returncode == 2 and "expected 2, 4 or 8" in result.stderr, result.stderr
+
+
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
     result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "optim.json", of="optim")
     assert result.returncode == 0, result.stdout + result.stderr

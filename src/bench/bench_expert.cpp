@@ -9,6 +9,7 @@
 #include "bench/side_table.hpp"
 #include "bench/step_case.hpp"
 #include "bench/strategy.hpp"
+#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
@@ -53,6 +54,11 @@ std::vector<std::string> bench_expert_cases() {
 }
 
 int bench_expert(const BenchTogetherOptions& options) {
+  if (find_step_case(kRoutings[0].step_case).shape.experts.count % options.ranks != 0)
+    throw ConfigError({.where = "isograd bench expert --ranks",
+                       .found = std::to_string(options.ranks),
+                       .expected = "2, 4 or 8: the PyTorch peer deals its 8 experts evenly",
+                       .action = "Choose one of them"});
   fmt::print(
       "whole training steps of a mixture of 8 experts, 2 to a token, fp32, one thread a rank: median, "
       "quartile "
