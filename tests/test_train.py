@@ -386,7 +386,7 @@ def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
 
 
 def test_a_hung_rank_ends_the_run_within_the_timeout(place):
-    process = place.start(parallel__timeout_seconds=2)
+    process = place.start(parallel__timeout_seconds=5)
     ranks = ranks_of(process)
     started = time.time()
     os.kill(ranks[1], signal.SIGSTOP)
@@ -399,11 +399,11 @@ def test_a_hung_rank_ends_the_run_within_the_timeout(place):
             pass
     assert status == 3, out
     # The timeout and the end of the others; mpirun takes its time. No grace for one that cannot use it.
-    assert time.time() - started < (9 if place.backend == "shm" else 30)
+    assert time.time() - started < (12 if place.backend == "shm" else 33)
     if names_lost_ranks(place.backend):
         assert re.search(r"rank 1\b", out), out
     else:
-        assert "not complete within 2000 ms" in out, out
+        assert "not complete within 5000 ms" in out, out
 
 
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(place):

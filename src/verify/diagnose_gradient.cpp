@@ -99,15 +99,16 @@ std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>&
 Finding some_scaled(const Case& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
   const double factor = std::max(ratio, 1 / ratio);
+  const std::string which = subject(one, names);
   if (!axis || !(std::abs(factor - axis->size) <= std::max(one.limit(), 1e-6) * axis->size))
     return {"some_parameters_scaled",
-            fmt::format("{} scaled by {}{}", subject(one, names), ratio_text(ratio),
-                        hints_of(one, ratio, subject(one, names) == "all parameters")),
+            fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
+                        hints_of(one, ratio, which == "all parameters")),
             {}};
   return {"cut_parameters_scaled",
           fmt::format("{}, which alone are cut along {} ({}), scaled by {}: the size of that axis, whose sum "
                       "needs no factor",
-                      subject(one, names), axis->name, axis->size, ratio_text(ratio)),
+                      which, axis->name, axis->size, ratio_text(ratio)),
           {}};
 }
 
