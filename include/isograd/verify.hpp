@@ -154,6 +154,8 @@ struct VerifyProblem {
   bool experiments = true;        // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
+  // Told what begins, on rank 0: "layout 3 of 26: zero1".
+  std::function<void(const std::string& what)> progress{};
   // A run under way: its own layout and forward make the step in the run's precision, in place of fresh ones;
   // nothing is updated.
   struct Living {

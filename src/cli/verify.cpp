@@ -1,5 +1,6 @@
 // isograd verify: is the gradient of this layout the gradient of one device?
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <filesystem>
 
@@ -104,8 +105,13 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       const auto write = [&](const std::string& name, const StepDump& dump) {
         write_dump(dump, std::filesystem::path(flags->dump) / name);
       };
-      const Verdict verdict =
-          verify_run(config, world, flags->layouts, {}, flags->dump.empty() ? TakeDump() : TakeDump(write));
+      // Many layouts take minutes: somebody who waits in front of a terminal hears of each.
+      const auto with_progress = [](VerifyProblem& problem, World&) {
+        if (isatty(STDERR_FILENO))
+          problem.progress = [](const std::string& what) { print(stderr, what + "\n"); };
+      };
+      const Verdict verdict = verify_run(config, world, flags->layouts, with_progress,
+                                         flags->dump.empty() ? TakeDump() : TakeDump(write));
       if (world.rank == 0) {
         Wording wording = verify_wording(verdict);
         wording.command = "isograd " + shell_words(invocation.arguments);

@@ -172,7 +172,7 @@ struct Presenter::Impl {
                                               load.choices.size() * loads.back()->expert_loads.size()));
     }
     report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
-    report.fact("training " + task.tokens, human_count(static_cast<double>(task.num_tokens)));
+    report.fact(task.tokens + " in the data", human_count(static_cast<double>(task.num_tokens)));
     for (auto& chart :
          training_charts(metrics->rows(), facts.baseline.value,
                          {.unit = task.unit, .tokens = task.tokens, .baseline = facts.baseline.name}))

@@ -70,7 +70,7 @@ th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:50
 tr:last-child td{border-bottom:0}
 .number{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 th.number{white-space:normal}
-.long{min-width:160px}
+.long{min-width:160px}.sentences{min-width:440px}
 .drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
@@ -113,8 +113,11 @@ std::string with_breaks(const std::string& escaped) {
   return html;
 }
 
-constexpr std::size_t kLongCell = 24;  // characters from which a cell's text may take several lines
-constexpr double kLongWidth = 160;     // pixels that such a column has at least (.long)
+constexpr std::size_t kLongCell = 24;     // characters from which a cell's text may take several lines
+constexpr double kLongWidth = 160;        // pixels that such a column has at least (.long)
+constexpr std::size_t kSentences = 120;   // characters from which a narrow cell would fill the screen
+constexpr double kSentencesWidth = 440;   // pixels that such a column has at least (.sentences)
+constexpr std::size_t kRowsInSight = 15;  // of a table, which scrolls beyond its height
 constexpr int kHintSteps[] = {480, 640, 800, 960, 1120};  // widths of the page below which a hint may show
 
 // Below which width of the page something `width` pixels wide scrolls: one of kHintSteps, or 0, at any.
@@ -241,7 +244,9 @@ void Report::table(ReportTable table) {
     }
   double width = 0;  // estimated: 7.5 pixels a character
   for (std::size_t i = 0; i < columns; ++i)
-    width += 24 + std::max(longest[i] > kLongCell ? kLongWidth : 7.5 * static_cast<double>(longest[i]),
+    width += 24 + std::max(longest[i] > kSentences  ? kSentencesWidth
+                           : longest[i] > kLongCell ? kLongWidth
+                                                    : 7.5 * static_cast<double>(longest[i]),
                            7.5 * static_cast<double>(longest_word(table.columns[i])));
   const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
     std::string html = "<tr>";
@@ -250,7 +255,7 @@ void Report::table(ReportTable table) {
       const bool wraps = i < columns && longest[i] > kLongCell;
       html += fmt::format("<{0}{1}>{2}</{0}>", tag,
                           number  ? " class=\"number\""
-                          : wraps ? " class=\"long\""
+                          : wraps ? (longest[i] > kSentences ? " class=\"sentences\"" : " class=\"long\"")
                                   : "",
                           wraps ? with_breaks(escape_html(row[i])) : escape_html(row[i]));
     }
@@ -260,6 +265,9 @@ void Report::table(ReportTable table) {
   if (!table.summary.empty())
     html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(table.summary)));
   html += hint(width, "This table");
+  if (table.rows.size() > kRowsInSight)
+    html +=
+        fmt::format("<p class=\"hint hint-0\">{} rows: scroll down in the table ↓</p>\n", table.rows.size());
   html += "<div class=\"wide\"><table><thead>" + cells(table.columns, "th") + "</thead><tbody>\n";
   for (const auto& row : table.rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");

@@ -180,8 +180,10 @@ std::string ratio_histogram(const Verdict& verdict) {
       if (number == 0) continue;
       const double part = std::max(1.5, tall * number / most);
       y -= part;
-      svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\"/>",
-                         kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill);
+      svg += fmt::format(
+          "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" "
+          "fill=\"{}\"><title>{}</title></rect>",
+          kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill, number);
     }
     tops.emplace_back(i, y);
   }
@@ -197,7 +199,12 @@ std::string ratio_histogram(const Verdict& verdict) {
     const bool free = std::none_of(taken.begin(), taken.end(), [&, y = y](const auto& other) {
       return x - half < other[1] && x + half > other[0] && std::abs(y - 5 - other[2]) < 15;
     });
-    if (!free) continue;
+    // Nor may it lie over a higher bar beside its own.
+    const bool beside = std::any_of(tops.begin(), tops.end(), [&, i = i, y = y](const auto& other) {
+      const double left = kLeft + wide * other.first / kBars, right = left + wide / kBars;
+      return other.first != i && other.second < y - 2 && x - half < right && x + half > left;
+    });
+    if (!free || beside) continue;
     taken.push_back({x - half, x + half, y - 5});
     svg += text_at(x, y - 5, "middle", number);
   }

@@ -163,8 +163,6 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   ReportTable parameters = to_table(verdict);
   parameters.title = "Parameters, worst first";
   parameters.summary.clear();
-  std::stable_partition(parameters.rows.begin(), parameters.rows.end(),
-                        [](const auto& row) { return row.front() == "FAIL"; });
   constexpr std::size_t kMostRows = 500;
   if (parameters.rows.size() > kMostRows) {
     parameters.summary = fmt::format("The first {} of {} rows; the JSON verdict has them all.", kMostRows,

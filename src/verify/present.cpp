@@ -130,14 +130,21 @@ bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
          parameter.owners_least == 1 && parameter.owners_most == 1;
 }
 
+namespace {
+
+// The least first: what failed, then what uses most of its bounds.
+auto badness(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
+  return std::make_tuple(good(parameter, layout), claimed(layout.e1) ? -share(parameter.exact) : 0.0,
+                         claimed(layout.e2) ? -share(parameter.rounded) : 0.0);
+}
+
+}  // namespace
+
 std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout) {
   std::vector<const ParameterVerdict*> order;
   for (const auto& parameter : layout.parameters) order.push_back(&parameter);
-  const auto key = [&](const ParameterVerdict* p) {
-    return std::make_tuple(good(*p, layout), claimed(layout.e1) ? -share(p->exact) : 0.0,
-                           claimed(layout.e2) ? -share(p->rounded) : 0.0);
-  };
-  std::stable_sort(order.begin(), order.end(), [&](auto* a, auto* b) { return key(a) < key(b); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](auto* a, auto* b) { return badness(*a, layout) < badness(*b, layout); });
   return order;
 }
 
@@ -222,7 +229,7 @@ std::string parity_line(const Verdict& verdict, const Wording& wording) {
   const LayoutVerdict* layout = worst_layout(verdict);
   std::string line = fmt::format("parity {}: {} {} {}", verdict.passed ? "PASS" : "FAIL", wording.left,
                                  verdict.passed ? "=" : "!=", wording.right);
-  std::string joint = "; largest error";
+  std::string joint = "; worst error";
   if (layout && claimed(layout->e1) && !layout->e1.worst.empty()) {
     line += fmt::format("{} {} of {:g} allowed (fp64, {})", joint, scientific(layout->e1.error),
                         layout->e1.allowed, layout->e1.worst);
@@ -324,13 +331,18 @@ ReportTable to_table(const Verdict& verdict) {
   // The verdict first: on a narrow screen the rest is scrolled to.
   const auto last_first = [](auto& row) { std::rotate(row.rbegin(), row.rbegin() + 1, row.rend()); };
   last_first(table.columns);
+  std::vector<std::pair<const ParameterVerdict*, const LayoutVerdict*>> order;
   for (const auto& layout : verdict.layouts)
-    for (const auto* parameter : worst_first(layout)) {
-      auto row = cells(*parameter, layout);
-      if (several) row.insert(row.begin(), layout.name);
-      last_first(row);
-      table.rows.push_back(std::move(row));
-    }
+    for (const auto* parameter : worst_first(layout)) order.emplace_back(parameter, &layout);
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+    return badness(*a.first, *a.second) < badness(*b.first, *b.second);
+  });
+  for (const auto& [parameter, layout] : order) {
+    auto row = cells(*parameter, *layout);
+    if (several) row.insert(row.begin(), layout->name);
+    last_first(row);
+    table.rows.push_back(std::move(row));
+  }
   return table;
 }
 

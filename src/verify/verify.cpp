@@ -308,6 +308,9 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     }
   }
   for (const auto& layout : problem.layouts) {
+    if (problem.progress && group.rank() == 0)
+      problem.progress(fmt::format("layout {} of {}: {}", verdict.layouts.size() + 1, problem.layouts.size(),
+                                   layout.name));
     verdict.layouts.push_back(try_layout(problem, layout, initial, reference, found, group));
     passed = passed && verdict.layouts.back().passed;
     for (auto finding : verdict.layouts.back().findings) {
