@@ -35,6 +35,8 @@ ALLOWED = [
     ("src/comm/group_impl.hpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),
     ("src/bench/bench_context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
+    ("src/parallel/pipeline/schedules.cpp", "shape.micro_batches / shape.ranks", "whole rounds of micro-batches"),
+    ("src/parallel/pipeline/schedules.cpp", "step / shape.ranks", "which stage of a rank is next"),
     ("src/data/loader.cpp", "count * rank / size", "deals packs out to ranks"),
     ("src/data/sampler.cpp", "length * options_.rank / options_.size", "deals samples out to ranks"),
     ("src/data/sampler.cpp", "length * (options_.rank + 1) / options_.size", "deals samples out to ranks"),

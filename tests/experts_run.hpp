@@ -16,13 +16,13 @@ struct Cell {
   int ring = 1, replicas = 1;
   std::int64_t packs = 2;  // of a micro-batch
   bool share = true, checkpoint = false;
-  std::int64_t ep = 1;
+  std::int64_t ep = 1, tp = 1;
 };
 
 inline std::string name_of(const Cell& cell) {
-  return fmt::format("{}-{}-ring{}-replicas{}-packs{}{}{}-ep{}", cell.ranks, cell.strategy, cell.ring,
+  return fmt::format("{}-{}-ring{}-replicas{}-packs{}{}{}-ep{}-tp{}", cell.ranks, cell.strategy, cell.ring,
                      cell.replicas, cell.packs, cell.share ? "" : "-own-copies",
-                     cell.checkpoint ? "-checkpointed" : "", cell.ep);
+                     cell.checkpoint ? "-checkpointed" : "", cell.ep, cell.tp);
 }
 
 class ExpertRuns : public testing_runs::TinyRuns {
@@ -47,6 +47,7 @@ class ExpertRuns : public testing_runs::TinyRuns {
     config.batch.packs_per_micro_batch = cell.packs;
     config.parallel.checkpoint_activations = cell.checkpoint;
     config.parallel.ep = cell.ep;
+    config.parallel.tp = cell.tp;
     if (!cell.share) config.parallel.share_parameters = "off";
     return config;
   }

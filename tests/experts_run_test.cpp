@@ -250,9 +250,10 @@ TEST_F(ExpertsRun, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(config_error_of([&] {
                 RunConfig config = plain("tensor");
                 config.parallel.tp = 2;
+                config.model.shape.experts.feed_forward = 1;
                 run(config, 2);
               }),
-              HasSubstr("experts"));
+              AllOf(HasSubstr("parallel.tp"), HasSubstr("features of an expert")));
 }
 
 }  // namespace

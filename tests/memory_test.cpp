@@ -76,8 +76,8 @@ Measured measure(World& world, const Case& setup) {
     result.sent = sent(mesh) - before;
   }
   result.persistent = meter.alive() + meter.shared() - start;
-  const int sharers = setup.options.share_parameters ? mesh.size({"dp_shard"}) : 1;
-  result.kept = measure_kept(layout->buckets(), optimizer->state(layout->buckets()), sharers);
+  const Grid* shared_on = setup.options.share_parameters ? &mesh.grid() : nullptr;
+  result.kept = measure_kept(layout->buckets(), optimizer->state(layout->buckets()), shared_on);
   for (const Bucket& bucket : layout->buckets()) {
     result.padded += bucket.plan.numel;
     result.largest_bucket = std::max(result.largest_bucket, bucket.plan.numel);

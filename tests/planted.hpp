@@ -15,6 +15,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/optimizer.hpp"
 
 namespace isograd::planted {
 
@@ -75,6 +76,17 @@ struct Wrapped : DataParallel {
   const Mesh& mesh() const override { return inner->mesh(); }
   void publish_parameters() override { inner->publish_parameters(); }
   bool takes_every_round() const override { return inner->takes_every_round(); }
+};
+
+struct WrappedOptimizer : Optimizer {
+  std::unique_ptr<Optimizer> inner;
+  explicit WrappedOptimizer(std::unique_ptr<Optimizer> inner_) : inner(std::move(inner_)) {}
+  void update(std::vector<Bucket>& buckets, double scale) override { inner->update(buckets, scale); }
+  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
+  double learning_rate() const override { return inner->learning_rate(); }
+  std::int64_t updates() const override { return inner->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
+  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
 };
 
 struct Averages : Wrapped {  // B14's opposite: the reducer divides by the ranks

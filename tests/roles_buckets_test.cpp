@@ -13,11 +13,6 @@ namespace {
 using isograd::testing::error_of;
 using isograd::testing::Strategy;
 
-const std::vector<Strategy>& unsharded() {
-  static const std::vector<Strategy> all{{.name = "naive", .is_naive = true}, {.name = "bucketed"}};
-  return all;
-}
-
 TrainableParameters held(const Layout& catalogue, const Layout::Named& named, Tensors& parameters) {
   std::vector<std::pair<std::string, at::Tensor>> own;
   for (auto& [name, value] : whole_model()) {
@@ -46,7 +41,7 @@ TEST_P(RolesInBuckets, GiveTheGradientAndTheNormOfOneProcess) {
     squares += gradient.square().sum().item<double>();
     numel += static_cast<double>(gradient.numel());
   }
-  for (const Strategy& strategy : unsharded())
+  for (const Strategy& strategy : isograd::testing::strategies())
     run_ranks(sizes.ranks(), [&](World& world) {
       const Mesh mesh(world, grid_of(sizes));
       const Layout::Named named = placements(mesh.grid());
@@ -100,8 +95,6 @@ TEST(RolesInBucketsRefused, WhatHasNoGroup) {
                 AllOf(HasSubstr("parameter 'tied'"), HasSubstr("stages 0, 2")));
   });
   run_ranks(2, [](World& world) {
-    EXPECT_THAT(refused(world, {.dp_shard = 2, .ep = 2}, {.stage = 1}),
-                AllOf(HasSubstr("parameter 'experts'"), HasSubstr("cuts it along axes that are sharded")));
     const Grid grid = grid_of({.tp = 2});
     EXPECT_THAT(refused(world, {.tp = 2}, {}, {{"none", placed(grid, {3})}}), HasSubstr("parameter 'none'"));
     EXPECT_THAT(refused(world, {.tp = 2}, {}, {{"up", placed(grid, {kFeatures, kHidden})}}),

@@ -148,7 +148,7 @@ inline at::Tensor leave(const at::Tensor& y, const Group& tp) {
 // Every token visits the ranks along ep, each of which has some of the experts.
 inline at::Tensor through_experts(const at::Tensor& h, const Tokens& tokens, const at::Tensor& experts,
                                   const Layout& layout) {
-  Group ep = layout.mesh().along({"ep"});
+  Group ep = layout.mesh().along({"ep"}, "experts");
   const at::Tensor counts = ep.all_gather(at::full({1}, h.size(0), at::kLong)).flatten();
   const Group::Rows rows(counts.const_data_ptr<std::int64_t>(),
                          counts.const_data_ptr<std::int64_t>() + ep.size());
@@ -166,7 +166,8 @@ inline at::Tensor through_experts(const at::Tensor& h, const Tokens& tokens, con
 // One step's gradients, before they are summed. `targets`: by how much the loss is divided.
 inline double backward(const Layout& layout, Tensors& p, const Tokens& tokens, double targets) {
   const Mesh& mesh = layout.mesh();
-  Group tp = mesh.along({"tp"}), pp = mesh.along({"pp"});
+  // Beside the reductions that backward launches: groups of their own.
+  Group tp = mesh.along({"tp"}, "seams"), pp = mesh.along({"pp"}, "stages");
   const int stage = pp.rank(), last = pp.size() - 1;
   const at::Tensor input = stage == 0 ? tokens.x : at::empty_like(tokens.x);
   if (stage > 0) pp.recv(input, stage - 1);

@@ -68,8 +68,7 @@ TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
           const DataParallelPlan plan{
               .numel = elements(config, tp), .bytes = element_bytes(type, 2), .stage = stage, .shards = data};
           const PersistentBytes formula = persistent_bytes(plan);
-          const PersistentBytes kept =
-              measure_kept(layout->buckets(), optimizer->state(layout->buckets()), 1);
+          const PersistentBytes kept = measure_kept(layout->buckets(), optimizer->state(layout->buckets()));
           if (mesh.place({"tp"}) == 0) {
             const std::string where =
                 fmt::format("{}, tp {}, data {}, {}", strategy, tp, data, c10::toString(type));

@@ -125,20 +125,17 @@ struct Cell {
   }
 };
 
-// Σ over tokens / their number, or the mean over samples of each one's mean.
-inline Gradient one_process(const Cell& cell, at::ScalarType type, std::uint64_t draw = 0) {
-  const DecoderConfig config = cell.config();
-  const int places = cell.data * cell.replicas;
-  const Mean mean = cell.mean;
-  auto model = whole_model(config, type, draw);
+// Σ over tokens / their number, or the mean over samples of each one's mean: of what all of `places` have.
+inline Gradient one_process(DecoderLM& model, int places, int accumulation, Mean mean) {
+  const std::int64_t vocabulary = model.config().vocabulary;
   double targets = 0, samples = 0;
   for (int place = 0; place < places; ++place)
-    for (const Batch& batch : step_of(place, places, config.vocabulary, cell.accumulation))
+    for (const Batch& batch : step_of(place, places, vocabulary, accumulation))
       for (const std::int64_t count : batch.sample_targets) targets += double(count), samples += count > 0;
   Gradient result;
   for (int place = 0; place < places; ++place)
-    for (const Batch& batch : step_of(place, places, config.vocabulary, cell.accumulation)) {
-      const at::Tensor log_p = at::log_softmax(model->logits(batch).to(at::kDouble), 1);
+    for (const Batch& batch : step_of(place, places, vocabulary, accumulation)) {
+      const at::Tensor log_p = at::log_softmax(model.logits(batch).to(at::kDouble), 1);
       at::Tensor weights = at::zeros({batch.num_tokens()}, at::kDouble);
       for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
         const double own = mean == Mean::kTargets ? 1 / targets
@@ -153,8 +150,13 @@ inline Gradient one_process(const Cell& cell, at::ScalarType type, std::uint64_t
       result.loss += loss.item<double>();
       if (loss.requires_grad()) loss.backward();
     }
-  for (auto& [name, tensor] : model->named()) result.of[name] = tensor.grad().clone();
+  for (auto& [name, tensor] : model.named()) result.of[name] = tensor.grad().clone();
   return result;
+}
+
+inline Gradient one_process(const Cell& cell, at::ScalarType type, std::uint64_t draw = 0) {
+  return one_process(*whole_model(cell.config(), type, draw), cell.data * cell.replicas, cell.accumulation,
+                     cell.mean);
 }
 
 struct Found {

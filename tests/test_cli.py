@@ -580,3 +580,26 @@ def test_museum_lists_explains_and_catches():
     assert "B7" in refused("museum", "B77")
     page = isograd("museum", "--markdown").stdout
     assert page == (ROOT / "docs/museum.md").read_text(), "write docs/museum.md by isograd museum --markdown"
+
+
+@pytest.mark.parametrize("kind", ["one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_schedules_are_drawn_written_and_read_again(kind, tmp_path):
+    drawn = isograd("schedule", "--kind", kind, "--stages", "4", "--svg", tmp_path / "picture.svg")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "rank 0   stage 0   F0" in drawn.stdout and f"{kind}: 4 stages" in drawn.stdout, drawn.stdout
+    assert "bubble" in (tmp_path / "picture.svg").read_text()
+    (tmp_path / "table.json").write_text(isograd("schedule", "--kind", kind, "--stages", "4", "--json").stdout)
+    again = isograd("schedule", "--load", tmp_path / "table.json")
+    assert again.stdout == drawn.stdout.replace(f"drawn in {tmp_path}/picture.svg\n", ""), again.stderr
+
+
+def test_a_schedule_of_ones_own_that_contradicts_itself_is_refused(tmp_path):
+    table = json.loads(isograd("schedule", "--stages", "2", "--micro-batches", "3", "--json").stdout)
+    table["ranks"][1].remove("1B2")
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    refused = isograd("schedule", "--load", tmp_path / "table.json")
+    assert refused.returncode == 2 and "no 1B2 on rank 1" in refused.stderr, refused.stderr
+    refused = isograd("schedule", "--kind", "interleaved", "--stages", "8", "--micro-batches", "5")
+    assert refused.returncode == 2 and "a multiple of the ranks: 4 or 8" in refused.stderr, refused.stderr
+    refused = isograd("schedule", "--kind", "zb-v", "--stages", "5")
+    assert refused.returncode == 2 and "a multiple of 2" in refused.stderr, refused.stderr

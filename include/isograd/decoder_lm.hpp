@@ -84,9 +84,12 @@ struct ModelSeams {
   // each rank's stream may have some.
   std::function<at::Tensor(const at::Tensor& stream, std::int64_t tokens)> enter{};
   Map leave{};  // what a product cut by its inputs gives, before its bias and the residual are added
+  // What is the same on all these ranks, on its way into what each computes for itself: the weights of
+  // experts' outputs, of which each rank has a part of a sum.
+  Map use{};
 
-  // Of a model whose inputs and outputs are rows of tokens, where each rank's stream has some of them: which
-  // of so many, and the outputs of all from those of this rank's.
+  // Where each rank's stream has some of so many tokens: which (of a model whose inputs and outputs are rows
+  // of tokens), and what is made of all from what is made of this rank's.
   std::function<std::pair<std::int64_t, std::int64_t>(std::int64_t tokens)> own_tokens{};  // begin, count
   std::function<at::Tensor(const at::Tensor& own, std::int64_t tokens)> all_tokens{};
 
@@ -97,6 +100,17 @@ struct ModelSeams {
   std::function<at::Tensor(const at::Tensor& copies, const std::vector<std::int64_t>& begin,
                            const Experts& compute)>
       experts{};
+
+  // Of a model whose layers lie in stages on several ranks: the layers of the stage whose turn it is, what it
+  // is given unless it is the first, and to whom its stream goes unless it is the last; that gives a zero to be
+  // added to the loss, whose backward waits for the stream's gradient.
+  struct Stage {
+    std::int64_t begin = 0, count = 0;
+    bool is_first = true, is_last = true;
+  };
+  std::function<Stage()> stage{};
+  std::function<at::Tensor()> receive{};
+  Map pass_on{};
 
   // Of a language model.
   Map whole_logits{};  // this rank's columns to those of the vocabulary; no gradient
@@ -113,6 +127,7 @@ struct ModelSeams {
 struct DecoderOutputs {
   at::Tensor hidden;                        // [T_local, hidden], after the last norm
   std::vector<at::Tensor> router_logits{};  // [T_local, experts] of each layer that has experts, ascending
+  at::Tensor passed_on{};  // in place of `hidden`, of a stage before the last: ModelSeams::pass_on
 };
 
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
@@ -166,6 +181,7 @@ class DecoderLM : public torch::nn::Module {
   // What computed the tokens in that forward: [T_local, k] of each layer that has experts.
   std::vector<at::Tensor> chosen_experts(const Batch& batch, const DecoderOutputs& outputs) const;
   void set_seams(ModelSeams seams);
+  const ModelSeams& seams() const;
 
  private:
   struct Impl;

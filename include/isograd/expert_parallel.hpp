@@ -17,9 +17,11 @@ inline constexpr const char* kExpertAxis = "ep";
 // (DataParallel::takes_every_round()), and with a loss that depends on the model's outputs. The layout's
 // placements() go into TrainableParameters::placements. Collective over mesh.all(): when the model has its
 // values, the same on all ranks, and before what keeps its tensors is made. Without an axis ep, or with one
-// rank along it, nothing is done but the layout. ConfigError: more ranks along ep than experts.
-Layout deal_experts(DecoderLM& model, const Mesh& mesh);
-// The placements that it declares, while the model is whole. Pure; the same errors.
-Layout::Named expert_placements(DecoderLM& model, const Grid& grid);
+// rank along it, nothing is done but the layout. `others`: the placements by which cut_decoder() has cut the
+// model along tp before, each expert's matrices too. ConfigError: more ranks along ep than experts.
+Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {});
+// The placements that it declares, while the model is whole; `others` are those of decoder_placements().
+// Pure; the same errors.
+Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others = {});
 
 }  // namespace isograd

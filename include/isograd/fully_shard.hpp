@@ -268,6 +268,8 @@ class FullySharded : public DataParallel {
   virtual std::int64_t gather_bound_bytes() const = 0;
   // Elements of trained parameters that stay whole from forward to the end of backward, padding included.
   virtual std::int64_t whole_numel() const = 0;
+  // Of these, elements of parameters that are cut along data axes: experts along ep.
+  virtual std::int64_t whole_dealt_numel() const = 0;
 };
 
 // ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and

@@ -19,6 +19,8 @@ using AxisSet = std::set<std::string>;
 inline const AxisSet kDataAxes{"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
 // Along which samples are dealt, and along which each sample's tokens are cut: together the data axes.
 inline const AxisSet kSampleAxes{"dp_replicate", "dp_shard"}, kContextAxes{"cp_ring", "cp_ulysses"};
+// The axis of pipeline stages, the only one along which a parameter may be absent.
+inline constexpr const char* kStageAxis = "pp";
 // The data axes but for that of replicas: along which ranks keep shards, if not told otherwise.
 inline const AxisSet kShardedAxes{"dp_shard", "cp_ring", "cp_ulysses"};
 

@@ -41,9 +41,11 @@ class Mesh {
   // The ranks that see different data: targets, samples and weights are counted over them and nowhere else,
   // since the others hold the same ones.
   Group counting() const;
-  // Of the ranks that hold the same data, whether this one is the first: it gives what is to be added up
-  // once.
+  // Of the ranks that hold the same data and stage, whether this one is the first: it gives what is to be
+  // added up once.
   bool speaks() const;
+  // Whether it has the first stage of a pipeline, if there is one.
+  bool has_first_stage() const;
   // The group of these ranks, in ascending order, this one among them. Made once, collective over them.
   // `name` appears in its errors.
   Group among(const std::vector<int>& ranks, const std::string& name) const;

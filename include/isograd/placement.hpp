@@ -23,9 +23,6 @@ struct Range {
 // has it.
 Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment = 16);
 
-// The axis of pipeline stages, the only one along which a parameter may be absent.
-inline constexpr const char* kStageAxis = "pp";
-
 // One dimension of a parameter, dealt to the ranks along an axis (of the grid, or a factor of a view).
 struct Cut {
   std::string axis;

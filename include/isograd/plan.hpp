@@ -30,6 +30,11 @@ struct DataParallelPlan {
   std::int64_t micro_batches = 1;  // G, of a step
   // Stage 3: elements (of numel) that stay whole from forward to the end of backward, gathered once for both.
   std::int64_t whole = 0;
+  // Experts that are dealt to ranks: elements, of numel and of whole, of which `dealt_copies` ranks have the
+  // same. These sum them and, from stage 1 on, keep shards of them, whatever shards and replicas there are of
+  // the rest.
+  std::int64_t dealt = 0, dealt_whole = 0;
+  int dealt_copies = 1;
 };
 
 // Bytes that a rank keeps from step to step. Of memory that ranks share each counts its part.
@@ -50,7 +55,8 @@ struct PersistentBytes {
 //   stage 3   (p + g + k)Ψ/N      16Ψ/N
 //   shared    gΨ + (p + k)Ψ/N     one copy of the parameters between N ranks; (p + g + k)Ψ/N with stages 2
 //   and 3
-// With reduce_once gradients are whole: gΨ. ConfigError on numbers that make no plan.
+// With reduce_once gradients are whole: gΨ. Of dealt elements the same with N = dealt_copies. ConfigError on
+// numbers that make no plan.
 PersistentBytes persistent_bytes(const DataParallelPlan& plan);
 
 // Bytes that a rank sends in a step, by what for. An algorithm that moves the least is assumed, as the paper
@@ -70,10 +76,13 @@ struct TrafficBytes {
 //   stage 3   GΨ + 2GΨ   parameters are gathered for forward and for backward; reduce_once: Ψ + 2GΨ; of what
 //                        stays whole in between (`whole`) one gather less in each micro-batch
 //   shared    Ψ          parameters need not go anywhere; GΨ with stages 2 and 3
-// over R replicas in addition 2Ψ/N · (R − 1)/R, stage 0 over all N·R ranks at once.
+// over R replicas in addition 2Ψ/N · (R − 1)/R, stage 0 over all N·R ranks at once. Of dealt elements the
+// same with N = dealt_copies and R = 1; what the exchange of tokens with the experts' ranks sends is not in
+// it.
 TrafficBytes traffic_bytes(const DataParallelPlan& plan);
 
-// "2Ψ + 14Ψ/N" for the plan's bytes, and for its traffic "(2Ψ + 2Ψ)(N - 1)/N"; Ψw: plan.whole.
+// "2Ψ + 14Ψ/N" for the plan's bytes, and for its traffic "(2Ψ + 2Ψ)(N - 1)/N"; Ψw: plan.whole. With dealt
+// elements Ψ, Ψw and N are those of the rest, and Ψe, Ψew and Ne those of the dealt ones.
 std::string persistent_formula(const DataParallelPlan& plan);
 std::string traffic_formula(const DataParallelPlan& plan);
 

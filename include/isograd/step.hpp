@@ -15,19 +15,21 @@
 
 namespace isograd {
 
+class Pipeline;
 class StepWork;
 
-// A rank's micro-batches in a step, as a schedule runs them.
+// A rank's micro-batches in a step, as a schedule runs them; each in as many parts as the rank has stages of
+// a model (pipeline_parallel.hpp), one as a rule.
 class MicroBatchWork {
  public:
   virtual ~MicroBatchWork() = default;
   virtual std::size_t size() const = 0;
-  // Of micro-batch i, and its share of the global loss. Kept until backward(i).
-  virtual void forward(std::size_t i) = 0;
+  // Of micro-batch i, and its share of the global loss. Kept until backward(i) of the part.
+  virtual void forward(std::size_t i, std::size_t part = 0) = 0;
   // Adds the share's gradient. `last`: of this rank's in the step, after which its gradient is complete.
-  virtual void backward(std::size_t i, bool last) = 0;
+  virtual void backward(std::size_t i, bool last, std::size_t part = 0) = 0;
 };
-// Runs each forward once, and each backward once after its forward.
+// Runs each forward once, and each backward once after its forward, of every part.
 using MicroBatchSchedule = std::function<void(MicroBatchWork& work)>;
 void one_after_another(MicroBatchWork& work);  // forward and backward by turns, in order
 
@@ -53,7 +55,14 @@ struct StepOptions {
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;
+  // Of a schedule of a pipeline's stages: how many this rank has, and of what the number of micro-batches is
+  // made a multiple (with empty ones).
+  std::size_t parts = 1, micro_batches_of = 1;
 };
+
+// The options of a step whose micro-batches go through a pipeline, which outlives it: schedule, parts and
+// micro_batches_of.
+StepOptions through(const Pipeline& pipeline, StepOptions others = {});
 
 struct StepReport {
   double loss = 0;               // Σ numerators / Σ denominators over all ranks: what was differentiated

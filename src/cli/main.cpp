@@ -148,6 +148,7 @@ int run(int argc, char** argv) {
                              sample_verb(program),
                              config_verb(program),
                              layout_verb(program),
+                             schedule_verb(program),
                              museum_verb(program),
                              launch_verb(program, invocation)};
   for (auto& more : {data_verbs(program), bench_verbs(program)})

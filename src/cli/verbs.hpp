@@ -34,5 +34,6 @@ Verb config_verb(CLI::App& program);
 Verb museum_verb(CLI::App& program);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
 Verb layout_verb(CLI::App& program);
+Verb schedule_verb(CLI::App& program);
 
 }  // namespace isograd

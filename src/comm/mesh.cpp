@@ -60,6 +60,10 @@ Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   return made(std::move(ranks), use, name);
 }
 
+bool Mesh::has_first_stage() const {
+  return !impl_->grid.has(kStageAxis) || place({kStageAxis}) == 0;
+}
+
 double Mesh::waited_apart() const {
   double seconds = 0;
   for (const auto& [key, group] : impl_->groups)
@@ -72,7 +76,9 @@ Group Mesh::counting() const {
 }
 
 bool Mesh::speaks() const {
-  return place(without(impl_->grid.names(), kDataAxes)) == 0;
+  AxisSet peers = without(impl_->grid.names(), kDataAxes);
+  peers.erase(kStageAxis);  // each stage has something of its own to say: the last one the loss
+  return place(peers) == 0;
 }
 
 Group Mesh::among(const std::vector<int>& ranks, const std::string& name) const {

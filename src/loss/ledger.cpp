@@ -70,13 +70,13 @@ void TermLedger::add(const LossTerms& terms, double share, const Denominator& de
   }
 }
 
-std::vector<double> TermLedger::message(const Census& census) const {
+std::vector<double> TermLedger::message(const Census& census, bool may_name) const {
   std::vector<double> message(kFirstTerm + kMostTerms * kNumbersOfTerm);
   message[kLoss] = loss_;
   if (terms_.empty()) return message;
   message[kMarks] = mark_of(terms_);
   message[kRanks] = 1;
-  const bool names = census.rank == census.first_with_micro_batches();
+  const bool names = may_name && census.rank == census.first_with_micro_batches();
   if (names) message[kMark] = mark_of(terms_);
   for (std::size_t i = 0; i < terms_.size(); ++i) {
     double* term = &message[kFirstTerm + i * kNumbersOfTerm];

@@ -17,8 +17,9 @@ class TermLedger {
   // One micro-batch's terms, the same ones in the same order in every micro-batch and on every rank, and what
   // the normaliser made of them.
   void add(const LossTerms& terms, double share, const Denominator& denominator, const Census& census);
-  // A fixed number of values, to be added up over the ranks. The first is the loss.
-  std::vector<double> message(const Census& census) const;
+  // A fixed number of values, to be added up over the ranks. The first is the loss. Of ranks with the same
+  // batch that all give theirs, the stages of a pipeline, one alone `may_name` the terms.
+  std::vector<double> message(const Census& census, bool may_name = true) const;
   // The terms from such a sum. ConfigError, on all ranks, where the ranks' terms differ.
   static std::vector<TermValue> read(const std::vector<double>& sums);
 

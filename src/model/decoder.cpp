@@ -114,10 +114,10 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
-  if (seams.enter) normed = seams.enter(normed, cos.size(0));
-  if (!config.has_experts(layer)) return {feed_forward(block, normed, residual)};
+  const at::Tensor entered = seams.enter ? seams.enter(normed, cos.size(0)) : normed;
+  if (!config.has_experts(layer)) return {feed_forward(block, entered, residual)};
   const MixtureOutput mixed = compute_mixture(
-      block.mixture, config.experts, normed,
+      block.mixture, config.experts, normed, entered,
       [&](const at::Tensor& logits, const at::Tensor& likeliest) {
         return choose ? choose(layer, logits, likeliest) : likeliest;
       },
@@ -150,14 +150,20 @@ Linear DecoderLM::Impl::of_key_heads(const Linear& whole) const {
 
 DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& pass) const {
   DecoderOutputs result;
-  at::Tensor stream = seams.embed ? seams.embed(embedding, tokens, config.pad)
-                                  : at::embedding(embedding, tokens, config.pad);  // [T, hidden]
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
+  const auto stage = seams.stage ? seams.stage() : ModelSeams::Stage{.begin = 0, .count = config.layers};
+  at::Tensor stream = !stage.is_first ? seams.receive()  // [T, hidden]
+                      : seams.embed   ? seams.embed(embedding, tokens, config.pad)
+                                      : at::embedding(embedding, tokens, config.pad);
+  for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer) {
     // By value: it may be called again when this function has long returned.
     const auto forward = [this, layer, pass](const at::Tensor& in) { return block(layer, in, pass); };
     const auto given = around ? around(layer, stream, forward) : forward(stream);
     stream = given.at(0);
     if (config.has_experts(layer)) result.router_logits.push_back(given.at(1));
+  }
+  if (!stage.is_last) {
+    result.passed_on = seams.pass_on(stream);
+    return result;
   }
   const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
   result.hidden = seams.enter ? seams.enter(normed, tokens.size(0)) : normed;
@@ -264,6 +270,10 @@ std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
 
 void DecoderLM::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
+}
+
+const ModelSeams& DecoderLM::seams() const {
+  return impl_->seams;
 }
 
 void DecoderLM::set_seams(ModelSeams seams) {

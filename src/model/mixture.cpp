@@ -23,9 +23,15 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
   return mixture;
 }
 
-MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
-                              const RouterOptions::Choose& choose, const ModelSeams& seams) {
-  const at::Tensor logits = linears(x, {mixture.router}, {at::Tensor()})[0];
+MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
+                              const at::Tensor& x, const RouterOptions::Choose& choose,
+                              const ModelSeams& seams) {
+  const auto of_all_tokens = [&](const at::Tensor& weight) {
+    const at::Tensor own = linears(stream, {weight}, {at::Tensor()})[0];
+    return seams.all_tokens ? seams.all_tokens(own, x.size(0)) : own;
+  };
+  const auto used = [&](const at::Tensor& same) { return seams.use ? seams.use(same) : same; };
+  const at::Tensor logits = of_all_tokens(mixture.router);
   const Routing routing =
       route(logits, {.per_token = shape.per_token, .normalise = shape.normalise, .choose = choose});
   const ByExpert order = sort_by_expert(routing.chosen, shape.count);
@@ -35,13 +41,14 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   const at::Tensor copies = copy_to_experts(x, order);
   const at::Tensor rows =
       seams.experts ? seams.experts(copies, order.begin, compute) : compute(copies, order.begin);
-  const at::Tensor sum = add_by_weight(rows, routing.weights, order);
-  if (!mixture.shared_switch.defined()) return {sum, logits};
-  const auto inner = linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight, mixture.shared_switch},
-                             {at::Tensor(), at::Tensor(), at::Tensor()});
-  const at::Tensor shared =
-      linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
-  return {sum + at::sigmoid(inner[2]) * shared, logits};
+  at::Tensor sum = add_by_weight(rows, used(routing.weights), order);
+  if (mixture.shared_switch.defined()) {
+    const at::Tensor open = used(at::sigmoid(of_all_tokens(mixture.shared_switch)));
+    const auto inner =
+        linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight}, {at::Tensor(), at::Tensor()});
+    sum = sum + open * linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
+  }
+  return {seams.leave ? seams.leave(sum) : sum, logits};
 }
 
 }  // namespace isograd

@@ -27,9 +27,12 @@ struct MixtureOutput {
   at::Tensor sum;            // [T, hidden]
   at::Tensor router_logits;  // [T, E]
 };
-// x [T, hidden]. `choose` as RouterOptions has it. `seams`: where experts lie on several ranks, `mixture` has
-// this rank's.
-MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& x,
-                              const RouterOptions::Choose& choose = {}, const ModelSeams& seams = {});
+// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `choose` as
+// RouterOptions has it. `seams`: where experts lie on several ranks, or their matrices are cut, `mixture` has
+// this rank's. The router and the switch of the shared expert read the stream, so that what they say is the
+// same on all ranks along tp; under cut tokens each rank says it of its own.
+MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
+                              const at::Tensor& x, const RouterOptions::Choose& choose = {},
+                              const ModelSeams& seams = {});
 
 }  // namespace isograd

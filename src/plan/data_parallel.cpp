@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <string>
 #include <vector>
 
 #include "isograd/error.hpp"
@@ -21,6 +22,10 @@ void check(const DataParallelPlan& plan) {
   if (plan.replicas < 1) refuse("replicas", plan.replicas, "1 or more");
   if (plan.micro_batches < 1) refuse("micro_batches", plan.micro_batches, "1 or more");
   if (plan.whole < 0 || plan.whole > plan.numel) refuse("whole", plan.whole, "0 to numel");
+  if (plan.dealt < 0 || plan.dealt > plan.numel) refuse("dealt", plan.dealt, "0 to numel");
+  if (plan.dealt_whole < 0 || plan.dealt_whole > plan.whole)
+    refuse("dealt_whole", plan.dealt_whole, "0 to whole");
+  if (plan.dealt_copies < 1) refuse("dealt_copies", plan.dealt_copies, "1 or more");
 }
 
 bool shards_state(const DataParallelPlan& plan) {
@@ -64,14 +69,32 @@ Volumes volumes(const DataParallelPlan& plan) {
   }
 }
 
-std::string times(std::int64_t factor, const char* symbol) {
+std::string times(std::int64_t factor, const std::string& symbol) {
   return factor == 1 ? symbol : fmt::format("{}{}", factor, symbol);
 }
 
-}  // namespace
+// Elements that the same number of ranks shares, and how formulas call them: what every rank has a copy of,
+// and, where experts are dealt to ranks, what a rank has of those.
+struct Part {
+  DataParallelPlan plan;
+  std::string elements, whole, shards;
+};
 
-PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
+std::vector<Part> parts_of(const DataParallelPlan& plan) {
   check(plan);
+  DataParallelPlan rest = plan, dealt = plan;
+  rest.numel -= plan.dealt;
+  rest.whole -= plan.dealt_whole;
+  dealt.numel = plan.dealt;
+  dealt.whole = plan.dealt_whole;
+  dealt.shards = plan.dealt_copies;
+  dealt.replicas = 1;
+  std::vector<Part> parts{{rest, "Ψ", "Ψw", "N"}};
+  if (plan.dealt > 0) parts.push_back({dealt, "Ψe", "Ψew", "Ne"});
+  return parts;
+}
+
+PersistentBytes bytes_of(const DataParallelPlan& plan) {
   const std::int64_t whole = plan.numel, shard = part(plan.numel, plan.shards);
   return {.parameters = (shards_parameters(plan) ? shard : whole) * plan.bytes.parameter,
           .gradients = (shards_gradients(plan) ? shard : whole) * plan.bytes.gradient,
@@ -79,8 +102,7 @@ PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
           .state = (shards_state(plan) ? shard : whole) * plan.bytes.state};
 }
 
-TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
-  check(plan);
+TrafficBytes traffic_of(const DataParallelPlan& plan) {
   const Volumes volume = volumes(plan);
   const auto numel = static_cast<double>(plan.numel);
   const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter;
@@ -92,28 +114,70 @@ TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
           .replicate = 2 * one_way(gradients, plan.replicas) / plan.shards};
 }
 
-std::string persistent_formula(const DataParallelPlan& plan) {
-  check(plan);
+std::string bytes_formula(const Part& one) {
   std::int64_t whole = 0, sharded = 0;
   const auto add = [&](bool of_a_shard, int bytes) { (of_a_shard ? sharded : whole) += bytes; };
-  add(shards_parameters(plan), plan.bytes.parameter);
-  add(shards_gradients(plan), plan.bytes.gradient);
-  add(shards_state(plan), plan.bytes.optimizer());
-  if (sharded == 0) return times(whole, "Ψ");
-  return whole == 0 ? times(sharded, "Ψ") + "/N" : times(whole, "Ψ") + " + " + times(sharded, "Ψ") + "/N";
+  add(shards_parameters(one.plan), one.plan.bytes.parameter);
+  add(shards_gradients(one.plan), one.plan.bytes.gradient);
+  add(shards_state(one.plan), one.plan.bytes.optimizer());
+  if (sharded == 0) return times(whole, one.elements);
+  const std::string shard = times(sharded, one.elements) + "/" + one.shards;
+  return whole == 0 ? shard : times(whole, one.elements) + " + " + shard;
+}
+
+std::string sent_formula(const Part& one) {
+  const DataParallelPlan& plan = one.plan;
+  const Volumes volume = volumes(plan);
+  const std::string gradients = times(volume.gradients * plan.bytes.gradient, one.elements);
+  std::string parameters = times(volume.parameters * plan.bytes.parameter, one.elements);
+  if (volume.whole > 0) parameters += " - " + times(volume.whole * plan.bytes.parameter, one.whole);
+  const auto others = [](const std::string& ranks) { return fmt::format("({0} - 1)/{0}", ranks); };
+  if (!shards_state(plan)) return gradients + others(plan.replicas > 1 ? one.shards + "R" : one.shards);
+  std::string text = volume.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")";
+  text += others(one.shards);
+  if (plan.replicas > 1)
+    text +=
+        " + " + times(std::int64_t{2} * plan.bytes.gradient, one.elements) + "/" + one.shards + " (R - 1)/R";
+  return text;
+}
+
+std::string joined(const std::vector<Part>& parts, std::string (*formula)(const Part&)) {
+  std::string text;
+  for (const Part& one : parts) text += (text.empty() ? "" : " + ") + formula(one);
+  return text;
+}
+
+}  // namespace
+
+PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
+  PersistentBytes sum;
+  for (const Part& one : parts_of(plan)) {
+    const PersistentBytes bytes = bytes_of(one.plan);
+    sum.parameters += bytes.parameters;
+    sum.gradients += bytes.gradients;
+    sum.master += bytes.master;
+    sum.state += bytes.state;
+  }
+  return sum;
+}
+
+TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
+  TrafficBytes sum;
+  for (const Part& one : parts_of(plan)) {
+    const TrafficBytes bytes = traffic_of(one.plan);
+    sum.reduce += bytes.reduce;
+    sum.gather += bytes.gather;
+    sum.replicate += bytes.replicate;
+  }
+  return sum;
+}
+
+std::string persistent_formula(const DataParallelPlan& plan) {
+  return joined(parts_of(plan), bytes_formula);
 }
 
 std::string traffic_formula(const DataParallelPlan& plan) {
-  check(plan);
-  const Volumes volume = volumes(plan);
-  const std::string gradients = times(volume.gradients * plan.bytes.gradient, "Ψ");
-  std::string parameters = times(volume.parameters * plan.bytes.parameter, "Ψ");
-  if (volume.whole > 0) parameters += " - " + times(volume.whole * plan.bytes.parameter, "Ψw");
-  if (!shards_state(plan)) return gradients + (plan.replicas > 1 ? "(NR - 1)/NR" : "(N - 1)/N");
-  std::string text = volume.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")";
-  text += "(N - 1)/N";
-  if (plan.replicas > 1) text += " + " + times(std::int64_t{2} * plan.bytes.gradient, "Ψ") + "/N (R - 1)/R";
-  return text;
+  return joined(parts_of(plan), sent_formula);
 }
 
 }  // namespace isograd

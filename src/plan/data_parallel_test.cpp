@@ -111,6 +111,35 @@ TEST(Plans, RefuseWhatMakesNone) {
   EXPECT_THROW(traffic_bytes(plan_of(1, 2, 0)), ConfigError);
 }
 
+// Experts of which fewer ranks have copies: what the formulas say of two models, one a rank's experts.
+TEST(Plans, OfDealtExpertsAreThoseOfTwoModels) {
+  constexpr std::int64_t kExperts = 840 * 16;
+  for (int stage : {0, 1, 2, 3})
+    for (int copies : {1, 2, 4}) {
+      auto plan = plan_of(stage, 8, 3), rest = plan, experts = plan;
+      plan.replicas = rest.replicas = 2;  // of the rest alone
+      plan.dealt = kExperts, plan.dealt_copies = copies;
+      rest.numel -= kExperts;
+      experts.numel = kExperts, experts.shards = copies;
+      if (stage == 3) plan.whole = rest.whole = 100, plan.dealt_whole = experts.whole = 64, plan.whole += 64;
+      EXPECT_EQ(persistent_bytes(plan).total(),
+                persistent_bytes(rest).total() + persistent_bytes(experts).total());
+      EXPECT_DOUBLE_EQ(traffic_bytes(plan).total(),
+                       traffic_bytes(rest).total() + traffic_bytes(experts).total());
+      auto all_alike = plan;
+      all_alike.dealt = all_alike.dealt_whole = 0;
+      EXPECT_NE(traffic_bytes(plan).total(), traffic_bytes(all_alike).total());
+    }
+  auto plan = plan_of(3, 8, 3);
+  plan.dealt = kExperts, plan.dealt_copies = 2;
+  EXPECT_EQ(persistent_formula(plan), "16Ψ/N + 16Ψe/Ne");
+  EXPECT_EQ(traffic_formula(plan), "(6Ψ + 12Ψ)(N - 1)/N + (6Ψe + 12Ψe)(Ne - 1)/Ne");
+  plan.dealt_whole = 1;
+  EXPECT_THROW(traffic_bytes(plan), ConfigError);
+  plan.dealt_whole = 0, plan.dealt = kNumel + 1;
+  EXPECT_THROW(persistent_bytes(plan), ConfigError);
+}
+
 // One copy of the parameters is there for all to use: nothing is gathered in stage 3, which then is stage 2.
 TEST(Plans, OfStage3WithOneCopyAreThoseOfStage2) {
   for (bool once : {false, true}) {

@@ -58,7 +58,7 @@ Grid grid_of(const RunConfig& config, int ranks) {
                        .action = "Change parallel.tp or the ranks"});
   std::vector<Axis> axes = data_grid_of(config, ranks / together).axes();
   axes.push_back({"tp", together});  // neighbours
-  const Grid grid(axes, ranks);
+  const Grid grid = with_expert_view(Grid(axes, ranks), config.parallel.ep);
   const TaskKind& kind = kind_of(config);
   return kind.view ? kind.view(config, grid) : grid;
 }

@@ -8,6 +8,7 @@
 
 #include "base/memory.hpp"
 #include "isograd/error.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
@@ -54,8 +55,7 @@ FullyShardOptions with(FullyShardOptions options, const Layout::Named& placement
 bool shares_parameters(const RunConfig& config, const RanksOfRun& ranks) {
   const std::string &asked = config.parallel.share_parameters, &strategy = config.parallel.strategy;
   if (asked != "auto") return asked == "on";
-  return strategy != "naive" && strategy != "overlapped" && config.parallel.ep == 1 && ranks.host_memory &&
-         device_kind(config) == "cpu";
+  return strategy != "naive" && strategy != "overlapped" && ranks.host_memory && device_kind(config) == "cpu";
 }
 
 DataParallelOptions whole_options(const RunConfig& config, bool share) {
@@ -190,19 +190,26 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Ra
                         .reduce_once = config.parallel.reduce_once,
                         .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
   if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
+  if (config.parallel.ep > 1)
+    plan.dealt_copies = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep);
   plan.numel = numel;
   return plan;
 }
 
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
                          const RanksOfRun& ranks) {
-  std::int64_t numel = 0;
+  DataParallelPlan plan = make_plan(config, 0, ranks);
   for (const Bucket& bucket : layout.buckets())
-    for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
-  DataParallelPlan plan = make_plan(config, numel, ranks);
+    for (const Slot& slot : bucket.plan.slots) {
+      plan.numel += slot.numel;
+      if (cut_along_data(bucket.plan.sync, layout.mesh().grid())) plan.dealt += slot.numel;
+    }
   if (rounds > 0) plan.micro_batches = rounds;
-  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout))
-    plan.whole = std::min(sharded->whole_numel(), plan.numel);  // the one with, the other without padding
+  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
+    // The one with, the other without padding.
+    plan.dealt_whole = std::min(sharded->whole_dealt_numel(), plan.dealt);
+    plan.whole = std::min(sharded->whole_numel(), plan.numel);
+  }
   return plan;
 }
 

@@ -22,8 +22,10 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
   if (census.targets == 0) return std::nullopt;
   const at::NoGradGuard no_grad;
   work.look();
-  at::Tensor sums = at::tensor(work.ledger().message(census), at::kDouble);
-  layout.mesh().counting().all_reduce(sums);
+  const Mesh& mesh = layout.mesh();
+  at::Tensor sums = at::tensor(work.ledger().message(census, mesh.has_first_stage()), at::kDouble);
+  if (!mesh.speaks()) sums.zero_();  // another rank has the same ones
+  mesh.all().all_reduce(sums);
   return Evaluation{.step = step, .loss = sums[0].item<double>(), .targets = census.targets};
 }
 

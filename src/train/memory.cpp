@@ -33,11 +33,12 @@ std::string megabytes(double bytes) {
 }
 
 // Of tensors on any device or on those of one type.
-PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers,
-                        std::optional<at::DeviceType> only) {
+PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state,
+                        const Grid* shared_on, std::optional<at::DeviceType> only) {
   Storages storages(only);
   PersistentBytes kept;
   for (const Bucket& bucket : buckets) {
+    const int sharers = shared_on ? shared_on->size(bucket.sharded) : 1;
     kept.parameters += split_rows(storages.add(bucket.parameters), sharers)[0];
     kept.gradients += storages.add(bucket.gradients);
     kept.master += storages.add(bucket.master);
@@ -55,8 +56,9 @@ c10::CachingAllocator::Stat allocated(at::Device device) {
 
 }  // namespace
 
-PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers) {
-  return measure(buckets, state, sharers, std::nullopt);
+PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
+                             const Grid* shared_on) {
+  return measure(buckets, state, shared_on, std::nullopt);
 }
 
 MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
@@ -82,10 +84,11 @@ void MemoryWatch::before_step(DataParallel& layout) {
   sent_ = layout.bytes_sent();
 }
 
-void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, int sharers) {
+void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool shared) {
+  const Grid* shared_on = shared ? &layout.mesh().grid() : nullptr;
   const OptimizerState state = optimizer.state(layout.buckets());
-  use_.kept = measure_kept(layout.buckets(), state, sharers);
-  const std::int64_t here = measure(layout.buckets(), state, sharers, device_.type()).total();
+  use_.kept = measure_kept(layout.buckets(), state, shared_on);
+  const std::int64_t here = measure(layout.buckets(), state, shared_on, device_.type()).total();
   use_.in_host_memory = use_.kept.total() - here;
   use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - here;
   use_.passing = peak() - alive_;
@@ -110,10 +113,16 @@ std::string kept_by_formula(const DataParallelPlan& plan) {
 }
 
 std::string symbols(const DataParallelPlan& plan) {
-  std::string text = fmt::format("with Ψ = {} parameters", plan.numel);
-  if (plan.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", plan.whole);
+  std::string text = fmt::format("with Ψ = {} parameters", plan.numel - plan.dealt);
+  if (const std::int64_t whole = plan.whole - plan.dealt_whole; whole > 0)
+    text += fmt::format(", Ψw = {} whole through forward and backward", whole);
   if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
   if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
+  if (plan.dealt > 0) {
+    text += fmt::format(", Ψe = {} of the rank's experts, which Ne = {} ranks have", plan.dealt,
+                        plan.dealt_copies);
+    if (plan.dealt_whole > 0) text += fmt::format(", Ψew = {} whole", plan.dealt_whole);
+  }
   return text;
 }
 

@@ -24,8 +24,10 @@ struct MemoryUse {
 };
 
 // The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'
-// surroundings included. Parameters that `sharers` ranks keep between them count their part.
-PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state, int sharers);
+// surroundings included. Where ranks keep one copy of the
+// parameters between them, on the grid `shared_on`, a rank counts its part.
+PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
+                             const Grid* shared_on = nullptr);
 
 // Follows a run: made before its model is, before_step() and after_step() around each step. What is on a GPU
 // LibTorch's allocator of that device counts; then host memory is left out.
@@ -33,7 +35,8 @@ class MemoryWatch {
  public:
   explicit MemoryWatch(at::Device device = at::kCPU);
   void before_step(DataParallel& layout);
-  void after_step(DataParallel& layout, Optimizer& optimizer, int sharers);
+  // `shared`: ranks keep one copy of the parameters between them.
+  void after_step(DataParallel& layout, Optimizer& optimizer, bool shared);
   // Of the last step.
   const MemoryUse& use() const { return use_; }
 

@@ -135,6 +135,9 @@ RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const
   RankLayout layout = lay_out(parameters, plan_layout(config, parameters, units, ranks, rank, placements),
                               grid, rank, plan.bytes, placements);
   plan.numel = layout.numel();
+  for (const LaidBucket& bucket : layout.buckets)
+    if (cut_along_data(bucket.planned.plan.sync, grid))
+      plan.dealt += bucket.planned.plan.numel - bucket.padding;
   return {.layout = std::move(layout),
           .config = config,
           .plan = plan,

@@ -8,7 +8,9 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 
+#include "parallel/data/rank_roles.hpp"
 #include "train/build.hpp"
 #include "train/memory.hpp"
 #include "train/task.hpp"
@@ -25,6 +27,17 @@ struct Case {
   void (*change)(RunConfig&);
   int multiple = 1;  // of which the ranks are one
 };
+
+// Experts dealt to two ranks, not evenly: five of them.
+void deal_experts_to_two(RunConfig& config, const char* strategy) {
+  config.parallel.strategy = strategy;
+  config.parallel.share_parameters = "off";
+  config.parallel.ep = 2;
+  auto& shape = config.model.shape;
+  shape.family = "qwen3_moe";
+  shape.query_key_norm = true;
+  shape.experts = {.count = 5, .per_token = 2, .feed_forward = 9};
+}
 
 const Case kCases[] = {
     {"naive", [](RunConfig& c) { c.parallel.strategy = "naive"; }},
@@ -88,6 +101,27 @@ const Case kCases[] = {
        c.parallel.cp_fsdp_mode = "none";
      },
      2},
+    {"experts dealt", [](RunConfig& c) { deal_experts_to_two(c, "bucketed"); }, 2},
+    {"experts dealt, zero1 in bf16",
+     [](RunConfig& c) {
+       deal_experts_to_two(c, "zero1");
+       c.train.dtype = "bfloat16";
+     },
+     2},
+    {"experts dealt, zero2", [](RunConfig& c) { deal_experts_to_two(c, "zero2"); }, 2},
+    {"experts dealt, zero3, replicas",
+     [](RunConfig& c) {
+       deal_experts_to_two(c, "zero3");
+       c.parallel.replicas = 2;
+     },
+     2},
+    {"experts dealt over a ring, zero1, the rest in replicas alone",
+     [](RunConfig& c) {
+       deal_experts_to_two(c, "zero1");
+       c.parallel.cp_ring = 2;
+       c.parallel.cp_fsdp_mode = "none";
+     },
+     2},
 };
 
 class RankLayouts : public testing_runs::TinyRuns {
@@ -141,8 +175,11 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
     run_ranks(ranks, [&](World& world) {
       const RunLayout foretold = lay_out(config, ranks, world.rank);
       const auto model = make_task(config, world.group)->make_model(scalar_type(config.train.dtype));
+      const Mesh mesh(world, grid_of(config, ranks));
+      std::optional<Layout> placed;
+      if (held_together(config)) placed.emplace(model->cut(mesh));
       const ModelUnits units = model->make_units();
-      const auto layout = make_layout(config, model->named(), units, Mesh(world, grid_of(config, ranks)));
+      const auto layout = make_layout(config, model->named(), units, mesh, placed ? &*placed : nullptr);
       const auto& buckets = layout->buckets();
       ASSERT_EQ(foretold.layout.buckets.size(), buckets.size());
       for (std::size_t b = 0; b < buckets.size(); ++b) {
@@ -165,8 +202,8 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
       }
       const auto optimizer = make_optimizer(config);
       optimizer->update(layout->buckets(), 1);
-      const int sharers = foretold.plan.share_parameters ? foretold.plan.shards : 1;
-      expect_same(foretold.layout.total, measure_kept(buckets, optimizer->state(buckets), sharers));
+      const Grid* shared_on = foretold.plan.share_parameters ? &mesh.grid() : nullptr;
+      expect_same(foretold.layout.total, measure_kept(buckets, optimizer->state(buckets), shared_on));
     });
   });
 }
@@ -178,7 +215,10 @@ TEST_F(RankLayouts, TotalsAreSumsAndTheFormulasOfMemory) {
       const RunLayout run = lay_out(config, ranks, rank);
       expect_same(sum(run.layout), run.layout.total);
       DataParallelPlan padded = run.plan;
-      for (const LaidBucket& bucket : run.layout.buckets) padded.numel += bucket.padding;
+      for (const LaidBucket& bucket : run.layout.buckets) {
+        padded.numel += bucket.padding;
+        if (cut_along_data(bucket.planned.plan.sync, run.layout.grid)) padded.dealt += bucket.padding;
+      }
       expect_same(run.layout.total, persistent_bytes(padded));
       // The comparison can fail: one stage further.
       if (padded.shards > 1 && padded.stage == 1) {
@@ -226,8 +266,9 @@ TEST_F(RankLayouts, GiveEachElementOneOwner) {
       std::string& text = owners.emplace_back();
       for (const LaidParameter& parameter : layout.parameters)
         for (const OwnedBy& one : parameter.owners)
-          text +=
-              fmt::format("{} {} {} {}\n", parameter.name, one.rank, one.elements.begin, one.elements.end);
+          if (parameter.placement.cuts.empty())  // of what is cut each rank tells of its own part
+            text +=
+                fmt::format("{} {} {} {}\n", parameter.name, one.rank, one.elements.begin, one.elements.end);
       EXPECT_EQ(text, owners.front());
     }
     expect_one_owner_each(counts);

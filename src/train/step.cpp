@@ -13,8 +13,9 @@
 
 namespace isograd {
 
-StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean)
-    : forward_(forward), layout_(layout), mean_(mean) {}
+StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts,
+                   std::size_t micro_batches_of)
+    : forward_(forward), layout_(layout), mean_(mean), parts_(parts), micro_batches_of_(micro_batches_of) {}
 
 // (1) Count over the ranks that see different data, before any backward: one small collective, two if samples
 // are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
@@ -26,33 +27,30 @@ void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even)
   denominator_ = mean_.denominator(census_);
   if (even || layout_.takes_every_round())
     batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
+  while (batches_.size() % micro_batches_of_ != 0) batches_.push_back(empty_batch());
 }
 
 // (2) The one division: this micro-batch's share of the global loss.
-void StepWork::forward(std::size_t i) {
-  Share& share = shares_[i];
+void StepWork::forward(std::size_t i, std::size_t part) {
+  Share& share = share_of(i, part);
   share.terms = forward_(mean_.prepare(batches_[i], denominator_));
   share.value = mean_.scale(share.terms, denominator_);
 }
 
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
-void StepWork::backward(std::size_t i, bool last) {
-  check(shares_.at(i).value.defined(), i, "forward(i) before backward(i), each once");
+void StepWork::backward(std::size_t i, bool last, std::size_t part) {
+  Share& own = share_of(i, part);
+  check(own.value.defined(), i, "forward(i) before backward(i), each once");
   check(last == (--left_ == 0), i, "`last` with the last backward, and no other");
   layout_.begin_backward(last && !mean_.deferred());
   // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
-  const at::Tensor& share = shares_[i].value;
+  const at::Tensor& share = own.value;
   if (share.requires_grad() || batches_[i].num_targets() > 0) share.backward();
-  log(i);
+  log(own);
 }
 
-void StepWork::look() {
-  shares_.assign(batches_.size(), {});
-  for (std::size_t i = 0; i < size(); ++i) forward(i), log(i);
-}
-
-void StepWork::log(std::size_t i) {
-  const Share share = std::exchange(shares_[i], {});
+void StepWork::log(Share& kept) {
+  const Share share = std::exchange(kept, {});
   ledger_.add(share.terms, share.value.item<double>(), denominator_, census_);
 }
 
@@ -63,7 +61,7 @@ Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Opt
       mean_(mean),
       optimizer_(optimizer),
       options_(std::move(options)),
-      work_(std::make_unique<StepWork>(forward_, layout, mean)) {}
+      work_(std::make_unique<StepWork>(forward_, layout, mean, options_.parts, options_.micro_batches_of)) {}
 Step::~Step() = default;
 
 void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
@@ -102,7 +100,7 @@ StepReport Step::finish() {
   const double scale = work_->denominator().gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along.
-  std::vector<double> sums = work_->ledger().message(work_->census());
+  std::vector<double> sums = work_->ledger().message(work_->census(), layout_.mesh().has_first_stage());
   const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
   if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones

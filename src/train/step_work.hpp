@@ -12,8 +12,9 @@ namespace isograd {
 
 class StepWork : public MicroBatchWork {
  public:
-  // Keeps references: all arguments outlive it.
-  StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean);
+  // Keeps references: all arguments outlive it. `parts`, `micro_batches_of`: as StepOptions has them.
+  StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts = 1,
+           std::size_t micro_batches_of = 1);
 
   void clear() { ledger_.clear(); }  // before the first micro-batches of a step
   // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
@@ -25,8 +26,9 @@ class StepWork : public MicroBatchWork {
   const TermLedger& ledger() const { return ledger_; }
 
   std::size_t size() const override { return batches_.size(); }
-  void forward(std::size_t i) override;  // with the one division: the share of the global loss
-  void backward(std::size_t i, bool last) override;
+  // With the one division: the share of the global loss.
+  void forward(std::size_t i, std::size_t part = 0) override;
+  void backward(std::size_t i, bool last, std::size_t part = 0) override;
 
   // ConfigError where the schedule leaves something out or takes it in an impossible order.
   void run(const MicroBatchSchedule& schedule);
@@ -37,14 +39,16 @@ class StepWork : public MicroBatchWork {
     LossTerms terms{};
     at::Tensor value{};
   };
-  void log(std::size_t i);
+  Share& share_of(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
+  void log(Share& share);
   void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
 
   const ForwardLossTerms& forward_;
   DataParallel& layout_;
   Normalizer& mean_;
   MicroBatches batches_{};
-  std::vector<Share> shares_{};  // by micro-batch
+  std::size_t parts_, micro_batches_of_;
+  std::vector<Share> shares_{};  // by part and micro-batch
   std::size_t left_ = 0;         // backwards to come
   Census census_{};
   Denominator denominator_{};

@@ -216,28 +216,22 @@ void check_experts_dealt(const RunConfig& config) {
   if (ep > experts)
     refuse(fmt::format("ranks for {} experts", experts), fmt::format("at most {}", experts),
            "Lower parallel.ep; more ranks fit along the other axes");
-  if (config.parallel.tp > 1)
-    refuse(fmt::format("beside parallel.tp = {}", config.parallel.tp), "one of the two",
-           "Leave parallel.tp out: experts are not cut along it");
-  if (stage_of(config.parallel.strategy) > 0)
-    refuse(
-        fmt::format("with parallel.strategy = \"{}\"", config.parallel.strategy),
-        "naive, overlapped or bucketed: shards of experts along other ranks than those of the rest are not "
-        "there yet",
-        "Choose one of them");
-  if (config.parallel.share_parameters == "on")
-    refuse("with parallel.share_parameters = \"on\"",
-           "parameters of each rank's own: ranks along ep have other experts",
-           "Leave parallel.share_parameters out");
 }
 
 void check_text_cut(const RunConfig& config, int) {
   if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
-  check_dealt(config, {.heads = shape.heads,
-                       .key_heads = shape.key_value_heads,
-                       .others = {{"features of the feed-forward network", shape.feed_forward},
-                                  {"tokens of the vocabulary", shape.vocabulary}}});
+  DealtOverTp dealt{.heads = shape.heads,
+                    .key_heads = shape.key_value_heads,
+                    .others = {{"tokens of the vocabulary", shape.vocabulary}}};
+  bool dense = false, experts = false;  // in some layer
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    (shape.has_experts(layer) ? experts : dense) = true;
+  if (dense) dealt.others.emplace_back("features of the feed-forward network", shape.feed_forward);
+  if (experts) dealt.others.emplace_back("features of an expert", shape.experts.feed_forward);
+  if (experts && shape.experts.shared_feed_forward > 0)
+    dealt.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
+  check_dealt(config, dealt);
 }
 
 }  // namespace

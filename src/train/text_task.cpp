@@ -67,12 +67,12 @@ class TextModel : public TaskModel {
     });
   }
   Layout::Named placements(const Grid& grid) override {
-    if (config_.parallel.ep > 1) return expert_placements(*model_, grid);
-    return decoder_placements(*model_, grid, cut_options());
+    Layout::Named along_tp = decoder_placements(*model_, grid, cut_options());
+    return config_.parallel.ep > 1 ? expert_placements(*model_, grid, std::move(along_tp)) : along_tp;
   }
   Layout cut(const Mesh& mesh) override {
-    if (config_.parallel.ep > 1) return deal_experts(*model_, mesh);
-    return cut_decoder(*model_, mesh, cut_options());
+    const Layout along_tp = cut_decoder(*model_, mesh, cut_options());
+    return config_.parallel.ep > 1 ? deal_experts(*model_, mesh, along_tp.placements()) : along_tp;
   }
   void write(const fs::path& directory, const TensorStream& weights) override {
     write_hf(directory, model_->config(), weights);

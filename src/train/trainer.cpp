@@ -194,7 +194,7 @@ struct Trainer::Impl {
       if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
       const StepReport report = step(own, StopSignals::requested() || trouble);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
-      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters ? plan().shards : 1);
+      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!report.finite) outcome.not_finite = first_told(world.group, model->take_not_finite());
       if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
@@ -352,7 +352,8 @@ struct Trainer::Impl {
                                 .columns = {},
                                 .rows = {},
                                 .passed = false});
-    const std::string bytes = memory ? memory_table(memory->use(), plan(), world.group, !!placed) : "";
+    const std::string bytes =
+        memory ? memory_table(memory->use(), plan(), world.group, config.parallel.tp > 1) : "";
     Showing showing;
     const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
     if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them

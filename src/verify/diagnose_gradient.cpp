@@ -98,17 +98,22 @@ std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>&
 // A few parameters have one ratio.
 Finding some_scaled(const Case& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
-  const double factor = std::max(ratio, 1 / ratio);
+  double factor = std::max(ratio, 1 / ratio);
+  const double near = std::max(one.limit(), 1e-6) * factor;
+  if (std::abs(factor - std::round(factor)) <= near) factor = std::round(factor);
   const std::string which = subject(one, names);
-  if (!axis || !(std::abs(factor - axis->size) <= std::max(one.limit(), 1e-6) * axis->size))
+  const bool of_axis = axis && std::abs(factor - axis->size) <= near;
+  const std::string other_size = axis && !of_axis && factor > 1 ? factors_of(one, factor) : "";
+  if (!of_axis && other_size.empty())
     return {"some_parameters_scaled",
             fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
                         hints_of(one, ratio, which == "all parameters")),
             {}};
   return {"cut_parameters_scaled",
-          fmt::format("{}, which alone are cut along {} ({}), scaled by {}: the size of that axis, whose sum "
-                      "needs no factor",
-                      which, axis->name, axis->size, ratio_text(ratio)),
+          fmt::format("{}, which alone are cut along {} ({}), scaled by {}: {}", which, axis->name,
+                      axis->size, ratio_text(ratio),
+                      of_axis ? "the size of that axis, whose sum needs no factor"
+                              : other_size + ", which the others need not or have had"),
           {}};
 }
 

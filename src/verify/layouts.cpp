@@ -78,8 +78,6 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
     if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
-    const bool experts_dealt = config.parallel.ep > 1;
-    if (experts_dealt && shards(strategy)) continue;  // refused by parallel.ep, as is one copy
     const int dealt =
         grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
     for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {
@@ -90,9 +88,7 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
         // One copy needs somebody to share it with.
         const RunConfig chosen = choice.in(config);
         const Grid grid = grid_of(chosen, ranks);
-        if (share &&
-            (experts_dealt || !may_share(strategy) || !host_memory || grid.size(sharded_axes(chosen)) == 1))
-          continue;
+        if (share && (!may_share(strategy) || !host_memory || grid.size(sharded_axes(chosen)) == 1)) continue;
         if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
         if (by_replica && grid.size({"dp_replicate"}) != grid_of(config, ranks).size({"dp_replicate"}))
           continue;

@@ -9,6 +9,7 @@
 #include "fuzz/reader_parts.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/error.hpp"
+#include "isograd/pipeline_schedule.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/checkpoint_state.hpp"
 #include "train/config.hpp"
@@ -125,6 +126,13 @@ void read_dumps(const fs::path& file) {
   }
 }
 
+void read_pipeline(const fs::path& file) {
+  const PipelineTable table = pipeline_from_json(read_file(file), file.string());
+  if (pipeline_from_json(to_json(table), "again") != table)
+    throw std::runtime_error("a schedule that is not read back as it was written");
+  to_picture(table, simulate(table, uniform_times(table.stages)));
+}
+
 }  // namespace
 
 std::vector<Reader> run_readers() {
@@ -151,6 +159,14 @@ std::vector<Reader> run_readers() {
       {"dump", prepare_dumps, read_dumps,
        with(kJson, {"\"counts\":", "\"owners\":", "\"ranks\":", "\"nan\"", "\"-inf\"",
                     "\"parameters\":", "\"axes\":"})},
+      {"schedule",
+       [](const fs::path& folder) {
+         put(folder / "zb.json", to_json(make_pipeline("zb-v", 2, 2, 3)));
+         put(folder / "sent.json", to_json(with_transfers(make_pipeline("1f1b", 3, 1, 2))));
+       },
+       read_pipeline,
+       with(kJson,
+            {"\"0F0\"", "\"1SEND_B0\"", "0W0", "RECV_F", "\"stages\":", "\"micro_batches\":", "1048576"})},
   };
 }
 

@@ -9,20 +9,20 @@ namespace {
 
 // What an exhibit puts in place of the right thing.
 struct Wrong {
-  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, int ep)> layout{};
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Grid&)> layout{};
   double term_factor = 1;  // of the routers' term, on every rank
   bool with_term = true;
+  std::int64_t experts = 6;  // uneven along ep 4 and 5
 };
 
-// Six experts: uneven along ep 4 and 5.
-DecoderConfig shape() {
+DecoderConfig shape(std::int64_t experts) {
   DecoderConfig config;
   config.family = "qwen3_moe";
   config.query_key_norm = true;
   config.vocabulary = 31, config.hidden = 16, config.layers = 2;
   config.heads = 2, config.key_value_heads = 1;
   config.head_dim = 8, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
-  config.experts = {.count = 6, .per_token = 2, .feed_forward = 12, .normalise = false};
+  config.experts = {.count = experts, .per_token = 2, .feed_forward = 12, .normalise = false};
   return config;
 }
 
@@ -75,19 +75,19 @@ VerifyProblem expert_problem(World& world, const Wrong& wrong) {
   const Grid grid = grid_of(world.size);
   problem.mesh = Mesh(world, grid);
   problem.make_model = [wrong](at::ScalarType type) {
-    return model_of(std::make_shared<DecoderLM>(shape(), type, 3), wrong);
+    return model_of(std::make_shared<DecoderLM>(shape(wrong.experts), type, 3), wrong);
   };
   LayoutUnderTest& layout = problem.layouts[0];
   layout = {.name = "experts dealt",
             .make = nullptr,
             .make_from_model =
-                [wrong, ep = grid.size({kExpertAxis})](const VerifyModel& model, const Group& group) {
+                [wrong, grid](const VerifyModel& model, const Group& group) {
                   TrainableParameters parameters = trainable_parameters(model.named);
                   if (model.placed) parameters.placements = model.placed->placements();
                   auto right =
                       bucketed(std::move(parameters), model.placed ? model.placed->mesh() : Mesh(group),
                                {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
-                  return wrong.layout ? wrong.layout(std::move(right), ep) : std::move(right);
+                  return wrong.layout ? wrong.layout(std::move(right), grid) : std::move(right);
                 },
             .axes = {{"dp_shard", world.size}}};
   return problem;
@@ -114,6 +114,39 @@ struct Multiplies : planted::Wrapped {
   }
 };
 
+// All experts' gradients are multiplied by what `factor` gives for the grid.
+Wrong multiplied(double (*factor)(const Grid&)) {
+  return {.layout = [factor](auto right, const Grid& grid) -> std::unique_ptr<DataParallel> {
+    return std::make_unique<Multiplies>(std::move(right), ".experts.", factor(grid));
+  }};
+}
+
+// The most micro-batches of a rank in right_problem().
+double micro_batches(const Grid& grid) {
+  std::size_t most = 0;
+  for (const MicroBatches& own : toy::make_step(grid.ranks(), 3)) most = std::max(most, own.size());
+  return static_cast<double>(most);
+}
+
+// Experts whose gradient is zero stay as they are, where their weights' decay and their moments go on.
+struct SkipsIdleExperts : planted::WrappedOptimizer {
+  using WrappedOptimizer::WrappedOptimizer;
+  void update(std::vector<Bucket>& buckets, double scale) override {
+    std::vector<at::Tensor> before;
+    for (const Bucket& bucket : buckets) before.push_back(bucket.parameters.clone());
+    inner->update(buckets, scale);
+    for (std::size_t b = 0; b < buckets.size(); ++b)
+      for (const Slot& slot : buckets[b].plan.slots) {
+        if (slot.name.find(".experts.") == std::string::npos || slot.numel == 0) continue;
+        const auto rows = [&](const at::Tensor& flat) {
+          return flat.narrow(0, slot.offset, slot.numel).view({slot.shape[0], -1});
+        };
+        const at::Tensor idle = rows(buckets[b].gradients).eq(0).all(1);
+        rows(buckets[b].parameters).index_put_({idle}, rows(before[b]).index({idle}));
+      }
+  }
+};
+
 }  // namespace
 
 void deal_over_experts(VerifyProblem& problem, World& world) {
@@ -129,20 +162,47 @@ void add_experts(std::vector<Exhibit>& list) {
        .who = "Trainers that carry a factor for expert gradients beside a reducer that averages.",
        .number = "The ratio ep on experts, all others are 1.",
        .diagnosis = "cut_parameters_scaled",
-       .plant = plants({.layout = [](auto right, int ep) -> std::unique_ptr<DataParallel> {
-         return std::make_unique<Multiplies>(std::move(right), ".experts.", ep);
-       }})});
-  list.push_back({.id = "B13d",
-                  .title = "expert gradients divided by ep",
-                  .mistake =
-                      "Expert gradients are averaged over the ranks that dense parameters are averaged over, "
-                      "though only the copies along edp were added up.",
-                  .who = "Reducers with one divide factor for dense and expert parameters.",
-                  .number = "The ratio 1/ep on experts, all others are 1.",
+       .plant = plants(multiplied([](const Grid& grid) -> double { return grid.size({kExpertAxis}); }))});
+  list.push_back(
+      {.id = "B13d",
+       .title = "expert gradients divided by ep",
+       .mistake = "Expert gradients are averaged over the ranks that dense parameters are averaged over, "
+                  "though only the copies along edp were added up.",
+       .who = "Reducers with one divide factor for dense and expert parameters.",
+       .number = "The ratio 1/ep on experts, all others are 1.",
+       .diagnosis = "cut_parameters_scaled",
+       .plant =
+           plants(multiplied([](const Grid& grid) -> double { return 1.0 / grid.size({kExpertAxis}); }))});
+  list.push_back({.id = "B13w",
+                  .title = "expert gradients multiplied by all ranks",
+                  .mistake = "The factor that undoes an average over data ranks is applied to experts too, "
+                             "whose gradients nobody averages.",
+                  .who = "Trainers whose one scale for all gradients is the number of ranks.",
+                  .number = "The ratio W on experts, all others are 1.",
                   .diagnosis = "cut_parameters_scaled",
-                  .plant = plants({.layout = [](auto right, int ep) -> std::unique_ptr<DataParallel> {
-                    return std::make_unique<Multiplies>(std::move(right), ".experts.", 1.0 / ep);
-                  }})});
+                  .plant = plants(multiplied([](const Grid& grid) -> double { return grid.ranks(); }))});
+  list.push_back({.id = "B13g",
+                  .title = "expert gradients not divided by accumulation",
+                  .mistake = "Dense gradients are divided by the number of micro-batches in their reducer, "
+                             "those of experts, which go another way, are not.",
+                  .who = "Trainers that reduce experts apart from the rest.",
+                  .number = "The ratio G on experts, all others are 1.",
+                  .diagnosis = "cut_parameters_scaled",
+                  .plant = plants(multiplied(micro_batches))});
+  list.push_back({.id = "B13o",
+                  .title = "idle experts skipped by the optimizer",
+                  .mistake = "An expert that no token of the step chose has no gradient, and the optimizer "
+                             "passes it by: its decay and its moments stand still, where one process with "
+                             "stacked weights moves them.",
+                  .who = "One parameter for each expert, whose .grad stays None.",
+                  .number = "Gradients agree; after updates with decay the idle experts differ.",
+                  .diagnosis = "optimizer_differs",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = expert_problem(world, {.experts = 48});
+                    problem.wrap_optimizer = [](std::unique_ptr<Optimizer> inner) {
+                      return std::make_unique<SkipsIdleExperts>(std::move(inner));
+                    };
+                  }});
   list.push_back(
       {.id = "B22e",
        .title = "a router's loss multiplied by the ranks",
@@ -161,7 +221,7 @@ void add_experts(std::vector<Exhibit>& list) {
                   .who = "Dispatch code that exchanges routing weights by a plain collective.",
                   .number = "The routers' gradients are zero, all others are right.",
                   .diagnosis = "gradient_lost",
-                  .plant = plants({.layout = [](auto right, int) -> std::unique_ptr<DataParallel> {
+                  .plant = plants({.layout = [](auto right, const Grid&) -> std::unique_ptr<DataParallel> {
                                      return std::make_unique<Multiplies>(std::move(right), ".mlp.gate.", 0);
                                    },
                                    .with_term = false})});

@@ -7,15 +7,9 @@ namespace isograd::museum {
 namespace {
 
 // B18d
-struct NeverClips : Optimizer {
-  std::unique_ptr<Optimizer> inner;
-  explicit NeverClips(std::unique_ptr<Optimizer> inner_) : inner(std::move(inner_)) {}
+struct NeverClips : planted::WrappedOptimizer {
+  using WrappedOptimizer::WrappedOptimizer;
   void update(std::vector<Bucket>& buckets, double) override { inner->update(buckets, 1); }
-  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
-  double learning_rate() const override { return inner->learning_rate(); }
-  std::int64_t updates() const override { return inner->updates(); }
-  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
-  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
 };
 
 }  // namespace

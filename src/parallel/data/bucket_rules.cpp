@@ -5,17 +5,14 @@
 
 namespace isograd {
 
-int shards_of_copied(const Grid& grid, const AxisSet& asked, int rank) {
-  return RankRoles(grid, sync_axes(placed(grid, {}), grid), asked, rank).shards();
-}
-
-BucketRules::BucketRules(const DataParallelOptions& options, int shards) {
+BucketRules::BucketRules(const DataParallelOptions& options, const TrainableParameters& parameters,
+                         const Grid& grid) {
   if (options.stage < 0 || options.stage > 2)
     throw ConfigError({.where = "stage",
                        .found = std::to_string(options.stage),
                        .expected = "0, 1 or 2",
                        .action = "Use fully_shard() for stage 3"});
-  if (shards == 1) return;  // there is nothing to shard or to share
+  if (most_shards(parameters, grid, options.sharded) == 1) return;  // there is nothing to shard or to share
   one_copy = options.share_parameters;
   sharded = options.stage > 0 || one_copy;
   every_round = options.stage == 2 && !options.reduce_once;

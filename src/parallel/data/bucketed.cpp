@@ -39,7 +39,10 @@ class Bucketed final : public DataParallel {
   const Mesh& mesh() const override { return policy_.mesh; }
   std::int64_t bytes_sent() override {
     std::vector<Group> groups{policy_.groups.summed, policy_.groups.shard, policy_.groups.replicate};
-    for (const auto& flat : flats_) groups.push_back(flat->groups().summed);
+    for (const auto& flat : flats_) {
+      const RoleGroups& own = flat->groups();
+      groups.insert(groups.end(), {own.summed, own.shard, own.replicate});
+    }
     return isograd::bytes_sent(groups) - asking_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
@@ -114,16 +117,20 @@ struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
                      .action = std::move(action)});
 }
 
+TrainableParameters checked_and_placed(TrainableParameters parameters, const Mesh& mesh) {
+  if (parameters.check) parameters.check();
+  place_parameters(parameters, mesh.grid(), mesh.rank());
+  return parameters;
+}
+
 Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
-    : parameters_(std::move(parameters)),
-      policy_(mesh, options),
+    : parameters_(checked_and_placed(std::move(parameters), mesh)),
+      policy_(mesh, options, parameters_),
       overlap_(options.overlap),
       offload_(options.offload),
       check_parameters_(options.check_parameters),
       bucket_bytes_(options.bucket_bytes),
       first_bucket_bytes_(options.first_bucket_bytes) {
-  if (parameters_.check) parameters_.check();
-  place_parameters(parameters_, mesh.grid(), mesh.rank());
   policy_.written.watch(parameters_.frozen);
   reduces_ = policy_.groups.summed.size() > 1;
   for (const auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters_), &parameters_.frozen})
@@ -143,16 +150,6 @@ void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
              "Destroy the other layout of this model first");
   if (offload_)
     for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
-  // Buckets take turns with buffers of one shard group, and wait for its ranks.
-  for (const NamedParameter& parameter : parameters)
-    if (policy_.sharded && sharded_along(policy_.mesh.grid(), parameter.sync, policy_.sharded_axes) !=
-                               policy_.groups.roles.sharded)
-      refuse(parameter.name,
-             "a placement that cuts it along axes that are sharded, in stage 1 or 2 or with one copy "
-             "of the parameters",
-             fmt::format("shards along {}, as of the other parameters",
-                         fmt::join(policy_.groups.roles.sharded, ", ")),
-             "Use stage 0 with parameters that are cut along data axes");
   claims_.emplace_back(parameters);
   if (check_parameters_) check_same_parameters(parameters, policy_.mesh);
 }
@@ -165,7 +162,7 @@ void Bucketed::add_buckets(std::vector<BucketPlan> plans) {
     launch_order_.push_back(buckets_.size());
     buckets_.push_back(flats_.back()->bucket());
   }
-  policy_.make_transient(buckets_);
+  policy_.make_transient(flats_);
   arrivals_.resize(buckets_.size());
   for (std::size_t bucket = first; bucket < buckets_.size(); ++bucket) connect(bucket);
 }
@@ -373,7 +370,7 @@ void Bucketed::publish_parameters() {
     updated ? flat->refuse_lost_writes() : flat->take_over_writes();
     flat->to_device();
   }
-  if (policy_.shards() == 1) return;
+  if (!policy_.sharded) return;
   if (policy_.one_copy) return policy_.meet();
   policy_.waited.during([&] {
     for (auto& flat : flats_) flat->gather_parameters();

@@ -15,51 +15,60 @@ namespace {
 // While one is reduced the next is filled; more would only cost memory.
 constexpr std::size_t kTransientBuffers = 2;
 
+std::pair<AxisSet, at::ScalarType> transient_key(const FlatBucket& bucket) {
+  return {bucket.groups().roles.sharded, bucket.bucket().gradients.scalar_type()};
+}
+
 }  // namespace
 
-BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options)
-    : BucketRules(options, shards_of_copied(mesh_.grid(), options.sharded, mesh_.rank())),
+BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options,
+                           const TrainableParameters& parameters)
+    : BucketRules(options, parameters, mesh_.grid()),
       mesh(mesh_),
       sharded_axes(options.sharded),
       copied(sync_axes(placed(mesh.grid(), {}), mesh.grid())),
       groups(mesh, copied, options.sharded),
       offload(options.offload),
       fp32_gradients(options.fp32_gradients),
+      replicas_last(any_cut_along_data(parameters, mesh.grid())),
       written(mesh_) {}
 
 std::size_t BucketPolicy::most_in_flight() const {
   return every_round ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
 }
 
-void BucketPolicy::make_transient(const std::vector<Bucket>& buckets) {
+void BucketPolicy::make_transient(const std::vector<std::unique_ptr<FlatBucket>>& buckets) {
   if (!every_round) return;
   transient_.clear();
-  std::map<at::ScalarType, std::int64_t> largest;
-  at::Device device = at::kCPU;
-  for (const Bucket& bucket : buckets) {
-    std::int64_t& numel = largest[bucket.gradients.scalar_type()];
-    numel = std::max(numel, bucket.plan.numel);
-    device = bucket.plan.device;
+  std::map<std::pair<AxisSet, at::ScalarType>, const FlatBucket*> largest;
+  for (const auto& bucket : buckets) {
+    const FlatBucket*& most = largest[transient_key(*bucket)];
+    if (!most || bucket->bucket().plan.numel > most->bucket().plan.numel) most = bucket.get();
   }
-  for (const auto& [type, numel] : largest)
-    for (std::size_t i = 0; i < kTransientBuffers; ++i)
-      transient_[type].push_back(groups.shard.empty_shared(numel, type, device));
+  for (const auto& [key, bucket] : largest)
+    for (std::size_t i = 0; i < kTransientBuffers; ++i) {
+      Group shard = bucket->groups().shard;
+      const BucketPlan& plan = bucket->bucket().plan;
+      transient_[key].push_back(shard.empty_shared(plan.numel, key.second, plan.device));
+    }
 }
 
-at::Tensor BucketPolicy::transient(std::size_t turn, at::ScalarType type, std::int64_t numel) const {
-  return transient_.at(type)[turn % kTransientBuffers].narrow(0, 0, numel);
+at::Tensor BucketPolicy::transient(std::size_t turn, const FlatBucket& bucket) const {
+  const auto& buffers = transient_.at(transient_key(bucket));
+  return buffers[turn % kTransientBuffers].narrow(0, 0, bucket.bucket().plan.numel);
 }
 
 void BucketPolicy::meet() {
-  waited.during([&] { groups.shard.barrier(); });
+  waited.during([&] { sharers.meet(); });
 }
 
 FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy)
     : policy_(policy), groups_(policy.mesh, plan.sync, policy.sharded_axes) {
   Group& shard = groups_.shard;
   const auto [held, owned, sharded] = groups_.roles.share(plan.numel, policy.sharded);
-  if (policy.one_copy) {
+  if (policy.one_copy && shard.size() > 1) {
     check_can_be_shared(plan);
+    policy.sharers.add(shard);
     parameters_ = shard.host_shared(plan.numel, plan.dtype);
     if (shard.rank() == 0) write_parameters(plan, parameters, parameters_);
     shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
@@ -75,7 +84,8 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   if (policy.every_round) {
     held_gradients = at::zeros({held.size()}, at::TensorOptions(type).device(plan.device));
   } else {
-    gradients_ = (policy.sharded ? shard : groups_.summed).empty_shared(plan.numel, type, plan.device);
+    gradients_ = (shard.size() > 1 && policy.sharded ? shard : groups_.summed)
+                     .empty_shared(plan.numel, type, plan.device);
     held_gradients = gradients_.narrow(0, held.begin, held.size());
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
@@ -88,7 +98,8 @@ void FlatBucket::take_over_writes(const std::set<std::string>& but_of) {
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
     if (but_of.contains(slot.name)) continue;
-    if (policy_.one_copy) refuse_write_to_one_copy(slot.name, groups_.shard.size());
+    if (policy_.one_copy && groups_.shard.size() > 1)
+      refuse_write_to_one_copy(slot.name, groups_.shard.size());
     writes_.settle(place);
     held_.take_over(bucket_, slot);
     policy_.written.add(slot.name, bucket_.plan.sync.copies, slot_view(parameters_, slot));
@@ -152,12 +163,18 @@ void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& par
   }
   at::Tensor whole = gradients_;
   if (!keeps_gradients()) {
-    whole = policy_.transient(turn, bucket_.gradients.scalar_type(), bucket_.plan.numel);
+    whole = policy_.transient(turn, *this);
     pack(whole, parameters);
   }
   const at::Tensor part = whole.narrow(0, bucket_.held.begin, bucket_.held.size());
   if (!keeps_gradients()) scattered_ = part;
   then_replicas_ = keeps_gradients() && groups_.replicate.size() > 1;
+  if (groups_.shard.size() ==
+      1) {  // experts without a copy among the data ranks: all of it is this rank's part
+    pending_ = Pending();
+    if (!policy_.replicas_last && std::exchange(then_replicas_, false)) sum_over_replicas();
+    return;
+  }
   // Final as it is written: nothing is added to it afterwards, and this rank owns all of it (with copies
   // along other axes the first of them does).
   if (keeps_gradients() && !then_replicas_ && bucket_.owned.size() == bucket_.held.size()) {
@@ -186,7 +203,8 @@ void FlatBucket::sum_over_replicas() {
 }
 
 void FlatBucket::gather_parameters() {
-  const std::int64_t shards = policy_.shards();
+  const std::int64_t shards = groups_.shard.size();
+  if (shards == 1) return;
   pending_ =
       groups_.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}), held_.parameters());
 }
@@ -203,6 +221,7 @@ bool FlatBucket::progress() {
   if (!pending_.progress()) return false;
   settle();
   if (!then_replicas_) return true;
+  if (policy_.replicas_last) return false;
   then_replicas_ = false;
   sum_over_replicas();
   return pending_.progress();

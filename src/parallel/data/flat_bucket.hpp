@@ -16,9 +16,11 @@
 
 namespace isograd {
 
+class FlatBucket;
+
 // What follows from the options for all buckets of a layout.
 struct BucketPolicy : BucketRules {
-  BucketPolicy(const Mesh& mesh, const DataParallelOptions& options);
+  BucketPolicy(const Mesh& mesh, const DataParallelOptions& options, const TrainableParameters& parameters);
 
   Mesh mesh;
   AxisSet sharded_axes;  // as asked
@@ -26,19 +28,23 @@ struct BucketPolicy : BucketRules {
   RoleGroups groups;     // of such parameters
   bool offload = false;  // what is held lies in host memory, the parameters do not
   bool fp32_gradients = true;
+  // Replicas add up once everything has been launched: where parameters are cut along data axes the replicas
+  // of one bucket may be the shard group of another, and all ranks must issue the same order there.
+  bool replicas_last = false;
   WaitClock waited;
   WrittenValues written;
+  Sharers sharers{};  // with one copy
 
-  int shards() const { return sharded ? groups.shard.size() : 1; }
   // Buckets that may be under reduction at a time.
   std::size_t most_in_flight() const;
   // The buffers that buckets take turns with, where they keep no whole gradients. Collective.
-  void make_transient(const std::vector<Bucket>& buckets);
-  at::Tensor transient(std::size_t turn, at::ScalarType type, std::int64_t numel) const;
-  void meet();  // barrier of the shard group
+  void make_transient(const std::vector<std::unique_ptr<FlatBucket>>& buckets);
+  at::Tensor transient(std::size_t turn, const FlatBucket& bucket) const;
+  void meet();  // all who keep one copy of something between them
 
  private:
-  std::map<at::ScalarType, std::vector<at::Tensor>> transient_;
+  // By the axes along which the ranks lie that reach the memory, and by type.
+  std::map<std::pair<AxisSet, at::ScalarType>, std::vector<at::Tensor>> transient_;
 };
 
 class FlatBucket {

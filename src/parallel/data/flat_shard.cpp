@@ -68,23 +68,25 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
   const at::NoGradGuard no_grad;
   const Range all{0, plan.numel};
   const auto [held, owned, sharded] = groups_.roles.share(plan.numel, /*in_shards=*/true);
-  ISOGRAD_INVARIANT(
-      held.size() * context.shards() == plan.numel,
-      fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, context.shards()));
+  ISOGRAD_INVARIANT(held.size() * shards() == plan.numel,
+                    fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, shards()));
   bucket_.held = held;
   bucket_.owned = owned;
   bucket_.sharded = sharded;
 
-  if (context.always_whole()) {
-    if (context.one_copy) check_can_be_shared(plan);
+  if (context.one_copy || shards() == 1) {
+    const bool one_copy = shards() > 1;
+    if (one_copy) {
+      check_can_be_shared(plan);
+      context.sharers.add(shard);
+    }
     const at::TensorOptions options = at::TensorOptions(plan.dtype).device(plan.device);
     const at::Tensor whole =
-        context.one_copy ? shard.host_shared(plan.numel, plan.dtype) : at::zeros({plan.numel}, options);
-    if (!context.one_copy || shard.rank() == 0)
+        one_copy ? shard.host_shared(plan.numel, plan.dtype) : at::zeros({plan.numel}, options);
+    if (!one_copy || shard.rank() == 0)
       for (const Slot& slot : plan.slots)
         write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
-    if (context.one_copy)
-      shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
+    if (one_copy) shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
     for (const Slot& slot : plan.slots)
       if (at::Tensor parameter = parameters.at(slot.index).tensor; parameter.is_meta())
         parameter.unsafeGetTensorImpl()->shallow_copy_from(slot_view(whole, slot).getIntrusivePtr());
@@ -137,7 +139,7 @@ void FlatShard::take_over_writes(const std::set<std::string>& but_of) {
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
     if (but_of.contains(slot.name)) continue;
-    if (context_.one_copy) refuse_write_to_one_copy(slot.name, context_.shards());
+    if (context_.one_copy && shards() > 1) refuse_write_to_one_copy(slot.name, shards());
     writes_.settle(place);
     if (storage_) write_slot(held_.parameters(), bucket_.held, slot, slot_view(memory_, slot));
     held_.take_over(bucket_, slot);
@@ -169,7 +171,7 @@ std::int64_t FlatShard::gathered_bytes() const {
 void FlatShard::begin_gather() {
   if (state_ != State::kFreed) return;
   memory_ = context_.pool.take(bucket_.plan.dtype, bucket_.plan.numel, bucket_.plan.device);
-  const at::Tensor by_rank = memory_.view({context_.shards(), bucket_.held.size()});
+  const at::Tensor by_rank = memory_.view({shards(), bucket_.held.size()});
   gather_ = groups_.shard.all_gather_async(by_rank, held_.parameters());
   state_ = State::kGathering;
 }
@@ -239,11 +241,10 @@ void FlatShard::pack(const at::Tensor& buffer) {
 void FlatShard::begin_reduction(at::Tensor buffer) {
   const at::NoGradGuard no_grad;
   if (whole_gradients_.defined()) {
-    if (context_.shards() > 1)
-      reduction_ = groups_.shard.reduce_scatter_async(held_.gradients(), whole_gradients_);
+    if (shards() > 1) reduction_ = groups_.shard.reduce_scatter_async(held_.gradients(), whole_gradients_);
     return;
   }
-  if (context_.shards() == 1) {
+  if (shards() == 1) {
     for (std::size_t s = 0; s < pieces_.size(); ++s)
       if (pieces_[s].sum.defined())
         slot_view(bucket_.gradients, bucket_.plan.slots[s])

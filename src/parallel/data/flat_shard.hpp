@@ -37,17 +37,16 @@ class GatherPool {
 // What all shards of a layout have in common.
 struct ShardContext {
   Mesh mesh;
-  RoleGroups groups;         // of parameters that every rank has a copy of; the shard group is everybody's
+  RoleGroups groups;         // of parameters that every rank has a copy of
   AxisSet sharded_axes;      // as asked
   bool one_copy = false;     // of the parameters, in memory that the shard group shares
   bool reduce_once = false;  // whole gradients are kept until the last micro-batch
   bool offload = false;      // what is held lies in host memory, the parameters do not
+  bool every_round = false;  // all ranks make as many passes: something is exchanged in each
   GatherPool pool{};
   WaitClock waited{};
   WrittenValues written{mesh};
-
-  int shards() const { return groups.shard.size(); }
-  bool always_whole() const { return one_copy || shards() == 1; }
+  Sharers sharers{};  // with one copy
 };
 
 class FlatShard {
@@ -79,7 +78,7 @@ class FlatShard {
   // Of what was added, zeros where nothing was. `buffer` is [numel] in memory that the shard group shares and
   // stays in use until wait() returns or progress() is true. Not read where whole gradients are kept.
   void begin_reduction(at::Tensor buffer);
-  bool needs_buffer() const { return context_.shards() > 1 && !context_.reduce_once; }
+  bool needs_buffer() const { return shards() > 1 && !context_.reduce_once; }
   bool progress();  // of whatever is under way; true once it is complete
   void wait();
   void sum_over_replicas();  // begins it
@@ -103,6 +102,7 @@ class FlatShard {
     at::Tensor sum;
     bool own = false;  // memory nobody else sees
   };
+  int shards() const { return groups_.shard.size(); }
   void make_gradients();
   void settle();
   void pack(const at::Tensor& buffer);

@@ -66,12 +66,14 @@ class ShardedLayout final : public FullySharded {
     const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
     auto context = std::make_unique<ShardContext>(ShardContext{
         .mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded), .sharded_axes = options.sharded});
-    check_shards(*context);
-    context->one_copy = options.share_parameters && context->shards() > 1;
+    const int shards = most_shards(members_.trained, mesh.grid(), options.sharded);
+    context->one_copy = options.share_parameters && shards > 1;
     context->reduce_once = options.reduce_once;
     context->offload = options.offload;
+    context->every_round = (shards > 1 && !(context->one_copy && options.reduce_once)) ||
+                           any_cut_along_data(members_.trained, mesh.grid());
     // Everything that can refuse comes before the model is touched.
-    auto plans = plan_units(uses, named, members_, options, context->shards(), context->always_whole());
+    auto plans = plan_units(uses, named, members_, options, mesh.grid());
     check_limit(plans, options.gather_limit_bytes);
     if (options.offload)
       for (const UnitPlan& plan : plans)
@@ -135,6 +137,7 @@ class ShardedLayout final : public FullySharded {
     for (const ShardedUnit& unit : passes_->units())
       for (const auto& flat : unit.flats) {
         all.push_back(flat->groups().summed);
+        all.push_back(flat->groups().shard);
         all.push_back(flat->groups().replicate);
       }
     return isograd::bytes_sent(all);
@@ -143,7 +146,8 @@ class ShardedLayout final : public FullySharded {
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
   std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }
   std::int64_t gather_bound_bytes() const override { return passes_->gather_bound(); }
-  std::int64_t whole_numel() const override { return passes_->whole_numel(); }
+  std::int64_t whole_numel() const override { return passes_->whole_numel(/*dealt_alone=*/false); }
+  std::int64_t whole_dealt_numel() const override { return passes_->whole_numel(/*dealt_alone=*/true); }
 
   std::shared_ptr<const void> whole_parameters() override {
     passes_->hold_everything();
@@ -200,18 +204,6 @@ class ShardedLayout final : public FullySharded {
                     [&](const NamedParameter& one) { return one.tensor.is_same(member.tensor); });
     }
     frozen_flats_.erase(found);
-  }
-
-  // Units are gathered from one shard group.
-  void check_shards(const ShardContext& context) const {
-    for (const auto* list : members_.lists())
-      for (const NamedParameter& parameter : *list)
-        if (sharded_along(context.mesh.grid(), parameter.sync, context.sharded_axes) !=
-            context.groups.roles.sharded)
-          refuse(fmt::format("parameter '{}', cut along axes that are sharded", parameter.name),
-                 fmt::format("shards along {}, as of the other parameters",
-                             fmt::join(context.groups.roles.sharded, ", ")),
-                 "Use bucketed() with stage 0 where parameters are cut along data axes");
   }
 
   void check_values() const {

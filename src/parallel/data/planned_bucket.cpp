@@ -20,7 +20,7 @@ std::vector<PlannedBucket> plan_naive(TrainableParameters parameters, const Grid
 std::vector<PlannedBucket> plan_bucketed(TrainableParameters parameters, const Grid& grid, int rank,
                                          const DataParallelOptions& options) {
   place_parameters(parameters, grid, rank);
-  const BucketRules rules(options, shards_of_copied(grid, options.sharded, rank));
+  const BucketRules rules(options, parameters, grid);
   std::vector<PlannedBucket> result;
   for (BucketPlan& plan : plan_buckets(parameters, options.bucket_bytes, options.first_bucket_bytes,
                                        order_by_names(parameters, options.order))) {
@@ -39,12 +39,9 @@ std::vector<PlannedBucket> plan_bucketed(TrainableParameters parameters, const G
 std::vector<PlannedBucket> plan_fully_sharded(const UnitHandle& root, const NamedTensors& named,
                                               const std::vector<UnitHandle>& blocks, const Grid& grid,
                                               int rank, const FullyShardOptions& options) {
-  const int shards = shards_of_copied(grid, options.sharded, rank);
-  const bool always_whole = shards == 1 || options.share_parameters;
   std::vector<PlannedBucket> result;
-  for (UnitPlan& unit :
-       plan_units(unit_uses(root, blocks), named, unit_members(named, options.placements, grid, rank),
-                  options, shards, always_whole))
+  for (UnitPlan& unit : plan_units(unit_uses(root, blocks), named,
+                                   unit_members(named, options.placements, grid, rank), options, grid))
     for (auto& [plan, trained] : unit.flats) {
       if (!trained) continue;
       PlannedBucket& bucket = result.emplace_back();

@@ -29,15 +29,25 @@ AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& ask
   return result;
 }
 
+bool cut_along_data(const SyncAxes& sync, const Grid& grid) {
+  int copies = 1;  // among ranks that see different data
+  for (const std::string& axis : sync.copies)
+    if (contains(kDataAxes, grid.axes_of(axis))) copies *= grid.size({axis});
+  return copies < grid.size(data_axes(grid));
+}
+
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid) {
-  const auto is_cut = [&](const NamedParameter& parameter) {
-    int copies = 1;  // among ranks that see different data
-    for (const std::string& axis : parameter.sync.copies)
-      if (contains(kDataAxes, grid.axes_of(axis))) copies *= grid.size({axis});
-    return copies < grid.size(data_axes(grid));
-  };
+  const auto is_cut = [&](const NamedParameter& parameter) { return cut_along_data(parameter.sync, grid); };
   return std::any_of(parameters.begin(), parameters.end(), is_cut) ||
          std::any_of(parameters.frozen.begin(), parameters.frozen.end(), is_cut);
+}
+
+int most_shards(const TrainableParameters& parameters, const Grid& grid, const AxisSet& asked) {
+  int most = 1;
+  for (const auto* list : {static_cast<const std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+    for (const NamedParameter& parameter : *list)
+      most = std::max(most, grid.size(sharded_along(grid, parameter.sync, asked)));
+  return most;
 }
 
 RankRoles::RankRoles(const Grid& grid, const SyncAxes& sync, const AxisSet& asked, int rank)

@@ -19,10 +19,15 @@ struct Share {
 // an axis that is no data axis.
 AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked);
 
-// Whether ranks that see different data hold different parts of some of these parameters, frozen or not:
-// experts along ep. Each then computes for the others' data, so that all must make as many forwards and
-// backwards. After place_parameters().
+// Whether ranks that see different data hold different parts of such a parameter: experts along ep.
+bool cut_along_data(const SyncAxes& sync, const Grid& grid);
+
+// Whether they do of some of these parameters, frozen or not. Each then computes for the others' data, so
+// that all must make as many forwards and backwards. After place_parameters().
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid);
+
+// Of some of these parameters: 1 where nothing is sharded. After place_parameters().
+int most_shards(const TrainableParameters& parameters, const Grid& grid, const AxisSet& asked);
 
 struct RankRoles {
   // `asked`: axes along which ranks may keep shards, as sharded_along() takes them.

@@ -18,6 +18,17 @@ struct RoleGroups {
   Group replicate;  // of `summed` those that keep the same shard
 };
 
+// The groups of ranks that keep one copy of a buffer between them, each once: all ranks with the same copies
+// add them in the same order.
+class Sharers {
+ public:
+  void add(const Group& ranks);
+  void meet();  // returns once all of them have come here
+
+ private:
+  std::vector<Group> groups_;
+};
+
 // Sent by this rank in these groups, of which some may be the same.
 std::int64_t bytes_sent(const std::vector<Group>& groups);
 

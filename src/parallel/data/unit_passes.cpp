@@ -55,22 +55,27 @@ void UnitPasses::add_places(FlatShard& flat, const std::vector<NamedParameter>& 
 }
 
 void UnitPasses::make_buffers() {
-  std::map<std::pair<bool, at::ScalarType>, std::int64_t> largest;
-  at::Device device = at::kCPU;
+  std::map<BufferKey, const FlatShard*> largest;
   for (std::size_t unit = 0; unit < units_.size(); ++unit)
     for (auto& flat : units_[unit].flats) {
       if (!flat->trained() || !flat->needs_buffer()) continue;
-      std::int64_t& numel = largest[{unit == kRootUnit, flat->bucket().gradients.scalar_type()}];
-      numel = std::max(numel, flat->bucket().plan.numel);
-      device = flat->bucket().plan.device;
+      const FlatShard*& most = largest[buffer_key(unit, *flat)];
+      if (!most || flat->bucket().plan.numel > most->bucket().plan.numel) most = flat.get();
     }
-  for (const auto& [key, numel] : largest) {
+  for (const auto& [key, flat] : largest) {
+    const auto& [of_root, axes, type] = key;
+    const BucketPlan& plan = flat->bucket().plan;
+    Group shard = flat->groups().shard;
     auto& ring = buffers_[key];
-    if (!ring.empty() && ring.front().numel() >= numel) continue;
+    if (!ring.empty() && ring.front().numel() >= plan.numel) continue;
     ring.clear();
-    for (std::size_t i = 0; i < (key.first ? 1 : kBuffers); ++i)
-      ring.push_back(context_->groups.shard.empty_shared(numel, key.second, device));
+    for (std::size_t i = 0; i < (of_root ? 1 : kBuffers); ++i)
+      ring.push_back(shard.empty_shared(plan.numel, type, plan.device));
   }
+}
+
+UnitPasses::BufferKey UnitPasses::buffer_key(std::size_t unit, const FlatShard& flat) const {
+  return {unit == kRootUnit, flat.groups().roles.sharded, flat.bucket().gradients.scalar_type()};
 }
 
 void UnitPasses::train(FlatShard& flat, const std::vector<NamedParameter>& parameters) {
@@ -124,11 +129,14 @@ std::int64_t UnitPasses::gather_bound() const {
   return options_.gather_limit > 0 ? std::min(whole, options_.gather_limit) : whole;
 }
 
-std::int64_t UnitPasses::whole_numel() const {
+std::int64_t UnitPasses::whole_numel(bool dealt_alone) const {
   std::int64_t numel = 0;
   for (const ShardedUnit& unit : units_)
-    for (const auto& flat : unit.flats)
-      if (!unit.reshard && flat->trained()) numel += flat->bucket().plan.numel;
+    for (const auto& flat : unit.flats) {
+      const BucketPlan& plan = flat->bucket().plan;
+      if (unit.reshard || !flat->trained()) continue;
+      if (!dealt_alone || cut_along_data(plan.sync, context_->mesh.grid())) numel += plan.numel;
+    }
   return numel;
 }
 
@@ -265,7 +273,7 @@ void UnitPasses::abandon() noexcept {
 
 at::Tensor UnitPasses::buffer_for(std::size_t unit, const FlatShard& flat) {
   const BucketPlan& plan = flat.bucket().plan;
-  auto& ring = buffers_.at({unit == kRootUnit, flat.bucket().gradients.scalar_type()});
+  auto& ring = buffers_.at(buffer_key(unit, flat));
   const at::Tensor& buffer = ring[turn_++ % ring.size()];
   const void* memory = buffer.const_data_ptr();
   const auto in_use = [&] {
@@ -344,7 +352,7 @@ void UnitPasses::finish_reduction() {
   if (!held_)  // a forward without backward has left something whole, which the update would make stale
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
   // Nobody reads the one copy any more, so that its owners may write to it.
-  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
+  if (context_->one_copy) context_->waited.during([&] { context_->sharers.meet(); });
 }
 
 void UnitPasses::close() {
@@ -353,7 +361,7 @@ void UnitPasses::close() {
 }
 
 bool UnitPasses::takes_every_round() const {
-  return context_->shards() > 1 && !(context_->one_copy && context_->reduce_once);
+  return context_->every_round;
 }
 
 }  // namespace isograd

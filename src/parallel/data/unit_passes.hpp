@@ -51,7 +51,7 @@ class UnitPasses final : public UnitHost {
   void train(FlatShard& flat, const std::vector<NamedParameter>& parameters);
   bool takes_every_round() const;
   std::int64_t gather_bound() const;
-  std::int64_t whole_numel() const;
+  std::int64_t whole_numel(bool dealt_alone) const;
   ShardContext& context() { return *context_; }
   std::vector<ShardedUnit>& units() { return units_; }
 
@@ -117,7 +117,10 @@ class UnitPasses final : public UnitHost {
     const void* buffer;
   };
   std::deque<Reduction> under_way_;
-  std::map<std::pair<bool, at::ScalarType>, std::vector<at::Tensor>> buffers_;  // (of the root, type)
+  // Whether of the root, the axes along which the ranks lie that reach the memory, and the type.
+  using BufferKey = std::tuple<bool, AxisSet, at::ScalarType>;
+  BufferKey buffer_key(std::size_t unit, const FlatShard& flat) const;
+  std::map<BufferKey, std::vector<at::Tensor>> buffers_;
   std::size_t turn_ = 0;
   bool last_ = false;
   bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()

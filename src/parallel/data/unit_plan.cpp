@@ -10,6 +10,7 @@
 
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "parallel/data/unit_handle.hpp"
 
 namespace isograd {
@@ -93,7 +94,7 @@ UnitUses unit_uses(const UnitHandle& root, const std::vector<UnitHandle>& blocks
 }
 
 std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named, const UnitMembers& members,
-                                 const FullyShardOptions& options, int shards, bool always_whole) {
+                                 const FullyShardOptions& options, const Grid& grid) {
   const auto unit_of = assign(uses, named);
   std::vector<UnitPlan> units(uses.units.size());
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
@@ -109,9 +110,10 @@ std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named
         }
       for (BucketPlan& plan : plan_buckets(mine, std::numeric_limits<std::int64_t>::max())) {
         for (Slot& slot : plan.slots) slot.index = places[slot.index];
+        const int shards = grid.size(sharded_along(grid, plan.sync, options.sharded));
         pad_for(plan, shards);
         if (mine.front().tensor.is_meta()) plan.device = options.device;
-        if (!always_whole)
+        if (shards > 1 && !options.share_parameters)
           units[unit].bytes += plan.numel * static_cast<std::int64_t>(c10::elementSize(plan.dtype));
         units[unit].flats.push_back({std::move(plan), list == &members.trained});
       }

@@ -48,8 +48,8 @@ struct UnitPlan {
   std::int64_t bytes = 0;  // gathered
 };
 
-// By the places of uses.units. `shards`: that a flat is padded for; `always_whole`: nothing is ever gathered.
+// By the places of uses.units.
 std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named, const UnitMembers& members,
-                                 const FullyShardOptions& options, int shards, bool always_whole);
+                                 const FullyShardOptions& options, const Grid& grid);
 
 }  // namespace isograd

@@ -91,7 +91,7 @@ void UnitPasses::publish_parameters() {
     }
   if (!held_)  // a forward without backward has left something whole, which is stale now
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
-  if (context_->one_copy) context_->waited.during([&] { context_->groups.shard.barrier(); });
+  if (context_->one_copy) context_->waited.during([&] { context_->sharers.meet(); });
 }
 
 void UnitPasses::hold_everything() {

@@ -32,17 +32,14 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
 // What becomes of each parameter, by its Hugging Face name.
 std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
   if (ranks_along_tp(grid) == 1) return {};
-  if (model.config().experts.count > 0)
-    throw ConfigError({.where = "a model along tp",
-                       .found = fmt::format("{} experts in its layers", model.config().experts.count),
-                       .expected = "a decoder without experts",
-                       .action = "Leave tp out; experts are not cut yet"});
   const KeyHeads keys = key_heads_of(model.config(), grid);
   const std::int64_t head = model.config().head_dim;
   std::vector<CutRule> rules;
   for (const auto& [name, tensor] : model.named()) {
     const bool is_bias = name.ends_with(".bias");
-    if (is_any_of(name, {"q_norm", "k_norm"})) {
+    if (is_any_of(name, {".experts."})) {  // [experts, out, in]
+      rules.push_back(cut_along(name, is_any_of(name, {"down_proj"}) ? 2 : 1));
+    } else if (is_any_of(name, {"q_norm", "k_norm"})) {
       rules.push_back(summed_along(name));  // works on this rank's heads
     } else if (is_any_of(name, {"q_proj"})) {
       rules.push_back(cut_along(name, 0, head));
@@ -55,7 +52,8 @@ std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorPa
     } else if (is_any_of(name, {"o_proj", "down_proj"}) && !is_bias) {
       rules.push_back(cut_along(name, 1, is_any_of(name, {"o_proj"}) ? head : 1));
     } else if (options.sequence_parallel) {
-      rules.push_back(summed_along(name));  // norms, and biases added to the stream: this rank's tokens
+      // Norms, routers, biases added to the stream: of this rank's tokens.
+      rules.push_back(summed_along(name));
     }
   }
   return rules;

@@ -1,0 +1,94 @@
+// Pipeline parallelism: the layers of a model in stages on the ranks along `pp`, which hold the same batch
+// and compute one loss, each micro-batch of it going from stage to stage and its gradient back.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isograd/layout.hpp"
+#include "isograd/pipeline_schedule.hpp"
+
+namespace isograd {
+
+struct PipelineOptions {
+  std::string schedule = "1f1b";         // of pipeline_schedules(), whose backwards are whole
+  int stages_of_rank = 1;                // as the schedule admits
+  std::optional<PipelineTable> table{};  // instead of both
+};
+
+// What a rank along `pp` does: its stages' forwards and backwards in the order of the table, and what goes
+// between stages. The forward of a step is then that of the stage whose turn it is (stage()): it takes what
+// receive() gives instead of the batch's own tokens, unless it is the first, and unless it is the last
+// returns terms to which pass_on() of its output is added, a zero whose backward waits for the next stage's
+// gradient:
+//
+//   Pipeline pipeline(mesh, {.schedule = "1f1b"});
+//   const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+//     const at::Tensor x = pipeline.is_first() ? embed(batch) : pipeline.receive();
+//     const at::Tensor y = layers_of(pipeline.stage(), x, batch);
+//     return {{"cross_entropy", pipeline.is_last() ? loss_of(y, batch) : pipeline.pass_on(y)}};
+//   };
+//   Step step(forward, *layout, mean, optimizer, through(pipeline));
+//
+// The loss is divided once, by counts that are known before the first stage begins: stages' gradients need no
+// factor. Ranks with the same batch have as many micro-batches; where a schedule wants a multiple, empty ones
+// are added and go through all stages.
+class Pipeline {
+ public:
+  // Collective over the ranks along pp. ConfigError: options that make no table, a table for another number
+  // of ranks, one that cuts backwards in two.
+  Pipeline(const Mesh& mesh, PipelineOptions options);
+
+  int stages() const;
+  const std::vector<int>& own_stages() const;  // of this rank, ascending
+  int rank_of(int stage) const;
+
+  // While a forward or backward of the step runs: whose.
+  int stage() const;
+  bool is_first() const { return stage() == 0; }
+  bool is_last() const { return stage() + 1 == stages(); }
+
+  // What the stage before has passed on of this micro-batch, of whatever sizes. Its gradient goes back there.
+  at::Tensor receive();
+  // To the next stage; returns a zero, [] of fp64, for the loss.
+  at::Tensor pass_on(const at::Tensor& output);
+
+  // Runs the table of so many micro-batches: forward(i, part) and backward(i, last, part) of each in each of
+  // this rank's stages, of which `part` counts own_stages(); `last` with the rank's last backward. As a
+  // step's schedule: through() (step.hpp).
+  void run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
+           const std::function<void(std::size_t, bool, std::size_t)>& backward) const;
+  // Of what the number of micro-batches must be a multiple.
+  std::size_t micro_batches_of() const;
+
+ private:
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
+
+// Layers [begin, begin + count) of each stage: as even as their costs allow, in order. `costs` of the layers;
+// `before` and `behind` what the first and the last stage do besides (embedding, head). Every stage has a
+// layer. ConfigError: more stages than layers.
+struct StageLayers {
+  std::int64_t begin = 0, count = 0;
+};
+std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double before = 0,
+                                     double behind = 0);
+
+class DecoderLM;
+
+// Leaves each rank the layers of its stages, the first one's the embedding too and the last one's the norm
+// and the output; all others become empty tensors. Its forward is from then on that of the stage whose turn
+// it is: outputs() gives the last stage's, and before it DecoderOutputs::passed_on. Collective over
+// mesh.all(), as cut_decoder(), whose placements are `others`. ConfigError: more stages than layers; a tied
+// embedding whose ends lie on two ranks of more.
+Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<Pipeline>& pipeline,
+                     Layout::Named others = {});
+// The placements that it declares, for stages of these layers. Pure.
+Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::vector<int>& rank_of_stage,
+                               Layout::Named others = {});
+
+}  // namespace isograd

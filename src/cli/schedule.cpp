@@ -1,0 +1,97 @@
+// isograd schedule: what a pipeline's ranks would do when, without starting any.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "base/files.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "cli/verbs.hpp"
+#include "isograd/pipeline_schedule.hpp"
+
+namespace isograd {
+namespace {
+
+struct Flags {
+  std::string kind = "1f1b", load, svg;
+  int stages = 4, stages_of_rank = 0, micro_batches = 8;
+  std::vector<double> times{1, 1, 1};
+  double transfer = 0;
+  bool json = false, transfers = false;
+};
+
+PipelineTable table_of(const Flags& flags) {
+  if (!flags.load.empty()) return pipeline_from_json(read_file(flags.load), flags.load);
+  const int each = flags.stages_of_rank > 0                              ? flags.stages_of_rank
+                   : flags.kind == "interleaved" || flags.kind == "zb-v" ? 2
+                                                                         : 1;
+  if (flags.stages % each != 0)
+    refuse("--stages", fmt::format("{} stages, {} on each rank", flags.stages, each),
+           fmt::format("a multiple of {}", each), "Change --stages or --per-rank");
+  return make_pipeline(flags.kind, flags.stages / each, each, flags.micro_batches);
+}
+
+std::string summary(const PipelineTable& table, const PipelineTimeline& timeline) {
+  const auto [least, most] = std::minmax_element(timeline.most_live.begin(), timeline.most_live.end());
+  return fmt::format(
+      "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % (bubble)\n"
+      "activations: a rank keeps those of {} micro-batches of a stage at a time\n",
+      printable(table.name), table.stages, table.ranks.size(), table.micro_batches, timeline.length,
+      100 * timeline.bubble(),
+      *least == *most ? std::to_string(*most) : fmt::format("{} to {}", *least, *most));
+}
+
+int show(const Flags& flags) {
+  PipelineTable table = table_of(flags);
+  if (flags.transfers) table = with_transfers(table);
+  if (flags.json) return print(stdout, to_json(table)), 0;
+  const PipelineTimeline timeline = simulate(
+      table, uniform_times(table.stages, flags.times[0], flags.times[1], flags.times[2], flags.transfer));
+  if (!flags.svg.empty()) write_file(flags.svg, to_svg(table, timeline));
+  print(stdout, to_picture(table, timeline) + summary(table, timeline));
+  if (!flags.svg.empty()) print(stdout, fmt::format("drawn in {}\n", printable(flags.svg)));
+  return 0;
+}
+
+}  // namespace
+
+Verb schedule_verb(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand("schedule", "Draw what the ranks of a pipeline would do when");
+  auto flags = std::make_shared<Flags>();
+  verb->add_option("--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")))
+      ->capture_default_str();
+  verb->add_option("--stages", flags->stages, "of the model")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  verb->add_option("--per-rank", flags->stages_of_rank,
+                   "stages on each rank; 2 under interleaved and zb-v, 1 otherwise, unless given")
+      ->check(CLI::Range(1, 4096));
+  verb->add_option("--micro-batches", flags->micro_batches, "of a step")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  verb->add_option("--times", flags->times,
+                   "of a stage's forward, its backward of inputs and that of weights, in any unit")
+      ->type_name("F,I,W")
+      ->delimiter(',')
+      ->expected(3)
+      ->capture_default_str();
+  verb->add_option("--transfer", flags->transfer, "time from rank to rank, in which both compute")
+      ->type_name("T")
+      ->capture_default_str();
+  verb->add_option("--load", flags->load, "a table of one's own, as --json writes it; it is checked")
+      ->type_name("FILE");
+  verb->add_option("--svg", flags->svg, "the picture as SVG")->type_name("FILE");
+  verb->add_flag("--json", flags->json, "the table alone, as JSON");
+  verb->add_flag("--transfers", flags->transfers, "with sends and receives written down");
+  verb->footer(
+      "A line for each stage: F forward, B backward, I and W its two halves (of inputs, of weights), with "
+      "the\n"
+      "micro-batch's number; a dot where the rank waits. No rank is started and no model is needed.\n\n"
+      "  isograd schedule --kind zb-h1 --stages 4 --micro-batches 8\n\n"
+      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+  return {verb, [flags] { return show(*flags); }, true};
+}
+
+}  // namespace isograd

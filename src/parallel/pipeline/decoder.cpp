@@ -1,0 +1,104 @@
+// A decoder's layers in stages.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include "base/refuse.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/pipeline_parallel.hpp"
+
+namespace isograd {
+namespace {
+
+// Multiplications for a token, of its products alone: what a stage's time goes into.
+double cost_of_layer(const DecoderConfig& config, std::int64_t layer) {
+  const double hidden = static_cast<double>(config.hidden),
+               heads = static_cast<double>((2 * config.heads + 2 * config.key_value_heads) * config.head_dim);
+  double inner = static_cast<double>(config.feed_forward);
+  if (config.has_experts(layer))
+    inner = static_cast<double>(config.experts.per_token * config.experts.feed_forward +
+                                config.experts.shared_feed_forward);
+  return hidden * (heads + 3 * inner);
+}
+
+std::vector<StageLayers> stages_of(const DecoderConfig& config, int stages) {
+  std::vector<double> costs;
+  for (std::int64_t layer = 0; layer < config.layers; ++layer) costs.push_back(cost_of_layer(config, layer));
+  return deal_layers(costs, stages, 0, static_cast<double>(config.hidden * config.vocabulary));
+}
+
+// Which stage of `layers` has it, by its Hugging Face name: of a tied embedding the first and the last.
+std::vector<int> stages_with(const std::string& name, const DecoderConfig& config,
+                             const std::vector<StageLayers>& layers) {
+  const int last = static_cast<int>(layers.size()) - 1;
+  const std::string prefix = "model.layers.";
+  if (!name.starts_with(prefix)) {
+    if (name != "model.embed_tokens.weight") return {last};  // the norm, the output
+    return config.tied_output && last > 0 ? std::vector<int>{0, last} : std::vector<int>{0};
+  }
+  std::int64_t layer = 0;
+  std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
+  int stage = 0;
+  while (layer >=
+         layers[static_cast<std::size_t>(stage)].begin + layers[static_cast<std::size_t>(stage)].count)
+    ++stage;
+  return {stage};
+}
+
+}  // namespace
+
+Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::vector<int>& rank_of_stage,
+                               Layout::Named others) {
+  if (others.empty())
+    for (const auto& [name, tensor] : model.named())
+      others.emplace_back(name, placed(grid, tensor.sizes().vec()));
+  if (!grid.has(kStageAxis) || grid.size({kStageAxis}) == 1) return others;
+  const auto layers = stages_of(model.config(), static_cast<int>(rank_of_stage.size()));
+  const int ranks = grid.size({kStageAxis});
+  for (auto& [name, placement] : others) {
+    std::vector<int> on;
+    for (const int stage : stages_with(name, model.config(), layers))
+      on.push_back(rank_of_stage[static_cast<std::size_t>(stage)]);
+    std::sort(on.begin(), on.end());
+    on.erase(std::unique(on.begin(), on.end()), on.end());
+    // Ends of a tied embedding on two ranks: each has a part of its gradient.
+    if (on.size() == 2) {
+      if (ranks > 2)
+        refuse("a tied embedding",
+               fmt::format("its ends on ranks {} and {} of {} along pp", on[0], on[1], ranks),
+               "both on one rank (schedule zb-v's stages), or two ranks",
+               "Use two ranks along pp, or untie it");
+      placement.summed.insert(kStageAxis);
+    }
+    placement.stages = std::move(on);
+  }
+  return others;
+}
+
+Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<Pipeline>& pipeline,
+                     Layout::Named others) {
+  std::vector<int> rank_of_stage;
+  for (int stage = 0; stage < pipeline->stages(); ++stage) rank_of_stage.push_back(pipeline->rank_of(stage));
+  Layout layout(mesh, stage_placements(model, mesh.grid(), rank_of_stage, std::move(others)));
+  if (pipeline->stages() == 1) return layout;
+  const at::NoGradGuard no_grad;
+  for (auto [name, tensor] : model.named())
+    if (!layout.parameter(name).held) tensor.set_data(at::empty({0}, tensor.options()));
+  ModelSeams seams = model.seams();
+  seams.stage = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
+    const StageLayers& own = layers[static_cast<std::size_t>(pipeline->stage())];
+    return ModelSeams::Stage{.begin = own.begin,
+                             .count = own.count,
+                             .is_first = pipeline->is_first(),
+                             .is_last = pipeline->is_last()};
+  };
+  seams.receive = [pipeline] { return pipeline->receive(); };
+  seams.pass_on = [pipeline](const at::Tensor& stream) { return pipeline->pass_on(stream); };
+  model.set_seams(std::move(seams));
+  return layout;
+}
+
+}  // namespace isograd

@@ -1,0 +1,125 @@
+// Timelines for people: in the terminal, and as SVG.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "isograd/pipeline_schedule.hpp"
+
+namespace isograd {
+namespace {
+
+using Kind = PipelineAction::Kind;
+
+char letter_of(Kind kind) {
+  return kind == Kind::kForward          ? 'F'
+         : kind == Kind::kBackward       ? 'B'
+         : kind == Kind::kBackwardInputs ? 'I'
+                                         : 'W';
+}
+
+std::string label_of(const PipelineAction& action) {
+  return fmt::format("{}{}", letter_of(action.kind), action.micro_batch);
+}
+
+// The stages of a rank, ascending.
+std::vector<int> stages_of(const PipelineTable& table, std::size_t rank) {
+  std::vector<int> stages;
+  for (int stage = 0; stage < table.stages; ++stage)
+    if (table.rank_of_stage[static_cast<std::size_t>(stage)] == static_cast<int>(rank))
+      stages.push_back(stage);
+  return stages;
+}
+
+template <typename F>
+void for_computed(const PipelineTable& table, const PipelineTimeline& timeline, std::size_t rank, F&& with) {
+  for (std::size_t i = 0; i < table.ranks[rank].size(); ++i)
+    if (!table.ranks[rank][i].is_transfer()) with(table.ranks[rank][i], timeline.spans[rank][i]);
+}
+
+// Columns of a unit of time: so many that every label fits with a space, if `columns` are enough for that.
+double scale_of(const PipelineTable& table, const PipelineTimeline& timeline, int columns) {
+  double wanted = 0;
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
+    for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
+      const double length = span.end - span.begin;
+      if (length > 0) wanted = std::max(wanted, static_cast<double>(label_of(action).size() + 1) / length);
+    });
+  return timeline.length > 0 ? std::min(wanted, columns / timeline.length) : 0;
+}
+
+}  // namespace
+
+std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline, int columns) {
+  const double scale = scale_of(table, timeline, columns);
+  const auto column = [&](double time) { return static_cast<std::size_t>(std::lround(time * scale)); };
+  const std::size_t width = column(timeline.length);
+  std::string text;
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
+    for (const int stage : stages_of(table, rank)) {
+      std::string row(width, '.');  // the rank waits
+      for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
+        const std::size_t begin = column(span.begin), end = column(span.end);
+        std::string label = action.stage == stage ? label_of(action).substr(0, end - begin) : "";
+        label.resize(end - begin, ' ');
+        row.replace(begin, end - begin, label);
+      });
+      text += fmt::format("rank {:<3} stage {:<3} {}\n", rank, stage, row);
+    }
+  }
+  return text;
+}
+
+std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline) {
+  constexpr double kLeft = 120, kWidth = 1080, kRow = 24, kTop = 40;
+  const double unit = timeline.length > 0 ? kWidth / timeline.length : 0;
+  const auto colour = [](Kind kind) {
+    return kind == Kind::kForward          ? "#7aa6d8"
+           : kind == Kind::kBackward       ? "#6fb98f"
+           : kind == Kind::kBackwardInputs ? "#8fcfac"
+                                           : "#e0b36a";
+  };
+  std::string body;
+  double y = kTop;
+  const auto text = [&](double x, double at, const char* anchor, const std::string& what) {
+    body +=
+        fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, at, anchor, what);
+  };
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
+    for (const int stage : stages_of(table, rank)) {
+      text(kLeft - 8, y + 16, "end", fmt::format("rank {}, stage {}", rank, stage));
+      body += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#f1f1ee\"/>\n", kLeft, y,
+                          kWidth, kRow - 2);
+      for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
+        if (action.stage != stage) return;
+        const double x = kLeft + span.begin * unit, wide = (span.end - span.begin) * unit;
+        body += fmt::format(
+            "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" "
+            "stroke=\"#fff\"><title>{}: "
+            "{:.4g} to {:.4g}</title></rect>\n",
+            x, y, wide, kRow - 2, colour(action.kind), to_text(action), span.begin, span.end);
+        const std::string label = label_of(action);
+        if (wide >= 7.0 * static_cast<double>(label.size())) text(x + wide / 2, y + 15, "middle", label);
+      });
+      y += kRow;
+    }
+    y += 4;
+  }
+  const double height = y + 24;
+  std::string head = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
+      "font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
+      kLeft + kWidth + 20, height);
+  std::string title;  // foreign: a table of the user's has a name of the user's
+  for (const char c : table.name)
+    title += c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '&' ? "&amp;" : std::string(1, c);
+  head += fmt::format(
+      "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} %"
+      "</text>\n",
+      kLeft, title, table.stages, table.micro_batches, 100 * timeline.bubble());
+  text(kLeft, y + 14, "start", "0");
+  text(kLeft + kWidth, y + 14, "end", fmt::format("{:.4g}", timeline.length));
+  return head + body + "</svg>\n";
+}
+
+}  // namespace isograd

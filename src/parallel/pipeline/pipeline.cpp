@@ -1,0 +1,274 @@
+// A table carried out: whose turn it is, and what travels between stages.
+#include "isograd/pipeline_parallel.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+
+#include "base/refuse.hpp"
+#include "comm/linear_map.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+using Kind = PipelineAction::Kind;
+
+constexpr std::int64_t kMostDims = 8;
+enum : int { kOutputs, kGradients };  // which way
+
+}  // namespace
+
+struct Pipeline::Impl {
+  Group ranks;  // along pp
+  PipelineOptions options;
+  int stages = 1;
+  std::vector<int> rank_of_stage{}, own{};
+  std::map<std::size_t, PipelineTable> tables{};  // by micro-batches
+
+  // Whose turn it is.
+  int stage = 0;
+  std::size_t micro_batch = 0;
+
+  // What was passed on by this rank to itself, and sends that are under way.
+  std::map<std::pair<int, int>, std::deque<at::Tensor>> here{};  // (stage that takes it, which way)
+  std::deque<Pending> sent{};
+  // Of what a stage was given and has not sent a gradient for: its sizes, by stage and micro-batch.
+  std::map<std::pair<int, std::size_t>, at::Tensor> owed{};
+
+  const PipelineTable& table_for(std::size_t micro_batches);
+  std::size_t part_of(int of_stage) const {
+    return static_cast<std::size_t>(std::lower_bound(own.begin(), own.end(), of_stage) - own.begin());
+  }
+  int tag_of(int of_stage, int way) const { return 2 * of_stage + way; }
+  void post(const at::Tensor& tensor, int to_stage, int way, bool with_sizes);
+  // `like`: of a gradient, whose sizes are known. Not given: an output, before which its sizes come.
+  struct Like {
+    std::vector<std::int64_t> sizes;
+    at::TensorOptions options;
+  };
+  at::Tensor take(int at_stage, int way, int from_stage, const std::optional<Like>& like);
+  void give_back(int of_stage, std::size_t i, const at::Tensor& gradient);
+  using Forward = std::function<void(std::size_t, std::size_t)>;
+  using Backward = std::function<void(std::size_t, bool, std::size_t)>;
+  void run(std::size_t micro_batches, const Forward& forward, const Backward& backward);
+  void settle(bool all);
+};
+
+// To the rank of that stage; the receiver of an output does not know its sizes, they go before it.
+void Pipeline::Impl::post(const at::Tensor& tensor, int to_stage, int way, bool with_sizes) {
+  const int to = rank_of_stage.at(static_cast<std::size_t>(to_stage));
+  const at::Tensor values = tensor.detach().contiguous();
+  if (to == ranks.rank()) {
+    here[{to_stage, way}].push_back(values);
+    return;
+  }
+  if (with_sizes) {
+    if (values.dim() > kMostDims)
+      refuse("what a stage passes on", fmt::format("{} dimensions", values.dim()),
+             fmt::format("at most {}", kMostDims), "Flatten some of them");
+    at::Tensor header = at::zeros({2 + kMostDims}, at::kLong);
+    header[0] = static_cast<std::int64_t>(values.scalar_type());
+    header[1] = values.dim();
+    for (std::int64_t d = 0; d < values.dim(); ++d) header[2 + d] = values.size(d);
+    sent.push_back(ranks.send_async(header, to, tag_of(to_stage, way)));
+  }
+  sent.push_back(ranks.send_async(values, to, tag_of(to_stage, way)));
+  settle(/*all=*/false);
+}
+
+at::Tensor Pipeline::Impl::take(int at_stage, int way, int from_stage, const std::optional<Like>& like) {
+  const int from = rank_of_stage.at(static_cast<std::size_t>(from_stage));
+  if (from == ranks.rank()) {
+    auto& waiting = here[{at_stage, way}];
+    ISOGRAD_INVARIANT(!waiting.empty(),
+                      fmt::format("stage {} before stage {} on one rank", at_stage, from_stage));
+    at::Tensor first = std::move(waiting.front());
+    waiting.pop_front();
+    return first;
+  }
+  at::Tensor values;
+  if (like) {
+    values = at::empty(like->sizes, like->options);
+  } else {
+    at::Tensor header = at::zeros({2 + kMostDims}, at::kLong);
+    ranks.recv(header, from, tag_of(at_stage, way));
+    const auto* numbers = header.const_data_ptr<std::int64_t>();
+    values = at::empty(at::IntArrayRef(numbers + 2, static_cast<std::size_t>(numbers[1])),
+                       at::TensorOptions(static_cast<at::ScalarType>(numbers[0])));
+  }
+  ranks.recv(values, from, tag_of(at_stage, way));
+  return values;
+}
+
+// The gradient of what stage `of_stage` was given, once.
+void Pipeline::Impl::give_back(int of_stage, std::size_t i, const at::Tensor& gradient) {
+  const auto found = owed.find({of_stage, i});
+  if (found == owed.end()) return;
+  post(gradient.defined() ? gradient : at::zeros_like(found->second), of_stage - 1, kGradients, false);
+  owed.erase(found);
+}
+
+void Pipeline::Impl::settle(bool all) {
+  while (!sent.empty() && (all || sent.front().progress())) {
+    if (all) sent.front().wait();
+    sent.pop_front();
+  }
+}
+
+const PipelineTable& Pipeline::Impl::table_for(std::size_t micro_batches) {
+  if (options.table) {
+    const auto wanted = static_cast<std::size_t>(options.table->micro_batches);
+    if (micro_batches != wanted)
+      refuse(fmt::format("the schedule '{}'", options.table->name),
+             fmt::format("{} micro-batches in the step", micro_batches), std::to_string(wanted),
+             "Cut the step into as many, or make a table for these");
+    return *options.table;
+  }
+  const auto known = tables.find(micro_batches);
+  if (known != tables.end()) return known->second;
+  return tables
+      .emplace(micro_batches, make_pipeline(options.schedule, ranks.size(), options.stages_of_rank,
+                                            static_cast<int>(micro_batches)))
+      .first->second;
+}
+
+void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, const Backward& backward) {
+  if (micro_batches == 0) return;
+  const auto& actions = table_for(micro_batches).ranks.at(static_cast<std::size_t>(ranks.rank()));
+  auto left = static_cast<std::size_t>(std::count_if(
+      actions.begin(), actions.end(), [](const PipelineAction& one) { return one.kind == Kind::kBackward; }));
+  here.clear(), owed.clear();
+  for (const PipelineAction& action : actions) {
+    if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
+    stage = action.stage;
+    micro_batch = static_cast<std::size_t>(action.micro_batch);
+    if (action.kind == Kind::kForward) {
+      forward(micro_batch, part_of(stage));
+      continue;
+    }
+    backward(micro_batch, --left == 0, part_of(stage));
+    // A loss that does not depend on what the stage was given: the stages before wait for a gradient.
+    give_back(stage, micro_batch, at::Tensor());
+  }
+  settle(/*all=*/true);
+}
+
+Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
+    : impl_(std::make_shared<Impl>(
+          Impl{.ranks = mesh.grid().has(kStageAxis) ? mesh.along({kStageAxis}, "stages") : Group::solo(),
+               .options = std::move(options)})) {
+  Impl& own = *impl_;
+  const int ranks = own.ranks.size();
+  const auto refuse_table = [&](std::string found, std::string expected) {
+    refuse(
+        fmt::format("the schedule '{}'", own.options.table ? own.options.table->name : own.options.schedule),
+        std::move(found), std::move(expected), "Take another schedule, or other ranks along pp");
+  };
+  if (own.options.table) check_pipeline(*own.options.table);
+  // A table of another number of micro-batches has the same stages.
+  const PipelineTable table =
+      own.options.table ? *own.options.table
+                        : make_pipeline(own.options.schedule, ranks, own.options.stages_of_rank, ranks);
+  if (static_cast<int>(table.ranks.size()) != ranks)
+    refuse_table(fmt::format("{} ranks along pp", ranks), fmt::format("{}", table.ranks.size()));
+  for (const auto& actions : table.ranks)
+    for (const PipelineAction& action : actions)
+      if (action.kind == Kind::kBackwardInputs || action.kind == Kind::kBackwardWeights)
+        refuse_table(fmt::format("{}, a half of a backward", to_text(action)), "whole ones (B)");
+  own.stages = table.stages;
+  own.rank_of_stage = table.rank_of_stage;
+  for (int stage = 0; stage < table.stages; ++stage)
+    if (rank_of(stage) == own.ranks.rank()) own.own.push_back(stage);
+}
+
+int Pipeline::stages() const {
+  return impl_->stages;
+}
+const std::vector<int>& Pipeline::own_stages() const {
+  return impl_->own;
+}
+int Pipeline::rank_of(int stage) const {
+  return impl_->rank_of_stage.at(static_cast<std::size_t>(stage));
+}
+int Pipeline::stage() const {
+  return impl_->stage;
+}
+
+at::Tensor Pipeline::receive() {
+  const auto impl = impl_;
+  const int stage = impl->stage;
+  const std::size_t i = impl->micro_batch;
+  ISOGRAD_INVARIANT(stage > 0, "what is before the first stage");
+  const bool owes = at::GradMode::is_enabled();  // a gradient
+  return apply_map(
+      at::empty({0}, at::kDouble),
+      [impl, stage, i, owes](const at::Tensor&) {
+        const at::Tensor given = impl->take(stage, kOutputs, stage - 1, std::nullopt);
+        if (owes) impl->owed[{stage, i}] = given.detach();
+        return given;
+      },
+      [impl, stage, i](const at::Tensor& gradient) {
+        impl->give_back(stage, i, gradient);
+        return at::zeros({0}, at::kDouble);
+      });
+}
+
+at::Tensor Pipeline::pass_on(const at::Tensor& output) {
+  const auto impl = impl_;
+  const int stage = impl->stage;
+  return apply_map(
+      output,
+      [impl, stage](const at::Tensor& values) {
+        impl->post(values, stage + 1, kOutputs, true);
+        return at::zeros({}, at::kDouble);
+      },
+      [impl, stage, like = Impl::Like{output.sizes().vec(), output.options()}](const at::Tensor&) {
+        return impl->take(stage, kGradients, stage + 1, like);
+      });
+}
+
+void Pipeline::run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
+                   const std::function<void(std::size_t, bool, std::size_t)>& backward) const {
+  impl_->run(micro_batches, forward, backward);
+}
+
+std::size_t Pipeline::micro_batches_of() const {
+  const bool whole_rounds = !impl_->options.table && impl_->options.schedule == "interleaved";
+  return whole_rounds ? static_cast<std::size_t>(impl_->ranks.size()) : 1;
+}
+
+std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double before,
+                                     double behind) {
+  const auto layers = static_cast<std::int64_t>(costs.size());
+  if (stages < 1 || stages > layers)
+    refuse("stages of a pipeline", fmt::format("{} for {} layers", stages, layers),
+           fmt::format("1 to {}, a layer for each", layers),
+           "Use fewer ranks along pp, or fewer stages on each");
+  // The least possible cost of the dearest stage, stage after stage: best[s][n] for the first n layers.
+  const auto n = static_cast<std::size_t>(layers), s = static_cast<std::size_t>(stages);
+  std::vector<double> sum(n + 1, 0);
+  for (std::size_t i = 0; i < n; ++i) sum[i + 1] = sum[i] + costs[i];
+  std::vector<std::vector<double>> best(s + 1, std::vector<double>(n + 1, HUGE_VAL));
+  std::vector<std::vector<std::size_t>> cut(s + 1, std::vector<std::size_t>(n + 1, 0));
+  best[0][0] = 0;
+  for (std::size_t k = 1; k <= s; ++k)
+    for (std::size_t end = k; end + (s - k) <= n; ++end)
+      for (std::size_t begin = k - 1; begin < end; ++begin) {
+        const double own = sum[end] - sum[begin] + (k == 1 ? before : 0) + (k == s ? behind : 0);
+        const double dearest = std::max(best[k - 1][begin], own);
+        if (dearest < best[k][end]) best[k][end] = dearest, cut[k][end] = begin;
+      }
+  std::vector<StageLayers> result(s);
+  for (std::size_t k = s, end = n; k > 0; --k) {
+    const std::size_t begin = cut[k][end];
+    result[k - 1] = {static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end - begin)};
+    end = begin;
+  }
+  return result;
+}
+
+}  // namespace isograd

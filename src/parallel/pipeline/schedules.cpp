@@ -1,0 +1,208 @@
+// The schedules, each as the order in which one rank acts.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "base/refuse.hpp"
+#include "isograd/pipeline_schedule.hpp"
+
+namespace isograd {
+namespace {
+
+using Kind = PipelineAction::Kind;
+
+// One rank's actions as they are written down; each kind goes through the micro-batches of a stage in order.
+class Writer {
+ public:
+  Writer(int stages, int micro_batches) : micro_batches_(micro_batches) {
+    for (auto* next : {&forwards_, &backwards_, &weights_}) next->assign(static_cast<std::size_t>(stages), 0);
+  }
+
+  void forward(int stage) { write(Kind::kForward, stage, forwards_); }
+  void backward(int stage) { write(Kind::kBackward, stage, backwards_); }
+  void inputs(int stage) { write(Kind::kBackwardInputs, stage, backwards_); }
+  void weights(int stage) { write(Kind::kBackwardWeights, stage, weights_); }
+
+  int forwards(int stage) const { return forwards_[static_cast<std::size_t>(stage)]; }
+  int backwards(int stage) const { return backwards_[static_cast<std::size_t>(stage)]; }
+  int pending_weights(int stage) const {
+    return backwards(stage) - weights_[static_cast<std::size_t>(stage)];
+  }
+  std::vector<PipelineAction> take() { return std::move(actions_); }
+
+ private:
+  // Micro-batches beyond the last are counted and not written: orders for many leave out what fewer lack.
+  void write(Kind kind, int stage, std::vector<int>& next) {
+    const int micro_batch = next[static_cast<std::size_t>(stage)]++;
+    if (micro_batch < micro_batches_) actions_.push_back({kind, stage, micro_batch});
+  }
+
+  int micro_batches_;
+  std::vector<int> forwards_{}, backwards_{}, weights_{};
+  std::vector<PipelineAction> actions_{};
+};
+
+struct Shape {
+  int ranks, stages_of_rank, micro_batches;
+  int stages() const { return ranks * stages_of_rank; }
+};
+
+void one_after_another(Writer& to, const Shape& shape, int rank) {
+  for (int i = 0; i < shape.micro_batches; ++i) {
+    for (int stage = rank; stage < shape.stages(); stage += shape.ranks) to.forward(stage);
+    for (int stage = rank + shape.stages() - shape.ranks; stage >= 0; stage -= shape.ranks)
+      to.backward(stage);
+  }
+}
+
+void gpipe(Writer& to, const Shape& shape, int rank) {
+  for (int i = 0; i < shape.micro_batches; ++i) to.forward(rank);
+  for (int i = 0; i < shape.micro_batches; ++i) to.backward(rank);
+}
+
+// A rank is ahead by the ranks behind it: when its first gradient comes back, they all are busy.
+void one_forward_one_backward(Writer& to, const Shape& shape, int rank) {
+  const int ahead = std::min(shape.micro_batches, shape.ranks - 1 - rank);
+  for (int i = 0; i < ahead; ++i) to.forward(rank);
+  for (int i = ahead; i < shape.micro_batches; ++i) to.forward(rank), to.backward(rank);
+  for (int i = 0; i < ahead; ++i) to.backward(rank);
+}
+
+// Micro-batches go through a rank's stages in groups of as many as there are ranks: the first stage of the
+// whole group, then the second. Backwards take the stages the other way round.
+void interleaved(Writer& to, const Shape& shape, int rank) {
+  const int total = shape.micro_batches * shape.stages_of_rank;
+  const auto stage_of = [&](int step, bool forward) {
+    const int place = step / shape.ranks % shape.stages_of_rank;
+    return rank + shape.ranks * (forward ? place : shape.stages_of_rank - 1 - place);
+  };
+  const int ahead = std::min(total, 2 * (shape.ranks - 1 - rank) + (shape.stages_of_rank - 1) * shape.ranks);
+  for (int i = 0; i < ahead; ++i) to.forward(stage_of(i, true));
+  for (int i = ahead; i < total; ++i) to.forward(stage_of(i, true)), to.backward(stage_of(i - ahead, false));
+  for (int i = total - ahead; i < total; ++i) to.backward(stage_of(i, false));
+}
+
+// 1f1b, in which a rank puts off as many gradients of weights as it is less ahead than the first: all keep as
+// much as the first, none keeps the one before it waiting, and at the end each has something left to do.
+void zero_bubble_h1(Writer& to, const Shape& shape, int rank) {
+  const int ahead = std::min(shape.micro_batches, shape.ranks - 1 - rank);
+  const auto backward = [&] {
+    to.inputs(rank);
+    if (to.pending_weights(rank) > rank) to.weights(rank);
+  };
+  for (int i = 0; i < ahead; ++i) to.forward(rank);
+  for (int i = ahead; i < shape.micro_batches; ++i) to.forward(rank), backward();
+  for (int i = 0; i < ahead; ++i) backward();
+  while (to.pending_weights(rank) > 0) to.weights(rank);
+}
+
+// The order of the paper's ZB-V: rank r has the stages r (down) and 2 ranks - 1 - r (back up).
+void zero_bubble_v(Writer& to, const Shape& shape, int rank) {
+  const int down = rank, up = shape.stages() - 1 - rank;
+  const int micro_batches =
+      std::max(2 * shape.ranks - 1, shape.micro_batches);  // with fewer, some are left out
+  for (int i = 0; i < 2 * (shape.ranks - rank) - 1; ++i) to.forward(down);
+  for (int i = 0; i < rank; ++i) to.forward(up), to.forward(down);
+  for (int i = 0; i < shape.ranks - rank; ++i) to.forward(up), to.inputs(up), to.weights(up);
+  while (to.forwards(up) < to.forwards(down) || to.forwards(down) < micro_batches) {
+    if (to.forwards(down) < micro_batches) to.forward(down);
+    to.inputs(down), to.weights(down);
+    to.forward(up), to.inputs(up), to.weights(up);
+  }
+  for (int i = 0; i < rank; ++i) to.inputs(down), to.inputs(up);
+  for (int i = 0; i < shape.ranks - rank; ++i) to.inputs(down), to.weights(down);
+  while (to.pending_weights(up) > 0) to.weights(up);
+  while (to.pending_weights(down) > 0) to.weights(down);
+}
+
+struct Schedule {
+  const char* name;
+  void (*write)(Writer&, const Shape&, int rank);
+  int least_stages, most_stages;  // on a rank; 0: any number
+  bool whole_rounds = false;      // a multiple of the ranks as micro-batches
+};
+constexpr Schedule kSchedules[] = {{"one-after-another", one_after_another, 1, 0},
+                                   {"gpipe", gpipe, 1, 1},
+                                   {"1f1b", one_forward_one_backward, 1, 1},
+                                   {"interleaved", interleaved, 2, 0, true},
+                                   {"zb-h1", zero_bubble_h1, 1, 1},
+                                   {"zb-v", zero_bubble_v, 2, 2}};
+
+void check(const Schedule& schedule, const Shape& shape) {
+  const auto refuse = [&](std::string found, std::string expected, std::string action) {
+    isograd::refuse(fmt::format("the schedule {}", schedule.name), std::move(found), std::move(expected),
+                    std::move(action));
+  };
+  for (const auto& [number, what] : {std::pair{shape.ranks, "ranks"},
+                                     {shape.stages_of_rank, "stages on a rank"},
+                                     {shape.micro_batches, "micro-batches"}})
+    if (number < 1) refuse(fmt::format("{} {}", number, what), "1 or more", "Change it");
+  const int most = schedule.most_stages;
+  if (shape.stages_of_rank < schedule.least_stages || (most > 0 && shape.stages_of_rank > most))
+    refuse(fmt::format("{} stages on each rank", shape.stages_of_rank),
+           most == schedule.least_stages ? std::to_string(most)
+                                         : fmt::format("{} or more", schedule.least_stages),
+           "Give each rank as many, or take another schedule");
+  if (const int rounds = shape.micro_batches / shape.ranks;
+      schedule.whole_rounds && shape.micro_batches % shape.ranks != 0)
+    refuse(fmt::format("{} micro-batches on {} ranks", shape.micro_batches, shape.ranks),
+           fmt::format("a multiple of the ranks: {}{}",
+                       rounds > 0 ? fmt::format("{} or ", rounds * shape.ranks) : "",
+                       (rounds + 1) * shape.ranks),
+           "Change the micro-batches, or take another schedule");
+}
+
+}  // namespace
+
+std::vector<std::string> pipeline_schedules() {
+  std::vector<std::string> names;
+  for (const Schedule& schedule : kSchedules) names.emplace_back(schedule.name);
+  return names;
+}
+
+PipelineTable make_pipeline(const std::string& name, int ranks, int stages_of_rank, int micro_batches) {
+  const auto* schedule = std::find_if(std::begin(kSchedules), std::end(kSchedules),
+                                      [&](const Schedule& one) { return one.name == name; });
+  if (schedule == std::end(kSchedules))
+    refuse("a pipeline's schedule", name, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")),
+           "Choose one of them");
+  const Shape shape{ranks, stages_of_rank, micro_batches};
+  check(*schedule, shape);
+  PipelineTable table{.name = name, .stages = shape.stages(), .micro_batches = micro_batches};
+  for (int stage = 0; stage < table.stages; ++stage) {
+    const bool back = name == "zb-v" && stage >= ranks;
+    table.rank_of_stage.push_back(back ? table.stages - 1 - stage : stage % ranks);
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    Writer writer(table.stages, micro_batches);
+    schedule->write(writer, shape, rank);
+    table.ranks.push_back(writer.take());
+  }
+  return table;
+}
+
+PipelineTable with_transfers(const PipelineTable& table) {
+  PipelineTable result = table;
+  const auto rank_of = [&](int stage) { return table.rank_of_stage.at(static_cast<std::size_t>(stage)); };
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
+    auto& actions = result.ranks[rank];
+    actions.clear();
+    const auto elsewhere = [&](int stage) {
+      return stage >= 0 && stage < table.stages && rank_of(stage) != static_cast<int>(rank);
+    };
+    for (const PipelineAction& action : table.ranks[rank]) {
+      if (action.is_transfer()) continue;
+      const auto& [kind, stage, micro_batch] = action;
+      const bool forward = kind == Kind::kForward, backward = !forward && kind != Kind::kBackwardWeights;
+      if (forward && elsewhere(stage - 1)) actions.push_back({Kind::kReceiveInput, stage, micro_batch});
+      if (backward && elsewhere(stage + 1)) actions.push_back({Kind::kReceiveGradient, stage, micro_batch});
+      actions.push_back(action);
+      if (forward && elsewhere(stage + 1)) actions.push_back({Kind::kSendOutput, stage, micro_batch});
+      if (backward && elsewhere(stage - 1)) actions.push_back({Kind::kSendGradient, stage, micro_batch});
+    }
+  }
+  return result;
+}
+
+}  // namespace isograd

@@ -1,0 +1,128 @@
+// Tables as text, and back.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <utility>
+
+#include "base/json.hpp"
+#include "base/refuse.hpp"
+#include "isograd/pipeline_schedule.hpp"
+
+namespace isograd {
+namespace {
+
+using Kind = PipelineAction::Kind;
+
+constexpr std::pair<Kind, const char*> kLetters[] = {
+    {Kind::kForward, "F"},           {Kind::kBackward, "B"},
+    {Kind::kBackwardInputs, "I"},    {Kind::kBackwardWeights, "W"},
+    {Kind::kSendOutput, "SEND_F"},   {Kind::kReceiveInput, "RECV_F"},
+    {Kind::kSendGradient, "SEND_B"}, {Kind::kReceiveGradient, "RECV_B"}};
+
+std::optional<PipelineAction> action_of(const std::string& text) {
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+  const auto begin = std::find_if_not(text.begin(), text.end(), is_digit);
+  const auto end = std::find_if(begin, text.end(), is_digit);
+  const std::string letters(begin, end);
+  const auto kind = std::find_if(std::begin(kLetters), std::end(kLetters),
+                                 [&](const auto& one) { return letters == one.second; });
+  if (kind == std::end(kLetters)) return std::nullopt;
+  PipelineAction action{.kind = kind->first};
+  const auto number = [](const std::string& digits, int& value) {
+    const char* last = digits.data() + digits.size();
+    const auto [stop, problem] = std::from_chars(digits.data(), last, value);
+    return problem == std::errc() && stop == last;
+  };
+  const bool sound =
+      number({text.begin(), begin}, action.stage) && number({end, text.end()}, action.micro_batch);
+  return sound ? std::optional(action) : std::nullopt;
+}
+
+}  // namespace
+
+std::string to_text(const PipelineAction& action) {
+  const auto kind = std::find_if(std::begin(kLetters), std::end(kLetters),
+                                 [&](const auto& one) { return action.kind == one.first; });
+  return fmt::format("{}{}{}", action.stage, kind->second, action.micro_batch);
+}
+
+std::string to_json(const PipelineTable& table) {
+  nlohmann::ordered_json ranks = nlohmann::ordered_json::array();
+  for (const auto& actions : table.ranks) {
+    std::vector<std::string> texts;
+    for (const PipelineAction& action : actions) texts.push_back(to_text(action));
+    ranks.push_back(texts);
+  }
+  const nlohmann::ordered_json document = {{"name", table.name},
+                                           {"stages", table.stages},
+                                           {"micro_batches", table.micro_batches},
+                                           {"ranks", ranks}};
+  return document.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+PipelineTable pipeline_from_json(const std::string& text, const std::string& where) {
+  const auto bad = [&](std::string found, std::string expected) {
+    refuse(where, std::move(found), std::move(expected),
+           "Write it as `isograd schedule --json` writes its tables");
+  };
+  const auto parsed = parse_json<>(text);
+  if (!parsed.problem.empty()) bad(parsed.problem, "a JSON object");
+  PipelineTable table{.name = where};
+  const auto& document = parsed.value;
+  const std::vector<std::string> keys = {"name", "stages", "micro_batches", "ranks"};
+  for (const auto& [key, value] : document.items())
+    if (std::find(keys.begin(), keys.end(), key) == keys.end())
+      bad(fmt::format("a key '{}'", key), fmt::format("{}", fmt::join(keys, ", ")));
+  if (const auto name = document.find("name"); name != document.end()) {
+    if (!name->is_string()) bad("a name that is no text", "a text");
+    table.name = name->get<std::string>();
+  }
+  constexpr std::int64_t kMost = 1 << 20;
+  const auto number = [&](const char* key) {
+    const auto value = document.find(key);
+    const bool sound =
+        value != document.end() && value->is_number_integer() && *value >= 1 && *value <= kMost;
+    if (!sound)
+      bad(value == document.end() ? fmt::format("no {}", key) : fmt::format("{} {}", key, value->dump()),
+          fmt::format("a number from 1 to {}", kMost));
+    return static_cast<int>(value->get<std::int64_t>());
+  };
+  table.stages = number("stages");
+  table.micro_batches = number("micro_batches");
+  const auto ranks = document.find("ranks");
+  if (ranks == document.end() || !ranks->is_array() || ranks->empty())
+    bad("no ranks", "a list of actions for each rank");
+  table.rank_of_stage.assign(static_cast<std::size_t>(table.stages), -1);
+  for (const auto& actions : *ranks) {
+    auto& own = table.ranks.emplace_back();
+    const int rank = static_cast<int>(table.ranks.size()) - 1;
+    if (!actions.is_array()) bad(fmt::format("rank {} without a list", rank), "a list of actions");
+    for (const auto& entry : actions) {
+      const auto action = entry.is_string() ? action_of(entry.get<std::string>()) : std::nullopt;
+      if (!action)
+        bad(fmt::format("{} of rank {}", entry.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace),
+                        rank),
+            "stage, F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B, micro-batch: \"2F0\"");
+      own.push_back(*action);
+      if (action->stage >= table.stages) continue;  // check_pipeline() names it
+      int& home = table.rank_of_stage[static_cast<std::size_t>(action->stage)];
+      if (home < 0) home = rank;
+    }
+  }
+  for (int stage = 0; stage < table.stages; ++stage)
+    if (table.rank_of_stage[static_cast<std::size_t>(stage)] < 0)
+      bad(fmt::format("no action of stage {}", stage), "every stage on a rank");
+  std::size_t actions = 0;  // fewer than there must be: nothing is allocated for what the numbers claim
+  for (const auto& own : table.ranks) actions += own.size();
+  if (actions < 2 * static_cast<std::size_t>(table.stages) * static_cast<std::size_t>(table.micro_batches))
+    bad(fmt::format("{} actions for {} stages and {} micro-batches", actions, table.stages,
+                    table.micro_batches),
+        "a forward and a backward of each micro-batch in each stage");
+  check_pipeline(table);
+  return table;
+}
+
+}  // namespace isograd

@@ -1,0 +1,204 @@
+// A decoder whose layers lie in stages: its gradient, loss and norm are those of one process, under every
+// schedule whose backwards are whole, beside data and tensor ranks.
+#include <gmock/gmock.h>
+
+#include "isograd/pipeline_parallel.hpp"
+#include "tensor_step.hpp"
+
+namespace isograd {
+namespace {
+
+using tensor::Gradient;
+
+struct Cell {
+  int pp = 2, stages_of_rank = 1, data = 1, tp = 1;
+  std::string schedule = "1f1b";
+  int accumulation = 3;  // the most micro-batches of a data rank
+  Mean mean = Mean::kTargets;
+  bool tied = false;
+  std::string strategy = "bucketed";
+  double slip = 1;  // what a planted mistake multiplies the streams between stages by
+
+  int stages() const { return pp * stages_of_rank; }
+  DecoderConfig config() const {
+    DecoderConfig config = tensor::shape(4, 2, tied);
+    config.layers = std::max(2, stages()) + 1;
+    return config;
+  }
+  Grid grid() const {
+    return Grid(
+        {{"pp", pp}, {"dp_replicate", 1}, {"dp_shard", data}, {"cp_ring", 1}, {"cp_ulysses", 1}, {"tp", tp}});
+  }
+  friend void PrintTo(const Cell& c, std::ostream* out) {
+    *out << c.schedule << ", pp " << c.pp << " x " << c.stages_of_rank << " stages, data " << c.data
+         << ", tp " << c.tp << ", " << c.accumulation << " micro-batches, " << c.strategy << ", tied "
+         << c.tied << ", sample mean " << (c.mean == Mean::kSamples);
+  }
+};
+
+struct Found {
+  Gradient gradient;
+  std::vector<StepReport> reports;
+};
+
+Found train(const Cell& cell) {
+  Found found;
+  const int ranks = cell.pp * cell.data * cell.tp;
+  found.reports.resize(static_cast<std::size_t>(ranks));
+  run_ranks(ranks, [&](World& world) {
+    const Mesh mesh(world, cell.grid());
+    const auto model = tensor::whole_model(cell.config(), at::kDouble);
+    const auto pipeline = std::make_shared<Pipeline>(
+        mesh, PipelineOptions{.schedule = cell.schedule, .stages_of_rank = cell.stages_of_rank});
+    const Layout along_tp = cut_decoder(*model, mesh);
+    const Layout placed = split_decoder(*model, mesh, pipeline, along_tp.placements());
+    std::vector<std::pair<std::string, at::Tensor>> own;
+    for (const auto& [name, tensor] : model->named())
+      if (placed.parameter(name).held) own.emplace_back(name, tensor);
+    TrainableParameters parameters = trainable_parameters(own);
+    parameters.placements = placed.placements();
+    const auto& strategies = testing::strategies();
+    const auto strategy = std::find_if(strategies.begin(), strategies.end(),
+                                       [&](const auto& each) { return each.name == cell.strategy; });
+    ASSERT_NE(strategy, strategies.end());
+    const auto layout = strategy->make(parameters, mesh, {.bucket_bytes = 3000});
+    std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
+    if (cell.mean == Mean::kSamples) mean = std::make_unique<SampleMean>();
+    const auto optimizer = sgd({.learning_rate = 0});
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      const DecoderOutputs outputs = model->outputs(batch);
+      if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+      return {{"cross_entropy", cross_entropy_sum(model->logits_of(outputs.hidden * cell.slip), batch.targets,
+                                                  {.weights = batch.weights, .shard = model->vocabulary()})}};
+    };
+    Step step(forward, *layout, *mean, *optimizer, through(*pipeline));
+    const StepReport report = step(tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes),
+                                                   cell.config().vocabulary, cell.accumulation));
+    found.reports[static_cast<std::size_t>(world.rank)] = report;
+    std::map<std::string, at::Tensor> local;
+    for (const auto& view : layout->views()) local[view.name] = view.gradient;
+    for (const PlacedParameter& each : placed.parameters()) {
+      const at::Tensor whole =
+          placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
+      if (world.rank == 0) found.gradient.of[each.name] = whole;
+    }
+    if (world.rank == 0) found.gradient.loss = report.loss;
+  });
+  return found;
+}
+
+class PipelineParallel : public ::testing::TestWithParam<Cell> {};
+
+std::vector<Cell> cells() {
+  std::vector<Cell> all;
+  for (const char* schedule : {"one-after-another", "gpipe", "1f1b"})
+    for (const int pp : {1, 2, 3, 4, 5})
+      all.push_back({.pp = pp,
+                     .schedule = schedule,
+                     .accumulation = pp % 2 == 0 ? pp : 2 * pp + 1,
+                     .mean = pp % 2 == 0 ? Mean::kSamples : Mean::kTargets});
+  for (const auto& [pp, stages] : {std::pair{2, 2}, {2, 3}, {3, 2}, {4, 2}})
+    for (const int rounds : {1, 2})
+      all.push_back(
+          {.pp = pp, .stages_of_rank = stages, .schedule = "interleaved", .accumulation = pp * rounds});
+  all.push_back({.pp = 3, .stages_of_rank = 2, .schedule = "interleaved", .accumulation = 4});  // filled up
+  all.push_back({.pp = 2, .stages_of_rank = 2, .schedule = "one-after-another"});
+  for (const char* strategy : {"naive", "bucketed", "zero1", "zero2"})
+    all.push_back({.pp = 2, .data = 2, .strategy = strategy});
+  all.push_back({.pp = 2, .tp = 2, .mean = Mean::kSamples});
+  all.push_back({.pp = 2, .data = 2, .tp = 2, .schedule = "gpipe"});
+  all.push_back({.pp = 2, .tied = true});
+  all.push_back(
+      {.pp = 2, .stages_of_rank = 2, .data = 2, .schedule = "interleaved", .accumulation = 2, .tied = true});
+  all.push_back({.pp = 8, .accumulation = 8});
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Cells, PipelineParallel, ::testing::ValuesIn(cells()));
+
+Gradient one_process(const Cell& cell) {
+  return tensor::one_process(*tensor::whole_model(cell.config(), at::kDouble), cell.data, cell.accumulation,
+                             cell.mean);
+}
+
+TEST_P(PipelineParallel, GradientLossAndNormAreOneProcesss) {
+  const Cell cell = GetParam();
+  const Gradient wanted = one_process(cell);
+  const Found found = train(cell);
+  EXPECT_LT(tensor::largest_error(found.gradient, wanted), 1e-10);
+  for (const StepReport& report : found.reports) {
+    EXPECT_NEAR(report.loss, wanted.loss, 1e-10 * wanted.loss);
+    EXPECT_NEAR(report.norm, wanted.norm(), 1e-10 * wanted.norm());
+    ASSERT_EQ(report.terms.size(), 1u);
+    EXPECT_EQ(report.terms[0].name, "cross_entropy");
+    EXPECT_NEAR(report.terms[0].value, wanted.loss, 1e-10 * wanted.loss);
+  }
+}
+
+// Every schedule adds micro-batches up in their order.
+TEST(PipelineParallelBits, AreTheSameUnderAllSchedules) {
+  const Cell plain{.pp = 3, .schedule = "one-after-another", .accumulation = 6};
+  const Gradient wanted = train(plain).gradient;
+  for (const char* schedule : {"gpipe", "1f1b"}) {
+    Cell cell = plain;
+    cell.schedule = schedule;
+    for (const auto& [name, gradient] : train(cell).gradient.of)
+      EXPECT_TRUE(gradient.equal(wanted.of.at(name))) << schedule << ", " << name;
+  }
+}
+
+TEST(PipelineParallelPlanted, AStreamThatIsOffIsSeen) {
+  Cell cell{.pp = 2};
+  const Gradient wanted = one_process(cell);
+  cell.slip = 1 + 1e-6;
+  EXPECT_GT(tensor::largest_error(train(cell).gradient, wanted), 1e-8);
+}
+
+TEST(PipelineParallelLayers, AreDealtByCost) {
+  const auto counts = [](const std::vector<double>& costs, int stages, double before = 0, double behind = 0) {
+    std::vector<std::int64_t> result;
+    std::int64_t next = 0;
+    for (const StageLayers& own : deal_layers(costs, stages, before, behind)) {
+      EXPECT_EQ(own.begin, next);
+      next += own.count;
+      result.push_back(own.count);
+    }
+    EXPECT_EQ(next, static_cast<std::int64_t>(costs.size()));
+    return result;
+  };
+  EXPECT_EQ(counts({1, 1, 1, 1}, 2), (std::vector<std::int64_t>{2, 2}));
+  EXPECT_EQ(counts({1, 1, 1, 1, 1, 1}, 2, 0, 4),
+            (std::vector<std::int64_t>{5, 1}));  // a head that costs four
+  EXPECT_EQ(counts({1, 1, 5, 1, 1}, 3), (std::vector<std::int64_t>{2, 1, 2}));
+  EXPECT_THAT(error_testing::error_of([] {
+                deal_layers({1, 1}, 3);
+              }),
+              ::testing::HasSubstr("3 for 2 layers"));
+}
+
+TEST(PipelineParallelRefused, WhatCannotBeRun) {
+  using ::testing::HasSubstr;
+  run_ranks(2, [](World& world) {
+    const Mesh mesh(world, Cell{}.grid());
+    const auto refused = [&](PipelineOptions options) {
+      return error_testing::error_of([&] { Pipeline(mesh, std::move(options)); });
+    };
+    EXPECT_THAT(refused({.schedule = "zb-h1"}), HasSubstr("a half of a backward"));
+    EXPECT_THAT(refused({.table = make_pipeline("1f1b", 3, 1, 3)}), HasSubstr("2 ranks along pp"));
+    Pipeline pipeline(mesh, {.table = make_pipeline("1f1b", 2, 1, 3)});
+    EXPECT_THAT(error_testing::error_of([&] {
+                  pipeline.run(
+                      4, [](std::size_t, std::size_t) {}, [](std::size_t, bool, std::size_t) {});
+                }),
+                HasSubstr("4 micro-batches in the step"));
+  });
+  run_ranks(3, [](World& world) {
+    const Mesh mesh(world, Cell{.pp = 3}.grid());
+    const auto model = tensor::whole_model(Cell{.pp = 3, .tied = true}.config(), at::kDouble);
+    const auto pipeline = std::make_shared<Pipeline>(mesh, PipelineOptions{});
+    EXPECT_THAT(error_testing::error_of([&] { split_decoder(*model, mesh, pipeline); }),
+                HasSubstr("a tied embedding"));
+  });
+}
+
+}  // namespace
+}  // namespace isograd
