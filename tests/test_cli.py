@@ -90,11 +90,11 @@ def test_no_verb_and_unknown_verb_and_flag():
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = isograd("--help")
     assert top.returncode == 0
-    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "museum", "launch"]:
+    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "museum", "launch"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["museum"],
+                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"], ["museum"],
                  ["launch"]]:
         done = isograd(*verb, "--help")
         assert done.returncode == 0, done.stderr

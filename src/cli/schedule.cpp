@@ -66,13 +66,13 @@ Verb schedule_verb(CLI::App& program) {
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   verb->add_option("--per-rank", flags->stages_of_rank,
-                   "stages on each rank; 2 under interleaved and zb-v, 1 otherwise, unless given")
+                   "stages on each rank; unless given 2 under\ninterleaved and zb-v, 1 otherwise")
       ->check(CLI::Range(1, 4096));
   verb->add_option("--micro-batches", flags->micro_batches, "of a step")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   verb->add_option("--times", flags->times,
-                   "of a stage's forward, its backward of inputs and that of weights, in any unit")
+                   "of a stage's forward, its backward of inputs and\nthat of weights, in any unit")
       ->type_name("F,I,W")
       ->delimiter(',')
       ->expected(3)

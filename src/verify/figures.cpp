@@ -180,10 +180,8 @@ std::string ratio_histogram(const Verdict& verdict) {
       if (number == 0) continue;
       const double part = std::max(1.5, tall * number / most);
       y -= part;
-      svg += fmt::format(
-          "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" "
-          "fill=\"{}\"><title>{}</title></rect>",
-          kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill, number);
+      svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\"/>",
+                         kLeft + wide * i / kBars + 1, y, wide / kBars - 2, part, fill);
     }
     tops.emplace_back(i, y);
   }
