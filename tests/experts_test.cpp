@@ -129,14 +129,9 @@ Found train(const Cell& cell, at::ScalarType type, const DecoderLM::ChooseExpert
                             .placements = parameters.placements,
                             .share_parameters = cell.strategy == "zero3 shared"});
     } else {
-      const auto& strategies = testing::strategies();
-      const auto strategy = std::find_if(strategies.begin(), strategies.end(),
-                                         [&](const auto& each) { return each.name == cell.strategy; });
-      ASSERT_NE(strategy, strategies.end());
-      layout = strategy->make(parameters, mesh, {.bucket_bytes = 3000});
+      layout = testing::strategy_named(cell.strategy).make(parameters, mesh, {.bucket_bytes = 3000});
     }
-    std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
-    if (cell.mean == Mean::kSamples) mean = std::make_unique<SampleMean>();
+    const auto mean = tensor::normalizer_of(cell.mean);
     const auto optimizer = sgd({.learning_rate = 0});
     const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       const at::Tensor hidden = model->hidden(batch);
@@ -153,12 +148,8 @@ Found train(const Cell& cell, at::ScalarType type, const DecoderLM::ChooseExpert
     if (cell.ring > 1) batches = cut_micro_batches(batches, {.ring = cell.ring}, mesh.place(kContextAxes));
     const StepReport report = step(batches);
     found.reports[static_cast<std::size_t>(world.rank)] = report;
-    std::map<std::string, at::Tensor> local;
-    for (const auto& view : layout->views()) local[view.name] = view.gradient;
-    for (const PlacedParameter& each : placed.parameters()) {
-      const at::Tensor whole = placed.whole(each.name, local.at(each.name));
-      if (world.rank == 0) found.gradient.of[each.name] = whole;
-    }
+    const auto gradients = tensor::whole_gradients(*layout, placed);
+    if (world.rank == 0) found.gradient.of = gradients;
     if (world.rank == 0) found.gradient.loss = report.loss;
   });
   return found;

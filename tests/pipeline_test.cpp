@@ -17,7 +17,8 @@ struct Cell {
   Mean mean = Mean::kTargets;
   bool tied = false;
   std::string strategy = "bucketed";
-  double slip = 1;  // what a planted mistake multiplies the streams between stages by
+  double slip = 1;             // what a planted mistake multiplies the last stage's stream by
+  bool after_nothing = false;  // a step without a target anywhere goes before
 
   int stages() const { return pp * stages_of_rank; }
   DecoderConfig config() const {
@@ -57,13 +58,8 @@ Found train(const Cell& cell) {
       if (placed.parameter(name).held) own.emplace_back(name, tensor);
     TrainableParameters parameters = trainable_parameters(own);
     parameters.placements = placed.placements();
-    const auto& strategies = testing::strategies();
-    const auto strategy = std::find_if(strategies.begin(), strategies.end(),
-                                       [&](const auto& each) { return each.name == cell.strategy; });
-    ASSERT_NE(strategy, strategies.end());
-    const auto layout = strategy->make(parameters, mesh, {.bucket_bytes = 3000});
-    std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
-    if (cell.mean == Mean::kSamples) mean = std::make_unique<SampleMean>();
+    const auto layout = testing::strategy_named(cell.strategy).make(parameters, mesh, {.bucket_bytes = 3000});
+    const auto mean = tensor::normalizer_of(cell.mean);
     const auto optimizer = sgd({.learning_rate = 0});
     const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       const DecoderOutputs outputs = model->outputs(batch);
@@ -72,16 +68,20 @@ Found train(const Cell& cell) {
                                                   {.weights = batch.weights, .shard = model->vocabulary()})}};
     };
     Step step(forward, *layout, *mean, *optimizer, through(*pipeline));
+    if (cell.after_nothing) {
+      MicroBatches nothing = tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes),
+                                             cell.config().vocabulary, cell.accumulation);
+      for (Batch& batch : nothing) {
+        batch.targets = at::full_like(batch.targets, kIgnoreIndex);
+        batch.sample_targets.assign(batch.sample_targets.size(), 0);
+      }
+      EXPECT_FALSE(step(nothing).updated);
+    }
     const StepReport report = step(tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes),
                                                    cell.config().vocabulary, cell.accumulation));
     found.reports[static_cast<std::size_t>(world.rank)] = report;
-    std::map<std::string, at::Tensor> local;
-    for (const auto& view : layout->views()) local[view.name] = view.gradient;
-    for (const PlacedParameter& each : placed.parameters()) {
-      const at::Tensor whole =
-          placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
-      if (world.rank == 0) found.gradient.of[each.name] = whole;
-    }
+    const auto gradients = tensor::whole_gradients(*layout, placed);
+    if (world.rank == 0) found.gradient.of = gradients;
     if (world.rank == 0) found.gradient.loss = report.loss;
   });
   return found;
@@ -111,6 +111,8 @@ std::vector<Cell> cells() {
   all.push_back(
       {.pp = 2, .stages_of_rank = 2, .data = 2, .schedule = "interleaved", .accumulation = 2, .tied = true});
   all.push_back({.pp = 8, .accumulation = 8});
+  for (const Mean mean : {Mean::kTargets, Mean::kSamples})
+    for (const int pp : {2, 3}) all.push_back({.pp = pp, .data = 2, .mean = mean, .after_nothing = true});
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Cells, PipelineParallel, ::testing::ValuesIn(cells()));
@@ -153,11 +155,39 @@ TEST(PipelineParallelPlanted, AStreamThatIsOffIsSeen) {
   EXPECT_GT(tensor::largest_error(train(cell).gradient, wanted), 1e-8);
 }
 
+// Outside of a step: no schedule says whose turn it is, and none is needed where each rank has one stage.
+TEST(PipelineParallelLook, GivesTheLogitsOfOneProcess) {
+  const Cell cell{.pp = 3};
+  const at::NoGradGuard no_grad;
+  const Batch batch = tensor::step_of(0, 1, cell.config().vocabulary)[0];
+  const at::Tensor wanted = tensor::whole_model(cell.config(), at::kDouble)->logits(batch);
+  const auto look = [&](World& world, const Cell& with) {
+    const at::NoGradGuard of_this_thread;
+    const Mesh mesh(world, with.grid());
+    const auto model = tensor::whole_model(with.config(), at::kDouble);
+    const auto pipeline = std::make_shared<Pipeline>(
+        mesh, PipelineOptions{.schedule = with.schedule, .stages_of_rank = with.stages_of_rank});
+    split_decoder(*model, mesh, pipeline);
+    const DecoderOutputs outputs = model->outputs(batch);
+    if (!outputs.passed_on.defined()) {
+      const at::Tensor logits = model->logits_of(outputs.hidden);
+      EXPECT_LT((logits - wanted).abs().max().item<double>(), 1e-12);
+    }
+    world.group.barrier();
+  };
+  run_ranks(3, [&](World& world) { look(world, cell); });
+  run_ranks(2, [&](World& world) {
+    const Cell several{.pp = 2, .stages_of_rank = 2, .schedule = "interleaved"};
+    EXPECT_THAT(error_testing::error_of([&] { look(world, several); }),
+                ::testing::HasSubstr("a forward outside of a step, of a rank with 2 stages"));
+  });
+}
+
 TEST(PipelineParallelLayers, AreDealtByCost) {
-  const auto counts = [](const std::vector<double>& costs, int stages, double before = 0, double behind = 0) {
+  const auto counts = [](const std::vector<double>& costs, int stages, double behind = 0) {
     std::vector<std::int64_t> result;
     std::int64_t next = 0;
-    for (const StageLayers& own : deal_layers(costs, stages, before, behind)) {
+    for (const StageLayers& own : deal_layers(costs, stages, behind)) {
       EXPECT_EQ(own.begin, next);
       next += own.count;
       result.push_back(own.count);
@@ -166,8 +196,7 @@ TEST(PipelineParallelLayers, AreDealtByCost) {
     return result;
   };
   EXPECT_EQ(counts({1, 1, 1, 1}, 2), (std::vector<std::int64_t>{2, 2}));
-  EXPECT_EQ(counts({1, 1, 1, 1, 1, 1}, 2, 0, 4),
-            (std::vector<std::int64_t>{5, 1}));  // a head that costs four
+  EXPECT_EQ(counts({1, 1, 1, 1, 1, 1}, 2, 4), (std::vector<std::int64_t>{5, 1}));  // a head that costs four
   EXPECT_EQ(counts({1, 1, 5, 1, 1}, 3), (std::vector<std::int64_t>{2, 1, 2}));
   EXPECT_THAT(error_testing::error_of([] {
                 deal_layers({1, 1}, 3);
@@ -190,6 +219,17 @@ TEST(PipelineParallelRefused, WhatCannotBeRun) {
                       4, [](std::size_t, std::size_t) {}, [](std::size_t, bool, std::size_t) {});
                 }),
                 HasSubstr("4 micro-batches in the step"));
+  });
+  run_ranks(2, [](World& world) {
+    const Mesh mesh(world, Cell{}.grid());
+    const auto model = tensor::whole_model(Cell{}.config(), at::kDouble);
+    const Layout placed = split_decoder(*model, mesh, std::make_shared<Pipeline>(mesh, PipelineOptions{}));
+    const ModelUnits units = model_units(*model, RunConfig{});
+    EXPECT_THAT(error_testing::error_of([&] {
+                  fully_shard(units.root, model->named(), units.blocks, mesh,
+                              {.placements = placed.placements()});
+                }),
+                HasSubstr("in one of 2 stages"));
   });
   run_ranks(3, [](World& world) {
     const Mesh mesh(world, Cell{.pp = 3}.grid());

@@ -159,6 +159,20 @@ inline Gradient one_process(const Cell& cell, at::ScalarType type, std::uint64_t
                      cell.mean);
 }
 
+inline std::unique_ptr<Normalizer> normalizer_of(Mean mean) {
+  if (mean == Mean::kSamples) return std::make_unique<SampleMean>();
+  return std::make_unique<TokenMean>();
+}
+
+// By name, whole, of what a layout's ranks have. Collective.
+inline std::map<std::string, at::Tensor> whole_gradients(DataParallel& layout, const Layout& placed) {
+  std::map<std::string, at::Tensor> local, whole;
+  for (const auto& view : layout.views()) local[view.name] = view.gradient;
+  for (const PlacedParameter& each : placed.parameters())
+    whole[each.name] = placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
+  return whole;
+}
+
 struct Found {
   Gradient gradient;
   std::vector<StepReport> reports;
@@ -184,18 +198,11 @@ inline Found train(const Cell& cell, int steps = 1) {
       made = fully_shard(units->root, model->named(), units->blocks, mesh,
                          {.checkpoint = cell.checkpointed, .placements = parameters.placements});
     } else {
-      const auto& strategies = testing::strategies();
-      const auto strategy = std::find_if(strategies.begin(), strategies.end(),
-                                         [&](const auto& each) { return each.name == cell.strategy; });
-      ASSERT_NE(strategy, strategies.end());
-      made = strategy->make(parameters, mesh, {.bucket_bytes = cell.bucket_bytes});
+      made =
+          testing::strategy_named(cell.strategy).make(parameters, mesh, {.bucket_bytes = cell.bucket_bytes});
     }
     auto layout = cell.wrap(std::move(made), world);
-    std::unique_ptr<Normalizer> mean;
-    if (cell.mean == Mean::kSamples)
-      mean = std::make_unique<SampleMean>();
-    else
-      mean = std::make_unique<TokenMean>();
+    const auto mean = normalizer_of(cell.mean);
     const auto optimizer = steps > 1 ? adamw({.learning_rate = 1e-2}) : sgd({.learning_rate = 0});
     const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       if (cell.fused)
@@ -214,15 +221,12 @@ inline Found train(const Cell& cell, int steps = 1) {
     StepReport report;
     for (int i = 0; i < steps; ++i) report = step(batches);
     found.reports[static_cast<std::size_t>(world.rank)] = report;
-    std::map<std::string, at::Tensor> local, values;
-    for (const auto& view : layout->views())
-      local[view.name] = view.gradient, values[view.name] = view.parameter;
+    const auto gradients = whole_gradients(*layout, placed);
+    std::map<std::string, at::Tensor> values;
+    for (const auto& view : layout->views()) values[view.name] = view.parameter;
     std::vector<at::Tensor> in_order;
-    for (const PlacedParameter& each : placed.parameters()) {
-      const at::Tensor whole = placed.whole(each.name, local.at(each.name));
-      if (world.rank == 0) found.gradient.of[each.name] = whole;
-      in_order.push_back(values.at(each.name));
-    }
+    for (const PlacedParameter& each : placed.parameters()) in_order.push_back(values.at(each.name));
+    if (world.rank == 0) found.gradient.of = gradients;
     const std::string torn =
         error_testing::error_of<PeerError>([&] { placed.check_copies(in_order, "value"); });
     if (world.rank == 0) found.torn = torn, found.gradient.loss = report.loss;

@@ -40,7 +40,7 @@ class Layout {
 
   const Mesh& mesh() const { return mesh_; }
   const std::vector<PlacedParameter>& parameters() const { return parameters_; }
-  Named placements() const;  // in the order of parameters()
+  Named placements() const;                                         // in the order of parameters()
   const PlacedParameter& parameter(const std::string& name) const;  // ConfigError: no such parameter
 
   // The rank's part of a whole tensor: a copy.
@@ -65,5 +65,9 @@ class Layout {
   Mesh mesh_;
   std::vector<PlacedParameter> parameters_;
 };
+
+// Of parameters that every rank has whole.
+Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                               const Grid& grid);
 
 }  // namespace isograd

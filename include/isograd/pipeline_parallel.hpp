@@ -46,7 +46,8 @@ class Pipeline {
   const std::vector<int>& own_stages() const;  // of this rank, ascending
   int rank_of(int stage) const;
 
-  // While a forward or backward of the step runs: whose.
+  // Whose forward or backward of the step runs; outside of a step, to look at a batch without gradients, the
+  // rank's only stage. ConfigError there on a rank with several.
   int stage() const;
   bool is_first() const { return stage() == 0; }
   bool is_last() const { return stage() + 1 == stages(); }
@@ -70,13 +71,12 @@ class Pipeline {
 };
 
 // Layers [begin, begin + count) of each stage: as even as their costs allow, in order. `costs` of the layers;
-// `before` and `behind` what the first and the last stage do besides (embedding, head). Every stage has a
-// layer. ConfigError: more stages than layers.
+// `behind` what the last stage does besides (the output). Every stage has a layer. ConfigError: more stages
+// than layers.
 struct StageLayers {
   std::int64_t begin = 0, count = 0;
 };
-std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double before = 0,
-                                     double behind = 0);
+std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double behind = 0);
 
 class DecoderLM;
 

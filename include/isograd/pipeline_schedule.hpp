@@ -43,7 +43,7 @@ std::vector<std::string> pipeline_schedules();
 
 // The table of a schedule for so many ranks, stages on each rank, and micro-batches. Every stage adds the
 // gradients of micro-batches up in their order, so that all these schedules give the same bits. Without
-// transfers. Stage s lies on rank s mod `ranks`, but under zb-v, which lays the second half back: there ranks
+// transfers. Stage s lies on rank s mod `ranks`, but under zb-v, which lays the second half back: there rank
 // r has stages r and 2 ranks - 1 - r.
 //   one-after-another  one micro-batch at a time through all stages and back: the naive twin
 //   gpipe              all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)
@@ -103,8 +103,8 @@ struct PipelineTimeline {
 // As check_pipeline(), and the timeline. Takes time in proportion to the actions.
 PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times);
 
-// The timeline as text, a line for each stage below its rank, `columns` wide at most; and as a picture.
-std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline, int columns = 160);
+// The timeline as text, a line for each stage of at most 160 columns behind its name; and as a picture.
+std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline);
 std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline);
 
 }  // namespace isograd

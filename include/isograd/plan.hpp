@@ -45,6 +45,7 @@ struct PersistentBytes {
   std::int64_t state = 0;
 
   std::int64_t total() const { return parameters + gradients + master + state; }
+  PersistentBytes& operator+=(const PersistentBytes& more);
 };
 
 // Rajbhandari et al. 2020 ("ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"), with Ψ
@@ -67,6 +68,7 @@ struct TrafficBytes {
   double replicate = 0;  // sums of a shard's gradients over the replicas, once a step
 
   double total() const { return reduce + gather + replicate; }
+  TrafficBytes& operator+=(const TrafficBytes& more);
 };
 
 // With G micro-batches, in elements times (N − 1)/N:

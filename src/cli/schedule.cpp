@@ -86,8 +86,7 @@ Verb schedule_verb(CLI::App& program) {
   verb->add_flag("--json", flags->json, "the table alone, as JSON");
   verb->add_flag("--transfers", flags->transfers, "with sends and receives written down");
   verb->footer(
-      "A line for each stage: F forward, B backward, I and W its two halves (of inputs, of weights), with "
-      "the\n"
+      "A line for each stage: F forward, B backward, I and W its halves (of inputs, of weights), with the\n"
       "micro-batch's number; a dot where the rank waits. No rank is started and no model is needed.\n\n"
       "  isograd schedule --kind zb-h1 --stages 4 --micro-batches 8\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");

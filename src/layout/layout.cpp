@@ -167,4 +167,11 @@ void Layout::check_copies(const std::vector<at::Tensor>& tensors, const std::str
   }
 }
 
+Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                               const Grid& grid) {
+  Layout::Named placements;
+  for (const auto& [name, tensor] : named) placements.emplace_back(name, placed(grid, tensor.sizes().vec()));
+  return placements;
+}
+
 }  // namespace isograd

@@ -149,26 +149,26 @@ std::string joined(const std::vector<Part>& parts, std::string (*formula)(const 
 
 }  // namespace
 
+PersistentBytes& PersistentBytes::operator+=(const PersistentBytes& more) {
+  parameters += more.parameters, gradients += more.gradients;
+  master += more.master, state += more.state;
+  return *this;
+}
+
+TrafficBytes& TrafficBytes::operator+=(const TrafficBytes& more) {
+  reduce += more.reduce, gather += more.gather, replicate += more.replicate;
+  return *this;
+}
+
 PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
   PersistentBytes sum;
-  for (const Part& one : parts_of(plan)) {
-    const PersistentBytes bytes = bytes_of(one.plan);
-    sum.parameters += bytes.parameters;
-    sum.gradients += bytes.gradients;
-    sum.master += bytes.master;
-    sum.state += bytes.state;
-  }
+  for (const Part& one : parts_of(plan)) sum += bytes_of(one.plan);
   return sum;
 }
 
 TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
   TrafficBytes sum;
-  for (const Part& one : parts_of(plan)) {
-    const TrafficBytes bytes = traffic_of(one.plan);
-    sum.reduce += bytes.reduce;
-    sum.gather += bytes.gather;
-    sum.replicate += bytes.replicate;
-  }
+  for (const Part& one : parts_of(plan)) sum += traffic_of(one.plan);
   return sum;
 }
 

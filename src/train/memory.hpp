@@ -24,8 +24,8 @@ struct MemoryUse {
 };
 
 // The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'
-// surroundings included. Where ranks keep one copy of the
-// parameters between them, on the grid `shared_on`, a rank counts its part.
+// surroundings included. Where ranks keep one copy of the parameters between them, on the grid `shared_on`, a
+// rank counts its part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
                              const Grid* shared_on = nullptr);
 

@@ -37,13 +37,6 @@ std::vector<OwnedBy> within(const std::vector<OwnedBy>& owners, const Slot& slot
   return result;
 }
 
-void add(PersistentBytes& sum, const PersistentBytes& more) {
-  sum.parameters += more.parameters;
-  sum.gradients += more.gradients;
-  sum.master += more.master;
-  sum.state += more.state;
-}
-
 // The roles of the ranks that hold copies of what a rank holds.
 using Roles = std::vector<std::pair<int, RankRoles>>;
 
@@ -100,13 +93,13 @@ RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> bu
   for (std::size_t b = 0; b < result.buckets.size(); ++b) {
     const LaidBucket& bucket = result.buckets[b];
     const BucketPlan& plan = bucket.planned.plan;
-    add(result.total, kept_of(plan.numel, bucket.held.size(), bucket.planned, bytes));
+    result.total += kept_of(plan.numel, bucket.held.size(), bucket.planned, bytes);
     std::int64_t padding_held = bucket.held.size();
     for (const Slot& slot : plan.slots) {
       places[slot.name] = {b, &slot};
       padding_held -= within(bucket.held, slot).size();
     }
-    add(result.padding, kept_of(bucket.padding, padding_held, bucket.planned, bytes));
+    result.padding += kept_of(bucket.padding, padding_held, bucket.planned, bytes);
   }
   for (const NamedParameter& parameter : trainable_parameters(parameters)) {
     const auto& [b, slot] = places.at(parameter.name);

@@ -153,12 +153,7 @@ bool same(Range a, Range b) {
 
 PersistentBytes sum(const RankLayout& layout) {
   PersistentBytes result = layout.padding;
-  for (const LaidParameter& parameter : layout.parameters) {
-    result.parameters += parameter.kept.parameters;
-    result.gradients += parameter.kept.gradients;
-    result.master += parameter.kept.master;
-    result.state += parameter.kept.state;
-  }
+  for (const LaidParameter& parameter : layout.parameters) result += parameter.kept;
   return result;
 }
 

@@ -17,13 +17,14 @@ void StepWork::run(const MicroBatchSchedule& schedule) {
   }
 }
 
+// A rank with several stages has none of them for its turn outside of a step, and says so
+// (Pipeline::stage()).
 void StepWork::look() {
-  shares_.assign(size() * parts_, {});
-  for (std::size_t i = 0; i < size(); ++i)
-    for (std::size_t part = 0; part < parts_; ++part) {
-      forward(i, part);
-      log(share_of(i, part));
-    }
+  shares_.assign(size(), {});
+  for (std::size_t i = 0; i < size(); ++i) {
+    forward(i);
+    log(share_of(i, 0));
+  }
 }
 
 void StepWork::check(bool holds, std::size_t i, const char* expected) const {

@@ -61,14 +61,19 @@ const char* coarser_type(const Case& one) {
   return !near ? nullptr : bf16 ? "bf16" : "fp16";
 }
 
-// What in the run has the size of a ratio, whichever way round.
+// The ratio, whichever way round: a whole number where it is one but for rounding.
+double factor_of(const Case& one, double ratio) {
+  const double factor = std::max(ratio, 1 / ratio), whole = std::round(factor);
+  return std::abs(factor - whole) <= std::max(one.limit(), 1e-6) * factor ? whole : factor;
+}
+
+// What in the run has that size.
 std::string hints_of(const Case& one, double ratio, bool all) {
   const double near = std::max(one.limit(), 1e-6);
   for (const auto& [name, value] : one.found().scales)
     if (value != 0 && std::abs(ratio - value) <= near * std::abs(value)) return ": " + name;
   if (ratio == 0) return ": nothing arrives there";
-  double factor = std::max(ratio, 1 / ratio);
-  if (std::abs(factor - std::round(factor)) <= near * factor) factor = std::round(factor);
+  const double factor = factor_of(one, ratio);
   std::string text = factors_of(one, factor);
   if (!text.empty() && ratio < 1) text = "averaged over " + text;
   if (factor == 2 && !all)
@@ -98,13 +103,11 @@ std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>&
 // A few parameters have one ratio.
 Finding some_scaled(const Case& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
-  double factor = std::max(ratio, 1 / ratio);
-  const double near = std::max(one.limit(), 1e-6) * factor;
-  if (std::abs(factor - std::round(factor)) <= near) factor = std::round(factor);
+  const double factor = factor_of(one, ratio);
   const std::string which = subject(one, names);
-  const bool of_axis = axis && std::abs(factor - axis->size) <= near;
-  const std::string other_size = axis && !of_axis && factor > 1 ? factors_of(one, factor) : "";
-  if (!of_axis && other_size.empty())
+  const std::string size = axis && factor > 1 ? factors_of(one, factor) : "";
+  const bool of_axis = axis && factor == axis->size;
+  if (!of_axis && size.empty())
     return {"some_parameters_scaled",
             fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
                         hints_of(one, ratio, which == "all parameters")),
@@ -113,7 +116,7 @@ Finding some_scaled(const Case& one, const std::vector<std::string>& names, doub
           fmt::format("{}, which alone are cut along {} ({}), scaled by {}: {}", which, axis->name,
                       axis->size, ratio_text(ratio),
                       of_axis ? "the size of that axis, whose sum needs no factor"
-                              : other_size + ", which the others need not or have had"),
+                              : size + ", by which no other parameter is"),
           {}};
 }
 

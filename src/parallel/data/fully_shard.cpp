@@ -79,6 +79,7 @@ class ShardedLayout final : public FullySharded {
       for (const UnitPlan& plan : plans)
         for (const auto& [flat, trained] : plan.flats)
           if (trained) check_can_be_offloaded(flat.device);
+    check_no_stages(options.placements, mesh.grid());
     if (!options.initialize) check_values();
     members_.trained.check = options.check;
     if (options.check) options.check();
@@ -204,6 +205,14 @@ class ShardedLayout final : public FullySharded {
                     [&](const NamedParameter& one) { return one.tensor.is_same(member.tensor); });
     }
     frozen_flats_.erase(found);
+  }
+
+  static void check_no_stages(const Placements& placements, const Grid& grid) {
+    for (const auto& [name, placement] : placements)
+      if (!placement.stages.empty() && grid.has(kStageAxis) && grid.size({kStageAxis}) > 1)
+        refuse(fmt::format("parameter '{}' in one of {} stages", name, grid.size({kStageAxis})),
+               "parameters that every stage has",
+               "Use bucketed() in stages 0 to 2 within a pipeline: units are not in stages yet");
   }
 
   void check_values() const {

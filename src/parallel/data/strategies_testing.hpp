@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,12 @@ inline const std::vector<Strategy>& strategies() {
       {.name = "shared zero2", .stage = 2, .share = true},
   };
   return all;
+}
+
+inline const Strategy& strategy_named(const std::string& name) {
+  for (const Strategy& each : strategies())
+    if (each.name == name) return each;
+  throw std::invalid_argument("no strategy " + name);
 }
 
 // What a ConfigError said, or "no error".

@@ -27,7 +27,7 @@ double cost_of_layer(const DecoderConfig& config, std::int64_t layer) {
 std::vector<StageLayers> stages_of(const DecoderConfig& config, int stages) {
   std::vector<double> costs;
   for (std::int64_t layer = 0; layer < config.layers; ++layer) costs.push_back(cost_of_layer(config, layer));
-  return deal_layers(costs, stages, 0, static_cast<double>(config.hidden * config.vocabulary));
+  return deal_layers(costs, stages, static_cast<double>(config.hidden * config.vocabulary));
 }
 
 // Which stage of `layers` has it, by its Hugging Face name: of a tied embedding the first and the last.
@@ -52,9 +52,7 @@ std::vector<int> stages_with(const std::string& name, const DecoderConfig& confi
 
 Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::vector<int>& rank_of_stage,
                                Layout::Named others) {
-  if (others.empty())
-    for (const auto& [name, tensor] : model.named())
-      others.emplace_back(name, placed(grid, tensor.sizes().vec()));
+  if (others.empty()) others = whole_placements(model.named(), grid);
   if (!grid.has(kStageAxis) || grid.size({kStageAxis}) == 1) return others;
   const auto layers = stages_of(model.config(), static_cast<int>(rank_of_stage.size()));
   const int ranks = grid.size({kStageAxis});

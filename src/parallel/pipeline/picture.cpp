@@ -37,21 +37,22 @@ void for_computed(const PipelineTable& table, const PipelineTimeline& timeline, 
     if (!table.ranks[rank][i].is_transfer()) with(table.ranks[rank][i], timeline.spans[rank][i]);
 }
 
-// Columns of a unit of time: so many that every label fits with a space, if `columns` are enough for that.
-double scale_of(const PipelineTable& table, const PipelineTimeline& timeline, int columns) {
+// Columns of a unit of time: so many that every label fits with a space, if there are enough for that.
+double scale_of(const PipelineTable& table, const PipelineTimeline& timeline) {
+  constexpr double kMostColumns = 160;
   double wanted = 0;
   for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
     for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
       const double length = span.end - span.begin;
       if (length > 0) wanted = std::max(wanted, static_cast<double>(label_of(action).size() + 1) / length);
     });
-  return timeline.length > 0 ? std::min(wanted, columns / timeline.length) : 0;
+  return timeline.length > 0 ? std::min(wanted, kMostColumns / timeline.length) : 0;
 }
 
 }  // namespace
 
-std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline, int columns) {
-  const double scale = scale_of(table, timeline, columns);
+std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline) {
+  const double scale = scale_of(table, timeline);
   const auto column = [&](double time) { return static_cast<std::size_t>(std::lround(time * scale)); };
   const std::size_t width = column(timeline.length);
   std::string text;

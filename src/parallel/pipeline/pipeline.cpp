@@ -29,15 +29,22 @@ struct Pipeline::Impl {
   std::vector<int> rank_of_stage{}, own{};
   std::map<std::size_t, PipelineTable> tables{};  // by micro-batches
 
-  // Whose turn it is.
+  // Whose turn it is; outside of run() the only stage, if there is one alone.
   int stage = 0;
   std::size_t micro_batch = 0;
+  bool running = false;
 
   // What was passed on by this rank to itself, and sends that are under way.
   std::map<std::pair<int, int>, std::deque<at::Tensor>> here{};  // (stage that takes it, which way)
   std::deque<Pending> sent{};
-  // Of what a stage was given and has not sent a gradient for: its sizes, by stage and micro-batch.
-  std::map<std::pair<int, std::size_t>, at::Tensor> owed{};
+  // Gradients by stage and micro-batch: of what a stage was given, to be sent back, and of what it has passed
+  // on, to be taken. A backward that autograd does not run (a step without a target) leaves both open.
+  struct Like {
+    std::vector<std::int64_t> sizes;
+    at::TensorOptions options;
+  };
+  using Open = std::map<std::pair<int, std::size_t>, Like>;
+  Open owed{}, awaited{};
 
   const PipelineTable& table_for(std::size_t micro_batches);
   std::size_t part_of(int of_stage) const {
@@ -46,12 +53,11 @@ struct Pipeline::Impl {
   int tag_of(int of_stage, int way) const { return 2 * of_stage + way; }
   void post(const at::Tensor& tensor, int to_stage, int way, bool with_sizes);
   // `like`: of a gradient, whose sizes are known. Not given: an output, before which its sizes come.
-  struct Like {
-    std::vector<std::int64_t> sizes;
-    at::TensorOptions options;
-  };
   at::Tensor take(int at_stage, int way, int from_stage, const std::optional<Like>& like);
   void give_back(int of_stage, std::size_t i, const at::Tensor& gradient);
+  at::Tensor take_gradient(int of_stage, std::size_t i);
+  void close(int of_stage, std::size_t i);
+  int turn() const;
   using Forward = std::function<void(std::size_t, std::size_t)>;
   using Backward = std::function<void(std::size_t, bool, std::size_t)>;
   void run(std::size_t micro_batches, const Forward& forward, const Backward& backward);
@@ -108,8 +114,33 @@ at::Tensor Pipeline::Impl::take(int at_stage, int way, int from_stage, const std
 void Pipeline::Impl::give_back(int of_stage, std::size_t i, const at::Tensor& gradient) {
   const auto found = owed.find({of_stage, i});
   if (found == owed.end()) return;
-  post(gradient.defined() ? gradient : at::zeros_like(found->second), of_stage - 1, kGradients, false);
+  const Like& like = found->second;
+  post(gradient.defined() ? gradient : at::zeros(like.sizes, like.options), of_stage - 1, kGradients, false);
   owed.erase(found);
+}
+
+// Of what it has passed on, once.
+at::Tensor Pipeline::Impl::take_gradient(int of_stage, std::size_t i) {
+  const auto found = awaited.find({of_stage, i});
+  ISOGRAD_INVARIANT(found != awaited.end(), fmt::format("a gradient of stage {} taken twice", of_stage));
+  const Like like = found->second;
+  awaited.erase(found);
+  return take(of_stage, kGradients, of_stage + 1, like);
+}
+
+// What a backward has left open: all ranks send and take as many gradients as outputs, whatever their losses.
+void Pipeline::Impl::close(int of_stage, std::size_t i) {
+  if (awaited.contains({of_stage, i})) take_gradient(of_stage, i);
+  give_back(of_stage, i, at::Tensor());
+}
+
+int Pipeline::Impl::turn() const {
+  if (!running && own.size() != 1)
+    refuse("a stage of a pipeline",
+           fmt::format("a forward outside of a step, of a rank with {} stages", own.size()),
+           "the schedule of a step, which says whose turn it is",
+           "Make the forward within a step, or deal one stage to each rank");
+  return stage;
 }
 
 void Pipeline::Impl::settle(bool all) {
@@ -141,7 +172,12 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
   const auto& actions = table_for(micro_batches).ranks.at(static_cast<std::size_t>(ranks.rank()));
   auto left = static_cast<std::size_t>(std::count_if(
       actions.begin(), actions.end(), [](const PipelineAction& one) { return one.kind == Kind::kBackward; }));
-  here.clear(), owed.clear();
+  here.clear(), owed.clear(), awaited.clear();
+  struct Running {
+    bool& is;
+    ~Running() { is = false; }
+  } const until_the_end{running};
+  running = true;
   for (const PipelineAction& action : actions) {
     if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
     stage = action.stage;
@@ -151,8 +187,7 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
       continue;
     }
     backward(micro_batch, --left == 0, part_of(stage));
-    // A loss that does not depend on what the stage was given: the stages before wait for a gradient.
-    give_back(stage, micro_batch, at::Tensor());
+    close(stage, micro_batch);
   }
   settle(/*all=*/true);
 }
@@ -183,6 +218,7 @@ Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
   own.rank_of_stage = table.rank_of_stage;
   for (int stage = 0; stage < table.stages; ++stage)
     if (rank_of(stage) == own.ranks.rank()) own.own.push_back(stage);
+  own.stage = own.own.front();
 }
 
 int Pipeline::stages() const {
@@ -195,12 +231,12 @@ int Pipeline::rank_of(int stage) const {
   return impl_->rank_of_stage.at(static_cast<std::size_t>(stage));
 }
 int Pipeline::stage() const {
-  return impl_->stage;
+  return impl_->turn();
 }
 
 at::Tensor Pipeline::receive() {
   const auto impl = impl_;
-  const int stage = impl->stage;
+  const int stage = impl->turn();
   const std::size_t i = impl->micro_batch;
   ISOGRAD_INVARIANT(stage > 0, "what is before the first stage");
   const bool owes = at::GradMode::is_enabled();  // a gradient
@@ -208,7 +244,7 @@ at::Tensor Pipeline::receive() {
       at::empty({0}, at::kDouble),
       [impl, stage, i, owes](const at::Tensor&) {
         const at::Tensor given = impl->take(stage, kOutputs, stage - 1, std::nullopt);
-        if (owes) impl->owed[{stage, i}] = given.detach();
+        if (owes) impl->owed[{stage, i}] = {given.sizes().vec(), given.options()};
         return given;
       },
       [impl, stage, i](const at::Tensor& gradient) {
@@ -219,16 +255,16 @@ at::Tensor Pipeline::receive() {
 
 at::Tensor Pipeline::pass_on(const at::Tensor& output) {
   const auto impl = impl_;
-  const int stage = impl->stage;
+  const int stage = impl->turn();
+  const std::size_t i = impl->micro_batch;
+  if (at::GradMode::is_enabled()) impl->awaited[{stage, i}] = {output.sizes().vec(), output.options()};
   return apply_map(
       output,
       [impl, stage](const at::Tensor& values) {
         impl->post(values, stage + 1, kOutputs, true);
         return at::zeros({}, at::kDouble);
       },
-      [impl, stage, like = Impl::Like{output.sizes().vec(), output.options()}](const at::Tensor&) {
-        return impl->take(stage, kGradients, stage + 1, like);
-      });
+      [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });
 }
 
 void Pipeline::run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
@@ -241,8 +277,7 @@ std::size_t Pipeline::micro_batches_of() const {
   return whole_rounds ? static_cast<std::size_t>(impl_->ranks.size()) : 1;
 }
 
-std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double before,
-                                     double behind) {
+std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double behind) {
   const auto layers = static_cast<std::int64_t>(costs.size());
   if (stages < 1 || stages > layers)
     refuse("stages of a pipeline", fmt::format("{} for {} layers", stages, layers),
@@ -258,7 +293,7 @@ std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stage
   for (std::size_t k = 1; k <= s; ++k)
     for (std::size_t end = k; end + (s - k) <= n; ++end)
       for (std::size_t begin = k - 1; begin < end; ++begin) {
-        const double own = sum[end] - sum[begin] + (k == 1 ? before : 0) + (k == s ? behind : 0);
+        const double own = sum[end] - sum[begin] + (k == s ? behind : 0);
         const double dearest = std::max(best[k - 1][begin], own);
         if (dearest < best[k][end]) best[k][end] = dearest, cut[k][end] = begin;
       }
