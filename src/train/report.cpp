@@ -71,7 +71,7 @@ tr:last-child td{border-bottom:0}
 .number{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 th.number{white-space:normal}
 .long{min-width:160px}.sentences{min-width:440px}
-.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
+.whole{max-height:none}.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
 .frames img{display:block;height:88px;width:auto;max-width:100%;object-fit:contain;object-position:left;image-rendering:pixelated;border-radius:4px}
@@ -265,10 +265,12 @@ void Report::table(ReportTable table) {
   if (!table.summary.empty())
     html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(table.summary)));
   html += hint(width, "This table");
-  if (table.rows.size() > kRowsInSight)
+  const bool cut = table.rows.size() > kRowsInSight;
+  if (cut)
     html +=
         fmt::format("<p class=\"hint hint-0\">{} rows: scroll down in the table ↓</p>\n", table.rows.size());
-  html += "<div class=\"wide\"><table><thead>" + cells(table.columns, "th") + "</thead><tbody>\n";
+  html += std::string("<div class=\"wide") + (cut ? "" : " whole") + "\"><table><thead>" +
+          cells(table.columns, "th") + "</thead><tbody>\n";
   for (const auto& row : table.rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");
 }

@@ -265,15 +265,11 @@ void RunFolder::check() const {
   std::error_code error;
   const bool there = is_there();
   if (there && fs::exists(directory_ / kLock, error)) return;
-  if (there)
-    throw ConfigError({.where = (directory_ / kLock).string(),
-                       .found = "the lock of the folder removed while the run wrote there",
-                       .expected = "the file that keeps other runs out of it",
-                       .action = "Continue from the last checkpoint (--set checkpoint.resume=latest), and "
-                                 "leave the file there"});
+  // What empties a folder file by file may have taken the lock and not yet the folder.
   throw ConfigError({.where = here(directory_),
-                     .found = "a folder that was removed or moved while the run wrote to it",
-                     .expected = "the folder that the run began in",
+                     .found = std::string(there ? "a folder whose LOCK" : "a folder that") +
+                              " was removed or moved while the run wrote to it",
+                     .expected = "the folder that the run began in, and its LOCK, which keeps other runs out",
                      .action = "Put it back and continue from its last checkpoint (--set "
                                "checkpoint.resume=latest), or start anew"});
 }
