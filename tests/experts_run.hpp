@@ -39,6 +39,15 @@ class ExpertRuns : public testing_runs::TinyRuns {
     config.loss.router_z = 0.01;
     return config;
   }
+  static RunConfig with_sigmoid_routers(RunConfig config) {
+    auto& shape = config.model.shape;
+    shape.family = "dots1";
+    shape.experts.sigmoid = true, shape.experts.normalise = true, shape.experts.scale = 2.5;
+    shape.experts.shared_feed_forward = shape.experts.feed_forward;
+    config.loss.router_z = 0;
+    config.loss.selection_bias_rate = 0.05;  // seen within a few steps
+    return config;
+  }
   RunConfig cut(RunConfig config, const Cell& cell, const std::string& name) const {
     config.run.directory = (root_ / (name + name_of(cell))).string();
     config.parallel.strategy = cell.strategy;

@@ -58,8 +58,7 @@ TEST_F(ExpertsRun, IsProvenOnEveryLayout) {
 }
 
 // In bf16 rounding turns many choices: they are replayed, and what is left is what the bound allows.
-TEST_F(ExpertsRun, ChoicesThatRoundingTurnsAreReplayed) {
-  RunConfig config = plain("flips", "bfloat16");
+void replay_choices_that_rounding_turns(RunConfig config) {
   config.model.shape.experts.count = 32;
   config.model.shape.initializer_range = 0.02;  // routers that hardly prefer
   config.batch.packs_per_step = 12;
@@ -75,6 +74,15 @@ TEST_F(ExpertsRun, ChoicesThatRoundingTurnsAreReplayed) {
     }
     EXPECT_THAT(to_text(verdict), HasSubstr("near ties that rounding turned"));
   });
+}
+TEST_F(ExpertsRun, ChoicesThatRoundingTurnsAreReplayed) {
+  replay_choices_that_rounding_turns(plain("flips", "bfloat16"));
+}
+TEST_F(ExpertsRun, ChoicesOfGroupsThatRoundingTurnsAreReplayed) {
+  RunConfig config = with_sigmoid_routers(plain("flips-of-groups", "bfloat16"));
+  config.model.shape.experts.groups = 8;
+  config.model.shape.experts.groups_per_token = 3;
+  replay_choices_that_rounding_turns(config);
 }
 
 // One expert to a token, whose weight is 1: the router has no gradient but rounding, and documents are apart.
@@ -99,12 +107,12 @@ TEST_F(ExpertsRun, ChoicesThatRoundingDoesNotExplainFail) {
         if (dtype != at::kFloat || world.rank != 0) return made;
         // Before whatever verify asks for: the second choice of each seventh token becomes another expert.
         made.choose_experts = [choose = made.choose_experts](const DecoderLM::ChooseExperts& given) {
-          choose([given](const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+          choose([given](const Batch& batch, std::int64_t layer, const ExpertScores& scores,
                          const at::Tensor& likeliest) {
             at::Tensor other = likeliest.clone();
             for (std::int64_t t = 3; layer == 1 && t < other.size(0); t += 7)
-              other[t][1] = logits[t].argmin();
-            return given ? given(batch, layer, logits, other) : other;
+              other[t][1] = scores.values[t].argmin();
+            return given ? given(batch, layer, scores, other) : other;
           });
         };
         return made;

@@ -23,6 +23,7 @@ struct Cell {
   bool checkpointed = false;
   bool ties = false;    // routers of zeros: all tokens go to the first experts
   bool shared = false;  // an expert beside them that every token goes through
+  bool sigmoid = false;  // a router of dots1, which has one too: groups, a selection bias, weights to 2.5
   bool sequence_parallel = true;
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
 
@@ -35,6 +36,12 @@ struct Cell {
     config.head_dim = 4, config.feed_forward = 20;
     config.experts = {
         .count = experts, .per_token = each, .feed_forward = 7, .shared_feed_forward = shared ? 5 : 0};
+    if (!sigmoid) return config;
+    config.family = "dots1", config.query_key_norm = true, config.attention_bias = false;
+    config.experts.shared_feed_forward = 14;
+    config.experts.sigmoid = true, config.experts.scale = 2.5;
+    config.experts.dense_layers = {0};
+    if (experts % 4 == 0) config.experts.groups = experts / 2 > 4 ? 4 : 2, config.experts.groups_per_token = 2;
     return config;
   }
   Grid grid() const {
@@ -50,7 +57,7 @@ struct Cell {
          << c.ep << ", ring " << c.ring << ", replicas " << c.replicas << ", " << c.each << " of "
          << c.experts << " experts, " << c.strategy << ", sample mean " << (c.mean == Mean::kSamples) << ", "
          << c.accumulation << " micro-batches, checkpointed " << c.checkpointed << ", ties " << c.ties
-         << ", shared " << c.shared;
+         << ", shared " << c.shared << ", sigmoid " << c.sigmoid;
   }
 };
 
@@ -60,6 +67,9 @@ std::shared_ptr<DecoderLM> whole_model(const Cell& cell, at::ScalarType type, st
   if (cell.ties)
     for (auto [name, values] : model->named())
       if (name.find("mlp.gate.weight") != std::string::npos) values.zero_();
+  for (auto [name, values] : model->named())
+    if (name.ends_with("e_score_correction_bias"))
+      values.copy_(at::arange(values.numel(), at::kDouble).mul(7 + static_cast<double>(draw)).sin().mul(0.2));
   return model;
 }
 
@@ -74,7 +84,7 @@ void for_tokens(const Batch& batch, std::int64_t layer, F&& with) {
 }
 
 DecoderLM::ChooseExperts recorded(Choices& choices) {
-  return [&choices](const Batch& batch, std::int64_t layer, const at::Tensor&, const at::Tensor& likeliest) {
+  return [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&, const at::Tensor& likeliest) {
     for_tokens(batch, layer, [&](std::int64_t t, const auto& token) {
       const at::Tensor row = likeliest[t].contiguous();
       choices[token] = {row.const_data_ptr<std::int64_t>(), row.const_data_ptr<std::int64_t>() + row.numel()};
@@ -85,7 +95,7 @@ DecoderLM::ChooseExperts recorded(Choices& choices) {
 
 // Routing is discontinuous: in lower precision the comparison is of the same choices.
 DecoderLM::ChooseExperts replayed(const Choices& choices) {
-  return [&choices](const Batch& batch, std::int64_t layer, const at::Tensor&, const at::Tensor& likeliest) {
+  return [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&, const at::Tensor& likeliest) {
     at::Tensor chosen = likeliest.clone();
     for_tokens(batch, layer, [&](std::int64_t t, const auto& token) {
       chosen[t] = at::tensor(choices.at(token), at::kLong);
@@ -201,6 +211,7 @@ std::vector<Cell> cells() {
                                .checkpointed = all.size() % 3 == 0,
                                .ties = all.size() % 5 == 0,
                                .shared = all.size() % 4 == 0,
+                               .sigmoid = all.size() % 7 == 0,
                                .sequence_parallel = all.size() % 2 == 0});
     return all;
   }
@@ -235,6 +246,14 @@ std::vector<Cell> cells() {
                      .sequence_parallel = sequence_parallel});
     }
   all.push_back({.ranks = 2, .ep = 1, .shared = true});
+  for (const char* strategy : kStrategies) {
+    all.push_back({.ranks = 3, .ep = 3, .experts = 8, .each = 3, .strategy = strategy, .sigmoid = true});
+    all.push_back({.ranks = 4, .ep = 2, .ring = 2, .strategy = strategy, .mean = Mean::kSamples,
+                   .checkpointed = true, .sigmoid = true});
+  }
+  for (const bool sequence_parallel : {true, false})
+    all.push_back({.ranks = 2, .ep = 2, .tp = 2, .experts = 4, .strategy = "zero1", .sigmoid = true,
+                   .sequence_parallel = sequence_parallel});
   all.push_back({.ranks = 8, .ep = 8, .experts = 8, .accumulation = 1});
   all.push_back({.ranks = 5, .ep = 5, .strategy = "zero2"});
   all.push_back({.ranks = 8, .ep = 2, .ring = 2, .replicas = 2, .strategy = "zero3", .mean = Mean::kSamples});
@@ -340,7 +359,7 @@ TEST(ExpertParallelTraffic, IsTheFormulas) {
         };
         std::int64_t elsewhere = 0, layers = 0;
         model->set_choice_of_experts(
-            [&](const Batch&, std::int64_t, const at::Tensor&, const at::Tensor& likeliest) {
+            [&](const Batch&, std::int64_t, const ExpertScores&, const at::Tensor& likeliest) {
               const at::Tensor all = likeliest.flatten().contiguous();
               for (std::int64_t i = 0; i < all.numel(); ++i)
                 elsewhere += owner(all.const_data_ptr<std::int64_t>()[i]) != world.rank;

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_rope_utils
+from transformers.models.dots1 import modeling_dots1
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
@@ -15,7 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
-from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, Dots1Config, Dots1ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
                           MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
@@ -76,6 +77,12 @@ CASES = {
     "qwen3-moe-every-other": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
                               dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
                                    decoder_sparse_step=2, tie_word_embeddings=True)),
+    "dots1": (Dots1ForCausalLM, Dots1Config,
+              dict(n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)),
+    "dots1-groups": (Dots1ForCausalLM, Dots1Config,
+                     dict(n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4,
+                          topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1,
+                          attention_bias=True)),
     # Longer sequences than max_position_embeddings: the scaling depends on the length.
     "dynamic-beyond": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=ROPE["dynamic"], max_position_embeddings=24)),
     **{f"rope-{name}": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=rope)) for name, rope in ROPE.items()},
@@ -96,6 +103,9 @@ def make(case):
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.config._experts_implementation = "eager"  # its grouped products have no fp64
     return model.eval()
 
@@ -190,7 +200,7 @@ def wide(monkeypatch):
 
         def __getattr__(self, name):
             return getattr(torch, name)
-    for module in (modeling_llama, modeling_mistral, modeling_mixtral, modeling_qwen2, modeling_qwen2_moe, modeling_qwen3,
+    for module in (modeling_dots1, modeling_llama, modeling_mistral, modeling_mixtral, modeling_qwen2, modeling_qwen2_moe, modeling_qwen3,
                    modeling_qwen3_moe, modeling_rope_utils):
         monkeypatch.setattr(module, "torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

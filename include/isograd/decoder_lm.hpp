@@ -31,18 +31,32 @@ struct RopeScaling {
   std::optional<double> attention_factor{};  // yarn
 };
 
-// A mixture of experts in place of a layer's feed-forward network (mixtral, qwen2_moe, qwen3_moe).
+// A mixture of experts in place of a layer's feed-forward network (mixtral, qwen2_moe, qwen3_moe, dots1).
 struct ExpertsShape {
-  std::int64_t count = 0;                // of a layer that has them; 0: no layer has
-  std::int64_t per_token = 2;            // of these compute a token
-  std::int64_t feed_forward = 0;         // width inside an expert
-  bool normalise = true;                 // the weights of a token's experts add up to 1
-  std::int64_t shared_feed_forward = 0;  // of the expert that every token goes through (qwen2_moe); 0: none
+  std::int64_t count = 0;         // of a layer that has them; 0: no layer has
+  std::int64_t per_token = 2;     // of these compute a token
+  std::int64_t feed_forward = 0;  // width inside an expert
+  bool normalise = true;          // the weights of a token's experts add up to 1, or to `scale`
+  std::int64_t shared_feed_forward = 0;  // of what every token goes through (qwen2_moe, dots1); 0: none
   std::vector<std::int64_t> dense_layers{};  // that have an ordinary network, ascending
+  // Of dots1. A token's score for an expert is the sigmoid of its logit, not the softmax over all. Chosen are
+  // those with the largest score + bias, a parameter without gradient that balances loads (SelectionBias), of
+  // the `groups_per_token` groups of neighbouring experts whose two best add up to most. Weights are the
+  // scores, without the bias, times `scale` (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16).
+  bool sigmoid = false;
+  std::int64_t groups = 1, groups_per_token = 1;
+  double scale = 1;
+};
+
+// What experts are chosen by, the larger the sooner: logits, or scores with the selection bias.
+struct ExpertScores {
+  at::Tensor values;  // [T, E], no gradient
+  std::int64_t groups = 1, groups_per_token = 1;
 };
 
 struct DecoderConfig {
-  std::string family = "llama";  // llama | qwen2 | qwen3 | mistral | mixtral | qwen2_moe | qwen3_moe
+  // llama | qwen2 | qwen3 | mistral | mixtral | qwen2_moe | qwen3_moe | dots1
+  std::string family = "llama";
   std::int64_t vocabulary = 258;
   std::int64_t hidden = 256;
   std::int64_t layers = 4;
@@ -69,7 +83,8 @@ struct DecoderConfig {
   ExpertsShape experts{};
 
   bool has_experts(std::int64_t layer) const;
-  // Whose attention and norms it has: mixtral those of mistral, qwen2_moe and qwen3_moe of qwen2 and qwen3.
+  // Whose attention and norms it has: mixtral those of mistral, qwen2_moe of qwen2, qwen3_moe and dots1 of
+  // qwen3.
   std::string dense_family() const;
 };
 // Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim,
@@ -126,7 +141,8 @@ struct ModelSeams {
 // What a decoder computes of a batch, before the output layer.
 struct DecoderOutputs {
   at::Tensor hidden;                        // [T_local, hidden], after the last norm
-  std::vector<at::Tensor> router_logits{};  // [T_local, experts] of each layer that has experts, ascending
+  // Of each layer that has experts, ascending: [T_local, experts], and [T_local, k], what computed the tokens.
+  std::vector<at::Tensor> router_logits{}, chosen{};
   at::Tensor passed_on{};  // in place of `hidden`, of a stage before the last: ModelSeams::pass_on
 };
 
@@ -172,14 +188,12 @@ class DecoderLM : public torch::nn::Module {
   using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v)>;
   void set_attention(Attention attention);
-  // Which experts compute each token, in place of the router's `likeliest` [T, k] of its `logits` [T, E]: the
-  // same shape, each expert of a token another one. Its weights stay those of the router. For comparing runs
-  // that round otherwise, in which a near tie may go either way. Not set: the likeliest.
+  // Which experts compute each token, in place of the `likeliest` [T, k] by the router's scores: the same
+  // shape, each expert of a token another one. Its weights stay those of the router. For comparing runs that
+  // round otherwise, in which a near tie may go either way. Not set: the likeliest.
   using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
-                                                 const at::Tensor& logits, const at::Tensor& likeliest)>;
+                                                 const ExpertScores& scores, const at::Tensor& likeliest)>;
   void set_choice_of_experts(ChooseExperts choose);
-  // What computed the tokens in that forward: [T_local, k] of each layer that has experts.
-  std::vector<at::Tensor> chosen_experts(const Batch& batch, const DecoderOutputs& outputs) const;
   void set_seams(ModelSeams seams);
   const ModelSeams& seams() const;
 

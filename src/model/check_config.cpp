@@ -53,20 +53,58 @@ void check_scaling(const DecoderConfig& config) {
   }
 }
 
+// Of dots1 alone, and what its files can say.
+void check_sigmoid_router(const DecoderConfig& config) {
+  const ExpertsShape& experts = config.experts;
+  const bool dots = config.family == "dots1";
+  if (experts.sigmoid != dots)
+    bad("router", experts.sigmoid ? "sigmoid" : "softmax",
+        fmt::format("{} for {}", dots ? "sigmoid" : "softmax", config.family));
+  if (!dots) {
+    if (experts.groups != 1) bad("expert_groups", std::to_string(experts.groups), "1 for " + config.family);
+    if (experts.groups_per_token != 1)
+      bad("expert_groups_per_token", std::to_string(experts.groups_per_token), "1 for " + config.family);
+    if (experts.scale != 1)
+      bad("expert_scale", fmt::format("{}", experts.scale), "1 for " + config.family);
+    return;
+  }
+  at_least_one("expert_groups", experts.groups);
+  at_least_one("expert_groups_per_token", experts.groups_per_token);
+  above_zero("expert_scale", experts.scale);
+  if (experts.count % experts.groups != 0 || experts.count / experts.groups < 2)
+    bad("expert_groups", std::to_string(experts.groups),
+        fmt::format("a divisor of the {} experts that leaves two or more for each", experts.count));
+  if (experts.groups_per_token > experts.groups)
+    bad("expert_groups_per_token", std::to_string(experts.groups_per_token),
+        fmt::format("at most {}, the groups", experts.groups));
+  if (const std::int64_t in_sight = experts.count / experts.groups * experts.groups_per_token;
+      experts.per_token > in_sight)
+    bad("experts_per_token", std::to_string(experts.per_token),
+        fmt::format("at most {}, the experts of a token's groups", in_sight));
+  if (experts.shared_feed_forward % experts.feed_forward != 0)
+    bad("shared_expert_feed_forward", std::to_string(experts.shared_feed_forward),
+        fmt::format("a multiple of expert_feed_forward, {}", experts.feed_forward));
+  for (std::size_t i = 0; i < experts.dense_layers.size(); ++i)
+    if (experts.dense_layers[i] != static_cast<std::int64_t>(i))
+      bad("dense_layers", std::to_string(experts.dense_layers[i]), "the first layers for dots1");
+}
+
 void check_experts(const DecoderConfig& config) {
   const ExpertsShape& experts = config.experts;
   if (config.family == config.dense_family())
     bad("experts", std::to_string(experts.count),
-        fmt::format("0 for {} (mixtral, qwen2_moe and qwen3_moe have them)", config.family));
+        fmt::format("0 for {} (mixtral, qwen2_moe, qwen3_moe and dots1 have them)", config.family));
   at_least_one("experts", experts.count);
   at_least_one("expert_feed_forward", experts.feed_forward);
   at_least_one("experts_per_token", experts.per_token);
   if (experts.per_token > experts.count)
     bad("experts_per_token", std::to_string(experts.per_token),
         fmt::format("at most {}, the experts", experts.count));
-  if (experts.shared_feed_forward < 0 || (experts.shared_feed_forward > 0) != (config.family == "qwen2_moe"))
+  const bool has_shared = config.family == "qwen2_moe" || config.family == "dots1";
+  if (experts.shared_feed_forward < 0 || (experts.shared_feed_forward > 0) != has_shared)
     bad("shared_expert_feed_forward", std::to_string(experts.shared_feed_forward),
-        config.family == "qwen2_moe" ? "at least 1 for qwen2_moe" : "0 for " + config.family);
+        (has_shared ? "at least 1 for " : "0 for ") + config.family);
+  check_sigmoid_router(config);
   if (config.family == "mixtral" && experts.feed_forward != config.feed_forward)
     bad("expert_feed_forward", std::to_string(experts.feed_forward),
         fmt::format("feed_forward, {}, for mixtral: its files have one width", config.feed_forward));
@@ -92,7 +130,7 @@ bool DecoderConfig::has_experts(std::int64_t layer) const {
 
 std::string DecoderConfig::dense_family() const {
   if (family == "mixtral") return "mistral";
-  return family == "qwen2_moe" ? "qwen2" : family == "qwen3_moe" ? "qwen3" : family;
+  return family == "qwen2_moe" ? "qwen2" : family == "qwen3_moe" || family == "dots1" ? "qwen3" : family;
 }
 
 void check(const DecoderConfig& config) {
@@ -100,7 +138,7 @@ void check(const DecoderConfig& config) {
   if (config.family != family && config.experts.count == 0)
     bad("experts", "0", fmt::format("at least 1 for {}", config.family));
   if (family != "llama" && family != "qwen2" && family != "qwen3" && family != "mistral")
-    bad("family", config.family, "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe or qwen3_moe");
+    bad("family", config.family, "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe, qwen3_moe or dots1");
   if (config.experts.count != 0) check_experts(config);
   at_least_one("vocabulary", config.vocabulary);
   at_least_one("hidden", config.hidden);

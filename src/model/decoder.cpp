@@ -35,9 +35,10 @@ DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type)
     : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat) {}
 
 void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
-  const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
+  const auto parameter = [&](const std::string& name, at::IntArrayRef shape, bool trained = true) {
+    const at::ScalarType type = trained || dtype == at::kDouble ? dtype : at::kFloat;
     const at::Tensor tensor =
-        at::empty(shape, at::TensorOptions().dtype(dtype).device(device)).requires_grad_();
+        at::empty(shape, at::TensorOptions().dtype(type).device(device)).requires_grad_(trained);
     register_under(root, name, tensor);
     in_order.emplace_back(name, tensor);
     return tensor;
@@ -81,7 +82,7 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
 void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
   const at::NoGradGuard no_grad;
   if (values.dim() == 1) {
-    values.fill_(name.ends_with(".bias") ? 0 : 1);
+    values.fill_(name.ends_with("bias") ? 0 : 1);
     return;
   }
   fill_normal(values, config.initializer_range, seed, name);
@@ -89,7 +90,7 @@ void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, st
 
 std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream,
                                                const BlockPass& pass) const {
-  const auto& [cos, sin, attend, choose] = pass;
+  const auto& [cos, sin, attend, choose, chosen] = pass;
   const std::int64_t dim = config.head_dim;
   const double epsilon = config.norm_epsilon;
   const Block& block = blocks[static_cast<std::size_t>(layer)];
@@ -118,10 +119,11 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   if (!config.has_experts(layer)) return {feed_forward(block, entered, residual)};
   const MixtureOutput mixed = compute_mixture(
       block.mixture, config.experts, normed, entered,
-      [&](const at::Tensor& logits, const at::Tensor& likeliest) {
-        return choose ? choose(layer, logits, likeliest) : likeliest;
+      [&](const ExpertScores& scores, const at::Tensor& likeliest) {
+        return choose ? choose(layer, scores, likeliest) : likeliest;
       },
       seams);
+  if (chosen) chosen->at(static_cast<std::size_t>(layer)) = mixed.chosen;
   return {residual + mixed.sum, mixed.router_logits};
 }
 
@@ -159,7 +161,9 @@ DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPas
     const auto forward = [this, layer, pass](const at::Tensor& in) { return block(layer, in, pass); };
     const auto given = around ? around(layer, stream, forward) : forward(stream);
     stream = given.at(0);
-    if (config.has_experts(layer)) result.router_logits.push_back(given.at(1));
+    if (!config.has_experts(layer)) continue;
+    result.router_logits.push_back(given.at(1));
+    if (pass.chosen) result.chosen.push_back(pass.chosen->at(static_cast<std::size_t>(layer)));
   }
   if (!stage.is_last) {
     result.passed_on = seams.pass_on(stream);
@@ -237,10 +241,12 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
       return variable_length_attention(q, k, v, cu_seqlens);
     };
   if (impl_->given_experts)
-    pass.choose = [given = impl_->given_experts, batch](std::int64_t layer, const at::Tensor& logits,
+    pass.choose = [given = impl_->given_experts, batch](std::int64_t layer, const ExpertScores& scores,
                                                         const at::Tensor& likeliest) {
-      return given(batch, layer, logits, likeliest);
+      return given(batch, layer, scores, likeliest);
     };
+  if (impl_->config.experts.count > 0)
+    pass.chosen = std::make_shared<std::vector<at::Tensor>>(impl_->config.layers);
   return impl_->outputs(batch.tokens.to(device), pass);
 }
 
@@ -286,20 +292,6 @@ void DecoderLM::set_attention(Attention attention) {
 
 void DecoderLM::set_choice_of_experts(ChooseExperts choose) {
   impl_->given_experts = std::move(choose);
-}
-
-std::vector<at::Tensor> DecoderLM::chosen_experts(const Batch& batch, const DecoderOutputs& outputs) const {
-  std::vector<at::Tensor> chosen;
-  for (std::int64_t layer = 0; layer < config().layers; ++layer) {
-    if (!config().has_experts(layer)) continue;
-    RouterOptions options{.per_token = config().experts.per_token};
-    if (impl_->given_experts)
-      options.choose = [&](const at::Tensor& logits, const at::Tensor& likeliest) {
-        return impl_->given_experts(batch, layer, logits, likeliest);
-      };
-    chosen.push_back(route(outputs.router_logits.at(chosen.size()).detach(), options).chosen);
-  }
-  return chosen;
 }
 
 std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {

@@ -26,8 +26,10 @@ using Attend =
 struct BlockPass {
   at::Tensor cos, sin;
   Attend attend;
-  std::function<at::Tensor(std::int64_t layer, const at::Tensor& logits, const at::Tensor& likeliest)>
+  std::function<at::Tensor(std::int64_t layer, const ExpertScores& scores, const at::Tensor& likeliest)>
       choose{};  // not given: the likeliest experts
+  // By layer: DecoderOutputs::chosen. A block that is computed again says the same again.
+  std::shared_ptr<std::vector<at::Tensor>> chosen{};
 };
 
 struct DecoderLM::Impl {

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <limits>
+
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/fused.hpp"
@@ -120,23 +122,60 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
 
 }  // namespace
 
-Routing route(const at::Tensor& logits, const RouterOptions& options) {
-  const std::int64_t experts = logits.size(1), each = options.per_token;
+namespace {
+
+// The best of each row; of equal ones the lower index comes first, on every rank and device.
+at::Tensor best(const at::Tensor& values, std::int64_t count) {
+  return std::get<1>(values.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(-1, 0, count).contiguous();
+}
+
+// [T, E]: -inf where an expert's group is not among its token's.
+at::Tensor of_best_groups(const ExpertScores& scores) {
+  const std::int64_t tokens = scores.values.size(0), experts = scores.values.size(1);
+  const at::Tensor grouped = scores.values.view({tokens, scores.groups, experts / scores.groups});
+  const at::Tensor of_group =
+      std::get<0>(grouped.sort(/*stable=*/true, 2, /*descending=*/true)).narrow(2, 0, 2).sum(2);
+  const at::Tensor left_out = at::ones(of_group.sizes(), of_group.options().dtype(at::kBool))
+                                  .scatter_(1, best(of_group, scores.groups_per_token), false);
+  return grouped.masked_fill(left_out.unsqueeze(2), -std::numeric_limits<double>::infinity())
+      .view({tokens, experts});
+}
+
+}  // namespace
+
+Routing route(const at::Tensor& logits, const ExpertsShape& shape, const at::Tensor& bias,
+              const Choose& choose) {
+  const std::int64_t experts = logits.size(1), each = shape.per_token;
   if (each < 1 || each > experts)
     throw ConfigError({.where = "model.experts_per_token",
                        .found = std::to_string(each),
                        .expected = fmt::format("1 to {}, the experts", experts),
                        .action = "Choose fewer experts for each token, or have more"});
   Routing routing;
-  routing.probabilities = at::softmax(logits, 1, weights_type(logits));
-  // A stable order: of equal probabilities the lower index comes first, on every rank and device.
-  routing.chosen = std::get<1>(routing.probabilities.detach().sort(/*stable=*/true, 1, /*descending=*/true))
-                       .narrow(1, 0, each)
-                       .contiguous();
-  if (options.choose) routing.chosen = options.choose(logits.detach(), routing.chosen);
-  routing.weights = routing.probabilities.gather(1, routing.chosen);
-  if (options.normalise) routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
+  routing.scores = shape.sigmoid ? at::sigmoid(logits.to(weights_type(logits)))
+                                 : at::softmax(logits, 1, weights_type(logits));
+  ExpertScores by{.values = routing.scores.detach(),
+                  .groups = shape.groups,
+                  .groups_per_token = shape.groups_per_token};
+  if (bias.defined()) by.values = by.values + bias.detach();
+  routing.chosen = best(by.groups > 1 ? of_best_groups(by) : by.values, each);
+  if (!shape.sigmoid) by.values = logits.detach();
+  if (choose) routing.chosen = choose(by, routing.chosen);
+  routing.weights = routing.scores.gather(1, routing.chosen);
+  constexpr double kTiny = 1e-20;  // of transformers, where all sigmoids are 0
+  if (shape.normalise) {
+    const at::Tensor sum = routing.weights.sum(1, /*keepdim=*/true);
+    routing.weights = routing.weights / (shape.sigmoid ? sum + kTiny : sum);
+  }
+  if (shape.scale != 1) routing.weights = routing.weights * shape.scale;
   return routing;
+}
+
+at::Tensor router_probabilities(const at::Tensor& logits, const ExpertsShape& shape) {
+  const at::Tensor exact = logits.to(at::kDouble);
+  if (!shape.sigmoid) return at::softmax(exact, 1);
+  // By logarithms, so that tiny sigmoids have a sum too.
+  return at::softmax(at::log_sigmoid(exact), 1);
 }
 
 ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts) {

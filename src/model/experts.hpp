@@ -10,25 +10,25 @@
 #include <functional>
 #include <vector>
 
+#include "isograd/decoder_lm.hpp"
+
 namespace isograd {
 
-struct RouterOptions {
-  std::int64_t per_token = 2;  // k
-  bool normalise = true;       // weights of a token's k experts add up to 1; off: they are its probabilities
-  // (logits, `likeliest` [T, k]) -> [T, k], the experts that compute the tokens. Not given: the likeliest.
-  using Choose = std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& likeliest)>;
-  Choose choose{};
-};
+// (scores, `likeliest` [T, k]) -> [T, k], the experts that compute the tokens. Not given: the likeliest.
+using Choose = std::function<at::Tensor(const ExpertScores& scores, const at::Tensor& likeliest)>;
 
-// What a router says of T tokens; probabilities and weights in fp64 for fp64, otherwise in fp32.
+// What a router says of T tokens; scores and weights in fp64 for fp64, otherwise in fp32.
 struct Routing {
-  at::Tensor probabilities;  // [T, E], differentiable
+  at::Tensor scores;   // [T, E], differentiable: probabilities, or sigmoids
   at::Tensor chosen;   // [T, k] int64, the likeliest first; of equally likely ones that with the lower index
   at::Tensor weights;  // [T, k], differentiable
 };
-// Softmax over all experts, then the best k (Mixtral, arXiv 2401.04088; Qwen2-MoE, Qwen3-MoE). logits [T, E].
-// ConfigError: k is not 1 to E.
-Routing route(const at::Tensor& logits, const RouterOptions& options);
+// Softmax over all experts, then the best k (Mixtral, arXiv 2401.04088; Qwen2-MoE, Qwen3-MoE), or as
+// ExpertsShape::sigmoid says. logits [T, E]; `bias` [E], of sigmoid routers. ConfigError: k is not 1 to E.
+Routing route(const at::Tensor& logits, const ExpertsShape& shape, const at::Tensor& bias = {},
+              const Choose& choose = {});
+// [T, E]: each token's scores, differentiable, so that a token's add up to 1: of a balance loss.
+at::Tensor router_probabilities(const at::Tensor& logits, const ExpertsShape& shape);
 
 // The order of T k copies of tokens by expert, tokens of an expert in their own order.
 struct ByExpert {

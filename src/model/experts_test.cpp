@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error_testing.hpp"
 
@@ -38,7 +39,7 @@ struct Layer {
   std::vector<at::Tensor> gradients;  // of x and the weights
 };
 
-Layer run(const at::Tensor& values, const Weights& weights, const RouterOptions& options, bool naive) {
+Layer run(const at::Tensor& values, const Weights& weights, const ExpertsShape& options, bool naive) {
   const at::Tensor x = values.detach().clone().requires_grad_();
   const Routing routing = route(x.matmul(weights.router.t()), options);
   Layer layer;
@@ -69,7 +70,7 @@ TEST(Experts, AreThoseOfALoopOverThem) {
       for (const bool normalise : {true, false})
         for (const std::int64_t tokens : {1, 3, 40}) {
           if (each > experts) continue;
-          const RouterOptions options{.per_token = each, .normalise = normalise};
+          const ExpertsShape options{.per_token = each, .normalise = normalise};
           const Weights weights_of = weights(experts, at::kDouble);
           const at::Tensor x = random({tokens, kHidden}, at::kDouble, 5);
           const Layer found = run(x, weights_of, options, false), wanted = run(x, weights_of, options, true);
@@ -88,7 +89,7 @@ TEST(Experts, AreThoseOfALoopOverThem) {
 // E2: what rounding does to the grouped products is at most four times what it does to the loop.
 TEST(Experts, RoundNoWorseThanALoopInLowerPrecision) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
-    const RouterOptions options{.per_token = 2};
+    const ExpertsShape options{.per_token = 2};
     const at::Tensor x = random({64, kHidden}, at::kDouble, 5);
     const Layer exact = run(x, weights(8, at::kDouble), options, true),
                 alone = run(x.to(type), weights(8, type), options, true),
@@ -125,6 +126,91 @@ TEST(Router, TakesTheLowerIndexOfEquals) {
   EXPECT_TRUE(routing.chosen[0].equal(at::tensor({0, 1, 2}, at::kLong)));
   EXPECT_TRUE(routing.chosen[1].equal(at::tensor({33, 50, 69}, at::kLong)));
   EXPECT_NEAR(routing.weights.sum().item<double>(), 3, 1e-6);
+}
+
+// By plain loops over one token: the best groups by their two best, then the best experts of these.
+std::vector<std::int64_t> chosen_plainly(const std::vector<double>& scores, const ExpertsShape& shape) {
+  const auto best = [](const std::vector<double>& values, std::int64_t count) {
+    std::vector<std::int64_t> taken;
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::int64_t most = -1;
+      for (std::int64_t e = 0; e < static_cast<std::int64_t>(values.size()); ++e)
+        if (std::find(taken.begin(), taken.end(), e) == taken.end() &&
+            (most < 0 || values[static_cast<std::size_t>(e)] > values[static_cast<std::size_t>(most)]))
+          most = e;
+      taken.push_back(most);
+    }
+    return taken;
+  };
+  const std::int64_t each = static_cast<std::int64_t>(scores.size()) / shape.groups;
+  std::vector<double> of_group, allowed(scores.size(), -1e300);
+  for (std::int64_t group = 0; group < shape.groups; ++group) {
+    std::vector<double> own(scores.begin() + group * each, scores.begin() + (group + 1) * each);
+    std::sort(own.begin(), own.end());
+    of_group.push_back(own[own.size() - 1] + own[own.size() - 2]);
+  }
+  for (const std::int64_t group : best(of_group, shape.groups_per_token))
+    std::copy_n(scores.begin() + group * each, each, allowed.begin() + group * each);
+  return best(allowed, shape.per_token);
+}
+
+TEST(Router, OfSigmoidsChoosesWithTheBiasAndWeighsWithoutIt) {
+  struct Case {
+    std::int64_t experts, each, groups, of_groups;
+  };
+  for (const auto& [experts, each, groups, of_groups] :
+       {Case{5, 2, 1, 1}, Case{12, 3, 4, 2}, Case{12, 6, 4, 2}, Case{60, 4, 6, 1}, Case{8, 8, 2, 2}})
+    for (const bool normalise : {true, false})
+      for (const double bias_size : {0.0, 0.4}) {
+        const ExpertsShape shape{.count = experts,
+                                 .per_token = each,
+                                 .normalise = normalise,
+                                 .sigmoid = true,
+                                 .groups = groups,
+                                 .groups_per_token = of_groups,
+                                 .scale = 2.5};
+        const at::Tensor logits = random({40, experts}, at::kDouble, 3).mul(4).requires_grad_();
+        const at::Tensor bias = random({experts}, at::kDouble, 4).mul(bias_size).to(at::kFloat);
+        const Routing routing = route(logits, shape, bias);
+        EXPECT_EQ(routing.weights.requires_grad(), true);
+        std::int64_t others = 0;  // that the bias turned
+        for (std::int64_t t = 0; t < 40; ++t) {
+          std::vector<double> scores, biased;
+          for (std::int64_t e = 0; e < experts; ++e) {
+            scores.push_back(1 / (1 + std::exp(-logits[t][e].item<double>())));
+            biased.push_back(scores.back() + bias[e].item<double>());
+          }
+          const auto wanted = chosen_plainly(biased, shape);
+          others += wanted != chosen_plainly(scores, shape);
+          double sum = 0;
+          for (const std::int64_t e : wanted) sum += scores[static_cast<std::size_t>(e)];
+          for (std::int64_t j = 0; j < each; ++j) {
+            const auto e = static_cast<std::size_t>(wanted[static_cast<std::size_t>(j)]);
+            EXPECT_EQ(routing.chosen[t][j].item<std::int64_t>(), wanted[static_cast<std::size_t>(j)]);
+            EXPECT_NEAR(routing.weights[t][j].item<double>(), 2.5 * scores[e] / (normalise ? sum : 1), 1e-14);
+          }
+        }
+        EXPECT_EQ(others > 0, bias_size > 0) << experts;
+      }
+}
+
+TEST(Router, OfSigmoidsTakesTheLowerOfEqualGroupsAndExperts) {
+  const ExpertsShape shape{
+      .count = 8, .per_token = 3, .sigmoid = true, .groups = 4, .groups_per_token = 2};
+  at::Tensor logits = at::zeros({2, 8}, at::kDouble);
+  logits[1][6] = logits[1][2] = 1;
+  const Routing routing = route(logits, shape, at::zeros({8}, at::kFloat));
+  EXPECT_TRUE(routing.chosen[0].equal(at::tensor({0, 1, 2}, at::kLong)));
+  EXPECT_TRUE(routing.chosen[1].equal(at::tensor({2, 6, 3}, at::kLong)));
+}
+
+TEST(Router, ProbabilitiesOfTokensAddUpToOne) {
+  const at::Tensor logits = random({9, 5}, at::kFloat, 3).mul(30);
+  for (const bool sigmoid : {true, false}) {
+    const at::Tensor found = router_probabilities(logits, {.sigmoid = sigmoid});
+    const at::Tensor score = sigmoid ? 1 / (1 + logits.to(at::kDouble).neg().exp()) : logits.to(at::kDouble).exp();
+    EXPECT_TRUE(found.allclose(score / score.sum(1, true), 1e-12, 0)) << sigmoid;
+  }
 }
 
 TEST(Router, SortsCopiesByExpertInTheirOwnOrder) {

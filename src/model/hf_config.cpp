@@ -166,6 +166,11 @@ void read_window(JsonReader& reader, DecoderConfig& config) {
   bool slides = false;
   if (config.family == "mixtral") {
     slides = reader.find("sliding_window");
+  } else if (config.family == "dots1") {
+    if ((reader.find("sliding_window") || !reader.has("sliding_window")) && !reader.find("layer_types") &&
+        reader.integer("max_window_layers", 62) < config.layers)
+      reader.bad_value("sliding_window", "null, or max_window_layers of at least num_hidden_layers");
+    reader.find("max_window_layers"), reader.find("use_sliding_window");
   } else if (is_qwen(config.dense_family()) && config.family != config.dense_family()) {
     reader.only("use_sliding_window", false);  // other layers slide there than in the dense families
     reader.find("sliding_window"), reader.find("max_window_layers");
@@ -259,7 +264,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   const std::string family = config.dense_family();
   const bool has_experts = family != config.family;
   if (family != "llama" && family != "mistral" && !is_qwen(family))
-    reader.bad_value("model_type", "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe or qwen3_moe");
+    reader.bad_value("model_type", "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe, qwen3_moe or dots1");
   config.vocabulary = reader.integer("vocab_size");
   config.hidden = reader.integer("hidden_size");
   config.layers = reader.integer("num_hidden_layers");
@@ -316,6 +321,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
 std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
   const std::string family = config.dense_family();
   const std::string name = config.family == "mixtral" ? "Mixtral"
+                           : config.family == "dots1" ? "Dots1"
                            : family == "llama"        ? "Llama"
                            : family == "qwen2"        ? "Qwen2"
                            : family == "qwen3"        ? "Qwen3"
@@ -329,7 +335,7 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
     for (const std::int64_t end : config.more_eos) ends.push_back(end);
   }
   ordered_json object{
-      {"architectures", {name + (has_experts && is_qwen(family) ? "Moe" : "") + "ForCausalLM"}},
+      {"architectures", {name + (config.family.ends_with("_moe") ? "Moe" : "") + "ForCausalLM"}},
       {"model_type", config.family},
       {"vocab_size", config.vocabulary},
       {"hidden_size", config.hidden},

@@ -32,10 +32,36 @@ std::vector<std::int64_t> read_dense_layers(JsonReader& reader, std::int64_t lay
   return result;
 }
 
+void read_dots1(JsonReader& reader, DecoderConfig& config) {
+  ExpertsShape& experts = config.experts;
+  experts.sigmoid = true;
+  experts.count = reader.integer(reader.has("num_local_experts") ? "num_local_experts" : "n_routed_experts");
+  experts.per_token = reader.integer("num_experts_per_tok");
+  experts.feed_forward = reader.integer("moe_intermediate_size");
+  experts.normalise = reader.flag("norm_topk_prob", false);
+  const std::int64_t shared = reader.integer("n_shared_experts");
+  constexpr std::int64_t kMost = std::int64_t{1} << 28;  // check() refuses wider ones
+  if (shared < 1 || shared > kMost || experts.feed_forward > kMost)
+    reader.bad_value("n_shared_experts", "at least 1");
+  experts.shared_feed_forward = shared * experts.feed_forward;
+  experts.groups = reader.integer("n_group", 1);
+  experts.groups_per_token = reader.integer("topk_group", 1);
+  experts.scale = reader.number("routed_scaling_factor", 1.0);
+  const std::int64_t dense = reader.integer("first_k_dense_replace", 0);
+  if (dense < 0 || dense >= config.layers)
+    reader.bad_value("first_k_dense_replace", "0 or more, and one that leaves a layer with experts");
+  for (std::int64_t layer = 0; layer < dense; ++layer) experts.dense_layers.push_back(layer);
+  reader.only("output_router_logits", false);
+  // Of the published files; transformers' code reads neither.
+  reader.only("moe_layer_freq", 1);
+  reader.only("scoring_func", "noaux_tc");
+}
+
 }  // namespace
 
 void read_experts(JsonReader& reader, DecoderConfig& config) {
   ExpertsShape& experts = config.experts;
+  if (config.family == "dots1") return read_dots1(reader, config);
   const bool mixtral = config.family == "mixtral";
   experts.count =
       reader.integer(mixtral || reader.has("num_local_experts") ? "num_local_experts" : "num_experts");
@@ -61,6 +87,17 @@ void write_experts(ordered_json& object, const DecoderConfig& config) {
   if (config.family == "mixtral") {
     object["num_local_experts"] = experts.count;
     object["intermediate_size"] = experts.feed_forward;
+    return;
+  }
+  if (config.family == "dots1") {
+    object["n_routed_experts"] = experts.count;
+    object["moe_intermediate_size"] = experts.feed_forward;
+    object["n_shared_experts"] = experts.shared_feed_forward / experts.feed_forward;
+    object["norm_topk_prob"] = experts.normalise;
+    object["n_group"] = experts.groups;
+    object["topk_group"] = experts.groups_per_token;
+    object["routed_scaling_factor"] = experts.scale;
+    object["first_k_dense_replace"] = experts.dense_layers.size();
     return;
   }
   object["num_experts"] = experts.count;

@@ -53,7 +53,7 @@ int run(const std::vector<std::string>& arguments) {
     loss.backward();
     results.emplace_back("loss", loss);
     for (const auto& [name, parameter] : model->named())
-      results.emplace_back("gradient " + name, parameter.grad());
+      if (parameter.requires_grad()) results.emplace_back("gradient " + name, parameter.grad());
   }
   write_safetensors(arguments.at(3), results);
   return 0;

@@ -10,29 +10,34 @@
 
 namespace isograd {
 
+inline constexpr const char* kSelectionBias = "gate.e_score_correction_bias";
+
 struct Mixture {
   at::Tensor router;                           // [E, hidden]; undefined: the layer has no experts
   at::Tensor gate, up, down;                   // [E, inner, hidden] twice, [E, hidden, inner]
   Linear shared_gate, shared_up, shared_down;  // undefined: no expert that every token goes through
-  at::Tensor shared_switch;                    // [1, hidden]: how much of it a token takes
+  at::Tensor shared_switch;   // [1, hidden]: how much of it a token takes; undefined: all of it
+  at::Tensor selection_bias;  // [E], of a sigmoid router: added to scores where experts are chosen
 };
 
-using CreateParameter = std::function<at::Tensor(const std::string& name, at::IntArrayRef shape)>;
+// `trained`: in the model's type, with a gradient; else in fp32 at least, without.
+using CreateParameter =
+    std::function<at::Tensor(const std::string& name, at::IntArrayRef shape, bool trained)>;
 // Below `prefix`, by the names that transformers 5 has in memory, but gate and up apart: gate.weight,
-// experts.gate_proj, experts.up_proj, experts.down_proj, shared_expert.*_proj.weight,
-// shared_expert_gate.weight.
+// gate.e_score_correction_bias, experts.gate_proj, experts.up_proj, experts.down_proj,
+// shared_expert.*_proj.weight (dots1: shared_experts), shared_expert_gate.weight.
 Mixture create_mixture(const DecoderConfig& config, const std::string& prefix, const CreateParameter& create);
 
 struct MixtureOutput {
   at::Tensor sum;            // [T, hidden]
   at::Tensor router_logits;  // [T, E]
+  at::Tensor chosen;         // [T, k]
 };
-// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `choose` as
-// RouterOptions has it. `seams`: where experts lie on several ranks, or their matrices are cut, `mixture` has
+// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `seams`: where experts lie on several ranks, or their matrices are cut, `mixture` has
 // this rank's. The router and the switch of the shared expert read the stream, so that what they say is the
 // same on all ranks along tp; under cut tokens each rank says it of its own.
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              const at::Tensor& x, const RouterOptions::Choose& choose = {},
+                              const at::Tensor& x, const Choose& choose = {},
                               const ModelSeams& seams = {});
 
 }  // namespace isograd

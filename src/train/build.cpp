@@ -124,9 +124,10 @@ at::ScalarType scalar_type(const std::string& dtype) {
 DecoderConfig configured_shape(const RunConfig& config) {
   if (!config.model.load.empty()) return read_hf_config(config.model.load);
   DecoderConfig shape = config.model.shape;
-  if (config.model.experts_every > 1)
-    for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-      if ((layer + 1) % config.model.experts_every != 0) shape.experts.dense_layers.push_back(layer);
+  shape.experts.sigmoid = shape.family == "dots1";
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    if (layer < config.model.dense_layers || (layer + 1) % config.model.experts_every != 0)
+      shape.experts.dense_layers.push_back(layer);
   return shape;
 }
 
@@ -189,9 +190,7 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     };
     // An evaluation is of the cross entropy alone.
     if (routers && (at::GradMode::is_enabled() || routers->collecting()))
-      routers->add_terms(
-          outputs.router_logits,
-          routers->needs_choices() ? model.chosen_experts(batch, outputs) : std::vector<at::Tensor>{}, terms);
+      routers->add_terms(outputs.router_logits, outputs.chosen, terms);
     if (routers && routers->collecting())
       return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
     const at::Tensor& weight = model.output_weight();

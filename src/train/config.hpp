@@ -14,6 +14,8 @@
 
 namespace isograd {
 
+inline constexpr double kSelectionBiasRate = 1e-3;  // of DeepSeek-V3 (arXiv 2412.19437, 4.2)
+
 struct RunConfig {
   std::filesystem::path source;  // the TOML file, for messages; empty when none
   // How the run was called and no part of what it is, so neither read from the file nor kept with it: whether
@@ -54,6 +56,7 @@ struct RunConfig {
     std::string kind = "decoder";  // decoder | scorer | video
     std::int64_t scorer_units = 64, scorer_layers = 1;
     std::int64_t experts_every = 1;  // n-th layer has experts
+    std::int64_t dense_layers = 0;   // so many first ones have none
   } model;
   struct {
     std::vector<std::string> files;  // files, directories, globs
@@ -75,6 +78,7 @@ struct RunConfig {
     double balance = 0, router_z = 0;
     std::string balance_over = "layers";  // layers | model
     std::string balance_scope = "step";   // step | micro_batch
+    double selection_bias_rate = kSelectionBiasRate;  // of sigmoid routers
   } loss;
   struct {
     // cross_entropy | smooth_ap | recall_at_quantile | pauc | pauc_pairwise | sigmoid_focal

@@ -6,10 +6,13 @@
 
 #include <algorithm>
 
+#include "model/experts.hpp"
+
 namespace isograd {
 
 RouterLosses::RouterLosses(const RunConfig& config, const DecoderConfig& shape)
-    : weight_(config.loss.balance),
+    : shape_(shape.experts),
+      weight_(config.loss.balance),
       z_weight_(config.loss.router_z),
       scope_(config.loss.balance_scope == "step" ? Scope::kStep : Scope::kMicroBatch) {
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
@@ -35,7 +38,7 @@ void RouterLosses::add_terms(const std::vector<at::Tensor>& router_logits,
     if (collecting_) return balance_->collect(chosen);
     std::vector<at::Tensor> probabilities;
     for (const at::Tensor& logits : router_logits)
-      probabilities.push_back(at::softmax(logits.to(at::kDouble), 1));
+      probabilities.push_back(router_probabilities(logits, shape_));
     terms.push_back(balance_->term(probabilities, chosen));
   }
   // Once a micro-batch: what a checkpointed block computes again in backward does not come here.

@@ -20,15 +20,13 @@ class RouterLosses {
  public:
   RouterLosses(const RunConfig& config, const DecoderConfig& shape);
 
-  // Whether add_terms() wants to know which experts were chosen.
-  bool needs_choices() const { return weight_ != 0 || choices_.defined(); }
   // Whether the routing of the whole step must be known before its first term: loss.balance over the step.
   bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
   // Over which ranks router statistics are summed: those that see different data.
   void sum_over(const Group& data);
 
-  // The terms of a micro-batch, of the logits [T, E] and, where needs_choices(), the choices [T, k] of each
-  // layer that has experts. While collecting: counts them, and there are none. A layer whose logits are not
+  // The terms of a micro-batch, of the logits [T, E] and the choices [T, k] of each layer that has experts.
+  // While collecting: counts them, and there are none. A layer whose logits are not
   // finite is remembered.
   void add_terms(const std::vector<at::Tensor>& router_logits, const std::vector<at::Tensor>& chosen,
                  LossTerms& terms);
@@ -49,6 +47,7 @@ class RouterLosses {
 
  private:
   std::vector<std::int64_t> layers_{};  // that have experts
+  ExpertsShape shape_;
   double weight_, z_weight_;
   Scope scope_;
   BalanceLossOptions balance_options_{};

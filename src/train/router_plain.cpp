@@ -19,6 +19,7 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
   std::vector<PlainTerm> terms;
   if (shape.experts.count == 0) return terms;
   const std::int64_t experts = shape.experts.count, each = shape.experts.per_token;
+  const bool sigmoid = shape.experts.sigmoid;
   if (config.loss.balance != 0) {
     const auto known = std::make_shared<Averages>();
     const bool pooled = config.loss.balance_over == "model";
@@ -33,7 +34,7 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                std::vector<at::Tensor> places;
                known->tokens = 0;
                for (const Batch& batch : whole) {
-                 const auto chosen = own.chosen_experts(batch, own.outputs(batch));
+                 const auto chosen = own.outputs(batch).chosen;
                  places.resize(chosen.size(), at::zeros({experts}, at::kDouble));
                  for (std::size_t layer = 0; layer < chosen.size(); ++layer)
                    places[layer] = places[layer] + at::one_hot(chosen[layer].cpu(), experts).sum({0, 1});
@@ -51,7 +52,9 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                  const at::Tensor fraction =  // of routed places
                      (pooled ? known->places.mean(0) : known->places[row]) /
                      (known->tokens * static_cast<double>(each));
-                 const at::Tensor mass = at::softmax(logits[layer].to(at::kCPU, at::kDouble), 1).sum(0);
+                 const at::Tensor own = logits[layer].to(at::kCPU, at::kDouble);
+                 const at::Tensor score = sigmoid ? at::sigmoid(own) : at::softmax(own, 1);
+                 const at::Tensor mass = (score / score.sum(1, true)).sum(0);
                  loss = loss + static_cast<double>(experts) * fraction.dot(mass) / known->tokens / layers;
                }
                return loss;

@@ -46,6 +46,8 @@ class TaskModel {
   virtual Tally tally() { return {}; }
   // What such numbers, added up over the ranks, say; nothing where all are 0.
   virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*tally*/) const { return {}; }
+  // After each update, with the step's tally of all ranks: moves what that and no gradient moves. Collective.
+  virtual void after_update(const std::vector<double>& /*tally*/, DataParallel& /*layout*/) {}
   // What of a forward since the last call was not finite on this rank, for people: "the router logits of
   // layer 3". Empty: nothing is known.
   virtual std::string take_not_finite() { return {}; }

@@ -51,10 +51,9 @@ std::vector<ConfigKey> text_keys() {
           "depend on it."),
 
       KEY("model.family", model.shape.family, "",
-          one_of({"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"}),
-          "Whose `config.json` the model is written with. `mixtral`, `qwen2_moe` and `qwen3_moe` have "
-          "experts "
-          "(`docs/experts.md`)."),
+          one_of({"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"}),
+          "Whose `config.json` the model is written with. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` "
+          "have experts (`docs/experts.md`)."),
       KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
           "Rows of the embedding; at least what the tokenizer and the corpus use."),
       KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
@@ -76,10 +75,19 @@ std::vector<ConfigKey> text_keys() {
           "all. "
           "Always with `mixtral`."),
       KEY("model.shared_expert_feed_forward", model.shape.experts.shared_feed_forward, "", at_least(0, kWide),
-          "Width of the expert that every token goes through: `qwen2_moe` alone."),
+          "Width of the expert that every token goes through: `qwen2_moe` and `dots1`, there a multiple of "
+          "`model.expert_feed_forward`."),
+      KEY("model.expert_groups", model.shape.experts.groups, "", at_least(1, 32767),
+          "Of `dots1`: groups of neighbouring experts, of which a token's experts come from few."),
+      KEY("model.expert_groups_per_token", model.shape.experts.groups_per_token, "", at_least(1, 32767),
+          "Of `dots1`: from how many of them; those whose two best scores add up to most."),
+      KEY("model.expert_scale", model.shape.experts.scale, "", above(0),
+          "Of `dots1`: by which the weights of a token's experts are multiplied."),
       KEY("model.experts_every", model.experts_every, "layers", at_least(1, 100000),
           "Every so many layers, from the n-th on, have experts; the others an ordinary network of "
-          "`model.feed_forward`. 1 with `mixtral`."),
+          "`model.feed_forward`. 1 with `mixtral` and `dots1`."),
+      KEY("model.dense_layers", model.dense_layers, "layers", at_least(0, 100000),
+          "So many first layers have an ordinary network of `model.feed_forward`. 0 with `mixtral`."),
       KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
           "Positions the model knows; at least `data.pack_length`, but for `model.rope_scaling.kind = "
           "\"dynamic\"`, which is for packs beyond."),
@@ -139,6 +147,9 @@ std::vector<ConfigKey> text_keys() {
       KEY("loss.router_z", loss.router_z, "", at_least(0),
           "Weight of the router z-loss, the mean over tokens and layers of the squared logarithm of "
           "Σ exp(logit); 0: none."),
+      KEY("loss.selection_bias_rate", loss.selection_bias_rate, "", at_least(0, 1),
+          "Of `dots1`: by how much each step raises the selection bias of experts that got less than the "
+          "mean, and lowers that of those that got more; 0: not at all."),
 
       KEY("sample.prompt", sample.prompt, "", any(),
           "What the text generated at the end begins with. Empty: a new document."),
@@ -170,6 +181,18 @@ constexpr const char* kOnlyOfRouters = "routers are a decoder's (model.kind)";
 void check_router_losses(const RunConfig& config) {
   const auto& loss = config.loss;
   const bool any = loss.balance != 0 || loss.router_z != 0;
+  const bool sigmoid = configured_shape(config).experts.sigmoid;
+  if (!sigmoid && loss.selection_bias_rate != kSelectionBiasRate)
+    throw ConfigError({.where = "loss.selection_bias_rate",
+                       .found = fmt::format("{}, and routers without a selection bias",
+                                            loss.selection_bias_rate),
+                       .expected = "a model that has it (model.family = \"dots1\")",
+                       .action = "Leave it out"});
+  if (sigmoid && loss.router_z != 0)
+    throw ConfigError({.where = "loss.router_z",
+                       .found = fmt::format("{}, and routers that score by sigmoids", loss.router_z),
+                       .expected = "routers with a softmax, whose logits it keeps small",
+                       .action = "Leave it out; loss.balance and loss.selection_bias_rate balance loads"});
   if (any) {
     const DecoderConfig shape = configured_shape(config);
     bool routes = false;

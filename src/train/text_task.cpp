@@ -14,6 +14,7 @@
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 #include "train/router_plain.hpp"
+#include "train/selection_bias.hpp"
 #include "train/task.hpp"
 #include "train/utilisation.hpp"
 
@@ -44,6 +45,11 @@ class TextModel : public TaskModel {
     if (!routers_) return {};
     routers_->count_choices();
     return [routers = routers_] { return routers->take_choices(); };
+  }
+  void after_update(const std::vector<double>& tally, DataParallel& layout) override {
+    if (!model_->config().experts.sigmoid || config_.loss.selection_bias_rate == 0) return;
+    if (!bias_) bias_.emplace(*model_, layout, config_.loss.selection_bias_rate);
+    bias_->move(tally);
   }
   std::vector<ExpertLoad> expert_loads(const std::vector<double>& tally) const override {
     return routers_ ? routers_->loads_of(tally) : std::vector<ExpertLoad>();
@@ -88,6 +94,7 @@ class TextModel : public TaskModel {
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   std::shared_ptr<RouterLosses> routers_{};  // null: a model without experts
+  std::optional<SelectionBias> bias_{};      // once something has been trained
 };
 
 ShapeKeys shape_keys(const DecoderConfig& shape) {
@@ -107,6 +114,9 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   add("model.experts_per_token", shape.experts.count > 0 ? shape.experts.per_token : 0);
   add("model.expert_feed_forward", shape.experts.feed_forward);
   add("model.normalise_experts", shape.experts.count == 0 || shape.experts.normalise);
+  add("model.expert_groups", shape.experts.groups);
+  add("model.expert_groups_per_token", shape.experts.groups_per_token);
+  add("model.expert_scale", shape.experts.scale);
   add("model.shared_expert_feed_forward", shape.experts.shared_feed_forward);
   add("model.experts_every (layers without experts)",
       fmt::format("{}", fmt::join(shape.experts.dense_layers, " ")));

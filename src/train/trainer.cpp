@@ -193,6 +193,7 @@ struct Trainer::Impl {
       const MicroBatches own = parts->of_step(loader->next());
       if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
       const StepReport report = step(own, StopSignals::requested() || trouble);
+      if (report.updated) model->after_update(report.tally, *layout);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";

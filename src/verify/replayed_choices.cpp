@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
+#include <limits>
 #include <map>
 
 #include "verify/compare.hpp"
@@ -31,27 +33,71 @@ std::vector<std::int64_t> keys_of(const Batch& batch) {
   return keys;
 }
 
-// What one forward chose, by layer, and by which logits.
+// What one forward chose, by layer, and by which scores.
 struct Routed {
-  std::map<std::int64_t, at::Tensor> chosen, logits;
+  std::map<std::int64_t, at::Tensor> chosen, scores;
 };
 
 DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std::shared_ptr<Routed>& given) {
   return
-      [into, given](const Batch&, std::int64_t layer, const at::Tensor& logits, const at::Tensor& likeliest) {
-        into->logits[layer] = logits.detach().to(at::kCPU, at::kDouble);
+      [into, given](const Batch&, std::int64_t layer, const ExpertScores& scores, const at::Tensor& likeliest) {
+        into->scores[layer] = scores.values.to(at::kCPU, at::kDouble);
         const at::Tensor chosen = given ? given->chosen.at(layer).to(likeliest.device()) : likeliest;
         into->chosen[layer] = chosen.cpu();
         return chosen;
       };
 }
 
+// Of the groups that a token's experts come from: how far their sums of two are apart the wrong way. `of`:
+// each group's sum; `used`: which ones the chosen experts are in. Completes `used` by the best others.
+double groups_apart(const std::vector<double>& of, std::vector<bool>& used, std::int64_t wanted) {
+  double worst_taken = HUGE_VAL;
+  std::vector<std::size_t> others;
+  for (std::size_t group = 0; group < of.size(); ++group)
+    if (used[group])
+      worst_taken = std::fmin(worst_taken, of[group]), --wanted;
+    else
+      others.push_back(group);
+  if (wanted < 0) return HUGE_VAL;
+  std::stable_sort(others.begin(), others.end(), [&](std::size_t a, std::size_t b) { return of[a] > of[b]; });
+  for (std::int64_t i = 0; i < wanted; ++i) used[others[static_cast<std::size_t>(i)]] = true;
+  const auto first_left = static_cast<std::size_t>(wanted);
+  return first_left < others.size() ? of[others[first_left]] - worst_taken : 0;
+}
+
 }  // namespace
 
+double apart_from_best(const double* scores, std::int64_t experts, const ExpertScores& kind,
+                       const std::vector<std::int64_t>& chosen) {
+  std::vector<bool> used(static_cast<std::size_t>(kind.groups));
+  const std::int64_t each = experts / kind.groups;
+  for (const std::int64_t expert : chosen) used[static_cast<std::size_t>(expert / each)] = true;
+  double apart = 0;
+  if (kind.groups > 1) {
+    std::vector<double> of(used.size());
+    for (std::size_t group = 0; group < of.size(); ++group) {
+      std::vector<double> own(scores + static_cast<std::int64_t>(group) * each,
+                              scores + static_cast<std::int64_t>(group + 1) * each);
+      std::partial_sort(own.begin(), own.begin() + 2, own.end(), std::greater<>());
+      of[group] = own[0] + own[1];
+    }
+    apart = groups_apart(of, used, kind.groups_per_token) / 2;  // both scores of a sum may be off
+  }
+  double best_left = -HUGE_VAL, worst_taken = HUGE_VAL;
+  for (std::int64_t expert = 0; expert < experts; ++expert) {
+    if (std::isnan(scores[expert])) return std::numeric_limits<double>::quiet_NaN();
+    if (std::binary_search(chosen.begin(), chosen.end(), expert))
+      worst_taken = std::fmin(worst_taken, scores[expert]);
+    else if (used[static_cast<std::size_t>(expert / each)])
+      best_left = std::fmax(best_left, scores[expert]);
+  }
+  return std::fmax(0, std::fmax(apart, best_left - worst_taken));
+}
+
 DecoderLM::ChooseExperts ReplayedChoices::replay() {
-  return [self = shared_from_this()](const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+  return [self = shared_from_this()](const Batch& batch, std::int64_t layer, const ExpertScores& scores,
                                      const at::Tensor& likeliest) {
-    return self->choose(batch, layer, logits, likeliest);
+    return self->choose(batch, layer, scores, likeliest);
   };
 }
 
@@ -77,42 +123,38 @@ LayoutVerdict::Choices ReplayedChoices::take(const Group& data) {
   return taken;
 }
 
-at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const ExpertScores& scores,
                                    const at::Tensor& likeliest) {
   const auto index = static_cast<std::size_t>(layer);
   const auto keys = keys_of(batch);
   if (index >= chosen_.size() || !chosen_[index].defined() ||
       static_cast<std::int64_t>(keys.size()) != likeliest.size(0))
     return likeliest;
-  const at::Tensor wide = logits.detach().to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor wide = scores.values.to(at::kCPU, at::kDouble).contiguous();
   at::Tensor result = likeliest.cpu().clone();
   const std::int64_t each = result.size(1), experts = wide.size(1);
   auto* own = result.mutable_data_ptr<std::int64_t>();
   const auto* recorded = chosen_[index].const_data_ptr<std::int64_t>();
-  const double* logit = wide.const_data_ptr<double>();
+  const double* score = wide.const_data_ptr<double>();
   const std::lock_guard lock(mutex_);
-  for (std::size_t t = 0; t < keys.size(); ++t, own += each, logit += experts) {
+  for (std::size_t t = 0; t < keys.size(); ++t, own += each, score += experts) {
     const auto [first, last] = rows_.equal_range(keys[t]);
     if (first == last) continue;
     std::vector<std::int64_t> natural(own, own + each);
     std::sort(natural.begin(), natural.end());
-    double least = HUGE_VAL;  // by how much the logits of its own choice and of one recorded are apart
+    // Not 0 where the run chose what its own scores like less: no rounding does that.
+    const double astray = apart_from_best(score, experts, scores, natural);
+    double least = HUGE_VAL;  // how far scores are apart that would have to agree for a recorded choice
     const std::int64_t* nearest = nullptr;
     std::int64_t nearest_row = first->second;
     for (auto row = first; row != last; ++row) {
       const std::int64_t* wanted = recorded + row->second * each;
-      double best_left = -HUGE_VAL, worst_taken = HUGE_VAL;
-      for (std::int64_t j = 0; j < each; ++j) {
-        const std::int64_t mine = natural[static_cast<std::size_t>(j)];
-        if (!std::binary_search(wanted, wanted + each, mine)) best_left = std::fmax(best_left, logit[mine]);
-        if (!std::binary_search(natural.begin(), natural.end(), wanted[j]))
-          worst_taken = std::fmin(worst_taken, logit[wanted[j]]);
-      }
-      // Negative where the run chose what its own logits like less: no rounding does that.
-      const double apart = best_left == -HUGE_VAL ? 0 : std::abs(best_left - worst_taken);
+      const bool alike = std::equal(natural.begin(), natural.end(), wanted);
+      const double apart =
+          alike ? 0 : std::fmax(astray, apart_from_best(score, experts, scores, {wanted, wanted + each}));
       if (std::isnan(apart) || apart >= least) continue;
       least = apart, nearest = wanted, nearest_row = row->second;
-      if (best_left == -HUGE_VAL) break;
+      if (alike) break;
     }
     const bool same = nearest && std::equal(natural.begin(), natural.end(), nearest);
     if (seen_.emplace(layer, nearest_row).second) {
@@ -128,7 +170,7 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
     // The likeliest first, as routers give them.
     std::vector<std::int64_t> ordered(nearest, nearest + each);
     std::stable_sort(ordered.begin(), ordered.end(),
-                     [&](std::int64_t a, std::int64_t b) { return logit[a] > logit[b]; });
+                     [&](std::int64_t a, std::int64_t b) { return score[a] > score[b]; });
     std::copy(ordered.begin(), ordered.end(), own);
   }
   return result.to(likeliest.device());
@@ -143,7 +185,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   const int last = group.size() - 1;
   std::vector<std::int64_t> keys;
   std::map<std::int64_t, std::vector<at::Tensor>> chosen;  // by layer
-  std::map<std::int64_t, double> off;                      // the largest error of a logit
+  std::map<std::int64_t, double> off;                      // the largest error of a score
   Turns turns(group);
   if (group.rank() == last) {
     const at::NoGradGuard no_grad;
@@ -162,7 +204,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
       for (const auto& [layer, experts] : right->chosen) {
         chosen[layer].push_back(std::get<0>(experts.sort(1)));
         if (experts.size(0) == 0) continue;
-        const double error = (right->logits.at(layer) - other->logits.at(layer)).abs().max().item<double>();
+        const double error = (right->scores.at(layer) - other->scores.at(layer)).abs().max().item<double>();
         off[layer] = std::fmax(off[layer], error);
       }
     }
@@ -191,7 +233,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   choices->chosen_.resize(static_cast<std::size_t>(layers));
   for (std::int64_t layer = 0; layer < layers; ++layer) {
     const double error = errors[layer].item<double>();
-    // Both logits of a pair may be off, each by what a run may be off where one process is off by `error`.
+    // Both scores of a pair may be off, each by what a run may be off where one process is off by `error`.
     choices->allowed_.push_back(2 * kRoundingFactor * error);
     if (error < 0) continue;
     at::Tensor experts =

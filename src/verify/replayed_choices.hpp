@@ -2,7 +2,7 @@
 // is discontinuous: where two experts are nearly as likely, rounding may choose the other one, and then
 // gradients differ by far more than rounding although neither run is wrong. So runs in lower precision
 // compute what the oracle chose, and what they would have chosen by themselves may differ only where the
-// logits of the experts in question are closer than rounding can tell.
+// scores of the experts in question are closer than rounding can tell.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,11 @@ namespace isograd {
 
 struct Initial;
 
+// By how much scores of experts [E] differ from any for which `chosen`, ascending, were the best: by at least
+// so much two of them are apart the wrong way. 0: these are the best; infinite: no scores choose so.
+double apart_from_best(const double* scores, std::int64_t experts, const ExpertScores& kind,
+                       const std::vector<std::int64_t>& chosen);
+
 class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
  public:
   // For DecoderLM::set_choice_of_experts(); keeps this alive. A token that the oracle did not see, or a
@@ -30,20 +35,20 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
 
  private:
   friend std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem&, const Initial&, Group&);
-  at::Tensor choose(const Batch& batch, std::int64_t layer, const at::Tensor& logits,
+  at::Tensor choose(const Batch& batch, std::int64_t layer, const ExpertScores& scores,
                     const at::Tensor& likeliest);
 
   // Tokens by key: rows of chosen_. Several, where one document stands in the step more than once.
   std::unordered_multimap<std::int64_t, std::int64_t> rows_;
   std::vector<at::Tensor> chosen_;  // by layer; [N, k] int64, ascending in a row; undefined: no experts there
-  std::vector<double> allowed_;     // by layer; how far logits may be apart where rounding decides
+  std::vector<double> allowed_;     // by layer; how far scores may be apart where rounding decides
   std::mutex mutex_;
   std::set<std::pair<std::int64_t, std::int64_t>> seen_;  // layer, row: each is counted once
   LayoutVerdict::Choices counts_;
 };
 
 // Collective: the last rank makes the forwards of one process, in fp64 and in the run's precision; all get
-// what it chose in the first and how far the second one's logits were off. Null where there are no experts or
+// what it chose in the first and how far the second one's scores were off. Null where there are no experts or
 // the run is in fp64.
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group);
