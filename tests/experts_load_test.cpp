@@ -106,15 +106,10 @@ class ExpertsLoad : public ExpertRuns {
 };
 
 // ranks, strategy, ring, replicas, packs, share, checkpoint, ep
-const Cell kCells[] = {{1, "bucketed", 1, 1, 1},
-                       {2, "bucketed", 1, 1, 1, false, false, 2},
-                       {2, "naive", 2},
-                       {3, "zero3", 1, 1, 1, true, true},
-                       {3, "naive", 1, 1, 1, false, false, 3},
-                       {4, "zero2", 2, 1, 1},
-                       {4, "zero3", 1, 2, 2, true, true},
-                       {4, "bucketed", 2, 1, 2, false, false, 2},
-                       {5, "zero1", 1, 1, 1}};
+const Cell kCells[] = {
+    {1, "bucketed", 1, 1, 1},          {2, "bucketed", 1, 1, 1, false, false, 2}, {2, "naive", 2},
+    {3, "zero3", 1, 1, 1, true, true}, {3, "naive", 1, 1, 1, false, false, 3},    {4, "zero2", 2, 1, 1},
+    {4, "zero3", 1, 2, 2, true, true}, {4, "bucketed", 2, 1, 2, false, false, 2}, {5, "zero1", 1, 1, 1}};
 
 TEST_F(ExpertsLoad, IsAPlainRecountOfTheStepOnEveryMesh) {
   for (const bool losses : {true, false}) {
@@ -177,8 +172,7 @@ Table bias_after(const std::vector<Table>& tables) {
       std::int64_t all = 0;
       for (const std::int64_t choices : table[layer]) all += choices;
       for (std::size_t e = 0; e < table[layer].size(); ++e) {
-        const std::int64_t above =
-            table[layer][e] * static_cast<std::int64_t>(table[layer].size()) - all;
+        const std::int64_t above = table[layer][e] * static_cast<std::int64_t>(table[layer].size()) - all;
         steps[layer][e] += above > 0 ? -1 : above < 0 ? 1 : 0;
       }
     }

@@ -21,8 +21,8 @@ struct Cell {
   Mean mean = Mean::kTargets;
   int accumulation = 3;
   bool checkpointed = false;
-  bool ties = false;    // routers of zeros: all tokens go to the first experts
-  bool shared = false;  // an expert beside them that every token goes through
+  bool ties = false;     // routers of zeros: all tokens go to the first experts
+  bool shared = false;   // an expert beside them that every token goes through
   bool sigmoid = false;  // a router of dots1, which has one too: groups, a selection bias, weights to 2.5
   bool sequence_parallel = true;
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
@@ -41,7 +41,8 @@ struct Cell {
     config.experts.shared_feed_forward = 14;
     config.experts.sigmoid = true, config.experts.scale = 2.5;
     config.experts.dense_layers = {0};
-    if (experts % 4 == 0) config.experts.groups = experts / 2 > 4 ? 4 : 2, config.experts.groups_per_token = 2;
+    if (experts % 4 == 0)
+      config.experts.groups = experts / 2 > 4 ? 4 : 2, config.experts.groups_per_token = 2;
     return config;
   }
   Grid grid() const {
@@ -84,7 +85,8 @@ void for_tokens(const Batch& batch, std::int64_t layer, F&& with) {
 }
 
 DecoderLM::ChooseExperts recorded(Choices& choices) {
-  return [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&, const at::Tensor& likeliest) {
+  return [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&,
+                    const at::Tensor& likeliest) {
     for_tokens(batch, layer, [&](std::int64_t t, const auto& token) {
       const at::Tensor row = likeliest[t].contiguous();
       choices[token] = {row.const_data_ptr<std::int64_t>(), row.const_data_ptr<std::int64_t>() + row.numel()};
@@ -95,13 +97,14 @@ DecoderLM::ChooseExperts recorded(Choices& choices) {
 
 // Routing is discontinuous: in lower precision the comparison is of the same choices.
 DecoderLM::ChooseExperts replayed(const Choices& choices) {
-  return [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&, const at::Tensor& likeliest) {
-    at::Tensor chosen = likeliest.clone();
-    for_tokens(batch, layer, [&](std::int64_t t, const auto& token) {
-      chosen[t] = at::tensor(choices.at(token), at::kLong);
-    });
-    return chosen;
-  };
+  return
+      [&choices](const Batch& batch, std::int64_t layer, const ExpertScores&, const at::Tensor& likeliest) {
+        at::Tensor chosen = likeliest.clone();
+        for_tokens(batch, layer, [&](std::int64_t t, const auto& token) {
+          chosen[t] = at::tensor(choices.at(token), at::kLong);
+        });
+        return chosen;
+      };
 }
 
 Gradient one_process(const Cell& cell, at::ScalarType type, const DecoderLM::ChooseExperts& choose,
@@ -248,11 +251,21 @@ std::vector<Cell> cells() {
   all.push_back({.ranks = 2, .ep = 1, .shared = true});
   for (const char* strategy : kStrategies) {
     all.push_back({.ranks = 3, .ep = 3, .experts = 8, .each = 3, .strategy = strategy, .sigmoid = true});
-    all.push_back({.ranks = 4, .ep = 2, .ring = 2, .strategy = strategy, .mean = Mean::kSamples,
-                   .checkpointed = true, .sigmoid = true});
+    all.push_back({.ranks = 4,
+                   .ep = 2,
+                   .ring = 2,
+                   .strategy = strategy,
+                   .mean = Mean::kSamples,
+                   .checkpointed = true,
+                   .sigmoid = true});
   }
   for (const bool sequence_parallel : {true, false})
-    all.push_back({.ranks = 2, .ep = 2, .tp = 2, .experts = 4, .strategy = "zero1", .sigmoid = true,
+    all.push_back({.ranks = 2,
+                   .ep = 2,
+                   .tp = 2,
+                   .experts = 4,
+                   .strategy = "zero1",
+                   .sigmoid = true,
                    .sequence_parallel = sequence_parallel});
   all.push_back({.ranks = 8, .ep = 8, .experts = 8, .accumulation = 1});
   all.push_back({.ranks = 5, .ep = 5, .strategy = "zero2"});

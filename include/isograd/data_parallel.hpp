@@ -141,14 +141,15 @@ class DataParallel {
   // Names of the parameters, bucket by bucket: DataParallelOptions::order.
   std::vector<std::string> bucket_order();
 
- protected:
-  // What write() can write to beside buckets(): what the layout keeps of frozen parameters, and those that
-  // lie in the model as they are.
+  // Beside buckets(): what the layout keeps of parameters that have been frozen from the beginning, and those
+  // that lie in the model as they are.
   struct Frozen {
     std::vector<const Bucket*> buckets{};
     std::vector<NamedParameter> tensors{};
   };
   virtual Frozen frozen() { return {}; }
+
+ protected:
   virtual void check_writable() const {}  // ConfigError where nothing can be written now
   // Whatever was written in place to these parameters is replaced.
   virtual void forget_writes(const std::set<std::string>& /*names*/) {}

@@ -33,11 +33,11 @@ struct RopeScaling {
 
 // A mixture of experts in place of a layer's feed-forward network (mixtral, qwen2_moe, qwen3_moe, dots1).
 struct ExpertsShape {
-  std::int64_t count = 0;         // of a layer that has them; 0: no layer has
-  std::int64_t per_token = 2;     // of these compute a token
-  std::int64_t feed_forward = 0;  // width inside an expert
-  bool normalise = true;          // the weights of a token's experts add up to 1, or to `scale`
-  std::int64_t shared_feed_forward = 0;  // of what every token goes through (qwen2_moe, dots1); 0: none
+  std::int64_t count = 0;                    // of a layer that has them; 0: no layer has
+  std::int64_t per_token = 2;                // of these compute a token
+  std::int64_t feed_forward = 0;             // width inside an expert
+  bool normalise = true;                     // the weights of a token's experts add up to 1, or to `scale`
+  std::int64_t shared_feed_forward = 0;      // of what every token goes through (qwen2_moe, dots1); 0: none
   std::vector<std::int64_t> dense_layers{};  // that have an ordinary network, ascending
   // Of dots1. A token's score for an expert is the sigmoid of its logit, not the softmax over all. Chosen are
   // those with the largest score + bias, a parameter without gradient that balances loads (SelectionBias), of
@@ -117,8 +117,8 @@ struct ModelSeams {
       experts{};
 
   // Of a model whose layers lie in stages on several ranks: the layers of the stage whose turn it is, what it
-  // is given unless it is the first, and to whom its stream goes unless it is the last; that gives a zero to be
-  // added to the loss, whose backward waits for the stream's gradient.
+  // is given unless it is the first, and to whom its stream goes unless it is the last; that gives a zero to
+  // be added to the loss, whose backward waits for the stream's gradient.
   struct Stage {
     std::int64_t begin = 0, count = 0;
     bool is_first = true, is_last = true;
@@ -140,8 +140,9 @@ struct ModelSeams {
 
 // What a decoder computes of a batch, before the output layer.
 struct DecoderOutputs {
-  at::Tensor hidden;                        // [T_local, hidden], after the last norm
-  // Of each layer that has experts, ascending: [T_local, experts], and [T_local, k], what computed the tokens.
+  at::Tensor hidden;  // [T_local, hidden], after the last norm
+  // Of each layer that has experts, ascending: [T_local, experts], and [T_local, k], what computed the
+  // tokens.
   std::vector<at::Tensor> router_logits{}, chosen{};
   at::Tensor passed_on{};  // in place of `hidden`, of a stage before the last: ModelSeams::pass_on
 };

@@ -64,8 +64,7 @@ void check_sigmoid_router(const DecoderConfig& config) {
     if (experts.groups != 1) bad("expert_groups", std::to_string(experts.groups), "1 for " + config.family);
     if (experts.groups_per_token != 1)
       bad("expert_groups_per_token", std::to_string(experts.groups_per_token), "1 for " + config.family);
-    if (experts.scale != 1)
-      bad("expert_scale", fmt::format("{}", experts.scale), "1 for " + config.family);
+    if (experts.scale != 1) bad("expert_scale", fmt::format("{}", experts.scale), "1 for " + config.family);
     return;
   }
   at_least_one("expert_groups", experts.groups);

@@ -154,9 +154,8 @@ Routing route(const at::Tensor& logits, const ExpertsShape& shape, const at::Ten
   Routing routing;
   routing.scores = shape.sigmoid ? at::sigmoid(logits.to(weights_type(logits)))
                                  : at::softmax(logits, 1, weights_type(logits));
-  ExpertScores by{.values = routing.scores.detach(),
-                  .groups = shape.groups,
-                  .groups_per_token = shape.groups_per_token};
+  ExpertScores by{
+      .values = routing.scores.detach(), .groups = shape.groups, .groups_per_token = shape.groups_per_token};
   if (bias.defined()) by.values = by.values + bias.detach();
   routing.chosen = best(by.groups > 1 ? of_best_groups(by) : by.values, each);
   if (!shape.sigmoid) by.values = logits.detach();

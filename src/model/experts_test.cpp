@@ -195,8 +195,7 @@ TEST(Router, OfSigmoidsChoosesWithTheBiasAndWeighsWithoutIt) {
 }
 
 TEST(Router, OfSigmoidsTakesTheLowerOfEqualGroupsAndExperts) {
-  const ExpertsShape shape{
-      .count = 8, .per_token = 3, .sigmoid = true, .groups = 4, .groups_per_token = 2};
+  const ExpertsShape shape{.count = 8, .per_token = 3, .sigmoid = true, .groups = 4, .groups_per_token = 2};
   at::Tensor logits = at::zeros({2, 8}, at::kDouble);
   logits[1][6] = logits[1][2] = 1;
   const Routing routing = route(logits, shape, at::zeros({8}, at::kFloat));
@@ -208,7 +207,8 @@ TEST(Router, ProbabilitiesOfTokensAddUpToOne) {
   const at::Tensor logits = random({9, 5}, at::kFloat, 3).mul(30);
   for (const bool sigmoid : {true, false}) {
     const at::Tensor found = router_probabilities(logits, {.sigmoid = sigmoid});
-    const at::Tensor score = sigmoid ? 1 / (1 + logits.to(at::kDouble).neg().exp()) : logits.to(at::kDouble).exp();
+    const at::Tensor score =
+        sigmoid ? 1 / (1 + logits.to(at::kDouble).neg().exp()) : logits.to(at::kDouble).exp();
     EXPECT_TRUE(found.allclose(score / score.sum(1, true), 1e-12, 0)) << sigmoid;
   }
 }

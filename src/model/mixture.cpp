@@ -11,7 +11,9 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
   const ExpertsShape& shape = config.experts;
   const std::int64_t hidden = config.hidden, shared = shape.shared_feed_forward;
   Mixture mixture;
-  const auto trained = [&](const std::string& name, at::IntArrayRef of) { return create(prefix + name, of, true); };
+  const auto trained = [&](const std::string& name, at::IntArrayRef of) {
+    return create(prefix + name, of, true);
+  };
   mixture.router = trained("gate.weight", {shape.count, hidden});
   if (shape.sigmoid)
     mixture.selection_bias = create(prefix + kSelectionBias, {shape.count}, /*trained=*/false);

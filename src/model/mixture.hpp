@@ -33,11 +33,11 @@ struct MixtureOutput {
   at::Tensor router_logits;  // [T, E]
   at::Tensor chosen;         // [T, k]
 };
-// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `seams`: where experts lie on several ranks, or their matrices are cut, `mixture` has
-// this rank's. The router and the switch of the shared expert read the stream, so that what they say is the
-// same on all ranks along tp; under cut tokens each rank says it of its own.
+// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `seams`: where
+// experts lie on several ranks, or their matrices are cut, `mixture` has this rank's. The router and the
+// switch of the shared expert read the stream, so that what they say is the same on all ranks along tp; under
+// cut tokens each rank says it of its own.
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              const at::Tensor& x, const Choose& choose = {},
-                              const ModelSeams& seams = {});
+                              const at::Tensor& x, const Choose& choose = {}, const ModelSeams& seams = {});
 
 }  // namespace isograd

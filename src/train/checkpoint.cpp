@@ -97,9 +97,7 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   layout.compare_writes();
   TrainingState whole_state = state;
   whole_state.missed_updates = optimizer.missed_updates();
-  OptimizerState parameters;
-  for (const Bucket& bucket : layout.buckets()) parameters[""].push_back(bucket.parameters);
-  WholeTensors weights(layout, std::move(parameters), options.placed);
+  WholeTensors weights = WholeTensors::parameters(layout, options.placed);
   WholeTensors states(layout, sharded_state(layout, optimizer), options.placed);
   Group all = layout.mesh().all();
   if (all.rank() != 0) weights.drain(), states.drain();

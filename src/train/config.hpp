@@ -76,8 +76,8 @@ struct RunConfig {
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
     // Of a decoder with experts; weights beside the cross entropy, 0: not added.
     double balance = 0, router_z = 0;
-    std::string balance_over = "layers";  // layers | model
-    std::string balance_scope = "step";   // step | micro_batch
+    std::string balance_over = "layers";              // layers | model
+    std::string balance_scope = "step";               // step | micro_batch
     double selection_bias_rate = kSelectionBiasRate;  // of sigmoid routers
   } loss;
   struct {

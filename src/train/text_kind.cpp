@@ -183,11 +183,11 @@ void check_router_losses(const RunConfig& config) {
   const bool any = loss.balance != 0 || loss.router_z != 0;
   const bool sigmoid = configured_shape(config).experts.sigmoid;
   if (!sigmoid && loss.selection_bias_rate != kSelectionBiasRate)
-    throw ConfigError({.where = "loss.selection_bias_rate",
-                       .found = fmt::format("{}, and routers without a selection bias",
-                                            loss.selection_bias_rate),
-                       .expected = "a model that has it (model.family = \"dots1\")",
-                       .action = "Leave it out"});
+    throw ConfigError(
+        {.where = "loss.selection_bias_rate",
+         .found = fmt::format("{}, and routers without a selection bias", loss.selection_bias_rate),
+         .expected = "a model that has it (model.family = \"dots1\")",
+         .action = "Leave it out"});
   if (sigmoid && loss.router_z != 0)
     throw ConfigError({.where = "loss.router_z",
                        .found = fmt::format("{}, and routers that score by sigmoids", loss.router_z),

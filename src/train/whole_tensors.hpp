@@ -23,6 +23,8 @@ class WholeTensors {
   // parameter "a" and key "b" is called "a.b", and "a" of an empty key. `placed`: of a model whose parameters
   // are cut over ranks, or null. `layout` and `placed` outlive it.
   WholeTensors(DataParallel& layout, OptimizerState parts, const Layout* placed);
+  // The parameters themselves; the frozen ones last.
+  static WholeTensors parameters(DataParallel& layout, const Layout* placed);
 
   // On rank 0, for one that writes them. Once: drain() on the others at the same time.
   TensorStream stream();
@@ -30,20 +32,25 @@ class WholeTensors {
   void drain() { each({}); }
 
  private:
+  using Part = std::pair<std::string, const Bucket*>;  // key and bucket
   struct Place {
-    std::string key;
-    std::size_t bucket;
+    Part part;
     const Slot* slot;
+    std::string parameter;
+    at::Tensor tensor;  // of a parameter that lies in no bucket
     TensorStream::Entry entry;
   };
-  using Part = std::pair<std::string, std::size_t>;  // key and bucket
 
+  WholeTensors(DataParallel& layout, const Layout* placed) : layout_(layout), placed_(placed) {}
+  void add(const std::string& key, const Bucket& bucket, const at::Tensor& flat);
+  void sort_from(std::size_t begin);
+  std::vector<std::int64_t> whole_shape(const std::string& parameter, at::IntArrayRef own) const;
   void each(const TensorStream::Take& take);
   at::Tensor whole(const Place& place);
 
   DataParallel& layout_;
-  OptimizerState parts_;
   const Layout* placed_;
+  std::map<Part, at::Tensor> parts_;  // what this rank holds
   std::vector<Place> places_;
   std::size_t next_ = 0;
   std::map<Part, at::Tensor> gathered_;

@@ -39,13 +39,13 @@ struct Routed {
 };
 
 DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std::shared_ptr<Routed>& given) {
-  return
-      [into, given](const Batch&, std::int64_t layer, const ExpertScores& scores, const at::Tensor& likeliest) {
-        into->scores[layer] = scores.values.to(at::kCPU, at::kDouble);
-        const at::Tensor chosen = given ? given->chosen.at(layer).to(likeliest.device()) : likeliest;
-        into->chosen[layer] = chosen.cpu();
-        return chosen;
-      };
+  return [into, given](const Batch&, std::int64_t layer, const ExpertScores& scores,
+                       const at::Tensor& likeliest) {
+    into->scores[layer] = scores.values.to(at::kCPU, at::kDouble);
+    const at::Tensor chosen = given ? given->chosen.at(layer).to(likeliest.device()) : likeliest;
+    into->chosen[layer] = chosen.cpu();
+    return chosen;
+  };
 }
 
 // Of the groups that a token's experts come from: how far their sums of two are apart the wrong way. `of`:

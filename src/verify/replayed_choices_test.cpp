@@ -65,9 +65,10 @@ TEST(ReplayedChoices, NoSmallerErrorOfScoresExplainsAnotherChoice) {
       if (of.groups > 1) continue;
       auto moved = scores;  // by a little more, the right errors do
       for (std::size_t e = 0; e < moved.size(); ++e)
-        moved[e] += (std::binary_search(wanted.begin(), wanted.end(), static_cast<std::int64_t>(e)) ? 0.501
-                                                                                                  : -0.501) *
-                    apart;
+        moved[e] +=
+            (std::binary_search(wanted.begin(), wanted.end(), static_cast<std::int64_t>(e)) ? 0.501
+                                                                                            : -0.501) *
+            apart;
       EXPECT_EQ(best_of(moved, of), wanted);
     }
   EXPECT_GT(others, 500);

@@ -136,9 +136,14 @@ void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& 
   }
   agree_to_write(problem, mesh().all());
   agree_to_write(difference_between_ranks(values, places, mesh()), mesh().all());
-  for (const auto& [name, tensor] : values) places.at(name).write(tensor.detach());
+  bool all_apart = true;  // in the model as they are, which each rank writes for itself
+  for (const auto& [name, tensor] : values) {
+    const Destination& place = places.at(name);
+    place.write(tensor.detach());
+    all_apart = all_apart && !place.bucket;
+  }
   forget_writes(names);
-  publish_parameters();
+  if (!all_apart) publish_parameters();
 }
 
 std::vector<std::string> DataParallel::bucket_order() {
