@@ -8,9 +8,12 @@
 #include <map>
 
 #include "experts_run.hpp"
+#include "isograd/checkpoint.hpp"
+#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
 #include "train/expert_load.hpp"
 #include "train/metrics.hpp"
+#include "train/resume.hpp"
 #include "train/task.hpp"
 #include "verify/run.hpp"
 

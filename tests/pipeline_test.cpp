@@ -161,7 +161,7 @@ TEST(PipelineParallelLook, GivesTheLogitsOfOneProcess) {
   const at::NoGradGuard no_grad;
   const Batch batch = tensor::step_of(0, 1, cell.config().vocabulary)[0];
   const at::Tensor wanted = tensor::whole_model(cell.config(), at::kDouble)->logits(batch);
-  const auto look = [&](World& world, const Cell& with) {
+  const auto look = [&](World& world, const Cell& with, const at::Tensor& expected) {
     const at::NoGradGuard of_this_thread;
     const Mesh mesh(world, with.grid());
     const auto model = tensor::whole_model(with.config(), at::kDouble);
@@ -171,15 +171,21 @@ TEST(PipelineParallelLook, GivesTheLogitsOfOneProcess) {
     const DecoderOutputs outputs = model->outputs(batch);
     if (!outputs.passed_on.defined()) {
       const at::Tensor logits = model->logits_of(outputs.hidden);
-      EXPECT_LT((logits - wanted).abs().max().item<double>(), 1e-12);
+      EXPECT_LT((logits - expected).abs().max().item<double>(), 1e-12);
     }
     world.group.barrier();
   };
-  run_ranks(3, [&](World& world) { look(world, cell); });
+  run_ranks(3, [&](World& world) { look(world, cell, wanted); });
+  // A rank with several stages computes them one after another, each once it is given what it needs.
+  const Cell several{.pp = 2, .stages_of_rank = 2, .schedule = "interleaved"};
+  const at::Tensor wanted_of_several = tensor::whole_model(several.config(), at::kDouble)->logits(batch);
+  run_ranks(2, [&](World& world) { look(world, several, wanted_of_several); });
   run_ranks(2, [&](World& world) {
-    const Cell several{.pp = 2, .stages_of_rank = 2, .schedule = "interleaved"};
-    EXPECT_THAT(error_testing::error_of([&] { look(world, several); }),
+    Pipeline pipeline(Mesh(world, several.grid()), {.schedule = "interleaved", .stages_of_rank = 2});
+    EXPECT_THAT(error_testing::error_of([&] { pipeline.stage(); }),
                 ::testing::HasSubstr("a forward outside of a step, of a rank with 2 stages"));
+    EXPECT_THAT(error_testing::error_of([&] { pipeline.look_at(1 - world.rank); }),
+                ::testing::HasSubstr("one of this rank's"));
   });
 }
 

@@ -116,16 +116,19 @@ struct ModelSeams {
                            const Experts& compute)>
       experts{};
 
-  // Of a model whose layers lie in stages on several ranks: the layers of the stage whose turn it is, what it
-  // is given unless it is the first, and to whom its stream goes unless it is the last; that gives a zero to
-  // be added to the loss, whose backward waits for the stream's gradient.
+  // Of a model whose layers lie in stages on several ranks: the layers of those that this forward is of (one
+  // in a step, all of the rank's outside of it), what each is given unless it is the first, and where its
+  // stream goes unless it is the last; that gives a zero to be added to the loss, whose backward waits for
+  // the stream's gradient.
   struct Stage {
+    int index = 0;
     std::int64_t begin = 0, count = 0;
     bool is_first = true, is_last = true;
   };
-  std::function<Stage()> stage{};
-  std::function<at::Tensor()> receive{};
-  Map pass_on{};
+  std::function<std::vector<Stage>()> stages{};
+  std::function<at::Tensor(const Stage&)> receive{};
+  std::function<at::Tensor(const Stage&, const at::Tensor& stream)> pass_on{};
+  Map of_last_stage{};  // a tensor of one shape on all these ranks; the last stage's, on each. No gradient
 
   // Of a language model.
   Map whole_logits{};  // this rank's columns to those of the vocabulary; no gradient
@@ -141,8 +144,9 @@ struct ModelSeams {
 // What a decoder computes of a batch, before the output layer.
 struct DecoderOutputs {
   at::Tensor hidden;  // [T_local, hidden], after the last norm
-  // Of each layer that has experts, ascending: [T_local, experts], and [T_local, k], what computed the
-  // tokens.
+  // Of each layer that has experts, ascending, of the stages that this was a forward of: which it is,
+  // [T_local, experts], and [T_local, k], what computed the tokens.
+  std::vector<std::int64_t> routed{};
   std::vector<at::Tensor> router_logits{}, chosen{};
   at::Tensor passed_on{};  // in place of `hidden`, of a stage before the last: ModelSeams::pass_on
 };

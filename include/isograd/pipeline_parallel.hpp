@@ -47,8 +47,11 @@ class Pipeline {
   int rank_of(int stage) const;
 
   // Whose forward or backward of the step runs; outside of a step, to look at a batch without gradients, the
-  // rank's only stage. ConfigError there on a rank with several.
+  // rank's only stage, or that of look_at(). ConfigError there on a rank with several, before it.
   int stage() const;
+  bool in_step() const;
+  // Outside of a step: the forward that follows is that of this stage, one of the rank's.
+  void look_at(int stage);
   bool is_first() const { return stage() == 0; }
   bool is_last() const { return stage() + 1 == stages(); }
 
@@ -64,6 +67,15 @@ class Pipeline {
            const std::function<void(std::size_t, bool, std::size_t)>& backward) const;
   // Of what the number of micro-batches must be a multiple.
   std::size_t micro_batches_of() const;
+
+  // What the ranks along pp did in the last run(): its table and when each action computed, in seconds from
+  // the first one's begin; a wait for another stage lies before an action and not in it. Collective over
+  // these ranks, the same on each. Nothing before the first step.
+  struct Measured {
+    PipelineTable table;
+    PipelineTimeline timeline;
+  };
+  std::optional<Measured> measured() const;
 
  private:
   struct Impl;

@@ -52,6 +52,8 @@ struct VerifyModel {
   // as isograd::cut() does, and lets forward communicate. Of layouts under test; the oracle's stays whole.
   std::function<Layout(const Mesh&)> cut{};
   std::shared_ptr<const Layout> placed{};  // what `cut` gave, before a layout under test is made
+  // Of a model in stages, after `cut`: the options of steps that go through them. Not given: as they are.
+  std::function<StepOptions(StepOptions options)> through{};
   // StepOptions::look_ahead of steps that differentiate this forward, which is loss_terms. Not given: none.
   std::function<LookAhead(const ForwardLossTerms& forward)> look_ahead{};
   // For a model that sends tokens to experts (DecoderLM::set_choice_of_experts). Rounding may turn a near tie
@@ -163,7 +165,9 @@ struct VerifyProblem {
     ForwardLossTerms forward;
     const Layout* placed = nullptr;  // of a model that ranks hold together
     LookAhead look_ahead{};          // of its steps
+    std::vector<std::pair<std::string, at::Tensor>> named{};  // this rank's parts, where there are stages
     std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};  // of its model
+    std::function<StepOptions(StepOptions options)> through{};                     // VerifyModel::through
   };
   std::optional<Living> living{};
   // Where ranks along some axes hold the same batch: those of it see different data along the data axes

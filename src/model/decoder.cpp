@@ -1,5 +1,8 @@
 #include "model/decoder.hpp"
 
+#include <algorithm>
+#include <iterator>
+
 #include "attention/attention.hpp"
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
@@ -151,9 +154,22 @@ Linear DecoderLM::Impl::of_key_heads(const Linear& whole) const {
 }
 
 DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& pass) const {
+  if (!seams.stages) return stage_outputs({.count = config.layers}, tokens, pass);
   DecoderOutputs result;
-  const auto stage = seams.stage ? seams.stage() : ModelSeams::Stage{.begin = 0, .count = config.layers};
-  at::Tensor stream = !stage.is_first ? seams.receive()  // [T, hidden]
+  for (const ModelSeams::Stage& stage : seams.stages()) {
+    DecoderOutputs own = stage_outputs(stage, tokens, pass);
+    result.hidden = own.hidden, result.passed_on = own.passed_on;
+    std::ranges::copy(own.routed, std::back_inserter(result.routed));
+    std::ranges::move(own.router_logits, std::back_inserter(result.router_logits));
+    std::ranges::move(own.chosen, std::back_inserter(result.chosen));
+  }
+  return result;
+}
+
+DecoderOutputs DecoderLM::Impl::stage_outputs(const ModelSeams::Stage& stage, const at::Tensor& tokens,
+                                              const BlockPass& pass) const {
+  DecoderOutputs result;
+  at::Tensor stream = !stage.is_first ? seams.receive(stage)  // [T, hidden]
                       : seams.embed   ? seams.embed(embedding, tokens, config.pad)
                                       : at::embedding(embedding, tokens, config.pad);
   for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer) {
@@ -162,11 +178,12 @@ DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPas
     const auto given = around ? around(layer, stream, forward) : forward(stream);
     stream = given.at(0);
     if (!config.has_experts(layer)) continue;
+    result.routed.push_back(layer);
     result.router_logits.push_back(given.at(1));
     if (pass.chosen) result.chosen.push_back(pass.chosen->at(static_cast<std::size_t>(layer)));
   }
   if (!stage.is_last) {
-    result.passed_on = seams.pass_on(stream);
+    result.passed_on = seams.pass_on(stage, stream);
     return result;
   }
   const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
@@ -246,7 +263,7 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
       return given(batch, layer, scores, likeliest);
     };
   if (impl_->config.experts.count > 0)
-    pass.chosen = std::make_shared<std::vector<at::Tensor>>(impl_->config.layers);
+    pass.chosen = std::make_shared<std::vector<at::Tensor>>(static_cast<std::size_t>(impl_->config.layers));
   return impl_->outputs(batch.tokens.to(device), pass);
 }
 

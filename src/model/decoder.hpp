@@ -41,6 +41,8 @@ struct DecoderLM::Impl {
   void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
 
   DecoderOutputs outputs(const at::Tensor& tokens, const BlockPass& pass) const;
+  DecoderOutputs stage_outputs(const ModelSeams::Stage& stage, const at::Tensor& tokens,
+                               const BlockPass& pass) const;
   // The stream and, where the layer has experts, its router's logits.
   std::vector<at::Tensor> block(std::int64_t layer, at::Tensor stream, const BlockPass& pass) const;
   at::Tensor logits(const at::Tensor& hidden) const;

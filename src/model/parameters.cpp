@@ -26,7 +26,7 @@ void register_under(torch::nn::Module& root, const std::string& name, const at::
     place =
         child ? child->get() : place->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
   }
-  place->register_parameter(name.substr(begin), parameter);
+  place->register_parameter(name.substr(begin), parameter, parameter.requires_grad());
 }
 
 void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name) {

@@ -49,22 +49,24 @@ int stage_of(const std::string& strategy) {
 }
 
 Grid grid_of(const RunConfig& config, int ranks) {
-  const auto together = static_cast<int>(config.parallel.tp);
-  if (together == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
-  if (ranks % together != 0)
-    throw ConfigError({.where = "parallel.tp",
-                       .found = fmt::format("{} for {} ranks", together, ranks),
-                       .expected = "a size that divides the ranks",
-                       .action = "Change parallel.tp or the ranks"});
-  std::vector<Axis> axes = data_grid_of(config, ranks / together).axes();
-  axes.push_back({"tp", together});  // neighbours
+  const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
+  if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
+  if (ranks % (tp * pp) != 0)
+    throw ConfigError(
+        {.where = pp == 1 ? "parallel.tp" : tp == 1 ? "parallel.pp" : "parallel.tp times parallel.pp",
+         .found = fmt::format("{} for {} ranks", tp * pp, ranks),
+         .expected = "a size that divides the ranks",
+         .action = "Change it or the ranks"});
+  std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
+  if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they speak most
+  if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
   const Grid grid = with_expert_view(Grid(axes, ranks), config.parallel.ep);
   const TaskKind& kind = kind_of(config);
-  return kind.view ? kind.view(config, grid) : grid;
+  return kind.view && tp > 1 ? kind.view(config, grid) : grid;
 }
 
 bool held_together(const RunConfig& config) {
-  return config.parallel.tp > 1 || config.parallel.ep > 1;
+  return config.parallel.tp > 1 || config.parallel.ep > 1 || config.parallel.pp > 1;
 }
 
 void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {

@@ -190,9 +190,13 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     };
     // An evaluation is of the cross entropy alone.
     if (routers && (at::GradMode::is_enabled() || routers->collecting()))
-      routers->add_terms(outputs.router_logits, outputs.chosen, terms);
+      routers->add_terms(outputs, terms);
     if (routers && routers->collecting())
       return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
+    if (outputs.passed_on.defined()) {  // of a stage before the last
+      terms.insert(terms.begin(), {"cross_entropy", outputs.passed_on});
+      return terms;
+    }
     const at::Tensor& weight = model.output_weight();
     // By the whole vocabulary, so that ranks with unequal parts of it choose alike.
     const bool fused =
@@ -241,6 +245,12 @@ Schedule make_schedule(const RunConfig& config) {
   Schedule schedule = config.schedule;
   schedule.total = config.train.steps;
   return schedule;
+}
+
+PipelineOptions pipeline_options(const RunConfig& config) {
+  return {.schedule = config.parallel.schedule,
+          .stages_of_rank = static_cast<int>(config.parallel.stages_per_rank),
+          .table = std::nullopt};
 }
 
 StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally) {

@@ -15,6 +15,7 @@
 #include "isograd/layout.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "isograd/plan.hpp"
 #include "isograd/step.hpp"
 #include "isograd/text_data.hpp"
@@ -75,6 +76,10 @@ struct RanksOfRun {
   RanksOfRun(const Group& group) : RanksOfRun(group.size(), group.has_host_memory()) {}  // NOLINT
 };
 
+// Those that this rank holds: all but of other stages.
+NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
+                             const Grid& grid, int rank);
+
 // A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
 // that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. `placements`:
 // of parameters that are not merely copied. Collective.
@@ -114,6 +119,7 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Ra
 // configured.
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
                          const RanksOfRun& ranks);
+PipelineOptions pipeline_options(const RunConfig& config);
 // `look_ahead` and `tally`: TaskModel's.
 StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally = {});
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);

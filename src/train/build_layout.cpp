@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <set>
 
 #include "base/memory.hpp"
 #include "isograd/error.hpp"
@@ -41,10 +42,21 @@ Chosen chosen(const std::string& strategy, const ModelUnits* units, DataParallel
   return {.naive = strategy == "naive", .options = std::move(options)};
 }
 
-TrainableParameters trainable(const NamedTensors& parameters, const Layout::Named& placements) {
-  TrainableParameters result = trainable_parameters(parameters);
+TrainableParameters trainable(const NamedTensors& parameters, const Layout::Named& placements,
+                              const Grid& grid, int rank) {
+  TrainableParameters result = trainable_parameters(held_parameters(parameters, placements, grid, rank));
   result.placements = placements;
   return result;
+}
+
+// An order that a run with other stages has saved says nothing of these parameters.
+std::vector<std::string> order_of(const std::vector<std::string>& saved, const TrainableParameters& own) {
+  std::vector<std::string> order;
+  for (const std::string& name : saved)
+    if (std::any_of(own.begin(), own.end(), [&](const auto& one) { return one.name == name; }))
+      order.push_back(name);
+  if (order.size() != own.size()) order.clear();
+  return order;
 }
 
 FullyShardOptions with(FullyShardOptions options, const Layout::Named& placements) {
@@ -94,6 +106,17 @@ FillValues local_part_of(FillValues fill, const Layout& placed) {
 
 }  // namespace
 
+NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
+                             const Grid& grid, int rank) {
+  std::set<std::string> elsewhere;
+  for (const auto& [name, placement] : placements)
+    if (!holds(placement, grid, rank)) elsewhere.insert(name);
+  NamedTensors held;
+  for (const auto& parameter : parameters)
+    if (!elsewhere.contains(parameter.first)) held.push_back(parameter);
+  return held;
+}
+
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options, const FullyShardOptions& sharded,
@@ -101,7 +124,10 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const N
   const Chosen by = chosen(strategy, units, std::move(options));
   if (by.options.stage == 3)
     return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
-  return (by.naive ? naive : bucketed)(trainable(parameters, placements), mesh, by.options);
+  TrainableParameters own = trainable(parameters, placements, mesh.grid(), mesh.rank());
+  DataParallelOptions whole = by.options;
+  whole.order = order_of(whole.order, own);
+  return (by.naive ? naive : bucketed)(std::move(own), mesh, std::move(whole));
 }
 
 std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
@@ -111,7 +137,8 @@ std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const Name
   const Chosen by = chosen(strategy, units, std::move(options));
   if (by.options.stage == 3)
     return plan_fully_sharded(units->root, parameters, units->blocks, grid, rank, with(sharded, placements));
-  return (by.naive ? plan_naive : plan_bucketed)(trainable(parameters, placements), grid, rank, by.options);
+  return (by.naive ? plan_naive : plan_bucketed)(trainable(parameters, placements, grid, rank), grid, rank,
+                                                 by.options);
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
@@ -134,7 +161,8 @@ void give_values(const NamedTensors& parameters, const FillValues& fill, const L
   const at::NoGradGuard no_grad;
   for (const auto& [name, parameter] : parameters) {
     at::Tensor values = at::zeros(parameter.sizes(), parameter.options().device(at::kCPU));
-    own(name, values);  // the same bits on any device
+    const bool elsewhere = placed && !placed->parameter(name).held;
+    if (!elsewhere) own(name, values);  // the same bits on any device
     values = values.to(device);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
   }
@@ -167,6 +195,8 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
                             ? " (tokens too, between them)"
                             : "");
   if (config.parallel.ep > 1) text += fmt::format(", experts dealt to {} ranks", config.parallel.ep);
+  if (const auto& p = config.parallel; p.pp > 1)
+    text += fmt::format(", layers in {} stages on {} ranks ({})", p.pp * p.stages_per_rank, p.pp, p.schedule);
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
   if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));

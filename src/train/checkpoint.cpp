@@ -138,8 +138,16 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
   };
   const auto saved = read_safetensors(path);
   const auto wanted = places(layout, sharded_state(layout, optimizer));
+  // "a" of "a.key", which another stage may have.
+  const auto is_elsewhere = [&](const std::string& name) {
+    const std::string parameter = name.substr(0, name.rfind('.'));
+    return placed && std::ranges::any_of(placed->parameters(), [&](const PlacedParameter& each) {
+             return !each.held && each.name == parameter;
+           });
+  };
   for (const auto& [name, tensor] : saved)
-    if (!wanted.contains(name)) bad(name, "a tensor that this run has no place for", "none");
+    if (!wanted.contains(name) && !is_elsewhere(name))
+      bad(name, "a tensor that this run has no place for", "none");
   for (const auto& [name, place] : wanted) {
     const auto& [bucket, slot, flat] = place;
     const std::vector<std::int64_t>& shape =

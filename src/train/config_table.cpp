@@ -141,9 +141,17 @@ std::vector<ConfigKey> common_keys() {
           "norms and residuals are computed once and kept once. Off: each has all of them."),
       KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6),
           "Ranks that experts are dealt to, among those that see different tokens, which travel to their "
-          "experts and back (`docs/experts.md`). At most `model.experts`; must divide the ranks. With "
-          "`naive`, "
-          "`overlapped` and `bucketed`, without one copy of the parameters, and without `parallel.tp`."),
+          "experts and back (`docs/experts.md`). At most `model.experts`; must divide the ranks."),
+      KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6),
+          "Ranks that hold the layers of one model one behind another, in stages, and see the same packs "
+          "(`docs/pipeline-parallelism.md`). At most `model.layers`; times the other axes it must divide the "
+          "ranks. Not with `zero3`."),
+      KEY("parallel.schedule", parallel.schedule, "",
+          one_of({"one-after-another", "gpipe", "1f1b", "interleaved"}),
+          "With `parallel.pp`: in which order a rank makes forwards and backwards of micro-batches "
+          "(`isograd schedule` draws it). A speed and memory option."),
+      KEY("parallel.stages_per_rank", parallel.stages_per_rank, "", at_least(1, 1e6),
+          "With `parallel.pp`: stages on each rank; 1, and 2 or more with `interleaved`."),
       KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
           one_of({"all", "ulysses_only", "ring_only", "none"}),
           "Over which of these ranks a sharded strategy spreads its shards, besides those with other packs; "

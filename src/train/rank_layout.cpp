@@ -101,7 +101,8 @@ RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> bu
     }
     result.padding += kept_of(bucket.padding, padding_held, bucket.planned, bytes);
   }
-  for (const NamedParameter& parameter : trainable_parameters(parameters)) {
+  for (const NamedParameter& parameter :
+       trainable_parameters(held_parameters(parameters, placements, grid, rank))) {
     const auto& [b, slot] = places.at(parameter.name);
     const LaidBucket& bucket = result.buckets[b];
     const auto declared = std::find_if(placements.begin(), placements.end(),

@@ -30,27 +30,38 @@ void RouterLosses::sum_over(const Group& data) {
   if (balance_) balance_.emplace(balance_options_, data);
 }
 
-void RouterLosses::add_terms(const std::vector<at::Tensor>& router_logits,
-                             const std::vector<at::Tensor>& chosen, LossTerms& terms) {
-  for (std::size_t i = 0; i < router_logits.size() && not_finite_ < 0; ++i)
-    if (!router_logits[i].detach().isfinite().all().item<bool>()) not_finite_ = layers_.at(i);
+void RouterLosses::sum_over_stages(const Group& data_and_stages) {
+  stages_ = data_and_stages;
+  sum_over(*stages_);
+}
+
+void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
+  std::vector<std::size_t> rows;  // of layers_
+  for (const std::int64_t layer : outputs.routed)
+    rows.push_back(static_cast<std::size_t>(std::ranges::lower_bound(layers_, layer) - layers_.begin()));
+  for (std::size_t i = 0; i < rows.size() && not_finite_ < 0; ++i)
+    if (!outputs.router_logits[i].detach().isfinite().all().item<bool>()) not_finite_ = outputs.routed[i];
   if (balance_) {
+    // A layer of another stage has no tokens here.
+    std::vector<at::Tensor> probabilities(layers_.size(), at::zeros({0, shape_.count}, at::kDouble)),
+        chosen(layers_.size(), at::zeros({0, shape_.per_token}, at::kLong));
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      chosen[rows[i]] = outputs.chosen[i];
+      if (!collecting_) probabilities[rows[i]] = router_probabilities(outputs.router_logits[i], shape_);
+    }
     if (collecting_) return balance_->collect(chosen);
-    std::vector<at::Tensor> probabilities;
-    for (const at::Tensor& logits : router_logits)
-      probabilities.push_back(router_probabilities(logits, shape_));
     terms.push_back(balance_->term(probabilities, chosen));
   }
   // Once a micro-batch: what a checkpointed block computes again in backward does not come here.
-  for (std::size_t i = 0; i < chosen.size() && choices_.defined() && !collecting_; ++i)
-    choices_[static_cast<std::int64_t>(i)] +=
-        at::bincount(chosen[i].flatten().cpu(), {}, balance_options_.experts);
+  for (std::size_t i = 0; i < rows.size() && choices_.defined() && !collecting_; ++i)
+    choices_[static_cast<std::int64_t>(rows[i])] +=
+        at::bincount(outputs.chosen[i].flatten().cpu(), {}, shape_.count);
   if (z_weight_ == 0 || collecting_) return;
-  std::vector<at::Tensor> sums;
-  for (const at::Tensor& logits : router_logits)
-    sums.push_back(logits.to(at::kDouble).logsumexp(1).square().sum());
+  at::Tensor sum = at::zeros({}, at::kDouble);
+  for (const at::Tensor& logits : outputs.router_logits)
+    sum = sum + logits.to(at::kDouble).logsumexp(1).square().sum().cpu();
   terms.push_back({.name = kRouterZTerm,
-                   .sum = at::stack(sums).mean(),  // over layers; the step divides by its tokens
+                   .sum = sum / static_cast<double>(layers_.size()),  // the step divides by its tokens
                    .mean = Mean::kTokens,
                    .weight = z_weight_});
 }
@@ -58,7 +69,7 @@ void RouterLosses::add_terms(const std::vector<at::Tensor>& router_logits,
 void RouterLosses::look_ahead(const MicroBatches& micro_batches, const Group& data,
                               const ForwardLossTerms& forward) {
   if (!looks_ahead()) return;
-  sum_over(data);
+  sum_over(stages_ ? *stages_ : data);
   const at::NoGradGuard no_grad;
   collecting_ = true;
   try {

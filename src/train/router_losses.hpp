@@ -22,14 +22,14 @@ class RouterLosses {
 
   // Whether the routing of the whole step must be known before its first term: loss.balance over the step.
   bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
-  // Over which ranks router statistics are summed: those that see different data.
+  // Over which ranks router statistics are summed: those that see different data, and of a model in stages
+  // those that have other layers, which no look_ahead() takes back.
   void sum_over(const Group& data);
+  void sum_over_stages(const Group& data_and_stages);
 
-  // The terms of a micro-batch, of the logits [T, E] and the choices [T, k] of each layer that has experts.
-  // While collecting: counts them, and there are none. A layer whose logits are not
-  // finite is remembered.
-  void add_terms(const std::vector<at::Tensor>& router_logits, const std::vector<at::Tensor>& chosen,
-                 LossTerms& terms);
+  // The terms of a micro-batch, of what its routers say in the layers that this forward was of. While
+  // collecting: counts choices, and there are none. A layer whose logits are not finite is remembered.
+  void add_terms(const DecoderOutputs& outputs, LossTerms& terms);
 
   // Runs `forward` on each micro-batch without gradient. Collective.
   void look_ahead(const MicroBatches& micro_batches, const Group& data, const ForwardLossTerms& forward);
@@ -52,6 +52,7 @@ class RouterLosses {
   Scope scope_;
   BalanceLossOptions balance_options_{};
   std::optional<BalanceLoss> balance_{};
+  std::optional<Group> stages_{};
   bool collecting_ = false;
   at::Tensor choices_{};  // [layers, E] int64; undefined: not counted
   std::int64_t not_finite_ = -1;

@@ -38,6 +38,8 @@ class TaskModel {
   virtual ForwardLossTerms loss() = 0;
   // Parameters that have values; those on the meta device are put where the layout is told.
   virtual void to(at::Device device) = 0;
+  // Of a model in stages, once it is cut: what its steps go through. Null: one stage.
+  virtual const Pipeline* pipeline() const { return nullptr; }
   // What must be known of a whole step before its first forward, by passes of `forward`, which is loss() as
   // the run differentiates it. Not given: nothing.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }

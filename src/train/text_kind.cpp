@@ -5,6 +5,7 @@
 
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/pipeline_schedule.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
 #include "train/config_keys.hpp"
@@ -241,7 +242,34 @@ void check_experts_dealt(const RunConfig& config) {
            "Lower parallel.ep; more ranks fit along the other axes");
 }
 
+void check_stages(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  if (parallel.pp == 1) return;
+  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
+    throw ConfigError({.where = std::move(where),
+                       .found = std::move(found),
+                       .expected = std::move(expected),
+                       .action = std::move(action)});
+  };
+  const DecoderConfig shape = configured_shape(config);
+  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
+    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
+           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
+  if (stage_of(parallel.strategy) == 3)
+    refuse("parallel.strategy", "zero3 with parallel.pp, whose stages would gather their blocks at other times",
+           "one that keeps parameters whole", "Use zero2, or leave parallel.pp out");
+  const auto ranks = static_cast<int>(parallel.pp);
+  make_pipeline(parallel.schedule, ranks, static_cast<int>(parallel.stages_per_rank), ranks);
+  if (shape.tied_output && parallel.pp > 2)
+    refuse("parallel.pp", fmt::format("{} ranks and a tied embedding, whose ends lie on two of them", ranks),
+           "two ranks", "Set parallel.pp = 2, or model.tied_output = false");
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
+    refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
+           "step", "Set loss.balance_scope = \"step\"");
+}
+
 void check_text_cut(const RunConfig& config, int) {
+  check_stages(config);
   if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
   DealtOverTp dealt{.heads = shape.heads,
@@ -269,7 +297,8 @@ const TaskKind& text_kind() {
       .keys = key_table::text_keys,
       .of_no_other = {{"loss.balance", kOnlyOfRouters},
                       {"loss.router_z", kOnlyOfRouters},
-                      {"parallel.ep", kOnlyOfRouters}},
+                      {"parallel.ep", kOnlyOfRouters},
+                      {"parallel.pp", "stages are a decoder's (model.kind)"}},
       .check =
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(configured_shape(config));

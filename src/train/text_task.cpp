@@ -5,6 +5,7 @@
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
@@ -65,7 +66,7 @@ class TextModel : public TaskModel {
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
-    if (routers_) routers_->sum_over(mesh.counting());
+    if (routers_ && !pipeline_) routers_->sum_over(mesh.counting());
     if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
                                                           const at::Tensor& k, const at::Tensor& v) {
@@ -73,13 +74,29 @@ class TextModel : public TaskModel {
     });
   }
   Layout::Named placements(const Grid& grid) override {
-    Layout::Named along_tp = decoder_placements(*model_, grid, cut_options());
-    return config_.parallel.ep > 1 ? expert_placements(*model_, grid, std::move(along_tp)) : along_tp;
+    const auto& parallel = config_.parallel;
+    Layout::Named all = decoder_placements(*model_, grid, cut_options());
+    if (parallel.ep > 1) all = expert_placements(*model_, grid, std::move(all));
+    if (parallel.pp == 1) return all;
+    const auto [schedule, stages, table] = pipeline_options(config_);
+    const int ranks = static_cast<int>(parallel.pp);
+    return stage_placements(*model_, grid, make_pipeline(schedule, ranks, stages, ranks).rank_of_stage,
+                            std::move(all));
   }
   Layout cut(const Mesh& mesh) override {
-    const Layout along_tp = cut_decoder(*model_, mesh, cut_options());
-    return config_.parallel.ep > 1 ? deal_experts(*model_, mesh, along_tp.placements()) : along_tp;
+    const auto& parallel = config_.parallel;
+    Layout layout = cut_decoder(*model_, mesh, cut_options());
+    if (parallel.ep > 1) layout = deal_experts(*model_, mesh, layout.placements());
+    if (parallel.pp == 1) return layout;
+    pipeline_ = std::make_shared<Pipeline>(mesh, pipeline_options(config_));
+    if (routers_) {
+      AxisSet axes = data_axes(mesh.grid());
+      axes.insert(kStageAxis);
+      routers_->sum_over_stages(mesh.along(axes, "routers"));
+    }
+    return split_decoder(*model_, mesh, pipeline_, layout.placements());
   }
+  const Pipeline* pipeline() const override { return pipeline_.get(); }
   void write(const fs::path& directory, const TensorStream& weights) override {
     write_hf(directory, model_->config(), weights);
     if (tokenizer_) tokenizer_->write(directory);
@@ -94,6 +111,7 @@ class TextModel : public TaskModel {
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   std::shared_ptr<RouterLosses> routers_{};  // null: a model without experts
+  std::shared_ptr<Pipeline> pipeline_{};     // null: one stage
   std::optional<SelectionBias> bias_{};      // once something has been trained
 };
 

@@ -1,8 +1,11 @@
 #include "isograd/trainer.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <iterator>
 
+#include "base/files.hpp"
 #include "comm/operations_file.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
@@ -17,6 +20,7 @@
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/run_folder.hpp"
+#include "train/stage_times.hpp"
 #include "train/stop.hpp"
 #include "train/task.hpp"
 #include "train/utilisation.hpp"
@@ -183,7 +187,9 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
-    Step step(forward, *layout, *mean, *optimizer, step_options(config, look_ahead, model->tally()));
+    StepOptions options = step_options(config, look_ahead, model->tally());
+    if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
+    Step step(forward, *layout, *mean, *optimizer, std::move(options));
     while (state.step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
@@ -353,6 +359,13 @@ struct Trainer::Impl {
                                 .columns = {},
                                 .rows = {},
                                 .passed = false});
+    std::vector<Showing::Picture> stages;
+    if (const Pipeline* pipeline = model->pipeline()) {
+      if (const auto measured = pipeline->measured()) stages = stage_pictures(*measured);
+      const std::string trace = stage_trace(*pipeline, *mesh);
+      on_rank_zero(world.group,
+                   [&] { write_file(std::filesystem::path(config.run.directory) / kStageTrace, trace); });
+    }
     const std::string bytes =
         memory ? memory_table(memory->use(), plan(), world.group, config.parallel.tp > 1) : "";
     Showing showing;
@@ -365,6 +378,7 @@ struct Trainer::Impl {
       else if (finished && !to_show)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
+      std::ranges::move(stages, std::back_inserter(showing.pictures));
       if (outcome.end == Outcome::End::kStopped)
         presenter->notice("stopped after step " + std::to_string(state.step) +
                           "; to continue: " + resume_command(config, world.size, outcome.checkpoint));

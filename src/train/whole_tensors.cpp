@@ -1,11 +1,17 @@
 #include "train/whole_tensors.hpp"
 
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <exception>
+#include <set>
+#include <sstream>
 #include <tuple>
 
 #include "base/memory.hpp"
 #include "layout/flat.hpp"
+#include "train/rank_zero.hpp"
 
 namespace isograd {
 
@@ -14,54 +20,92 @@ WholeTensors::WholeTensors(DataParallel& layout, OptimizerState parts, const Lay
   for (const auto& [key, flats] : parts)
     for (std::size_t bucket = 0; bucket < flats.size(); ++bucket)
       if (flats[bucket].defined()) add(key, layout.buckets()[bucket], flats[bucket]);
-  sort_from(0);
+  add_other_stages();
+  sort();
 }
 
 WholeTensors WholeTensors::parameters(DataParallel& layout, const Layout* placed) {
   WholeTensors all(layout, placed);
   for (const Bucket& bucket : layout.buckets()) all.add("", bucket, bucket.parameters);
-  all.sort_from(0);
-  const std::size_t trained = all.places_.size();
   const DataParallel::Frozen frozen = layout.frozen();
-  for (const Bucket* bucket : frozen.buckets) all.add("", *bucket, bucket->parameters);
-  all.sort_from(trained);
-  for (const NamedParameter& parameter : frozen.tensors)
-    all.places_.push_back({.part = {},
-                           .slot = nullptr,
-                           .parameter = parameter.name,
-                           .tensor = parameter.tensor.detach(),
-                           .entry = {.name = parameter.name,
-                                     .dtype = parameter.tensor.scalar_type(),
-                                     .shape = all.whole_shape(parameter.name, parameter.tensor.sizes())}});
+  std::set<std::string> kept;  // in buckets, not in the model
+  for (const Bucket* bucket : frozen.buckets) {
+    all.add("", *bucket, bucket->parameters, /*frozen=*/true);
+    for (const Slot& slot : bucket->plan.slots) kept.insert(slot.name);
+  }
+  for (std::size_t i = 0; i < frozen.tensors.size(); ++i) {
+    const auto& [name, tensor, decays, sync] = frozen.tensors[i];
+    if (kept.contains(name)) continue;
+    all.add({.frozen = true, .index = i, .parameter = name, .key = {}, .tensor = tensor.detach()},
+            tensor.scalar_type(), tensor.sizes());
+  }
+  all.add_other_stages();
+  all.sort();
   return all;
 }
 
-std::vector<std::int64_t> WholeTensors::whole_shape(const std::string& parameter, at::IntArrayRef own) const {
-  return placed_ ? placed_->parameter(parameter).placement.whole_shape : own.vec();
+void WholeTensors::add(const std::string& key, const Bucket& bucket, const at::Tensor& flat, bool frozen) {
+  parts_[{key, &bucket}] = flat;
+  left_[{key, &bucket}] = bucket.plan.slots.size();
+  for (const Slot& slot : bucket.plan.slots)
+    add({.frozen = frozen,
+         .index = slot.index,
+         .parameter = slot.name,
+         .key = key,
+         .bucket = &bucket,
+         .slot = &slot},
+        flat.scalar_type(), slot.shape);
 }
 
-void WholeTensors::add(const std::string& key, const Bucket& bucket, const at::Tensor& flat) {
-  const Part part{key, &bucket};
-  parts_[part] = flat;
-  left_[part] = bucket.plan.slots.size();
-  for (const Slot& slot : bucket.plan.slots)
-    places_.push_back({.part = part,
-                       .slot = &slot,
-                       .parameter = slot.name,
-                       .tensor = {},
-                       .entry = {.name = key.empty() ? slot.name : slot.name + "." + key,
-                                 .dtype = flat.scalar_type(),
-                                 .shape = whole_shape(slot.name, slot.shape)}});
+void WholeTensors::add(Place place, at::ScalarType type, at::IntArrayRef own) {
+  std::vector<std::int64_t> shape = own.vec();
+  if (placed_) {
+    const auto& all = placed_->parameters();
+    const PlacedParameter& parameter = placed_->parameter(place.parameter);
+    place.index = static_cast<std::size_t>(&parameter - all.data());
+    shape = parameter.placement.whole_shape;
+  }
+  place.entry = {.name = place.key.empty() ? place.parameter : place.parameter + "." + place.key,
+                 .dtype = type,
+                 .shape = std::move(shape)};
+  places_.push_back(std::move(place));
+}
+
+// What is whole where other stages have it: they say its name, key and type.
+void WholeTensors::add_other_stages() {
+  if (!placed_ || !placed_->mesh().grid().has(kStageAxis)) return;
+  Group stages = placed_->mesh().along({kStageAxis});
+  std::string own;
+  for (const Place& place : places_)
+    own += fmt::format("{} {} {} {}\n", place.parameter, place.frozen ? 1 : 0,
+                       static_cast<int>(place.entry.dtype), place.key);
+  std::set<std::string> known;  // tied ones lie in two stages
+  for (const Place& place : places_) known.insert(place.entry.name);
+  for (int rank = 0; rank < stages.size(); ++rank) {
+    std::istringstream lines(broadcast_text(stages, own, rank));
+    std::string line;
+    while (std::getline(lines, line)) {
+      std::istringstream words(line);
+      Place place;
+      int frozen = 0, type = 0;
+      words >> place.parameter >> frozen >> type >> place.key;
+      if (!known.insert(place.key.empty() ? place.parameter : place.parameter + "." + place.key).second)
+        continue;
+      place.frozen = frozen != 0;
+      place.tensor = at::empty({0}, at::TensorOptions(static_cast<at::ScalarType>(type)));
+      add(std::move(place), static_cast<at::ScalarType>(type), {0});
+    }
+  }
 }
 
 // Ranks with other parts of the model may have other buckets: an order that none of them decides.
-void WholeTensors::sort_from(std::size_t begin) {
+void WholeTensors::sort() {
   const auto order = [](const Place& place) {
-    return std::tuple(-static_cast<std::ptrdiff_t>(c10::elementSize(place.entry.dtype)), place.slot->index,
-                      place.part.first);
+    return std::tuple(place.frozen, -static_cast<std::ptrdiff_t>(c10::elementSize(place.entry.dtype)),
+                      place.index, place.key);
   };
-  std::sort(places_.begin() + static_cast<std::ptrdiff_t>(begin), places_.end(),
-            [&](const Place& a, const Place& b) { return order(a) < order(b); });
+  std::stable_sort(places_.begin(), places_.end(),
+                   [&](const Place& a, const Place& b) { return order(a) < order(b); });
 }
 
 TensorStream WholeTensors::stream() {
@@ -73,11 +117,12 @@ TensorStream WholeTensors::stream() {
 
 at::Tensor WholeTensors::whole(const Place& place) {
   at::Tensor result = place.tensor;
-  if (place.slot) {
-    at::Tensor& flat = gathered_[place.part];
-    if (!flat.defined()) flat = layout_.gather_whole(*place.part.second, parts_.at(place.part));
+  if (place.bucket) {
+    const Part part{place.key, place.bucket};
+    at::Tensor& flat = gathered_[part];
+    if (!flat.defined()) flat = layout_.gather_whole(*place.bucket, parts_.at(part));
     result = slot_view(flat, *place.slot);
-    if (--left_[place.part] == 0) gathered_.erase(place.part);
+    if (--left_[part] == 0) gathered_.erase(part);
   }
   return placed_ ? placed_->whole(place.parameter, result) : result;
 }

@@ -157,6 +157,7 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout
   // On fewer ranks, in an experiment, each of them has the whole model.
   const bool together = problem.mesh && group_.size() == problem.mesh->all().size();
   if (model_.cut && together) model_.placed = std::make_shared<Layout>(model_.cut(*problem.mesh));
+  if (!together) model_.through = {};
   layout_ = std::make_unique<Metered>(layout.make_from_model
                                           ? layout.make_from_model(model_, group_)
                                           : layout.make(trainable_parameters(model_.named), group_));
@@ -168,6 +169,8 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout
 LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
     : problem_(problem), group_(std::move(group)) {
   if (problem.living->placed) model_.placed = std::make_shared<Layout>(*problem.living->placed);
+  model_.named = problem.living->named;
+  model_.through = problem.living->through;
   layout_ = std::make_unique<Metered>(*problem.living->layout);
   make_step(problem.living->forward, problem.living->look_ahead, nullptr);
 }
@@ -188,6 +191,7 @@ void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
     layout_->begin();
     return forward(batch);
   };
+  if (model_.through) options = model_.through(std::move(options));
   step_ = std::make_unique<Step>(metered, *layout_, *normalizer_, *witness_, options);
 }
 
@@ -201,17 +205,35 @@ LayoutRun::Made LayoutRun::step(const MicroBatches& local) {
   if (problem_.clipping && report.updated) made.figures.norm = witness_->norm();
   for (const auto& term : report.terms) made.terms.emplace_back(term.name, term.value);
   made.bytes_moved = static_cast<double>(layout_->bytes);
-  for (const auto& view : layout_->views()) {
-    made.names.push_back(view.name);
-    made.gradients.push_back(copied(whole(view.name, view.gradient)));
+  for (auto& [name, gradient] : whole_views(&DataParallel::View::gradient)) {
+    made.names.push_back(name);
+    made.gradients.push_back(std::move(gradient));
   }
   return made;
 }
 
 std::vector<at::Tensor> LayoutRun::parameters() {
   std::vector<at::Tensor> values;
-  for (const auto& view : layout_->views()) values.push_back(copied(whole(view.name, view.master)));
+  for (auto& [name, master] : whole_views(&DataParallel::View::master)) values.push_back(std::move(master));
   return values;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> LayoutRun::whole_views(at::Tensor DataParallel::View::*of) {
+  const auto views = layout_->views();
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  const bool stages = model_.placed && model_.placed->mesh().grid().has(kStageAxis);
+  if (!stages) {
+    for (const auto& view : views) all.emplace_back(view.name, copied(whole(view.name, view.*of)));
+    return all;
+  }
+  ISOGRAD_INVARIANT(!views.empty(), "a stage without parameters");
+  const at::Tensor none = at::empty({0}, (views.front().*of).options());
+  for (const auto& [name, tensor] : model_.named) {
+    if (!tensor.requires_grad()) continue;
+    const auto own = std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
+    all.emplace_back(name, copied(whole(name, own == views.end() ? none : (*own).*of)));
+  }
+  return all;
 }
 
 at::Tensor LayoutRun::whole(const std::string& name, const at::Tensor& held) const {
@@ -278,7 +300,7 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
                      .bytes_moved = number(3)};
   }
 
-  dump.owners = owners();
+  dump.owners = owners(made.names);
   if (model_.placed)
     for (const PlacedParameter& each : model_.placed->parameters())
       for (const Cut& cut : each.placement.cuts)
@@ -293,35 +315,27 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
   }
 }
 
-std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners() {
-  std::vector<std::pair<std::size_t, std::pair<std::int64_t, std::int64_t>>> found;
-  const auto range = [](const at::Tensor& times) {
-    return times.numel() == 0
-               ? std::pair<std::int64_t, std::int64_t>{1, 1}
-               : std::pair<std::int64_t, std::int64_t>{times.min().item<int>(), times.max().item<int>()};
-  };
-  std::map<std::size_t, std::pair<std::string, at::Tensor>> cut;  // on this rank; buckets of ranks may differ
+std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners(const std::vector<std::string>& names) {
+  std::map<std::string, at::Tensor> counted;  // on this rank; buckets of ranks may differ
   for (const Bucket& bucket : layout_->buckets()) {
     at::Tensor times = at::zeros({bucket.plan.numel}, at::kInt);
     times.slice(0, bucket.owned.begin, bucket.owned.end).fill_(1);
     if (!model_.placed) group_.all_reduce(times);
-    for (const Slot& slot : bucket.plan.slots) {
-      const at::Tensor part = times.narrow(0, slot.offset, slot.numel);
-      if (model_.placed)
-        cut[slot.index] = {slot.name, part.view(slot.shape)};
-      else
-        found.emplace_back(slot.index, range(part));
-    }
+    for (const Slot& slot : bucket.plan.slots)
+      counted[slot.name] = times.narrow(0, slot.offset, slot.numel).view(slot.shape);
   }
-  for (auto& [index, each] : cut) {
-    auto& [name, times] = each;
-    Group copies = model_.placed->mesh().along(model_.placed->parameter(name).copies);
-    if (copies.size() > 1) copies.all_reduce(times);
-    found.emplace_back(index, range(model_.placed->whole(name, times)));
-  }
-  std::sort(found.begin(), found.end());
   std::vector<std::pair<std::int64_t, std::int64_t>> result;
-  for (const auto& [index, times] : found) result.push_back(times);
+  for (const std::string& name : names) {
+    at::Tensor times = counted.contains(name) ? counted.at(name) : at::empty({0}, at::kInt);
+    if (model_.placed) {
+      const PlacedParameter& parameter = model_.placed->parameter(name);
+      Group copies = model_.placed->mesh().along(parameter.copies);
+      if (parameter.held && copies.size() > 1) copies.all_reduce(times);
+      times = model_.placed->whole(name, times);
+    }
+    const bool any = times.numel() > 0;
+    result.emplace_back(any ? times.min().item<int>() : 1, any ? times.max().item<int>() : 1);
+  }
   return result;
 }
 

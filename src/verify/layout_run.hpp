@@ -63,8 +63,10 @@ class LayoutRun {
   struct Metered;
   void make_step(const ForwardLossTerms& forward, LookAhead look_ahead, std::unique_ptr<Optimizer> inner);
   at::Tensor whole(const std::string& name, const at::Tensor& held) const;  // collective where it is cut
+  // By trained parameter, in the model's order, those of other stages too: copies on the CPU, whole.
+  std::vector<std::pair<std::string, at::Tensor>> whole_views(at::Tensor DataParallel::View::*of);
   // On how many ranks each element counts, the least and the most, by parameter. Collective.
-  std::vector<std::pair<std::int64_t, std::int64_t>> owners();
+  std::vector<std::pair<std::int64_t, std::int64_t>> owners(const std::vector<std::string>& names);
   const VerifyProblem& problem_;
   Group group_;
   VerifyModel model_;  // of a fresh layout

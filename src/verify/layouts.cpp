@@ -77,7 +77,8 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   std::vector<LayoutChoice> all;
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
-    if (strategy == "zero3" && !config.train.fp32_gradients) continue;  // refused by that strategy
+    // Refused by that strategy.
+    if (strategy == "zero3" && (!config.train.fp32_gradients || config.parallel.pp > 1)) continue;
     const int dealt =
         grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
     for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {

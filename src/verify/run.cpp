@@ -104,6 +104,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 fewer.group = group;
                 RunConfig on_fewer = chosen;
                 on_fewer.parallel.replicas = on_fewer.parallel.tp = on_fewer.parallel.ep = 1;
+                on_fewer.parallel.pp = on_fewer.parallel.stages_per_rank = 1;
                 on_fewer.parallel.cp_ring = on_fewer.parallel.cp_ulysses = 1;
                 return make_layout(on_fewer, model.named, *model.units,
                                    Mesh(fewer, grid_of(on_fewer, fewer.size)), nullptr, {}, device);
@@ -144,6 +145,9 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
   if (held_together(setting.task->config()))
     made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
+  made.through = [model](StepOptions options) {
+    return model->pipeline() ? through(*model->pipeline(), std::move(options)) : options;
+  };
   made.look_ahead = [model](const ForwardLossTerms& forward) { return model->look_ahead(forward); };
   if (model->choose_experts({}))
     made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) { model->choose_experts(choose); };
@@ -196,9 +200,11 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
     if (std::find(possible.begin(), possible.end(), ranks) == possible.end()) return std::nullopt;
   }
   if (axis == "tp" && ranks > task.heads().first) return std::nullopt;
+  if (axis == kStageAxis && ranks != config.parallel.pp) return std::nullopt;  // other stages: another run
   RunConfig other = config;
   other.parallel.tp = axis == "tp" ? ranks : 1;
   other.parallel.ep = 1;
+  if (axis != kStageAxis) other.parallel.pp = other.parallel.stages_per_rank = 1;
   other.parallel.replicas = sharded && axis == "dp_replicate" ? ranks : 1;
   other.parallel.cp_ring = axis == "cp_ring" ? ranks : 1;
   other.parallel.cp_ulysses = axis == "cp_ulysses" ? ranks : 1;
@@ -241,7 +247,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
   if (held_together(config)) {
     problem.mesh = *mesh;
-    // What crosses tp or ep is in no plan yet.
+    // What crosses tp, ep or pp is in no plan yet.
     for (LayoutUnderTest& layout : problem.layouts) layout.traffic = {};
   }
   if (problem.loss.global) {
@@ -363,7 +369,13 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
                                            .forward = run.forward,
                                            .placed = run.run.placed,
                                            .look_ahead = run.look_ahead,
-                                           .choose_experts = {}};
+                                           .named = run.run.model.named(),
+                                           .choose_experts = {},
+                                           .through = {}};
+    if (const Pipeline* pipeline = run.run.model.pipeline())
+      problem.living->through = [pipeline](StepOptions options) {
+        return through(*pipeline, std::move(options));
+      };
     if (run.run.model.choose_experts({}))
       problem.living->choose_experts = [&model = run.run.model](const DecoderLM::ChooseExperts& choose) {
         model.choose_experts(choose);

@@ -37,9 +37,10 @@ bool cut_along_data(const SyncAxes& sync, const Grid& grid) {
 }
 
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid) {
-  const auto is_cut = [&](const NamedParameter& parameter) { return cut_along_data(parameter.sync, grid); };
-  return std::any_of(parameters.begin(), parameters.end(), is_cut) ||
-         std::any_of(parameters.frozen.begin(), parameters.frozen.end(), is_cut);
+  // By placements: a stage without any makes as many as the others.
+  return std::any_of(
+      parameters.placements.begin(), parameters.placements.end(),
+      [&](const auto& placed) { return cut_along_data(sync_axes(placed.second, grid), grid); });
 }
 
 int most_shards(const TrainableParameters& parameters, const Grid& grid, const AxisSet& asked) {

@@ -22,8 +22,8 @@ AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& ask
 // Whether ranks that see different data hold different parts of such a parameter: experts along ep.
 bool cut_along_data(const SyncAxes& sync, const Grid& grid);
 
-// Whether they do of some of these parameters, frozen or not. Each then computes for the others' data, so
-// that all must make as many forwards and backwards. After place_parameters().
+// Whether they do of some of these parameters, frozen or not, in this stage or another. Each then computes for
+// the others' data, so that all must make as many forwards and backwards.
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid);
 
 // Of some of these parameters: 1 where nothing is sharded. After place_parameters().

@@ -86,15 +86,34 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
   for (auto [name, tensor] : model.named())
     if (!layout.parameter(name).held) tensor.set_data(at::empty({0}, tensor.options()));
   ModelSeams seams = model.seams();
-  seams.stage = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
-    const StageLayers& own = layers[static_cast<std::size_t>(pipeline->stage())];
-    return ModelSeams::Stage{.begin = own.begin,
-                             .count = own.count,
-                             .is_first = pipeline->is_first(),
-                             .is_last = pipeline->is_last()};
+  seams.stages = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
+    std::vector<ModelSeams::Stage> stages;
+    for (const int stage : pipeline->in_step() ? std::vector{pipeline->stage()} : pipeline->own_stages()) {
+      const StageLayers& own = layers[static_cast<std::size_t>(stage)];
+      stages.push_back({.index = stage,
+                        .begin = own.begin,
+                        .count = own.count,
+                        .is_first = stage == 0,
+                        .is_last = stage + 1 == pipeline->stages()});
+    }
+    return stages;
   };
-  seams.receive = [pipeline] { return pipeline->receive(); };
-  seams.pass_on = [pipeline](const at::Tensor& stream) { return pipeline->pass_on(stream); };
+  const auto turn_to = [pipeline](const ModelSeams::Stage& stage) {
+    if (!pipeline->in_step()) pipeline->look_at(stage.index);
+  };
+  seams.receive = [pipeline, turn_to](const ModelSeams::Stage& stage) {
+    turn_to(stage);
+    return pipeline->receive();
+  };
+  seams.pass_on = [pipeline, turn_to](const ModelSeams::Stage& stage, const at::Tensor& stream) {
+    turn_to(stage);
+    return pipeline->pass_on(stream);
+  };
+  seams.of_last_stage = [stages = mesh.along({kStageAxis}, "text"),
+                         last = pipeline->rank_of(pipeline->stages() - 1)](const at::Tensor& tensor) {
+    Group(stages).broadcast(tensor, last);
+    return tensor;
+  };
   model.set_seams(std::move(seams));
   return layout;
 }

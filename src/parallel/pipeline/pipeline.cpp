@@ -3,8 +3,11 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <deque>
 #include <map>
 
@@ -20,6 +23,10 @@ using Kind = PipelineAction::Kind;
 constexpr std::int64_t kMostDims = 8;
 enum : int { kOutputs, kGradients };  // which way
 
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
 struct Pipeline::Impl {
@@ -32,7 +39,13 @@ struct Pipeline::Impl {
   // Whose turn it is; outside of run() the only stage, if there is one alone.
   int stage = 0;
   std::size_t micro_batch = 0;
-  bool running = false;
+  bool running = false, looked_at = false;
+
+  // Of the last run: how many micro-batches, and when each action of this rank computed, by a clock that the
+  // ranks of a host share.
+  std::size_t measured_micro_batches = 0;
+  std::vector<PipelineTimeline::Span> measured{};
+  PipelineTimeline::Span* now = nullptr;  // of the action that runs
 
   // What was passed on by this rank to itself, and sends that are under way.
   std::map<std::pair<int, int>, std::deque<at::Tensor>> here{};  // (stage that takes it, which way)
@@ -107,6 +120,7 @@ at::Tensor Pipeline::Impl::take(int at_stage, int way, int from_stage, const std
                        at::TensorOptions(static_cast<at::ScalarType>(numbers[0])));
   }
   ranks.recv(values, from, tag_of(at_stage, way));
+  if (now) now->begin = seconds();
   return values;
 }
 
@@ -130,16 +144,17 @@ at::Tensor Pipeline::Impl::take_gradient(int of_stage, std::size_t i) {
 
 // What a backward has left open: all ranks send and take as many gradients as outputs, whatever their losses.
 void Pipeline::Impl::close(int of_stage, std::size_t i) {
+  now = nullptr;
   if (awaited.contains({of_stage, i})) take_gradient(of_stage, i);
   give_back(of_stage, i, at::Tensor());
 }
 
 int Pipeline::Impl::turn() const {
-  if (!running && own.size() != 1)
+  if (!running && !looked_at && own.size() != 1)
     refuse("a stage of a pipeline",
            fmt::format("a forward outside of a step, of a rank with {} stages", own.size()),
            "the schedule of a step, which says whose turn it is",
-           "Make the forward within a step, or deal one stage to each rank");
+           "Make the forward within a step, or say look_at() before each");
   return stage;
 }
 
@@ -174,20 +189,26 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
       actions.begin(), actions.end(), [](const PipelineAction& one) { return one.kind == Kind::kBackward; }));
   here.clear(), owed.clear(), awaited.clear();
   struct Running {
-    bool& is;
-    ~Running() { is = false; }
-  } const until_the_end{running};
-  running = true;
-  for (const PipelineAction& action : actions) {
+    Impl& of;
+    ~Running() { of.running = false, of.now = nullptr; }
+  } const until_the_end{*this};
+  running = true, looked_at = false;
+  measured_micro_batches = micro_batches;
+  measured.assign(actions.size(), {});
+  for (std::size_t place = 0; place < actions.size(); ++place) {
+    const PipelineAction& action = actions[place];
     if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
     stage = action.stage;
     micro_batch = static_cast<std::size_t>(action.micro_batch);
-    if (action.kind == Kind::kForward) {
+    now = &measured[place];
+    now->begin = seconds();
+    if (action.kind == Kind::kForward)
       forward(micro_batch, part_of(stage));
-      continue;
-    }
-    backward(micro_batch, --left == 0, part_of(stage));
-    close(stage, micro_batch);
+    else
+      backward(micro_batch, --left == 0, part_of(stage));
+    measured[place].end = seconds();
+    if (action.kind != Kind::kForward) close(stage, micro_batch);
+    now = nullptr;
   }
   settle(/*all=*/true);
 }
@@ -233,6 +254,18 @@ int Pipeline::rank_of(int stage) const {
 int Pipeline::stage() const {
   return impl_->turn();
 }
+bool Pipeline::in_step() const {
+  return impl_->running;
+}
+
+void Pipeline::look_at(int stage) {
+  ISOGRAD_INVARIANT(!impl_->running, "a stage chosen within a step, which does so itself");
+  if (std::ranges::find(impl_->own, stage) == impl_->own.end())
+    refuse("Pipeline::look_at", fmt::format("stage {}, of rank {} along pp", stage, impl_->ranks.rank()),
+           fmt::format("one of this rank's, {}", fmt::join(impl_->own, ", ")), "Ask own_stages()");
+  impl_->stage = stage;
+  impl_->looked_at = true;
+}
 
 at::Tensor Pipeline::receive() {
   const auto impl = impl_;
@@ -262,6 +295,7 @@ at::Tensor Pipeline::pass_on(const at::Tensor& output) {
       output,
       [impl, stage](const at::Tensor& values) {
         impl->post(values, stage + 1, kOutputs, true);
+        if (!impl->running) impl->settle(/*all=*/true);  // the next stage waits for nothing else
         return at::zeros({}, at::kDouble);
       },
       [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });
@@ -275,6 +309,43 @@ void Pipeline::run(std::size_t micro_batches, const std::function<void(std::size
 std::size_t Pipeline::micro_batches_of() const {
   const bool whole_rounds = !impl_->options.table && impl_->options.schedule == "interleaved";
   return whole_rounds ? static_cast<std::size_t>(impl_->ranks.size()) : 1;
+}
+
+std::optional<Pipeline::Measured> Pipeline::measured() const {
+  Impl& own = *impl_;
+  if (own.measured_micro_batches == 0) return std::nullopt;
+  Measured all{.table = own.table_for(own.measured_micro_batches), .timeline = {}};
+  PipelineTimeline& timeline = all.timeline;
+  // How many are live follows from the order alone.
+  timeline.most_live = simulate(all.table, uniform_times(all.table.stages)).most_live;
+  double first = HUGE_VAL;
+  for (int rank = 0; rank < own.ranks.size(); ++rank) {
+    const auto& actions = all.table.ranks[static_cast<std::size_t>(rank)];
+    at::Tensor spans = at::zeros({static_cast<std::int64_t>(actions.size()), 2}, at::kDouble);
+    if (rank == own.ranks.rank())
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        spans[static_cast<std::int64_t>(i)][0] = own.measured[i].begin;
+        spans[static_cast<std::int64_t>(i)][1] = own.measured[i].end;
+      }
+    if (!actions.empty() && own.ranks.size() > 1) own.ranks.broadcast(spans, rank);
+    const auto at = spans.accessor<double, 2>();
+    timeline.spans.emplace_back();
+    timeline.busy.push_back(0);
+    for (std::size_t i = 0; i < actions.size(); ++i) {
+      const auto row = static_cast<std::int64_t>(i);
+      timeline.spans.back().push_back({at[row][0], at[row][1]});
+      timeline.busy.back() += at[row][1] - at[row][0];
+      if (!actions[i].is_transfer()) first = std::min(first, at[row][0]);
+    }
+  }
+  for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank)
+    for (std::size_t i = 0; i < timeline.spans[rank].size(); ++i) {
+      PipelineTimeline::Span& span = timeline.spans[rank][i];
+      if (all.table.ranks[rank][i].is_transfer()) continue;
+      span.begin -= first, span.end -= first;
+      timeline.length = std::max(timeline.length, span.end);
+    }
+  return all;
 }
 
 std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double behind) {

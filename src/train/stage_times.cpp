@@ -1,0 +1,85 @@
+#include "train/stage_times.hpp"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "train/rank_zero.hpp"
+
+namespace isograd {
+namespace {
+
+using Kind = PipelineAction::Kind;
+
+// What a stage's forward and backward took, on average.
+PipelineTimes times_of(const Pipeline::Measured& measured) {
+  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0);
+  std::vector<double> forwards(times.forward.size()), backwards(times.forward.size());
+  for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
+    for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
+      const PipelineAction& action = measured.table.ranks[rank][i];
+      if (action.is_transfer()) continue;
+      const auto stage = static_cast<std::size_t>(action.stage);
+      const PipelineTimeline::Span span = measured.timeline.spans[rank][i];
+      const bool forward = action.kind == Kind::kForward;
+      (forward ? times.forward : times.backward_inputs)[stage] += span.end - span.begin;
+      (forward ? forwards : backwards)[stage] += 1;
+    }
+  for (std::size_t stage = 0; stage < forwards.size(); ++stage) {
+    if (forwards[stage] > 0) times.forward[stage] /= forwards[stage];
+    if (backwards[stage] > 0) times.backward_inputs[stage] /= backwards[stage];
+  }
+  return times;
+}
+
+}  // namespace
+
+std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured) {
+  const PipelineTimeline planned = simulate(measured.table, times_of(measured));
+  const auto caption = [](const PipelineTimeline& timeline, const char* what) {
+    return fmt::format("{} {:.3g} s, of which ranks wait {:.1f} % (bubble).", what, timeline.length,
+                       100 * timeline.bubble());
+  };
+  return {{.title = "Stages in the last step, as measured",
+           .caption = caption(measured.timeline,
+                              "A line for each stage: F forward, B backward of a "
+                              "micro-batch. The step's micro-batches took"),
+           .html = to_svg(measured.table, measured.timeline)},
+          {.title = "The same, as planned",
+           .caption = caption(planned,
+                              "By the schedule, with what forwards and backwards of each stage took "
+                              "on average:"),
+           .html = to_svg(measured.table, planned)}};
+}
+
+std::string stage_trace(const Pipeline& pipeline, const Mesh& mesh) {
+  const auto measured = pipeline.measured();
+  nlohmann::ordered_json own = nlohmann::ordered_json::array();
+  const auto place = static_cast<std::size_t>(mesh.grid().has(kStageAxis) ? mesh.place({kStageAxis}) : 0);
+  if (measured) {
+    for (std::size_t i = 0; i < measured->table.ranks[place].size(); ++i) {
+      const PipelineAction& action = measured->table.ranks[place][i];
+      const PipelineTimeline::Span span = measured->timeline.spans[place][i];
+      if (action.is_transfer()) continue;
+      own.push_back({{"name", to_text(action)},
+                     {"cat", action.kind == Kind::kForward ? "forward" : "backward"},
+                     {"ph", "X"},
+                     {"ts", span.begin * 1e6},
+                     {"dur", (span.end - span.begin) * 1e6},
+                     {"pid", mesh.rank()},
+                     {"tid", action.stage}});
+    }
+    own.push_back({{"name", "process_name"},
+                   {"ph", "M"},
+                   {"pid", mesh.rank()},
+                   {"args", {{"name", fmt::format("rank {}", mesh.rank())}}}});
+  }
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  Group everyone = mesh.all();
+  for (int rank = 0; rank < everyone.size(); ++rank)
+    for (auto& event : nlohmann::ordered_json::parse(broadcast_text(everyone, own.dump(), rank)))
+      all.push_back(std::move(event));
+  return nlohmann::ordered_json{{"traceEvents", all}, {"displayTimeUnit", "ms"}}.dump() + "\n";
+}
+
+}  // namespace isograd

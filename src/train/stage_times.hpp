@@ -1,0 +1,22 @@
+// When the ranks of a pipeline computed what, for people: beside what their table plans, and as a trace.
+#pragma once
+
+#include <string>
+
+#include "isograd/mesh.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "train/task.hpp"
+
+namespace isograd {
+
+inline constexpr const char* kStageTrace = "stages.json";  // in run.directory
+
+// Of the last step of rank 0's pipeline: two pictures, as measured and as the table plans with the measured
+// times of its stages, their bubbles in the captions. Pure.
+std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured);
+
+// The same of all ranks in Chrome's trace format (chrome://tracing, Perfetto): a process for each rank, an
+// event for each action, in microseconds. Collective over mesh.all(); the text is rank 0's.
+std::string stage_trace(const Pipeline& pipeline, const Mesh& mesh);
+
+}  // namespace isograd
