@@ -106,6 +106,24 @@ def test_a_model_that_ranks_hold_together_is_compared_with_parallelize_module(tm
     assert "NOT COMPARABLE: PyTorch tensor parallel over Gloo" in result.stdout
 
 
+def test_a_model_in_stages_is_compared_with_pytorchs_pipelining(tmp_path):
+    """Two ranks hold half of the layers each: equal losses and norms over optimizer steps."""
+    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "pipeline.json", of="pipeline")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "pipeline.json").read_text())
+    assert {record["peer_name"] for record in records} == {
+        "isograd, one rank", "PyTorch pipelining, 1F1B over Gloo", "one PyTorch process"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "pipeline" and record["unit"] == "ms"
+        check_ratio(record)
+    # A stage that is clipped by its own norm.
+    python = broken_peer(tmp_path, "pipeline_step.py", "    dist.all_reduce(square)\n", "")
+    result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of="pipeline")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NOT COMPARABLE: PyTorch pipelining" in result.stdout
+
+
 def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_all_over_gloo(tmp_path):
     """One rank on one batch, two with batches and experts of their own: equal losses and norms over optimizer steps."""
     result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "expert.json", of="expert")

@@ -92,7 +92,7 @@ def experts_of(model):
             (block.block_sparse_moe.w1, block.block_sparse_moe.w2, block.block_sparse_moe.w3)]
 
 
-def wrap(model, mode, ranks):
+def wrap(model, mode, ranks, c):
     if mode == "transformers":
         return lambda tokens: model(input_ids=tokens).logits
     from torch.distributed.fsdp import fully_shard

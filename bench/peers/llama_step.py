@@ -10,11 +10,11 @@ directory) and sees the same tokens as isograd, so its losses and gradient norms
 EXCHANGE holds
     case.json            shapes, learning rate, steps per turn
     model/               config.json, model.safetensors
-    tokens.bin           int64 [steps, ranks of case.json, sequences, length + 1]
+    tokens.bin           int64 [steps, ranks of case.json, micro-batches x sequences, length + 1]
     SIDE.go.R            one byte per turn for rank R; end of file: done
     SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
 
-Ranks of "tp" hold one model together and all see what rank 0 sees. An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
+Ranks of "tp" hold one model together and see one batch: their case has one rank's tokens. An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
 import json
 import os
@@ -153,7 +153,7 @@ def cut(model, ranks):
     return model
 
 
-def wrap(model, mode, ranks):
+def wrap(model, mode, ranks, c):
     """The model as its wrapper trains it. DDP and FSDP2 then hold the mean over ranks of the ranks' gradients."""
     if mode == "tp":
         return cut(model, ranks)
@@ -169,12 +169,25 @@ def wrap(model, mode, ranks):
     return model
 
 
+def backward(trained, batch, c):
+    """Gradients of the mean over the micro-batches, which have as many tokens; returns it."""
+    parts, total = batch.chunk(c["micro_batches"]), 0
+    for part in parts:
+        logits = trained(part[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        if len(parts) > 1:
+            loss = loss / len(parts)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
 def clip(model, max_norm):
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return lambda: (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
-def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for):
+def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for, backward):
     """`clip` returns how to read the norm, outside of what is timed."""
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(1)
@@ -186,11 +199,12 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
     model = make_model(exchange, c, mode, rank, ranks).to(device)
-    trained = wrap(model, mode, ranks)
+    trained = wrap(model, mode, ranks, c)
     optimizer = optimizer_for(model, c, mode)
     raw = bytearray((exchange / "tokens.bin").read_bytes())
     tokens = torch.frombuffer(raw, dtype=torch.int64)
-    tokens = tokens.reshape(-1, c["ranks"], c["sequences"], c["length"] + 1)[:, 0 if mode == "tp" else rank]
+    sequences = c["micro_batches"] * c["sequences"]
+    tokens = tokens.reshape(-1, c["ranks"], sequences, c["length"] + 1)[:, rank % c["ranks"]]
     go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
     done = open(exchange / f"{side}.done", "w") if rank == 0 else None
     step = 0
@@ -201,9 +215,7 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
         for _ in range(c["steps_per_turn"]):
             start = time.perf_counter()
             batch = tokens[step % len(tokens)].to(device, non_blocking=True)
-            logits = trained(batch[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
+            loss = backward(trained, batch, c)
             norm = clip(model, c["max_norm"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -222,11 +234,11 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
         leave()
 
 
-def main(make_model=make_model, wrap=wrap, clip=clip, optimizer_for=optimizer_for):
+def main(make_model=make_model, wrap=wrap, clip=clip, optimizer_for=optimizer_for, backward=backward):
     exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
     if ranks == 1 or "RANK" in os.environ:
         return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks, *sys.argv[3:], make_model, wrap, clip,
-                        optimizer_for)
+                        optimizer_for, backward)
     children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
                 for rank in range(ranks)]
     statuses = [child.wait() for child in children]

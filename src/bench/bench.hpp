@@ -54,6 +54,14 @@ std::vector<std::string> bench_expert_cases();
 // Gloo with FSDP2 for the rest, and beside ours with all experts on each rank. As bench_tensor.
 int bench_expert(const BenchTogetherOptions& options);
 
+// "communication", "middle", "compute", and "tiny".
+std::vector<std::string> bench_pipeline_cases();
+
+// `isograd bench pipeline`: a step of one Llama in stages, one on a rank, with eight micro-batches, beside
+// torch.distributed.pipelining over Gloo with the same schedule and stages, one PyTorch process and one rank
+// of ours. As bench_tensor.
+int bench_pipeline(const BenchTogetherOptions& options);
+
 struct BenchOptimOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};

@@ -94,6 +94,25 @@ const std::vector<StepCase>& cases_held_together() {
        .length = 512,
        .steps_per_turn = 4,
        .one_quarter = true},
+      // Stages of a pipeline, with eight micro-batches of one batch for all ranks.
+      {.name = "pipeline-tiny",
+       .shape = shape(64, 2, 4, 2, 16, 128, false),
+       .length = 32,
+       .steps_per_turn = 3,
+       .micro_batches = 4},
+      {.name = "pipeline-64",
+       .shape = shape(512, 6, 8, 8, 64, 1408, false),
+       .length = 64,
+       .steps_per_turn = 2,
+       .micro_batches = 8},
+      {.name = "pipeline-512",
+       .shape = shape(512, 6, 8, 8, 64, 1408, false),
+       .length = 512,
+       .micro_batches = 8},
+      {.name = "pipeline-2048",
+       .shape = shape(512, 4, 8, 8, 64, 1408, false),
+       .length = 2048,
+       .micro_batches = 8},
   };
   return cases;
 }
@@ -133,6 +152,7 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
                                               {"experts", config.experts.count},
                                               {"experts_per_token", config.experts.per_token},
                                               {"sequences", step_case.sequences},
+                                              {"micro_batches", step_case.micro_batches},
                                               {"length", step_case.length},
                                               {"steps_per_turn", step_case.steps_per_turn},
                                               {"max_norm", kBenchMaxNorm},
@@ -146,36 +166,42 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
   if (step_case.one_quarter) route_to_one_quarter(model);
   write_hf(directory / "model", model);
   AtomicFile tokens(directory / "tokens.bin");
-  for (std::int64_t sequence = 0; sequence < kSteps * ranks * step_case.sequences; ++sequence) {
+  for (std::int64_t sequence = 0; sequence < kSteps * ranks * step_case.micro_batches * step_case.sequences;
+       ++sequence) {
     const auto values = make_sequence(step_case.length + 1, static_cast<std::uint64_t>(sequence));
     tokens.write(values.data(), values.size() * sizeof(std::int64_t));
   }
   tokens.commit();
 }
 
-std::vector<Batch> read_batches(const std::filesystem::path& directory, const StepCase& step_case, int rank,
-                                int ranks) {
+std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
+                                     int rank, int ranks) {
   const MappedFile file(directory / "tokens.bin");
-  const std::int64_t sequences = step_case.sequences, length = step_case.length;
-  ISOGRAD_INVARIANT(file.size() == static_cast<std::size_t>(kSteps * ranks * sequences * (length + 1)) * 8,
-                    std::to_string(file.size()) + " bytes of tokens");
+  const std::int64_t micro_batches = step_case.micro_batches, sequences = step_case.sequences,
+                     length = step_case.length;
+  ISOGRAD_INVARIANT(
+      file.size() == static_cast<std::size_t>(kSteps * ranks * micro_batches * sequences * (length + 1)) * 8,
+      std::to_string(file.size()) + " bytes of tokens");
   const at::Tensor all = at::from_blob(const_cast<std::uint8_t*>(file.data()),
-                                       {kSteps, ranks, sequences, length + 1}, at::kLong);
-  std::vector<Batch> batches;
+                                       {kSteps, ranks, micro_batches, sequences, length + 1}, at::kLong);
+  std::vector<MicroBatches> steps;
   for (std::int64_t step = 0; step < kSteps; ++step) {
-    const at::Tensor own = all[step][rank];  // [sequences, length + 1]
-    Batch batch;
-    batch.tokens = own.narrow(1, 0, length).flatten().clone();
-    batch.targets = own.narrow(1, 1, length).flatten().clone();
-    batch.positions = at::arange(length, at::kLong).repeat({sequences});
-    for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
-      batch.cu_seqlens.push_back((sequence + 1) * length);
-      batch.sample_ids.push_back((step * ranks + rank) * sequences + sequence);
-      batch.sample_targets.push_back(length);
+    steps.emplace_back();
+    for (std::int64_t i = 0; i < micro_batches; ++i) {
+      const at::Tensor own = all[step][rank][i];  // [sequences, length + 1]
+      Batch batch;
+      batch.tokens = own.narrow(1, 0, length).flatten().clone();
+      batch.targets = own.narrow(1, 1, length).flatten().clone();
+      batch.positions = at::arange(length, at::kLong).repeat({sequences});
+      for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
+        batch.cu_seqlens.push_back((sequence + 1) * length);
+        batch.sample_ids.push_back(((step * ranks + rank) * micro_batches + i) * sequences + sequence);
+        batch.sample_targets.push_back(length);
+      }
+      steps.back().push_back(std::move(batch));
     }
-    batches.push_back(std::move(batch));
   }
-  return batches;
+  return steps;
 }
 
 std::string read_case_name(const std::filesystem::path& directory) {

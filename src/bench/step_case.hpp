@@ -14,17 +14,18 @@ namespace isograd {
 struct StepCase {
   std::string name;
   DecoderConfig shape;
-  std::int64_t sequences = 1;       // of a rank's micro-batch, one micro-batch a step
+  std::int64_t sequences = 1;       // of a rank's micro-batch
   std::int64_t length = 256;        // tokens of a sequence
   std::int64_t steps_per_turn = 1;  // about a second
   bool standard = true;             // part of a run without --case
   bool one_quarter = false;         // of the experts of each layer computes all tokens
+  std::int64_t micro_batches = 1;   // of a step
 
-  std::int64_t tokens() const { return sequences * length; }
+  std::int64_t tokens() const { return sequences * length; }  // of a micro-batch
 };
 
 const std::vector<StepCase>& step_cases();                // of `bench step`
-const std::vector<StepCase>& cases_held_together();       // of `bench tensor` and `bench expert`
+const std::vector<StepCase>& cases_held_together();       // of `bench tensor`, `expert` and `pipeline`
 const StepCase& find_step_case(const std::string& name);  // in both; ConfigError names the cases
 
 AdamWOptions bench_adamw();
@@ -34,9 +35,9 @@ inline constexpr double kBenchMaxNorm = 1.0;
 void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
                     const std::string& device = "cpu");
 
-// This rank's batches, in order, from tokens.bin.
-std::vector<Batch> read_batches(const std::filesystem::path& directory, const StepCase& step_case, int rank,
-                                int ranks);
+// This rank's steps, in order, from tokens.bin.
+std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
+                                     int rank, int ranks);
 std::string read_case_name(const std::filesystem::path& directory);
 std::string read_device(const std::filesystem::path& directory);  // "cpu" or "cuda"
 

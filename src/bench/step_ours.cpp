@@ -25,17 +25,18 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const StepCase& step_case = find_step_case(read_case_name(exchange));
   const Strategy& strategy = find_strategy(name);
   const bool one_batch = strategy.one_batch();
-  const auto batches =
-      read_batches(exchange, step_case, one_batch ? 0 : world.rank, one_batch ? 1 : world.size);
+  const auto steps = read_steps(exchange, step_case, one_batch ? 0 : world.rank, one_batch ? 1 : world.size);
   const auto model = read_hf(exchange / "model", at::kFloat);
   model->to(device);
-  auto [layout, on_device] = prepare(strategy, *model, world);
-  const ForwardLossTerms forward = [device, &loss = on_device](const Batch& batch) {
-    return loss(to_device(batch, device));
+  Prepared prepared = prepare(strategy, *model, world);
+  const ForwardLossTerms forward = [device, &prepared](const Batch& batch) {
+    return prepared.forward(to_device(batch, device));
   };
   const auto optimizer = adamw(bench_adamw());
   TokenMean mean;
-  Step step(forward, *layout, mean, *optimizer, {.max_norm = kBenchMaxNorm});
+  prepared.options.max_norm = kBenchMaxNorm;
+  DataParallel* layout = prepared.layout.get();
+  Step step(forward, *layout, mean, *optimizer, prepared.options);
 
   TurnPipes pipes(exchange, name, world.rank);
   std::size_t next = 0;
@@ -45,7 +46,7 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
     for (std::int64_t i = 0; i < step_case.steps_per_turn; ++i) {
       const double waited = layout->exposed_seconds();
       const auto start = std::chrono::steady_clock::now();
-      const StepReport report = step({batches[next++ % batches.size()]});
+      const StepReport report = step(steps[next++ % steps.size()]);
       seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       losses.push_back(report.loss);
       norms.push_back(report.norm);

@@ -45,6 +45,16 @@ const std::vector<Strategy>& strategies() {
        .title = "experts dealt to ranks",
        .standard = false,
        .together = Strategy::Together::kExperts},
+      {.name = "pipeline-1f1b",
+       .title = "stages, 1f1b",
+       .standard = false,
+       .together = Strategy::Together::kStages,
+       .schedule = "1f1b"},
+      {.name = "pipeline-gpipe",
+       .title = "stages, gpipe",
+       .standard = false,
+       .together = Strategy::Together::kStages,
+       .schedule = "gpipe"},
   };
   return all;
 }
@@ -69,6 +79,21 @@ Mesh experts_mesh(const World& world) {
   return {world, grid.viewed(data_axes(grid), {{"edp", 1}, {kExpertAxis, world.size}})};
 }
 
+Prepared prepare_stages(const Strategy& strategy, DecoderLM& model, const World& world) {
+  const Mesh mesh(world, Grid({{kStageAxis, world.size}}));
+  const auto pipeline = std::make_shared<Pipeline>(mesh, PipelineOptions{.schedule = strategy.schedule});
+  const Layout placed = split_decoder(model, mesh, pipeline);
+  const NamedTensors own = held_parameters(model.named(), placed.placements(), mesh.grid(), world.rank);
+  return {.layout = make_strategy("bucketed", own, nullptr, mesh, {}, {}, placed.placements()),
+          .forward = [&model](const Batch& batch) -> LossTerms {
+            const DecoderOutputs outputs = model.outputs(batch);
+            if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+            return {{"cross_entropy", cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets)}};
+          },
+          .options = through(*pipeline),
+          .pipeline = pipeline};
+}
+
 }  // namespace
 
 Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world) {
@@ -80,6 +105,7 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
     const Layout placed = deal_experts(model, mesh);
     return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
   }
+  if (strategy.together == Strategy::Together::kStages) return prepare_stages(strategy, model, world);
   if (strategy.one_batch()) {
     const Mesh mesh(world, Grid({{"tp", world.size}}));
     const Layout placed = cut_decoder(

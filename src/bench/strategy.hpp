@@ -7,6 +7,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 
@@ -19,12 +20,17 @@ struct Strategy {
   std::string peer = "ddp";  // which of PyTorch's wrappers keeps as much on each rank: "ddp" or "fsdp2"
   bool standard = true;      // part of a run without --strategy
   // What ranks hold together: matrices, of one batch that all see (`bench tensor`), or experts, of batches of
-  // their own (`bench expert`).
-  enum class Together { kNothing, kWholeTokens, kSequenceParallel, kExperts } together = Together::kNothing;
+  // their own (`bench expert`), or layers, of one batch (`bench pipeline`).
+  enum class Together {
+    kNothing,
+    kWholeTokens,
+    kSequenceParallel,
+    kExperts,
+    kStages
+  } together = Together::kNothing;
+  std::string schedule{};  // of stages
 
-  bool one_batch() const {
-    return together == Together::kWholeTokens || together == Together::kSequenceParallel;
-  }
+  bool one_batch() const { return together != Together::kNothing && together != Together::kExperts; }
 };
 
 const std::vector<Strategy>& strategies();
@@ -34,6 +40,8 @@ const Strategy& find_strategy(const std::string& name);  // ConfigError names th
 struct Prepared {
   std::unique_ptr<DataParallel> layout;
   ForwardLossTerms forward;
+  StepOptions options{};
+  std::shared_ptr<Pipeline> pipeline{};
 };
 Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world);  // collective
 

@@ -314,6 +314,35 @@ TEST_F(Resume, ValuesWrittenInPlaceSurviveACheckpoint) {
       });
 }
 
+// A loop of one's own that trains a part of its model saves all of it.
+TEST_F(Resume, FrozenParametersAreSavedWithTheOthers) {
+  for (int stage : {0, 1, 2})
+    for (int ranks : {1, 3})
+      run_ranks(ranks, [&](World& world) {
+        const at::Tensor weight = at::arange(7.0).requires_grad_(), frozen = at::arange(5.0) + 10,
+                         second = at::arange(4.0).to(at::kBFloat16);
+        const std::vector<std::pair<std::string, at::Tensor>> named{
+            {"weight", weight}, {"frozen", frozen}, {"second", second}};
+        const auto layout = bucketed(trainable_parameters(named), world.group, {.stage = stage});
+        const auto optimizer = sgd({.learning_rate = 1e-3});
+        TrainingState state;
+        state.step = 1;
+        const fs::path saved = save_checkpoint(
+            {.root = root_ / fmt::format("{}-{}", stage, ranks)}, state,
+            [](const fs::path& folder, const TensorStream& weights) {
+              write_safetensors(folder / "model.safetensors", weights);
+            },
+            *layout, *optimizer);
+        world.group.barrier();
+        const auto read = read_safetensors(saved / "model.safetensors");
+        ASSERT_EQ(read.size(), 3u) << stage << " " << ranks;
+        EXPECT_TRUE(read.at("weight").equal(at::arange(7.0)));
+        EXPECT_TRUE(read.at("frozen").equal(at::arange(5.0) + 10));
+        EXPECT_TRUE(read.at("second").equal(at::arange(4.0).to(at::kBFloat16)));
+        world.group.barrier();
+      });
+}
+
 // One rank's alone is in no checkpoint.
 TEST_F(Resume, ValuesThatOneRankAloneHasWrittenAreNotSaved) {
   std::vector<std::string> said(2);

@@ -245,9 +245,10 @@ RunFolder::~RunFolder() {
 
 void RunFolder::begin() {
   begun_ = true;
+  std::error_code ignored;
+  fs::remove(directory_ / kStageTrace, ignored);  // written as a run ends, of that run
   if (!replaces_) return;
   prune_checkpoints(checkpoints_, -1, 1);
-  std::error_code ignored;
   for (const auto& file : event_files(directory_)) fs::remove(file, ignored);
   for (const auto& file : {directory_ / "report.html", directory_ / kLastOperations, json_log_})
     fs::remove(file, ignored);

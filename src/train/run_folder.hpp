@@ -51,6 +51,8 @@ class RunFolder {
 
 // In run.directory: what ranks did before an operation failed, a rank was lost (OperationsFile).
 inline constexpr const char* kLastOperations = "last_operations.txt";
+// When each rank computed what, where the layers lie in stages (stage_times.hpp).
+inline constexpr const char* kStageTrace = "stages.json";
 
 // What an earlier run has left in run.directory and would lose to a new one; empty: nothing.
 std::string earlier_run(const RunConfig& config);

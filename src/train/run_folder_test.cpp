@@ -36,6 +36,7 @@ class RunFolders : public testing_runs::TinyRuns {
     write_file(directory_ / "metrics.jsonl", "{\"step\":1}\n{\"step\":2}\n");
     write_file(directory_ / "report.html", "a report");
     write_file(directory_ / kLastOperations, "of a rank that lost another");
+    write_file(directory_ / kStageTrace, "{}");
     fs::create_directories(directory_ / "tensorboard");
     write_file(directory_ / "tensorboard/events.out.tfevents.1.isograd", "events");
     write_file(directory_ / "notes.txt", "the user's own");
@@ -102,8 +103,8 @@ TEST_F(RunFolders, OverwriteReplacesARunAndNothingElse) {
     folder.begin();
   }
   EXPECT_EQ(checkpoints(), 0u);
-  for (const char* name :
-       {"metrics.jsonl", "report.html", "tensorboard/events.out.tfevents.1.isograd", kLastOperations})
+  for (const char* name : {"metrics.jsonl", "report.html", "tensorboard/events.out.tfevents.1.isograd",
+                           kLastOperations, kStageTrace})
     EXPECT_FALSE(fs::exists(directory_ / name)) << name;
   EXPECT_EQ(read_file(directory_ / "notes.txt"), "the user's own");
 }

@@ -3,32 +3,37 @@
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
+#include <utility>
 
+#include "base/files.hpp"
 #include "train/rank_zero.hpp"
+#include "train/run_folder.hpp"
 
 namespace isograd {
 namespace {
 
 using Kind = PipelineAction::Kind;
 
-// What a stage's forward and backward took, on average.
+// What a stage's forward and backward (or its halves) took, on average.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
-  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0);
-  std::vector<double> forwards(times.forward.size()), backwards(times.forward.size());
+  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0), counts = times;
+  const auto of_kind = [](PipelineTimes& all, Kind kind) -> std::vector<double>& {
+    if (kind == Kind::kForward) return all.forward;
+    return kind == Kind::kBackwardWeights ? all.backward_weights : all.backward_inputs;
+  };
   for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
       const PipelineAction& action = measured.table.ranks[rank][i];
       if (action.is_transfer()) continue;
       const auto stage = static_cast<std::size_t>(action.stage);
       const PipelineTimeline::Span span = measured.timeline.spans[rank][i];
-      const bool forward = action.kind == Kind::kForward;
-      (forward ? times.forward : times.backward_inputs)[stage] += span.end - span.begin;
-      (forward ? forwards : backwards)[stage] += 1;
+      of_kind(times, action.kind)[stage] += span.end - span.begin;
+      of_kind(counts, action.kind)[stage] += 1;
     }
-  for (std::size_t stage = 0; stage < forwards.size(); ++stage) {
-    if (forwards[stage] > 0) times.forward[stage] /= forwards[stage];
-    if (backwards[stage] > 0) times.backward_inputs[stage] /= backwards[stage];
-  }
+  for (const Kind kind : {Kind::kForward, Kind::kBackward, Kind::kBackwardWeights})
+    for (std::size_t stage = 0; stage < times.forward.size(); ++stage)
+      if (of_kind(counts, kind)[stage] > 0)
+        of_kind(times, kind)[stage] /= std::exchange(of_kind(counts, kind)[stage], 0);
   return times;
 }
 
@@ -52,8 +57,7 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
            .html = to_svg(measured.table, planned)}};
 }
 
-std::string stage_trace(const Pipeline& pipeline, const Mesh& mesh) {
-  const auto measured = pipeline.measured();
+std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh) {
   nlohmann::ordered_json own = nlohmann::ordered_json::array();
   const auto place = static_cast<std::size_t>(mesh.grid().has(kStageAxis) ? mesh.place({kStageAxis}) : 0);
   if (measured) {
@@ -80,6 +84,15 @@ std::string stage_trace(const Pipeline& pipeline, const Mesh& mesh) {
     for (auto& event : nlohmann::ordered_json::parse(broadcast_text(everyone, own.dump(), rank)))
       all.push_back(std::move(event));
   return nlohmann::ordered_json{{"traceEvents", all}, {"displayTimeUnit", "ms"}}.dump() + "\n";
+}
+
+std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
+                                          const std::filesystem::path& directory) {
+  const auto measured = pipeline.measured();
+  const std::string trace = stage_trace(measured, mesh);
+  Group everyone = mesh.all();
+  on_rank_zero(everyone, [&] { write_file(directory / kStageTrace, trace); });
+  return measured ? stage_pictures(*measured) : std::vector<Showing::Picture>{};
 }
 
 }  // namespace isograd

@@ -1,7 +1,10 @@
 // When the ranks of a pipeline computed what, for people: beside what their table plans, and as a trace.
 #pragma once
 
+#include <filesystem>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "isograd/mesh.hpp"
 #include "isograd/pipeline_parallel.hpp"
@@ -9,14 +12,17 @@
 
 namespace isograd {
 
-inline constexpr const char* kStageTrace = "stages.json";  // in run.directory
-
 // Of the last step of rank 0's pipeline: two pictures, as measured and as the table plans with the measured
 // times of its stages, their bubbles in the captions. Pure.
 std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured);
 
 // The same of all ranks in Chrome's trace format (chrome://tracing, Perfetto): a process for each rank, an
-// event for each action, in microseconds. Collective over mesh.all(); the text is rank 0's.
-std::string stage_trace(const Pipeline& pipeline, const Mesh& mesh);
+// event for each action, in microseconds. `measured` by each pipeline's ranks. Collective over mesh.all();
+// the text is rank 0's.
+std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh);
+
+// Writes the trace into the run's folder and returns the pictures, both at the end of a run. Collective.
+std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
+                                          const std::filesystem::path& directory);
 
 }  // namespace isograd

@@ -344,28 +344,19 @@ struct Trainer::Impl {
       tables = hooks.on_finish(run);
     }
     // The verdict of a table is rank 0's, and every rank ends with it.
-    at::Tensor passed = at::ones({1}, at::kLong);
-    if (!std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; }))
-      passed.zero_();
-    world.group.broadcast(passed, 0);
-    if (world.rank == 0) {
+    const auto failed = [](std::string title, std::string summary) {
+      return ReportTable{std::move(title), std::move(summary), {}, {}, /*passed=*/false};
+    };
+    const bool passed = of_rank_zero(world.group, std::ranges::all_of(tables, &ReportTable::passed));
+    if (world.rank == 0)
       outcome.tables = std::move(tables);
-    } else if (passed.item<std::int64_t>() == 0) {
-      outcome.tables = {{.title = "see rank 0", .summary = {}, .columns = {}, .rows = {}, .passed = false}};
-    }
+    else if (!passed)
+      outcome.tables = {failed("see rank 0", "")};
     if (comparison && comparison->exit_status() != 0)
-      outcome.tables.push_back({.title = "Comparison",
-                                .summary = "the run to compare with failed",
-                                .columns = {},
-                                .rows = {},
-                                .passed = false});
+      outcome.tables.push_back(failed("Comparison", "the run to compare with failed"));
     std::vector<Showing::Picture> stages;
-    if (const Pipeline* pipeline = model->pipeline()) {
-      if (const auto measured = pipeline->measured()) stages = stage_pictures(*measured);
-      const std::string trace = stage_trace(*pipeline, *mesh);
-      on_rank_zero(world.group,
-                   [&] { write_file(std::filesystem::path(config.run.directory) / kStageTrace, trace); });
-    }
+    if (const Pipeline* pipeline = model->pipeline())
+      stages = show_stages(*pipeline, *mesh, config.run.directory);
     const std::string bytes =
         memory ? memory_table(memory->use(), plan(), world.group, config.parallel.tp > 1) : "";
     Showing showing;

@@ -14,6 +14,7 @@
 #include "base/refuse.hpp"
 #include "comm/linear_map.hpp"
 #include "isograd/error.hpp"
+#include "parallel/pipeline/outbox.hpp"
 
 namespace isograd {
 namespace {
@@ -47,9 +48,9 @@ struct Pipeline::Impl {
   std::vector<PipelineTimeline::Span> measured{};
   PipelineTimeline::Span* now = nullptr;  // of the action that runs
 
-  // What was passed on by this rank to itself, and sends that are under way.
+  // What was passed on by this rank to itself, and to others.
   std::map<std::pair<int, int>, std::deque<at::Tensor>> here{};  // (stage that takes it, which way)
-  std::deque<Pending> sent{};
+  Outbox outbox{ranks};
   // Gradients by stage and micro-batch: of what a stage was given, to be sent back, and of what it has passed
   // on, to be taken. A backward that autograd does not run (a step without a target) leaves both open.
   struct Like {
@@ -74,7 +75,6 @@ struct Pipeline::Impl {
   using Forward = std::function<void(std::size_t, std::size_t)>;
   using Backward = std::function<void(std::size_t, bool, std::size_t)>;
   void run(std::size_t micro_batches, const Forward& forward, const Backward& backward);
-  void settle(bool all);
 };
 
 // To the rank of that stage; the receiver of an output does not know its sizes, they go before it.
@@ -93,10 +93,9 @@ void Pipeline::Impl::post(const at::Tensor& tensor, int to_stage, int way, bool 
     header[0] = static_cast<std::int64_t>(values.scalar_type());
     header[1] = values.dim();
     for (std::int64_t d = 0; d < values.dim(); ++d) header[2 + d] = values.size(d);
-    sent.push_back(ranks.send_async(header, to, tag_of(to_stage, way)));
+    outbox.send(header, to, tag_of(to_stage, way));
   }
-  sent.push_back(ranks.send_async(values, to, tag_of(to_stage, way)));
-  settle(/*all=*/false);
+  outbox.send(values, to, tag_of(to_stage, way));
 }
 
 at::Tensor Pipeline::Impl::take(int at_stage, int way, int from_stage, const std::optional<Like>& like) {
@@ -158,13 +157,6 @@ int Pipeline::Impl::turn() const {
   return stage;
 }
 
-void Pipeline::Impl::settle(bool all) {
-  while (!sent.empty() && (all || sent.front().progress())) {
-    if (all) sent.front().wait();
-    sent.pop_front();
-  }
-}
-
 const PipelineTable& Pipeline::Impl::table_for(std::size_t micro_batches) {
   if (options.table) {
     const auto wanted = static_cast<std::size_t>(options.table->micro_batches);
@@ -210,7 +202,8 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
     if (action.kind != Kind::kForward) close(stage, micro_batch);
     now = nullptr;
   }
-  settle(/*all=*/true);
+  outbox.wait();
+  if (ranks.size() > 1) outbox.grow();
 }
 
 Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
@@ -295,7 +288,7 @@ at::Tensor Pipeline::pass_on(const at::Tensor& output) {
       output,
       [impl, stage](const at::Tensor& values) {
         impl->post(values, stage + 1, kOutputs, true);
-        if (!impl->running) impl->settle(/*all=*/true);  // the next stage waits for nothing else
+        if (!impl->running) impl->outbox.wait();  // the next stage waits for nothing else
         return at::zeros({}, at::kDouble);
       },
       [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });

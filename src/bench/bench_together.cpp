@@ -1,0 +1,176 @@
+// `isograd bench tensor`, `expert` and `pipeline`: one model that ranks hold together.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "bench/bench.hpp"
+#include "bench/exchange.hpp"
+#include "bench/side_table.hpp"
+#include "bench/step_case.hpp"
+#include "bench/strategy.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+struct Case {
+  std::string name, step_case, text;
+};
+
+struct Compared {
+  std::string bench;
+  std::vector<Case> cases;
+  std::vector<int> ranks;
+  bool own_batches;  // of each rank; otherwise all see one
+  // By number of ranks; the first `ours` are rows with ratios, those from `peers` on what they are compared
+  // with.
+  std::function<std::vector<Side>(const std::filesystem::path& exchange, int ranks)> sides;
+  std::function<SideTable(std::size_t sides)> table;
+};
+
+std::vector<std::string> names_of(const std::vector<Case>& cases) {
+  std::vector<std::string> names;
+  for (const Case& one : cases) names.push_back(one.name);
+  return names;
+}
+
+int compare_sides(const Compared& compared, const BenchTogetherOptions& options) {
+  nlohmann::ordered_json records = nlohmann::ordered_json::array();
+  bool comparable = true;
+  for (const Case& one : compared.cases) {
+    const bool asked = std::find(options.cases.begin(), options.cases.end(), one.name) != options.cases.end();
+    if (!asked && (!options.cases.empty() || one.name == "tiny")) continue;
+    const StepCase& step_case = find_step_case(one.step_case);
+    for (const int ranks : compared.ranks) {
+      const ExchangeFolder exchange;
+      write_exchange(exchange.path(), step_case, compared.own_batches ? ranks : 1);
+      const auto results =
+          take_turns(compared.sides(exchange.path(), ranks), exchange.path(), options.seconds);
+      const std::string name = fmt::format("{}, {} rank{}", one.name, ranks, ranks == 1 ? "" : "s");
+      fmt::print("{}, {}: {}\n", name,
+                 step_case.micro_batches == 1 ? fmt::format("{} tokens", step_case.tokens())
+                                              : fmt::format("{} micro-batches of {} tokens",
+                                                            step_case.micro_batches, step_case.tokens()),
+                 one.text);
+      SideTable table = compared.table(results.size());
+      table.bench = compared.bench, table.name = name;
+      comparable = print_sides(table, results, records) && comparable;
+    }
+  }
+  if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
+  return comparable ? 0 : 1;
+}
+
+void print_heading(const std::string& what) {
+  fmt::print(
+      "whole training steps of {}, fp32, one thread a rank: median, quartile spread, and how much\nfaster "
+      "than each other side (lowest .. highest of single rounds)\n",
+      what);
+}
+
+Side ours(const std::filesystem::path& exchange, const std::string& strategy, int ranks) {
+  return our_side(exchange, strategy, find_strategy(strategy).title, ranks);
+}
+Side alone(const std::filesystem::path& exchange) {
+  return our_side(exchange, "stage-0", "isograd, one rank", 1);
+}
+
+const std::string kOneBatch = "one batch for all ranks", kTiny = "to see that the comparison works";
+const std::vector<Case> kTensorCases = {{"communication", "tensor-64", kOneBatch},
+                                        {"middle", "tensor-512", kOneBatch},
+                                        {"compute", "tensor-2048", kOneBatch},
+                                        {"tiny", "tensor-tiny", kTiny}};
+const std::vector<Case> kExpertCases = {
+    {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
+    {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
+    {"tiny", "expert-tiny", kTiny}};
+const std::vector<Case> kPipelineCases = {{"communication", "pipeline-64", kOneBatch},
+                                          {"middle", "pipeline-512", kOneBatch},
+                                          {"compute", "pipeline-2048", kOneBatch},
+                                          {"tiny", "pipeline-tiny", kTiny}};
+
+}  // namespace
+
+std::vector<std::string> bench_tensor_cases() {
+  return names_of(kTensorCases);
+}
+std::vector<std::string> bench_expert_cases() {
+  return names_of(kExpertCases);
+}
+std::vector<std::string> bench_pipeline_cases() {
+  return names_of(kPipelineCases);
+}
+
+int bench_tensor(const BenchTogetherOptions& options) {
+  print_heading("one model on one batch");
+  return compare_sides(
+      {.bench = "tensor",
+       .cases = kTensorCases,
+       .ranks = {options.ranks},
+       .own_batches = false,
+       .sides =
+           [&](const std::filesystem::path& exchange, int ranks) {
+             const auto theirs = [&](const std::string& mode, const std::string& title, int processes) {
+               return peer_side(exchange, options.python, "llama_step.py", mode, title, processes);
+             };
+             return std::vector<Side>{ours(exchange, "tensor", ranks), ours(exchange, "tensor-whole", ranks),
+                                      alone(exchange),
+                                      theirs("tp", "PyTorch tensor parallel over Gloo", ranks),
+                                      theirs("eager", "one PyTorch process", 1)};
+           },
+       .table = [](std::size_t) { return SideTable{.ours = 3, .peers = 2}; }},
+      options);
+}
+
+int bench_expert(const BenchTogetherOptions& options) {
+  if (find_step_case(kExpertCases[0].step_case).shape.experts.count % options.ranks != 0)
+    throw ConfigError({.where = "isograd bench expert --ranks",
+                       .found = std::to_string(options.ranks),
+                       .expected = "2, 4 or 8: the PyTorch peer deals its 8 experts evenly",
+                       .action = "Choose one of them"});
+  print_heading("a mixture of 8 experts, 2 to a token");
+  return compare_sides(
+      {.bench = "expert",
+       .cases = kExpertCases,
+       .ranks = {1, options.ranks},
+       .own_batches = true,
+       .sides =
+           [&](const std::filesystem::path& exchange, int ranks) {
+             const auto theirs = [&](const std::string& mode, const std::string& title) {
+               return peer_side(exchange, options.python, "experts_step.py", mode, title, ranks);
+             };
+             if (ranks == 1)
+               return std::vector<Side>{alone(exchange), theirs("transformers", "transformers' Mixtral")};
+             return std::vector<Side>{
+                 ours(exchange, "expert", ranks),
+                 our_side(exchange, "stage-0", "isograd, all experts on each rank", ranks),
+                 theirs("ep", "PyTorch, all-to-all over Gloo, FSDP2")};
+           },
+       .table = [](std::size_t sides) { return SideTable{.ours = sides - 1, .peers = 1}; }},
+      options);
+}
+
+int bench_pipeline(const BenchTogetherOptions& options) {
+  print_heading("one model in stages");
+  return compare_sides(
+      {.bench = "pipeline",
+       .cases = kPipelineCases,
+       .ranks = {options.ranks},
+       .own_batches = false,
+       .sides =
+           [&](const std::filesystem::path& exchange, int ranks) {
+             const auto theirs = [&](const std::string& mode, const std::string& title, int processes) {
+               return peer_side(exchange, options.python, "pipeline_step.py", mode, title, processes);
+             };
+             return std::vector<Side>{ours(exchange, "pipeline-1f1b", ranks),
+                                      ours(exchange, "pipeline-gpipe", ranks), alone(exchange),
+                                      theirs("1f1b", "PyTorch pipelining, 1F1B over Gloo", ranks),
+                                      theirs("eager", "one PyTorch process", 1)};
+           },
+       .table = [](std::size_t) { return SideTable{.ours = 3, .peers = 2}; }},
+      options);
+}
+
+}  // namespace isograd
