@@ -24,10 +24,8 @@ struct Compared {
   std::vector<Case> cases;
   std::vector<int> ranks;
   bool own_batches;  // of each rank; otherwise all see one
-  // By number of ranks; the first `ours` are rows with ratios, those from `peers` on what they are compared
-  // with.
   std::function<std::vector<Side>(const std::filesystem::path& exchange, int ranks)> sides;
-  std::function<SideTable(std::size_t sides)> table;
+  std::size_t ours = 0, peers = 0;  // as SideTable's; `ours` 0: all but the last
 };
 
 std::vector<std::string> names_of(const std::vector<Case>& cases) {
@@ -54,9 +52,12 @@ int compare_sides(const Compared& compared, const BenchTogetherOptions& options)
                                               : fmt::format("{} micro-batches of {} tokens",
                                                             step_case.micro_batches, step_case.tokens()),
                  one.text);
-      SideTable table = compared.table(results.size());
-      table.bench = compared.bench, table.name = name;
-      comparable = print_sides(table, results, records) && comparable;
+      comparable = print_sides({.bench = compared.bench,
+                                .name = name,
+                                .ours = compared.ours > 0 ? compared.ours : results.size() - 1,
+                                .peers = compared.peers},
+                               results, records) &&
+                   comparable;
     }
   }
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
@@ -120,7 +121,8 @@ int bench_tensor(const BenchTogetherOptions& options) {
                                       theirs("tp", "PyTorch tensor parallel over Gloo", ranks),
                                       theirs("eager", "one PyTorch process", 1)};
            },
-       .table = [](std::size_t) { return SideTable{.ours = 3, .peers = 2}; }},
+       .ours = 3,
+       .peers = 2},
       options);
 }
 
@@ -148,7 +150,7 @@ int bench_expert(const BenchTogetherOptions& options) {
                  our_side(exchange, "stage-0", "isograd, all experts on each rank", ranks),
                  theirs("ep", "PyTorch, all-to-all over Gloo, FSDP2")};
            },
-       .table = [](std::size_t sides) { return SideTable{.ours = sides - 1, .peers = 1}; }},
+       .peers = 1},
       options);
 }
 
@@ -169,7 +171,8 @@ int bench_pipeline(const BenchTogetherOptions& options) {
                                       theirs("1f1b", "PyTorch pipelining, 1F1B over Gloo", ranks),
                                       theirs("eager", "one PyTorch process", 1)};
            },
-       .table = [](std::size_t) { return SideTable{.ours = 3, .peers = 2}; }},
+       .ours = 3,
+       .peers = 2},
       options);
 }
 
