@@ -105,6 +105,7 @@ PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times
 
 // The timeline as text, a line for each stage of at most 160 columns behind its name; and as a picture.
 std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline);
+inline constexpr double kPictureWidth = 1000;  // pixels
 std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline);
 
 }  // namespace isograd

@@ -181,7 +181,8 @@ struct Presenter::Impl {
       report.chart(load_chart(loads));
       report_loads(report, loads);
     }
-    for (const auto& picture : showing.pictures) report.figure(picture.title, picture.caption, picture.html);
+    for (const auto& picture : showing.pictures)
+      report.figure(picture.title, picture.caption, picture.html, picture.width);
     for (const auto& chart : showing.charts) report.chart(chart);
     for (const auto& table : showing.tables) report.table(table);
     for (ReportTable table : outcome.tables) {

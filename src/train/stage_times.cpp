@@ -49,12 +49,14 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
            .caption = caption(measured.timeline,
                               "A line for each stage: F forward, B backward of a "
                               "micro-batch. The step's micro-batches took"),
-           .html = to_svg(measured.table, measured.timeline)},
+           .html = to_svg(measured.table, measured.timeline),
+           .width = kPictureWidth},
           {.title = "The same, as planned",
            .caption = caption(planned,
                               "By the schedule, with what forwards and backwards of each stage took "
                               "on average:"),
-           .html = to_svg(measured.table, planned)}};
+           .html = to_svg(measured.table, planned),
+           .width = kPictureWidth}};
 }
 
 std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh) {

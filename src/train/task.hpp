@@ -103,6 +103,7 @@ struct Baseline {
 struct Showing {
   struct Picture {
     std::string title, caption, html;
+    double width = 0;  // in pixels, of one that is scrolled rather than scaled down
   };
   std::string text{};  // printed too
   std::vector<Picture> pictures{};

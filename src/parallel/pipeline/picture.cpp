@@ -72,7 +72,7 @@ std::string to_picture(const PipelineTable& table, const PipelineTimeline& timel
 }
 
 std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline) {
-  constexpr double kLeft = 120, kWidth = 1080, kRow = 24, kTop = 40;
+  constexpr double kLeft = 120, kWidth = kPictureWidth - 140, kRow = 24, kTop = 40;
   const double unit = timeline.length > 0 ? kWidth / timeline.length : 0;
   const auto colour = [](Kind kind) {
     return kind == Kind::kForward          ? "#7aa6d8"
@@ -110,7 +110,7 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
   std::string head = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
       "font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
-      kLeft + kWidth + 20, height);
+      kPictureWidth, height);
   std::string title;  // foreign: a table of the user's has a name of the user's
   for (const char c : table.name)
     title += c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '&' ? "&amp;" : std::string(1, c);
