@@ -333,6 +333,10 @@ std::string text_of(const Case& one, const Experiment& experiment) {
   return rest == Experiment{} ? text : text + ", " + rest.text();
 }
 
+bool close_together(double a, double b, double limit) {
+  return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
+}
+
 std::string list_names(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 3;
   std::string text;

@@ -189,6 +189,7 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
 std::optional<Finding> diagnose_unsummed(Case& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices);
+std::vector<Finding> diagnose_norm(const Case& one);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
 std::vector<std::string> other_terms(const Case& one);
 // By how much figures may be off, which come from sums of many numbers.
@@ -211,10 +212,16 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
 // The norm that the reference recorded, or its gradient's where it is another one.
 double norm_to_expect(const Case& one, double limit);
 
+// The axes of more than one rank, then kContextRanks and kAllRanks where several make them up: along which
+// something may be multiplied, divided or left out. And one of them in words: "dp_shard (4)".
+std::vector<std::string> long_axes(const Case& one);
+std::string name_of(const Case& one, const std::string& axis);
 // "dp_shard (4)", "accumulation (3)": whatever in the run has this size.
 std::string factors_of(const Case& one, double value);
 // Experiment::text() with the axis by name.
 std::string text_of(const Case& one, const Experiment& experiment);
 std::string list_names(const std::vector<std::string>& names);
+// By `limit` of the larger one; not for NaN.
+bool close_together(double a, double b, double limit);
 
 }  // namespace isograd

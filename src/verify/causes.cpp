@@ -10,7 +10,22 @@ namespace {
 
 using Cell = Case::Cell;
 
-// The axes along which something may be multiplied or divided.
+// The ranks that cells name: those along the axes of data where others see the same.
+Grid grid_of_counts(const Case& one) {
+  if (one.grid().ranks() == one.ranks()) return one.grid();
+  std::vector<Axis> axes = one.grid().axes();
+  std::erase_if(axes, [](const Axis& axis) { return kDataAxes.count(axis.name) == 0; });
+  return Grid(axes);
+}
+std::string figure(double value) {
+  return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
+}
+bool without_axes(const Case& one) {
+  return one.found().axes.empty() && one.ranks() > 1;
+}
+
+}  // namespace
+
 std::vector<std::string> long_axes(const Case& one) {
   std::vector<std::string> names;
   std::size_t context = 0;
@@ -25,24 +40,10 @@ std::vector<std::string> long_axes(const Case& one) {
     names.push_back(kAllRanks);
   return names;
 }
-// The ranks that cells name: those along the axes of data where others see the same.
-Grid grid_of_counts(const Case& one) {
-  if (one.grid().ranks() == one.ranks()) return one.grid();
-  std::vector<Axis> axes = one.grid().axes();
-  std::erase_if(axes, [](const Axis& axis) { return kDataAxes.count(axis.name) == 0; });
-  return Grid(axes);
-}
-std::string figure(double value) {
-  return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
-}
-bool without_axes(const Case& one) {
-  return one.found().axes.empty() && one.ranks() > 1;
-}
+
 std::string name_of(const Case& one, const std::string& axis) {
   return fmt::format("{} ({:.0f})", without_axes(one) ? "the ranks" : axis, one.size_of(axis));
 }
-
-}  // namespace
 
 std::string factors_of(const Case& one, double value) {
   std::string text;

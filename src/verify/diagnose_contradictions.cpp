@@ -11,10 +11,6 @@
 namespace isograd {
 namespace {
 
-bool as_large(double a, double b, double limit) {
-  return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
-}
-
 double norm_recorded_for(const StepDump& dump) {
   Tensors gradient;
   for (const auto& [name, tensor] : dump.gradients) gradient.push_back(tensor.to(at::kDouble));
@@ -26,7 +22,7 @@ std::vector<Finding> diagnose_own_norm(const StepDump& dump, const char* side, d
   const double own = norm_recorded_for(dump);
   std::vector<std::string> others;
   const auto note = [&](const std::string& key, double norm) {
-    if (!std::isnan(norm) && !as_large(norm, own, limit))
+    if (!std::isnan(norm) && !close_together(norm, own, limit))
       others.push_back(fmt::format("{} {:.9g}", key, norm));
   };
   note("norm", dump.figures.norm);
@@ -204,7 +200,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
   // Parts of a gradient whose elements count once make it up. Where nobody says how often each counts, it may
   // be more than once, but not less; and no part is larger than all of them.
   const double sum = all ? norm_of(owned) : NAN;
-  const bool once = all && !dump.owners.empty() && !as_large(sum, norm, limit);
+  const bool once = all && !dump.owners.empty() && !close_together(sum, norm, limit);
   if (once || sum < norm * (1 - limit) || largest > norm * (1 + limit))
     return {{"norm_differs",
              fmt::format("the ranks' parts{} do not make up the gradient's norm of {:.9g}", side, norm),
@@ -312,7 +308,7 @@ OwnUpdate diagnose_own_update(const Case& one, bool of_found, std::vector<std::s
 
 double norm_to_expect(const Case& one, double limit) {
   const double recorded = one.expected().figures.norm, own = norm_recorded_for(one.expected());
-  return as_large(recorded, own, limit) ? recorded : norm_of(one.right().gradient);  // not for NaN
+  return close_together(recorded, own, limit) ? recorded : norm_of(one.right().gradient);  // not for NaN
 }
 
 std::vector<Finding> diagnose_contradictions(const Case& one, double limit,

@@ -10,10 +10,6 @@
 namespace isograd {
 namespace {
 
-bool close_together(double a, double b, double limit) {
-  return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
-}
-
 // What was recorded and is not finite: nobody could act on it.
 std::vector<Finding> diagnose_not_finite(const Case& one) {
   std::vector<std::string> broken;
@@ -84,63 +80,6 @@ std::vector<Finding> diagnose_loss(const Case& one) {
            fmt::format("loss {:.9g}, expected {:.9g} (ratio {}{}); the gradient is right", found, expected,
                        ratio_text(ratio), factor.empty() ? "" : ": " + factor),
            {terms.empty() ? "" : "terms: " + list_names(terms)}}};
-}
-
-std::vector<Finding> diagnose_norm(const Case& one) {
-  const double limit = tolerance(one);
-  const auto& ranks = one.found().ranks;
-  const double expected = norm_to_expect(one, limit);
-  double found = one.found().figures.norm;
-  std::vector<double> norms, owned;
-  double squares = 0, sum = 0;
-  for (const auto& rank : ranks) {
-    if (!std::isnan(rank.norm)) norms.push_back(rank.norm);
-    owned.push_back(rank.owned_norm);
-    squares += rank.owned_norm * rank.owned_norm;
-    sum += rank.owned_norm;
-  }
-  if (std::isnan(found) && !norms.empty()) found = norms[0];
-  const bool recorded = !std::isnan(found);
-  bool right = !recorded || close_together(found, expected, limit), agree = true, own = norms.size() > 1;
-  for (std::size_t r = 0; r < norms.size(); ++r) {
-    right = right && close_together(norms[r], expected, limit);
-    agree = agree && close_together(norms[r], norms[0], limit);
-    own = own && norms.size() == owned.size() && close_together(norms[r], owned[r], limit);
-  }
-  std::int64_t least = 1, most = 1;
-  for (const auto& [low, high] : one.found().owners) {
-    least = std::min(least, low);
-    most = std::max(most, high);
-  }
-  const auto once = fmt::format("elements count on {} to {} ranks", least, most);
-  if (right) return diagnose_parts_of_norm(one.found(), "", expected, limit);
-  const double ratio = found / expected;
-  const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
-  if (!agree && own)
-    return {{"norm_of_own_shard",
-             numbers + ": each rank has the norm of the part it keeps",
-             {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))}}};
-  if (!agree) return {{"norm_differs", numbers + ", and other norms on other ranks", {}}};
-  if (most > 1 && close_together(found * found, squares, limit))
-    return {{"norm_counts_replicas", numbers + ": " + once, {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
-  const std::string factor = factors_of(one, ratio * ratio);
-  if (!factor.empty())
-    return {
-        {"norm_counts_replicas",
-         fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
-         {once}}};
-  if (owned.size() > 1 && close_together(found * static_cast<double>(owned.size()), sum, limit))
-    return {{"norms_averaged",
-             numbers + ": the mean of the norms of the ranks' parts",
-             {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
-  Tensors own_gradient;
-  for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
-  const bool of_own = close_together(found, norm_of(own_gradient), limit);
-  return {{"norm_differs",
-           numbers + (of_own ? ": that is the norm of the gradient found, whose size is off, though this "
-                               "precision hides in which parameters"
-                             : ""),
-           {one.found().owners.empty() ? "" : once}}};
 }
 
 // Parameters from which another amount is taken away than there should be. What the reference takes away is

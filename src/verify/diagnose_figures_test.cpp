@@ -1,6 +1,7 @@
 // What else of a step may be wrong where its gradient is right, and dumps that contradict themselves.
 #include "verify/diagnosis_testing.hpp"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -166,6 +167,56 @@ TEST(Diagnosis, Figures) {
               found.ranks[0].bytes_moved = 1500;
             }),
             "");
+}
+
+// Of two stages on two data ranks each: squares that are summed along one axis alone, and the mean of what
+// comes of that.
+TEST(Diagnosis, NormsOfPartsAlongOneAxis) {
+  using Norms = std::vector<double>;
+  const auto said_of = [](const std::function<Norms(const Norms& owned)>& norms) {
+    ToyTrainer trainer{.counts = {{40, 10}, {30, 20}}, .axes = {{"pp", 2}, {"dp_shard", 2}}};
+    trainer.change = [norms](RunPair& pair, const Experiment&) {
+      Norms owned;
+      for (const double share : {0.1, 0.2, 0.3, 0.4})
+        owned.push_back(pair.expected.figures.norm * std::sqrt(share));
+      const Norms found = norms(owned);
+      pair.found.ranks.assign(4, {});
+      for (std::size_t r = 0; r < 4; ++r)
+        pair.found.ranks[r].owned_norm = owned[r], pair.found.ranks[r].norm = found[r];
+      pair.found.figures.norm = found[0];
+      pair.found.owners.assign(3, {1, 1});
+    };
+    return sentence_of(trainer.diagnosis());
+  };
+  const auto of_stages = [](const Norms& o) {
+    const double first = std::hypot(o[0], o[1]), second = std::hypot(o[2], o[3]);
+    return Norms{first, first, second, second};
+  };
+  using ::testing::AllOf;
+  using ::testing::HasSubstr;
+  using ::testing::StartsWith;
+  EXPECT_EQ(said_of([](const Norms& o) { return Norms(4, std::hypot(std::hypot(o[0], o[1], o[2]), o[3])); }),
+            "");
+  EXPECT_THAT(
+      said_of([](const Norms& o) { return o; }),
+      AllOf(StartsWith("norm_of_own_shard"), HasSubstr("each rank has the norm of the part it keeps")));
+  EXPECT_THAT(said_of(of_stages),
+              AllOf(StartsWith("norm_of_own_shard"), HasSubstr("squares are not summed over pp (2)")));
+  EXPECT_THAT(said_of([](const Norms& o) {
+                const double first = std::hypot(o[0], o[2]), second = std::hypot(o[1], o[3]);
+                return Norms{first, second, first, second};
+              }),
+              AllOf(StartsWith("norm_of_own_shard"), HasSubstr("squares are not summed over dp_shard (2)")));
+  EXPECT_THAT(said_of([&](const Norms& o) { return Norms(4, (of_stages(o)[0] + of_stages(o)[2]) / 2); }),
+              AllOf(StartsWith("norms_averaged"), HasSubstr("the mean over pp (2) of the norms")));
+  EXPECT_THAT(said_of([](const Norms& o) { return Norms(4, (o[0] + o[1] + o[2] + o[3]) / 4); }),
+              AllOf(StartsWith("norms_averaged"), HasSubstr("the mean of the norms of the ranks' parts")));
+  // Of no axis.
+  EXPECT_THAT(said_of([&](const Norms& o) {
+                const Norms of = of_stages(o);
+                return Norms{of[0], of[2], of[2], of[0]};
+              }),
+              StartsWith("norm_differs"));
 }
 
 // Where nobody recorded a coefficient, all parameters are held to the one that the large ones show.

@@ -17,13 +17,6 @@ double ratio_in(const Case& one, const std::string& name) {
   return NAN;
 }
 
-// Does the cause explain the named parameters, here? Nothing: it cannot be told.
-std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<std::string>& names) {
-  const auto prediction = prediction_of(one, cause, names);
-  if (!prediction) return std::nullopt;
-  return one.is(*prediction) && logs_as(cause, one);
-}
-
 // The one ratio of all the named parameters, if there is one and it is not 1.
 std::optional<double> scale_of(Case& one, const std::vector<std::string>& names) {
   Tensors errors, direction;
@@ -182,42 +175,7 @@ std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fittin
   return all;
 }
 
-// Copies on ranks that see the same batch, each of which has its own part of the gradient.
-std::optional<Finding> diagnose_peers(const Case& one, const std::vector<std::string>& names) {
-  std::string axes;
-  for (const auto& parameter : one.parameters()) {
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
-    const auto& sums = one.found().peer_sums;
-    const auto peers =
-        std::find_if(sums.begin(), sums.end(), [&](const auto& sum) { return sum.name == parameter.name; });
-    if (peers == sums.end()) return std::nullopt;
-    const double off = (peers->sum.to(at::kDouble) - parameter.expected).norm().item<double>();
-    if (!(off <= Bounds{}.exact * parameter.scale)) return std::nullopt;
-    axes = peers->axes;
-  }
-  if (axes.empty()) return std::nullopt;
-  return Finding{
-      "not_summed_over_axis",
-      fmt::format("{}: not summed over {}, whose ranks each have the part of their own tokens or "
-                  "heads: {}",
-                  subject(one, names), axes, list_names(names)),
-      {fmt::format("the sum of what these ranks have is right; as given: {}", numbers_of(one, names))}};
-}
-
 }  // namespace
-
-std::optional<Finding> diagnose_unsummed(Case& one) {
-  const std::vector<std::string> names = one.off();
-  if (names.empty() || !one.finite()) return std::nullopt;
-  if (auto peers = diagnose_peers(one, names)) return peers;
-  for (const Cause& cause : unsummed_causes(one))
-    if (explains(one, cause, names).value_or(false))
-      return Finding{cause.id,
-                     subject(one, names) + ": " + cause.sentence(one),
-                     {fmt::format("rank 0 has the sum of its own parts along that axis; as given: {}",
-                                  numbers_of(one, names))}};
-  return std::nullopt;
-}
 
 std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
   std::vector<std::string> names = one.off();

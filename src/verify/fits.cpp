@@ -29,6 +29,12 @@ bool logs_as(const Cause& cause, const Case& one) {
   return cause.loss == Cause::Loss::kNotScaled ? !is || wanted == 1 : is;
 }
 
+std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<std::string>& names) {
+  const auto prediction = prediction_of(one, cause, names);
+  if (!prediction) return std::nullopt;
+  return one.is(*prediction) && logs_as(cause, one);
+}
+
 std::string subject(const Case& one, const std::vector<std::string>& names) {
   if (names.size() == one.parameters().size()) return "all parameters";
   std::size_t silent = 0;

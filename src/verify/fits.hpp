@@ -19,6 +19,8 @@ bool multiples(const Case& one, const std::vector<std::string>& names);
 bool same_ids(const std::vector<Cause>& causes);
 // Whether the loss found is what a trainer with this mistake logs.
 bool logs_as(const Cause& cause, const Case& one);
+// Whether the cause explains the named parameters of this step. Nothing: it cannot be told.
+std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<std::string>& names);
 // What a person can do where nothing can be run again.
 std::string would_tell(const std::vector<Cause>& fitting);
 
