@@ -19,6 +19,7 @@ struct Cell {
   std::string strategy = "bucketed";
   double slip = 1;             // what a planted mistake multiplies the last stage's stream by
   bool after_nothing = false;  // a step without a target anywhere goes before
+  bool idle = false;  // all data ranks but the first have no micro-batch, and one of that rank's is empty
 
   int stages() const { return pp * stages_of_rank; }
   DecoderConfig config() const {
@@ -33,7 +34,7 @@ struct Cell {
   friend void PrintTo(const Cell& c, std::ostream* out) {
     *out << c.schedule << ", pp " << c.pp << " x " << c.stages_of_rank << " stages, data " << c.data
          << ", tp " << c.tp << ", " << c.accumulation << " micro-batches, " << c.strategy << ", tied "
-         << c.tied << ", sample mean " << (c.mean == Mean::kSamples);
+         << c.tied << ", sample mean " << (c.mean == Mean::kSamples) << ", idle " << c.idle;
   }
 };
 
@@ -41,6 +42,14 @@ struct Found {
   Gradient gradient;
   std::vector<StepReport> reports;
 };
+
+MicroBatches batches_of(const Cell& cell, const Mesh& mesh) {
+  const int place = mesh.place(kSampleAxes), places = cell.idle ? 1 : mesh.size(kSampleAxes);
+  if (place >= places) return {};
+  MicroBatches own = tensor::step_of(place, places, cell.config().vocabulary, cell.accumulation);
+  if (cell.idle) own.insert(own.begin() + 1, empty_batch());
+  return own;
+}
 
 Found train(const Cell& cell) {
   Found found;
@@ -69,16 +78,17 @@ Found train(const Cell& cell) {
     };
     Step step(forward, *layout, *mean, *optimizer, through(*pipeline));
     if (cell.after_nothing) {
-      MicroBatches nothing = tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes),
-                                             cell.config().vocabulary, cell.accumulation);
+      MicroBatches nothing = batches_of(cell, mesh);
       for (Batch& batch : nothing) {
         batch.targets = at::full_like(batch.targets, kIgnoreIndex);
         batch.sample_targets.assign(batch.sample_targets.size(), 0);
       }
       EXPECT_FALSE(step(nothing).updated);
     }
-    const StepReport report = step(tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes),
-                                                   cell.config().vocabulary, cell.accumulation));
+    if (cell.idle) {
+      EXPECT_FALSE(step({}).updated);  // no rank has any
+    }
+    const StepReport report = step(batches_of(cell, mesh));
     found.reports[static_cast<std::size_t>(world.rank)] = report;
     const auto gradients = tensor::whole_gradients(*layout, placed);
     if (world.rank == 0) found.gradient.of = gradients;
@@ -113,13 +123,21 @@ std::vector<Cell> cells() {
   all.push_back({.pp = 8, .accumulation = 8});
   for (const Mean mean : {Mean::kTargets, Mean::kSamples})
     for (const int pp : {2, 3}) all.push_back({.pp = pp, .data = 2, .mean = mean, .after_nothing = true});
+  for (const char* strategy : {"naive", "bucketed", "zero2"})
+    all.push_back({.pp = 3, .data = 2, .schedule = "gpipe", .strategy = strategy, .idle = true});
+  all.push_back({.pp = 2,
+                 .stages_of_rank = 2,
+                 .data = 3,
+                 .schedule = "interleaved",
+                 .mean = Mean::kSamples,
+                 .idle = true});
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Cells, PipelineParallel, ::testing::ValuesIn(cells()));
 
 Gradient one_process(const Cell& cell) {
-  return tensor::one_process(*tensor::whole_model(cell.config(), at::kDouble), cell.data, cell.accumulation,
-                             cell.mean);
+  return tensor::one_process(*tensor::whole_model(cell.config(), at::kDouble), cell.idle ? 1 : cell.data,
+                             cell.accumulation, cell.mean);
 }
 
 TEST_P(PipelineParallel, GradientLossAndNormAreOneProcesss) {

@@ -76,10 +76,12 @@ def test_a_launcher_outlives_the_reader_of_its_ranks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-@pytest.mark.parametrize("victim, strategy", [(0, "bucketed"), (2, "bucketed"), (1, "zero3")])
-def test_a_terminal_is_told_of_a_lost_rank_in_a_few_lines(place, victim, strategy):
+@pytest.mark.parametrize("victim, changes", [
+    (0, {}), (2, {}), (1, {"parallel__strategy": "zero3"}),
+    (0, {"parallel__pp": 3, "model__layers": 3}), (2, {"parallel__pp": 3, "model__layers": 3})])
+def test_a_terminal_is_told_of_a_lost_rank_in_a_few_lines(place, victim, changes):
     """Which one, in what, what the others waited in, how to continue; the last operations are in a file."""
-    process = place.start(ranks=3, checkpoint__every=20, parallel__strategy=strategy)
+    process = place.start(ranks=3, checkpoint__every=20, **changes)
     place.wait(process, lambda: len(place.checkpoints()) > 0)
     lost = ranks_of(process)[victim]
     os.kill(lost, signal.SIGKILL)
@@ -90,11 +92,12 @@ def test_a_terminal_is_told_of_a_lost_rank_in_a_few_lines(place, victim, strateg
     assert len(told) <= 5, out
     survivors = {0, 1, 2} - {victim}
     (error,) = [line for line in told if "PeerError" in line]
-    said = re.match(r"isograd: rank (\d): PeerError: after step \d+: \w+ #\d+ of group '.*' on rank \1 of 3.*: "
+    operation = r"(?:\w+ #\d+(?: to rank \d)?|recv from rank \d)"
+    said = re.match(rf"isograd: rank (\d): PeerError: after step \d+: {operation} of group '.*' on rank \1 of 3.*: "
                     rf"found rank {victim} \(host .*, pid {lost}\) has ended; ", error)
     assert said and int(said[1]) in survivors, out
     (other,) = survivors - {int(said[1])}
-    assert re.search(rf"^isograd: rank {other} waited: after step \d+: \w+ #\d+ of group '", out, re.M), out
+    assert re.search(rf"^isograd: rank {other} waited: after step \d+: {operation} of group '", out, re.M), out
     assert f"rank {victim} (pid {lost}) was killed by signal 9" in out
     operations = place.folder / "run/last_operations.txt"
     assert re.search(rf"^isograd: the last operations of rank \d in group '.*': {operations}$", out, re.M), out

@@ -27,7 +27,7 @@ struct PipelineOptions {
 //
 //   Pipeline pipeline(mesh, {.schedule = "1f1b"});
 //   const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
-//     const at::Tensor x = pipeline.is_first() ? embed(batch) : pipeline.receive();
+//     const at::Tensor x = pipeline.is_first() ? embed(batch) : pipeline.receive({-1, width});
 //     const at::Tensor y = layers_of(pipeline.stage(), x, batch);
 //     return {{"cross_entropy", pipeline.is_last() ? loss_of(y, batch) : pipeline.pass_on(y)}};
 //   };
@@ -39,7 +39,7 @@ struct PipelineOptions {
 class Pipeline {
  public:
   // Collective over the ranks along pp. ConfigError: options that make no table, a table for another number
-  // of ranks, one that cuts backwards in two.
+  // of ranks, one that cuts backwards in two, one that gives a rank no stage, tables that differ over ranks.
   Pipeline(const Mesh& mesh, PipelineOptions options);
 
   int stages() const;
@@ -55,14 +55,16 @@ class Pipeline {
   bool is_first() const { return stage() == 0; }
   bool is_last() const { return stage() + 1 == stages(); }
 
-  // What the stage before has passed on of this micro-batch, of whatever sizes. Its gradient goes back there.
-  at::Tensor receive();
+  // What the stage before has passed on of this micro-batch. Its gradient goes back there. ConfigError that
+  // names both stages where it does not have these sizes, -1 being any; none given: whatever they are.
+  at::Tensor receive(at::IntArrayRef sizes = {});
   // To the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
 
   // Runs the table of so many micro-batches: forward(i, part) and backward(i, last, part) of each in each of
   // this rank's stages, of which `part` counts own_stages(); `last` with the rank's last backward. As a
-  // step's schedule: through() (step.hpp).
+  // step's schedule: through() (step.hpp). ConfigError: another number of micro-batches than the table has,
+  // or than the schedule admits; a forward that did not receive() or pass_on() what its stage has to.
   void run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
            const std::function<void(std::size_t, bool, std::size_t)>& backward) const;
   // Of what the number of micro-batches must be a multiple.

@@ -101,9 +101,9 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
   const auto turn_to = [pipeline](const ModelSeams::Stage& stage) {
     if (!pipeline->in_step()) pipeline->look_at(stage.index);
   };
-  seams.receive = [pipeline, turn_to](const ModelSeams::Stage& stage) {
+  seams.receive = [pipeline, turn_to, hidden = model.config().hidden](const ModelSeams::Stage& stage) {
     turn_to(stage);
-    return pipeline->receive();
+    return pipeline->receive({-1, hidden});
   };
   seams.pass_on = [pipeline, turn_to](const ModelSeams::Stage& stage, const at::Tensor& stream) {
     turn_to(stage);

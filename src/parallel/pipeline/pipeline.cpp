@@ -14,6 +14,7 @@
 #include "base/refuse.hpp"
 #include "comm/linear_map.hpp"
 #include "isograd/error.hpp"
+#include "parallel/pipeline/agreement.hpp"
 #include "parallel/pipeline/outbox.hpp"
 
 namespace isograd {
@@ -199,7 +200,11 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
     else
       backward(micro_batch, --left == 0, part_of(stage));
     measured[place].end = seconds();
-    if (action.kind != Kind::kForward) close(stage, micro_batch);
+    if (action.kind == Kind::kForward)
+      check_exchanged(owed.contains({stage, micro_batch}), awaited.contains({stage, micro_batch}), stage,
+                      stages, micro_batch);
+    else
+      close(stage, micro_batch);
     now = nullptr;
   }
   outbox.wait();
@@ -228,6 +233,7 @@ Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
     for (const PipelineAction& action : actions)
       if (action.kind == Kind::kBackwardInputs || action.kind == Kind::kBackwardWeights)
         refuse_table(fmt::format("{}, a half of a backward", to_text(action)), "whole ones (B)");
+  check_same_table(table, own.ranks);
   own.stages = table.stages;
   own.rank_of_stage = table.rank_of_stage;
   for (int stage = 0; stage < table.stages; ++stage)
@@ -260,7 +266,7 @@ void Pipeline::look_at(int stage) {
   impl_->looked_at = true;
 }
 
-at::Tensor Pipeline::receive() {
+at::Tensor Pipeline::receive(at::IntArrayRef sizes) {
   const auto impl = impl_;
   const int stage = impl->turn();
   const std::size_t i = impl->micro_batch;
@@ -268,8 +274,9 @@ at::Tensor Pipeline::receive() {
   const bool owes = at::GradMode::is_enabled();  // a gradient
   return apply_map(
       at::empty({0}, at::kDouble),
-      [impl, stage, i, owes](const at::Tensor&) {
+      [impl, stage, i, owes, sizes = sizes.vec()](const at::Tensor&) {
         const at::Tensor given = impl->take(stage, kOutputs, stage - 1, std::nullopt);
+        if (!sizes.empty()) check_sizes(given, sizes, stage, i);
         if (owes) impl->owed[{stage, i}] = {given.sizes().vec(), given.options()};
         return given;
       },
