@@ -1,7 +1,8 @@
-// Schedules as data: complete, free of deadlock, as long and as deep as their papers say; contradictions are
-// found and named.
+// Schedules as data: complete, free of deadlock, as long and as deep as their papers say, and as deep when
+// they are carried out; contradictions are found and named.
 #include "isograd/pipeline_schedule.hpp"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
@@ -11,6 +12,7 @@
 #include <random>
 
 #include "base/error_testing.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {
@@ -163,6 +165,68 @@ TEST(PipelineSchedules, OfTenThousandRanksAreSimulated) {
   for (const auto& own : table.ranks) actions += own.size();
   EXPECT_EQ(actions, 3'990'000u);
   EXPECT_GT(simulate(table, uniform_times(table.stages)).length, 3 * 133);
+}
+
+// ---- carried out ----
+
+// Tensors that exist, now and at most.
+struct Alive {
+  int now = 0, most = 0;
+  at::Tensor one_more() {
+    most = std::max(most, ++now);
+    auto* values = new double[2]{0.5, 2};
+    return at::from_blob(
+        values, {2}, [this, values](void*) { --now, delete[] values; }, at::kDouble);
+  }
+};
+
+// The most micro-batches of stages whose activations each rank has kept at a time in a run of the table: each
+// forward makes one that its backward needs. `released`: with that, as steps do; or at the end.
+std::vector<int> most_live_when_run(const Asked& asked, bool released = true) {
+  std::vector<int> most(static_cast<std::size_t>(asked.ranks));
+  run_ranks(asked.ranks, [&](World& world) {
+    Pipeline pipeline(Mesh(world, Grid({{kStageAxis, asked.ranks}})),
+                      {.schedule = asked.schedule, .stages_of_rank = asked.stages_of_rank});
+    Alive alive;
+    std::map<std::pair<std::size_t, std::size_t>, at::Tensor> results;
+    const auto forward = [&](std::size_t i, std::size_t part) {
+      const at::Tensor x =
+          pipeline.is_first() ? at::ones({2}, at::kDouble).requires_grad_() : pipeline.receive({2});
+      const at::Tensor y = x * alive.one_more();
+      results[{i, part}] = pipeline.is_last() ? y.sum() : pipeline.pass_on(y);
+    };
+    const auto backward = [&](std::size_t i, bool, std::size_t part) {
+      results.at({i, part}).backward({}, /*retain_graph=*/!released);
+      if (released) results.erase({i, part});
+    };
+    pipeline.run(static_cast<std::size_t>(asked.micro_batches), forward, backward);
+    results.clear();
+    EXPECT_EQ(alive.now, 0);
+    most[static_cast<std::size_t>(world.rank)] = alive.most;
+  });
+  return most;
+}
+
+bool has_whole_backwards(const PipelineTable& table) {
+  for (const auto& actions : table.ranks)
+    for (const PipelineAction& action : actions)
+      if (action.kind == Kind::kBackwardWeights) return false;
+  return true;
+}
+
+RC_GTEST_PROP(PipelineSchedules, KeepAsMuchWhenRunAsWhenSimulated, ()) {
+  const Asked asked = arbitrary_asked(4, 12);
+  const PipelineTable table = table_of(asked);
+  if (!has_whole_backwards(table)) return;
+  RC_LOG() << asked.schedule << ", " << asked.ranks << " ranks of " << asked.stages_of_rank << " stages, "
+           << asked.micro_batches << " micro-batches\n";
+  RC_ASSERT(most_live_when_run(asked) == simulate(table, uniform_times(table.stages)).most_live);
+}
+
+TEST(PipelineSchedules, ARunThatKeepsTooMuchIsSeen) {
+  const Asked asked{.schedule = "1f1b", .ranks = 3, .stages_of_rank = 1, .micro_batches = 5};
+  EXPECT_EQ(most_live_when_run(asked), (std::vector<int>{3, 2, 1}));
+  EXPECT_EQ(most_live_when_run(asked, /*released=*/false), (std::vector<int>{5, 5, 5}));
 }
 
 // ---- what is not admitted ----
