@@ -60,6 +60,17 @@ struct CountNotReduced : MeanOfRankMeans {
   Denominator denominator(const Census&) const override { return {.value = static_cast<double>(own)}; }
 };
 
+// B5: targets are counted once for each of the ranks that see the same ones.
+struct CountsPeers : TokenMean {
+  int peers;
+  explicit CountsPeers(int peers_) : peers(peers_) {}
+  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    Census census = TokenMean::count(micro_batches, data, stop);
+    census.targets *= peers;
+    return census;
+  }
+};
+
 // B30: nothing divides.
 struct NothingDivides : TokenMean {
   Denominator denominator(const Census&) const override { return {.value = 1}; }

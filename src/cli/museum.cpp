@@ -17,14 +17,9 @@ namespace {
 using museum::Exhibit;
 
 void list() {
-  int shown = 0, waiting = 0;
-  for (const Exhibit& exhibit : museum::exhibits()) {
-    const bool waits = !exhibit.waits_for.empty();
-    ++(waits ? waiting : shown);
-    fmt::print("{:5} {:56} {}\n", exhibit.id, exhibit.title,
-               waits ? "waits for " + exhibit.waits_for : exhibit.diagnosis);
-  }
-  fmt::print("\n{} on show, {} waiting. isograd museum ID runs one and explains it.\n", shown, waiting);
+  for (const Exhibit& exhibit : museum::exhibits())
+    fmt::print("{:5} {:56} {}\n", exhibit.id, exhibit.title, exhibit.diagnosis);
+  fmt::print("\n{} on show. isograd museum ID runs one and explains it.\n", museum::exhibits().size());
 }
 
 int run_one(const std::string& id) {
@@ -39,11 +34,6 @@ int run_one(const std::string& id) {
                        .action = "Choose one that `isograd museum` lists"});
   }
   fmt::print("{}: {}\n\n{}\n", exhibit->id, exhibit->title, exhibit->mistake);
-  if (!exhibit->waits_for.empty()) {
-    fmt::print("What you would see: {}\n\nNot on show: it waits for {}.\n", exhibit->number,
-               exhibit->waits_for);
-    return 0;
-  }
   fmt::print("Who makes it: {}\nWhat you would see: {}\nDiagnosis expected: {}\n", exhibit->who,
              exhibit->number, exhibit->diagnosis);
   for (const auto& shared : museum::shared_classes())
@@ -72,7 +62,7 @@ int table() {
     if (std::find(columns.begin(), columns.end(), id) == columns.end()) columns.push_back(id);
   };
   column("pass");
-  int runs = 0, right = 0, waiting = 0;
+  int runs = 0, right = 0;
   const auto enter = [&](const std::string& row, const std::string& found, const std::string& expected) {
     ++cells[row][found];
     ++runs;
@@ -81,13 +71,7 @@ int table() {
   };
   for (int ranks : {1, 2, 3, 4, 5, 8})
     enter("right", museum::first_finding(museum::show(nullptr, ranks)), "pass");
-  std::vector<const Exhibit*> shown;
   for (const Exhibit& exhibit : museum::exhibits()) {
-    if (!exhibit.waits_for.empty()) {
-      ++waiting;
-      continue;
-    }
-    shown.push_back(&exhibit);
     column(exhibit.diagnosis);
     for (int ranks : {2, 3, 4, 5})
       if (exhibit.exists(ranks))
@@ -110,12 +94,11 @@ int table() {
   for (std::size_t i = 0; i < columns.size(); ++i) fmt::print("{:>3} ", i);
   fmt::print("\n");
   row("right", "pass");
-  for (const Exhibit* exhibit : shown) row(exhibit->id, exhibit->diagnosis);
+  for (const Exhibit& exhibit : museum::exhibits()) row(exhibit.id, exhibit.diagnosis);
   for (const auto& shared : museum::shared_classes())
     fmt::print("one class, declared beforehand: {} -> {}\n", fmt::join(shared.exhibits, ", "),
                shared.diagnosis);
-  fmt::print("{} of {} runs on the diagonal; {} exhibits on show, {} waiting for later axes\n", right, runs,
-             shown.size(), waiting);
+  fmt::print("{} of {} runs on the diagonal; {} exhibits on show\n", right, runs, museum::exhibits().size());
   return right == runs ? 0 : 1;
 }
 
@@ -131,16 +114,10 @@ void catalogue() {
       "W ranks, G micro-batches on a rank, M on all, N targets in the step, n_k on rank k, n_kj in its "
       "micro-batch j.\n\n"
       "| exhibit | mistake | what one would see | diagnosis |\n|---|---|---|---|\n");
-  int waiting = 0;
-  for (const Exhibit& exhibit : museum::exhibits()) {
-    const bool waits = !exhibit.waits_for.empty();
-    waiting += waits;
-    fmt::print("| {} | **{}**{} | {} | {} |\n", exhibit.id, exhibit.title,
-               waits ? "" : "<br>" + exhibit.mistake + " *Who makes it:* " + exhibit.who, exhibit.number,
-               waits ? "waits for " + exhibit.waits_for : "`" + exhibit.diagnosis + "`");
-  }
-  fmt::print("\n{} exhibits are on show, {} wait for what is not there yet and are not called done.\n",
-             museum::exhibits().size() - static_cast<std::size_t>(waiting), waiting);
+  for (const Exhibit& exhibit : museum::exhibits())
+    fmt::print("| {} | **{}**<br>{} *Who makes it:* {} | {} | `{}` |\n", exhibit.id, exhibit.title,
+               exhibit.mistake, exhibit.who, exhibit.number, exhibit.diagnosis);
+  fmt::print("\n{} exhibits are on show.\n", museum::exhibits().size());
   fmt::print("\n## One diagnosis for several exhibits, declared beforehand\n\n");
   for (const auto& shared : museum::shared_classes())
     fmt::print("- `{}`: {}. {}.\n", shared.diagnosis, fmt::join(shared.exhibits, ", "), shared.why);

@@ -10,7 +10,7 @@ namespace {
 
 using planted::Wrapped;
 
-constexpr std::int64_t kTokens = 31, kHeads = 12;
+constexpr std::int64_t kHeads = 12;
 
 // Every strategy of cutting somewhere: documents cut over all ranks beside whole ones, data ranks beside
 // context ranks.
@@ -33,10 +33,9 @@ struct Wrong {
 };
 
 DecoderConfig shape() {
-  DecoderConfig config;
-  config.vocabulary = kTokens, config.hidden = 24, config.layers = 1;
-  config.heads = config.key_value_heads = kHeads;
-  config.head_dim = 2, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  DecoderConfig config = small_shape();
+  config.hidden = 24, config.layers = 1;
+  config.heads = config.key_value_heads = kHeads, config.head_dim = 2;
   return config;
 }
 
@@ -109,17 +108,6 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
   return problem;
 }
 
-// B5: the count is all-reduced over ranks that each counted the whole sample.
-struct CountsPeers : TokenMean {
-  int peers;
-  explicit CountsPeers(int peers_) : peers(peers_) {}
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    Census census = TokenMean::count(micro_batches, data, stop);
-    census.targets *= peers;
-    return census;
-  }
-};
-
 // B19
 struct AveragesOverContext : Wrapped {
   int ranks;
@@ -166,7 +154,7 @@ void add_context(std::vector<Exhibit>& list) {
        .number = "Loss and every gradient are 1/cp, the token count in the log is cp times too large.",
        .diagnosis = "counted_on_peers",
        .plant = plants({.mean = [](const Mesh& mesh) {
-         return std::make_unique<CountsPeers>(mesh.size(kContextAxes));
+         return std::make_unique<planted::CountsPeers>(mesh.size(kContextAxes));
        }})});
   list.push_back(
       {.id = "B19",

@@ -97,11 +97,4 @@ void add_data(std::vector<Exhibit>& list) {
        }});
 }
 
-void add_waiting(std::vector<Exhibit>& list) {
-  const auto waits = [&](const char* id, const char* title, const char* number, const char* for_what) {
-    list.push_back({.id = id, .title = title, .mistake = title, .number = number, .waits_for = for_what});
-  };
-  waits("B10", "micro-batches of a pipeline summed", "ratio = number of micro-batches", "the pipeline axis");
-}
-
 }  // namespace isograd::museum

@@ -16,12 +16,10 @@ struct Wrong {
 };
 
 DecoderConfig shape(std::int64_t experts) {
-  DecoderConfig config;
+  DecoderConfig config = small_shape();
   config.family = "qwen3_moe";
   config.query_key_norm = true;
-  config.vocabulary = 31, config.hidden = 16, config.layers = 2;
-  config.heads = 2, config.key_value_heads = 1;
-  config.head_dim = 8, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  config.hidden = 16, config.layers = 2, config.heads = 2, config.key_value_heads = 1, config.head_dim = 8;
   config.experts = {.count = experts, .per_token = 2, .feed_forward = 12, .normalise = false};
   return config;
 }
@@ -33,7 +31,7 @@ Grid grid_of(int ranks) {
 }
 
 // The routers' z-loss (Zoph et al. 2022, arXiv 2202.08906, eq. 5), of tokens with a target.
-at::Tensor router_z(const DecoderOutputs& outputs, const Batch& batch) {
+at::Tensor router_z(DecoderLM&, const DecoderOutputs& outputs, const Batch& batch) {
   const at::Tensor counted = batch.targets.ne(kIgnoreIndex);
   at::Tensor sum = at::zeros({}, outputs.hidden.options());
   for (const at::Tensor& logits : outputs.router_logits)
@@ -41,56 +39,18 @@ at::Tensor router_z(const DecoderOutputs& outputs, const Batch& batch) {
   return sum;
 }
 
-VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Wrong& wrong) {
-  VerifyModel made;
-  made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model, wrong](const Batch& batch) {
-    const DecoderOutputs outputs = model->outputs(batch);
-    // Every rank makes the backward of every round, with targets or without.
-    const at::Tensor sum =
-        cross_entropy_sum(model->logits_of(outputs.hidden), batch.targets, {.weights = batch.weights}) +
-        outputs.hidden.narrow(0, 0, 0).sum();
-    LossTerms terms{{"cross_entropy", sum}};
-    if (wrong.with_term)
-      terms.push_back({.name = "router_z",
-                       .sum = router_z(outputs, batch) * wrong.term_factor,
-                       .mean = Mean::kTargets,
-                       .weight = 0.5});
-    return terms;
-  };
-  if (wrong.with_term)
-    made.more_terms = {{"router_z",
-                        [model](const Batch& batch) { return router_z(model->outputs(batch), batch); },
-                        Mean::kTargets, 0.5}};
-  made.cut = [model](const Mesh& mesh) { return deal_experts(*model, mesh); };
-  made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) {
-    model->set_choice_of_experts(choose);
-  };
-  return made;
-}
-
 VerifyProblem expert_problem(World& world, const Wrong& wrong) {
-  VerifyProblem problem = right_problem(world);
-  const Grid grid = grid_of(world.size);
-  problem.mesh = Mesh(world, grid);
-  problem.make_model = [wrong](at::ScalarType type) {
-    return model_of(std::make_shared<DecoderLM>(shape(wrong.experts), type, 3), wrong);
+  HeldTogether how{.name = "experts dealt", .grid = grid_of(world.size), .shape = shape(wrong.experts)};
+  how.complete = [](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
+    made.cut = [model](const Mesh& mesh) { return deal_experts(*model, mesh); };
+    made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) {
+      model->set_choice_of_experts(choose);
+    };
   };
-  LayoutUnderTest& layout = problem.layouts[0];
-  layout = {.name = "experts dealt",
-            .make = nullptr,
-            .make_from_model =
-                [wrong, grid](const VerifyModel& model, const Group& group) {
-                  TrainableParameters parameters = trainable_parameters(model.named);
-                  if (model.placed) parameters.placements = model.placed->placements();
-                  auto right =
-                      bucketed(std::move(parameters), model.placed ? model.placed->mesh() : Mesh(group),
-                               {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
-                  return wrong.layout ? wrong.layout(std::move(right), grid) : std::move(right);
-                },
-            .axes = {{"dp_shard", world.size}}};
-  return problem;
+  if (wrong.with_term) how.term = HeldTogether::Term{"router_z", router_z, wrong.term_factor};
+  if (wrong.layout)
+    how.wrap = [wrong, grid = how.grid](auto right) { return wrong.layout(std::move(right), grid); };
+  return problem_of(world, std::move(how));
 }
 
 std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {

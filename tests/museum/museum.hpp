@@ -17,8 +17,7 @@ struct Exhibit {
   std::string mistake{};    // what is done, and why that is another gradient
   std::string who{};        // who makes it
   std::string number{};     // what one would see
-  std::string diagnosis{};  // its class (kDiagnoses); "" while it waits
-  std::string waits_for{};  // what it takes that is not there yet; "" on show
+  std::string diagnosis{};  // its class (kDiagnoses)
   std::function<bool(int ranks)> exists = [](int ranks) { return ranks > 1; };
   // Puts the wrong component into the right problem, on every rank.
   std::function<void(VerifyProblem&, World&)> plant{};
@@ -60,6 +59,6 @@ void add_global(std::vector<Exhibit>& exhibits);
 void add_context(std::vector<Exhibit>& exhibits);
 void add_tensor(std::vector<Exhibit>& exhibits);
 void add_experts(std::vector<Exhibit>& exhibits);
-void add_waiting(std::vector<Exhibit>& exhibits);
+void add_pipeline(std::vector<Exhibit>& exhibits);
 
 }  // namespace isograd::museum

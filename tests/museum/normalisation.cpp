@@ -77,26 +77,12 @@ struct ClipsItsOwnPart : Wrapped {
   }
 };
 
-// What a rank has counted, for a reducer that uses it.
-struct Counted {
-  double targets = 0, own_micro_batches = 1;
-};
-struct Counting : TokenMean {
-  std::shared_ptr<Counted> counted;
-  explicit Counting(std::shared_ptr<Counted> counted_) : counted(std::move(counted_)) {}
-  Denominator denominator(const Census& census) const override {
-    counted->targets = static_cast<double>(census.targets);
-    counted->own_micro_batches = std::max(
-        1.0, static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank))));
-    return TokenMean::denominator(census);
-  }
-};
-
+// A reducer that uses a number of what the rank has counted.
 template <class Layout>
-void with_counted_layout(VerifyProblem& problem, double Counted::*number) {
-  auto counted = std::make_shared<Counted>();
-  problem.make_normalizer = [counted] { return std::make_unique<Counting>(counted); };
-  with_layout<Layout>(problem, [counted, number] { return (*counted).*number; });
+void with_counted_layout(VerifyProblem& problem, double (*number)(const CountedStep&)) {
+  auto counted = std::make_shared<CountedStep>();
+  count_into(counted, problem);
+  with_layout<Layout>(problem, [counted, number] { return number(*counted); });
 }
 
 }  // namespace
@@ -179,7 +165,8 @@ void add_normalisation(std::vector<Exhibit>& list) {
                   .diagnosis = "gradient_scaled_by_count",
                   .exists = any,
                   .plant = [](VerifyProblem& p, World&) {
-                    with_counted_layout<planted::MultipliesSums>(p, &Counted::targets);
+                    with_counted_layout<planted::MultipliesSums>(
+                        p, [](const CountedStep& counted) { return counted.denominator; });
                   }});
   list.push_back(
       {.id = "B9",
@@ -191,7 +178,8 @@ void add_normalisation(std::vector<Exhibit>& list) {
        .diagnosis = "accumulation_rescaled",
        .exists = any,
        .plant = [](VerifyProblem& p, World&) {
-         with_counted_layout<planted::RescalesTheBuffer>(p, &Counted::own_micro_batches);
+         with_counted_layout<planted::RescalesTheBuffer>(
+             p, [](const CountedStep& counted) { return counted.own_micro_batches(); });
        }});
   list.push_back(
       {.id = "B11",

@@ -26,6 +26,12 @@ double norm_of_own(const std::vector<Bucket>& buckets) {
   return std::sqrt(squares);
 }
 
+double mean_over(Group group, double norm) {
+  at::Tensor sum = at::full({1}, norm, at::kDouble);
+  group.all_reduce(sum);
+  return sum.item<double>() / group.size();
+}
+
 void add_norms(std::vector<Exhibit>& list) {
   list.push_back({.id = "B18a",
                   .title = "the norm counts every copy",
@@ -52,9 +58,7 @@ void add_norms(std::vector<Exhibit>& list) {
                   .diagnosis = "norms_averaged",
                   .plant = [](VerifyProblem& p, World&) {
                     p.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
-                      at::Tensor norm = at::full({1}, norm_of_own(buckets), at::kDouble);
-                      group.all_reduce(norm);
-                      return norm.item<double>() / group.size();
+                      return mean_over(group, norm_of_own(buckets));
                     }};
                   }});
   list.push_back(

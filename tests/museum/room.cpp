@@ -63,7 +63,7 @@ void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& c
   };
 }
 
-std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, const Mesh& mesh) {
+std::unique_ptr<DataParallel> plain_layout(TrainableParameters parameters, const Mesh& mesh) {
   return bucketed(std::move(parameters), mesh,
                   {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
 }
@@ -115,6 +115,95 @@ VerifyProblem right_problem(World& world) {
   return problem;
 }
 
+DecoderConfig small_shape() {
+  DecoderConfig config;
+  config.vocabulary = 31, config.layers = 1, config.feed_forward = 20;
+  config.max_positions = 128, config.initializer_range = 0.3;
+  return config;
+}
+
+namespace {
+
+VerifyModel model_of(const std::shared_ptr<DecoderLM>& model, const HeldTogether& how) {
+  VerifyModel made;
+  made.named = model->named();
+  made.logits = [model](const Batch& batch) { return model->logits(batch); };
+  made.loss_terms = [model, how](const Batch& batch) -> LossTerms {
+    const DecoderOutputs outputs = model->outputs(batch);
+    if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+    const at::Tensor cross_entropy =
+        cross_entropy_sum(model->logits_of(outputs.hidden), batch.targets,
+                          {.weights = batch.weights, .shard = model->vocabulary()});
+    // Every rank makes the backward of every round, with targets or without.
+    LossTerms terms{{"cross_entropy", (how.change_loss ? how.change_loss(cross_entropy) : cross_entropy) +
+                                          outputs.hidden.narrow(0, 0, 0).sum()}};
+    if (how.term)
+      terms.push_back({.name = how.term->name,
+                       .sum = how.term->sum(*model, outputs, batch) * how.term->factor,
+                       .mean = Mean::kTargets,
+                       .weight = 0.5});
+    return terms;
+  };
+  if (how.term)
+    made.more_terms = {{how.term->name,
+                        [model, sum = how.term->sum](const Batch& batch) {
+                          return sum(*model, model->outputs(batch), batch);
+                        },
+                        Mean::kTargets, 0.5}};
+  how.complete(made, model);
+  return made;
+}
+
+// On fewer ranks, in an experiment, each of them has the whole model.
+std::unique_ptr<DataParallel> layout_of(const VerifyModel& model, const Group& group,
+                                        const HeldTogether& how) {
+  std::vector<std::pair<std::string, at::Tensor>> held;
+  for (const auto& one : model.named)
+    if (!model.placed || model.placed->parameter(one.first).held) held.push_back(one);
+  TrainableParameters parameters = trainable_parameters(held);
+  if (model.placed) parameters.placements = model.placed->placements();
+  if (how.change_placements) how.change_placements(parameters.placements);
+  auto right = plain_layout(std::move(parameters), model.placed ? model.placed->mesh() : Mesh(group));
+  return how.wrap ? how.wrap(std::move(right)) : std::move(right);
+}
+
+}  // namespace
+
+VerifyProblem problem_of(World& world, HeldTogether how) {
+  VerifyProblem problem = right_problem(world);
+  problem.mesh = Mesh(world, how.grid);
+  problem.make_model = [how](at::ScalarType type) {
+    return model_of(std::make_shared<DecoderLM>(how.shape, type, 3), how);
+  };
+  problem.layouts[0] = {.name = how.name,
+                        .make = nullptr,
+                        .make_from_model = [how](const VerifyModel& model,
+                                                 const Group& group) { return layout_of(model, group, how); },
+                        .axes = how.grid.axes()};
+  return problem;
+}
+
+double CountedStep::own_micro_batches() const {
+  return std::max(
+      1.0, static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank))));
+}
+
+void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem) {
+  struct Counting : Normalizer {
+    std::shared_ptr<CountedStep> counted;
+    Counting(Mean mean, std::shared_ptr<CountedStep> counted_)
+        : Normalizer(mean), counted(std::move(counted_)) {}
+    Denominator denominator(const Census& census) const override {
+      const Denominator right = Normalizer::denominator(census);
+      *counted = {census, right.value};
+      return right;
+    }
+  };
+  problem.make_normalizer = [&problem, counted] {
+    return std::make_unique<Counting>(problem.loss.mean, counted);
+  };
+}
+
 Verdict show(const Exhibit* exhibit, int ranks) {
   Verdict verdict;
   run_ranks(ranks, [&](World& world) {
@@ -142,7 +231,7 @@ const std::vector<Exhibit>& exhibits() {
     add_context(list);
     add_tensor(list);
     add_experts(list);
-    add_waiting(list);
+    add_pipeline(list);
     // "B18a" -> 18, 'a'
     const auto place = [](const std::string& id) {
       std::size_t end = 0;
@@ -168,8 +257,15 @@ const std::vector<ExhibitClass>& shared_classes() {
        {"B3", "B4"},
        "a count of fewer ranks than hold data: the same numbers where ranks hold equally much"},
       {"summed_over_micro_batches",
-       {"B2", "B32"},
-       "micro-batches that are added up and not divided by their number: sums of the step's mean, or means"},
+       {"B2", "B10", "B32"},
+       "micro-batches that are added up and not divided by their number: sums of the step's mean, or means; "
+       "on data ranks, or in stages"},
+      {"gradient_scaled_by_count",
+       {"B8", "B8p"},
+       "a loss that is divided for the log alone: in a loop, or on the last stage"},
+      {"accumulation_rescaled",
+       {"B9", "B9p"},
+       "a buffer that is scaled again with every backward: of all parameters, or of a stage's"},
       {"multiplied_by_axis",
        {"B14", "B15"},
        "a sum over an axis where the loss expects an average: the axis is another one"},
@@ -177,17 +273,22 @@ const std::vector<ExhibitClass>& shared_classes() {
        {"B19", "B24"},
        "an average over an axis where parts are summed: the axis is another one"},
       {"not_summed_over_axis",
-       {"B16", "B21", "B21k"},
-       "parts that stay on their ranks: of whole gradients, of norms, of copied key heads"},
+       {"B16", "B16p", "B21", "B21k"},
+       "parts that stay on their ranks: of whole gradients, of a tied embedding's ends, of norms, of copied "
+       "key heads"},
       {"counted_on_peers",
        {"B5", "B5t"},
        "peers that count what another has counted: the axis is another one"},
       {"norm_counts_replicas",
-       {"B18a", "B18at"},
-       "copies counted: of all elements, or of those that tp copies"},
+       {"B18a", "B18ap", "B18at"},
+       "copies counted: of all elements, of those that tp copies, of an embedding in two stages"},
       {"norm_of_own_shard",
-       {"B18b", "B18bt"},
-       "a part's norm: of a shard, or of the rows that tp gives a rank"},
+       {"B18b", "B18bp", "B18bt"},
+       "a part's norm: of a shard, of the rows that tp gives a rank, of a stage"},
+      {"norms_averaged", {"B18c", "B18cp"}, "norms of parts averaged: of shards, or of stages"},
+      {"groups_clipped_apart",
+       {"B18e", "B18ep"},
+       "a coefficient for each group: of parameters, or for each stage"},
       {"reduced_while_accumulating",
        {"B23", "B23t"},
        "sums of sums: over ranks that share samples, or of parts along tp"},

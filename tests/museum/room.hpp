@@ -37,7 +37,7 @@ void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& c
 constexpr std::int64_t kBucketBytes = 256;  // several buckets
 
 // Every gradient in buckets that nothing reduces before the end: what exhibits lay hands on.
-std::unique_ptr<DataParallel> plain_layout(std::vector<NamedParameter> parameters, const Mesh& mesh);
+std::unique_ptr<DataParallel> plain_layout(TrainableParameters parameters, const Mesh& mesh);
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype);
 
 // The loss becomes average precision over the rows of all ranks, each of which brings one micro-batch.
@@ -46,11 +46,50 @@ void rank_all_rows(VerifyProblem& problem, World& world);
 // A small decoder instead, whose documents are cut over context ranks.
 void cut_over_context(VerifyProblem& problem, World& world);
 
-// Or a small decoder whose matrices are cut over all ranks, which see the same packs.
+// Or one whose matrices are cut over all ranks, which see the same packs.
 void cut_over_tensor(VerifyProblem& problem, World& world);
 
-// Or a small decoder whose experts are dealt to ranks that see different packs.
+// Or one whose experts are dealt to ranks that see different packs.
 void deal_over_experts(VerifyProblem& problem, World& world);
+
+// Or one whose layers lie in stages; with a tied embedding two stages on each rank, and its ends on two ranks
+// wherever their number is even.
+void lay_in_stages(VerifyProblem& problem, World& world);
+void lay_in_stages_tied(VerifyProblem& problem, World& world);
+
+// The decoder of all of these, of one layer; its heads and its width are to be said.
+DecoderConfig small_shape();
+
+// A small decoder that ranks hold together on a mesh, and what an exhibit puts into it.
+struct HeldTogether {
+  std::string name;  // of the layout
+  Grid grid;
+  DecoderConfig shape;
+  // Gives it what its axis needs: VerifyModel::cut, and more.
+  std::function<void(VerifyModel& made, const std::shared_ptr<DecoderLM>& model)> complete{};
+  // A term beside the cross entropy, of tokens with a target and the weight 0.5; steps multiply it by a
+  // factor that the oracle does not know.
+  struct Term {
+    std::string name;
+    std::function<at::Tensor(DecoderLM&, const DecoderOutputs&, const Batch&)> sum;
+    double factor = 1;
+  };
+  std::optional<Term> term{};
+  std::function<at::Tensor(const at::Tensor& cross_entropy)> change_loss{};
+  std::function<void(Layout::Named&)> change_placements{};
+  std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)> wrap{};
+};
+// The right problem with it. Collective over the world.
+VerifyProblem problem_of(World& world, HeldTogether how);
+
+// What a rank has counted of a step, for what is wrong and uses it.
+struct CountedStep {
+  Census census;
+  double denominator = 0;            // of the declared mean
+  double own_micro_batches() const;  // at least 1
+};
+// The declared mean writes what it counts there, too. `problem` is the one that is run.
+void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem);
 
 // B18a: every copy of a gradient has an owner of its own.
 struct OwnedOnEveryRank : planted::Wrapped {
@@ -70,6 +109,8 @@ struct SumsAgain : planted::Wrapped {
 };
 // B18b: of what this rank owns.
 double norm_of_own(const std::vector<Bucket>& buckets);
+// B18c: the mean of what ranks call their norm.
+double mean_over(Group group, double norm);
 
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>

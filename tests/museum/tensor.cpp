@@ -3,7 +3,6 @@
 #include "isograd/decoder_lm.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "museum/room.hpp"
-#include "train/build.hpp"
 
 namespace isograd::museum {
 namespace {
@@ -18,10 +17,8 @@ struct Wrong {
 
 // Twelve heads that read one key head: every rank has it whole, for its own heads.
 DecoderConfig shape() {
-  DecoderConfig config;
-  config.vocabulary = 31, config.hidden = 24, config.layers = 1;
-  config.heads = 12, config.key_value_heads = 1;
-  config.head_dim = 2, config.feed_forward = 20, config.max_positions = 128, config.initializer_range = 0.3;
+  DecoderConfig config = small_shape();
+  config.hidden = 24, config.heads = 12, config.key_value_heads = 1, config.head_dim = 2;
   return config;
 }
 
@@ -33,59 +30,28 @@ MicroBatches packs() {
 }
 
 // A term that the last norm's weight alone has a gradient of, the same on all ranks.
-at::Tensor size_of_norm(const DecoderLM& model, const Batch& batch) {
-  for (const auto& [name, tensor] : const_cast<DecoderLM&>(model).named())
+at::Tensor size_of_norm(DecoderLM& model, const DecoderOutputs&, const Batch& batch) {
+  for (const auto& [name, tensor] : model.named())
     if (name == "model.norm.weight") return tensor.square().sum() * batch.num_targets();
   return {};
 }
 
-VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Wrong& wrong) {
-  VerifyModel made;
-  made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model, wrong](const Batch& batch) {
-    LossTerms terms{
-        {"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets,
-                                            {.weights = batch.weights, .shard = model->vocabulary()})}};
-    if (wrong.with_term)
-      terms.push_back({.name = "norm",
-                       .sum = size_of_norm(*model, batch) * wrong.term_factor,
-                       .mean = Mean::kTargets,
-                       .weight = 0.5});
-    return terms;
-  };
-  if (wrong.with_term)
-    made.more_terms = {
-        {"norm", [model](const Batch& batch) { return size_of_norm(*model, batch); }, Mean::kTargets, 0.5}};
-  made.cut = [model, wrong](const Mesh& mesh) {
-    return cut_decoder(*model, mesh, {.sequence_parallel = wrong.sequence_parallel});
-  };
-  return made;
-}
-
 VerifyProblem tensor_problem(World& world, const Wrong& wrong) {
-  VerifyProblem problem = right_problem(world);
-  problem.mesh = Mesh(world, Grid({{"tp", world.size}}));
+  HeldTogether how{
+      .name = "tensor parallel", .grid = Grid({{"tp", world.size}}), .shape = shape(), .wrap = wrong.layout};
+  how.complete = [wrong](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
+    made.cut = [model, wrong](const Mesh& mesh) {
+      return cut_decoder(*model, mesh, {.sequence_parallel = wrong.sequence_parallel});
+    };
+  };
+  if (wrong.with_term) how.term = HeldTogether::Term{"norm", size_of_norm, wrong.term_factor};
+  how.change_placements = [wrong](Layout::Named& placements) {
+    for (auto& [name, placement] : placements)
+      if (wrong.unsummed && wrong.unsummed(name)) placement.summed.erase("tp");
+  };
+  VerifyProblem problem = problem_of(world, std::move(how));
   problem.local = packs();
   problem.whole = packs;
-  problem.make_model = [wrong](at::ScalarType type) {
-    return model_of(std::make_shared<DecoderLM>(shape(), type, 3), wrong);
-  };
-  LayoutUnderTest& layout = problem.layouts[0];
-  layout = {.name = "tensor parallel",
-            .make = nullptr,
-            .make_from_model =
-                [wrong](const VerifyModel& model, const Group&) {
-                  TrainableParameters parameters = trainable_parameters(model.named);
-                  parameters.placements = model.placed->placements();
-                  for (auto& [name, placement] : parameters.placements)
-                    if (wrong.unsummed && wrong.unsummed(name)) placement.summed.erase("tp");
-                  auto right =
-                      bucketed(std::move(parameters), model.placed->mesh(),
-                               {.bucket_bytes = kBucketBytes, .first_bucket_bytes = 0, .overlap = false});
-                  return wrong.layout ? wrong.layout(std::move(right)) : std::move(right);
-                },
-            .axes = {{"tp", world.size}}};
   return problem;
 }
 
@@ -94,17 +60,6 @@ std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
     problem = tensor_problem(world, wrong);
   };
 }
-
-// B5
-struct CountsPeers : TokenMean {
-  int peers;
-  explicit CountsPeers(int peers_) : peers(peers_) {}
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    Census census = TokenMean::count(micro_batches, data, stop);
-    census.targets *= peers;
-    return census;
-  }
-};
 
 }  // namespace
 
@@ -123,7 +78,9 @@ void add_tensor(std::vector<Exhibit>& list) {
        .diagnosis = "counted_on_peers",
        .plant = [](VerifyProblem& problem, World& world) {
          problem = tensor_problem(world, {});
-         problem.make_normalizer = [ranks = world.size] { return std::make_unique<CountsPeers>(ranks); };
+         problem.make_normalizer = [ranks = world.size] {
+           return std::make_unique<planted::CountsPeers>(ranks);
+         };
        }});
   list.push_back(
       {.id = "B18at",
