@@ -11,24 +11,27 @@ namespace {
 
 using Kind = PipelineAction::Kind;
 
-// What a stage's forward and backward took, on average.
+// What a stage's forward and backward, or the halves of that, took on average.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
-  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0);
-  std::vector<double> forwards(times.forward.size()), backwards(times.forward.size());
+  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0),
+                counts = times;  // how often each was computed
+  const auto of_kind = [](PipelineTimes& of, Kind kind) -> std::vector<double>& {
+    return kind == Kind::kForward           ? of.forward
+           : kind == Kind::kBackwardWeights ? of.backward_weights
+                                            : of.backward_inputs;
+  };
   for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
       const PipelineAction& action = measured.table.ranks[rank][i];
       if (action.is_transfer()) continue;
       const auto stage = static_cast<std::size_t>(action.stage);
       const PipelineTimeline::Span span = measured.timeline.spans[rank][i];
-      const bool forward = action.kind == Kind::kForward;
-      (forward ? times.forward : times.backward_inputs)[stage] += span.end - span.begin;
-      (forward ? forwards : backwards)[stage] += 1;
+      of_kind(times, action.kind)[stage] += span.end - span.begin;
+      of_kind(counts, action.kind)[stage] += 1;
     }
-  for (std::size_t stage = 0; stage < forwards.size(); ++stage) {
-    if (forwards[stage] > 0) times.forward[stage] /= forwards[stage];
-    if (backwards[stage] > 0) times.backward_inputs[stage] /= backwards[stage];
-  }
+  for (const Kind kind : {Kind::kForward, Kind::kBackwardInputs, Kind::kBackwardWeights})
+    for (std::size_t stage = 0; stage < times.forward.size(); ++stage)
+      if (const double often = of_kind(counts, kind)[stage]; often > 0) of_kind(times, kind)[stage] /= often;
   return times;
 }
 
@@ -42,8 +45,11 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
   };
   return {{.title = "Stages in the last step, as measured",
            .caption = caption(measured.timeline,
-                              "A line for each stage: F forward, B backward of a "
-                              "micro-batch. The step's micro-batches took"),
+                              has_halves(measured.table)
+                                  ? "A line for each stage: F forward of a micro-batch, I backward to what "
+                                    "the stage was given, W to its weights. The step's micro-batches took"
+                                  : "A line for each stage: F forward, B backward of a "
+                                    "micro-batch. The step's micro-batches took"),
            .html = to_svg(measured.table, measured.timeline)},
           {.title = "The same, as planned",
            .caption = caption(planned,
