@@ -43,14 +43,14 @@ std::vector<std::string> refused(const PipelineTable& table) {
 using StageForward = std::function<at::Tensor(Pipeline& pipeline, std::size_t micro_batch)>;
 void run_stages(Pipeline& pipeline, std::size_t micro_batches, const StageForward& forward) {
   std::map<std::pair<std::size_t, std::size_t>, at::Tensor> results;
-  pipeline.run(
-      micro_batches,
-      [&](std::size_t i, std::size_t part) {
-        results[{i, part}] = forward(pipeline, i);
-      },
-      [&](std::size_t i, bool, std::size_t part) {
-        results.at({i, part}).backward();
-      });
+  pipeline.run(micro_batches, {.forward =
+                                   [&](std::size_t i, std::size_t part) {
+                                     results[{i, part}] = forward(pipeline, i);
+                                   },
+                               .backward =
+                                   [&](std::size_t i, bool, std::size_t part) {
+                                     results.at({i, part}).backward();
+                                   }});
 }
 at::Tensor right_forward(Pipeline& pipeline, std::size_t) {
   const at::Tensor x =

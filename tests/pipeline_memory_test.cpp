@@ -37,19 +37,20 @@ std::vector<Bytes> measure(const Kept& kept) {
       std::map<std::pair<std::size_t, std::size_t>, at::Tensor> roots;
       const std::int64_t before = meter.alive();
       own = {};
-      pipeline->run(
-          static_cast<std::size_t>(kept.micro_batches),
-          [&](std::size_t i, std::size_t part) {
-            const DecoderOutputs outputs = model->outputs(batch);
-            roots[{i, part}] =
-                outputs.passed_on.defined() ? outputs.passed_on : outputs.hidden.square().sum();
-            own.most = std::max(own.most, meter.alive() - before);
-            if (own.of_one == 0) own.of_one = own.most;
-          },
-          [&](std::size_t i, bool, std::size_t part) {
-            roots.at({i, part}).backward();
-            roots.erase({i, part});
-          });
+      pipeline->run(static_cast<std::size_t>(kept.micro_batches),
+                    {.forward =
+                         [&](std::size_t i, std::size_t part) {
+                           const DecoderOutputs outputs = model->outputs(batch);
+                           roots[{i, part}] = outputs.passed_on.defined() ? outputs.passed_on
+                                                                          : outputs.hidden.square().sum();
+                           own.most = std::max(own.most, meter.alive() - before);
+                           if (own.of_one == 0) own.of_one = own.most;
+                         },
+                     .backward =
+                         [&](std::size_t i, bool, std::size_t part) {
+                           roots.at({i, part}).backward();
+                           roots.erase({i, part});
+                         }});
       EXPECT_LE(meter.alive() - before, step == 0 ? INT64_MAX : own.of_one / 100) << "let go";
     }
   });

@@ -14,6 +14,7 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 
@@ -100,6 +101,9 @@ constexpr Cell kCells[] = {{.ranks = 2, .pp = 2},
                            {.ranks = 2, .pp = 2, .schedule = "gpipe", .packs = 1},
                            {.ranks = 2, .pp = 2, .schedule = "interleaved", .stages_per_rank = 2, .packs = 1},
                            {.ranks = 3, .pp = 3, .schedule = "one-after-another"},
+                           {.ranks = 3, .pp = 3, .schedule = "zb-h1", .packs = 1},
+                           {.ranks = 2, .pp = 2, .schedule = "zb-v", .stages_per_rank = 2, .packs = 1},
+                           {.ranks = 4, .pp = 2, .schedule = "zb-h1", .strategy = "zero2", .packs = 1},
                            {.ranks = 5, .pp = 5, .packs = 1},
                            {.ranks = 4, .pp = 2, .strategy = "zero1", .packs = 1},
                            {.ranks = 4, .pp = 2, .strategy = "zero2", .share = false},
@@ -123,7 +127,8 @@ TEST_F(PipelineRun, OfATiedEmbedding) {
   RunConfig one = plain("alone");
   one.model.shape.tied_output = true;
   const Run alone = checked(one, 1);
-  for (const Cell& cell : {Cell{.ranks = 2, .pp = 2}, Cell{.ranks = 4, .pp = 2, .strategy = "zero1"}})
+  for (const Cell& cell : {Cell{.ranks = 2, .pp = 2}, Cell{.ranks = 4, .pp = 2, .strategy = "zero1"},
+                           Cell{.ranks = 2, .pp = 2, .schedule = "zb-v", .stages_per_rank = 2, .packs = 1}})
     expect_same(checked(cut(one, cell, "tied"), cell.ranks), alone, 0, name_of(cell));
 }
 
@@ -136,6 +141,9 @@ TEST_F(PipelineRun, OfAMixtureOfExperts) {
     for (const Cell& cell :
          {Cell{.ranks = 2, .pp = 2}, Cell{.ranks = 3, .pp = 3, .packs = 1},
           Cell{.ranks = 2, .pp = 2, .schedule = "interleaved", .stages_per_rank = 2, .packs = 1},
+          Cell{.ranks = 3, .pp = 3, .schedule = "zb-h1", .packs = 1},
+          Cell{.ranks = 2, .pp = 2, .schedule = "zb-v", .stages_per_rank = 2, .packs = 1},
+          Cell{.ranks = 4, .pp = 2, .schedule = "zb-h1", .ep = 2, .packs = 1},
           Cell{.ranks = 4, .pp = 2, .ep = 2}, Cell{.ranks = 4, .pp = 2, .ep = 2, .strategy = "zero1"}}) {
       SCOPED_TRACE(name_of(cell));
       const Run found = checked(cut(one, cell, over), cell.ranks);
@@ -150,6 +158,21 @@ TEST_F(PipelineRun, OfAMixtureOfExperts) {
       }
     }
   }
+}
+
+// A speed and memory option, in every precision.
+TEST_F(PipelineRun, SchedulesGiveTheSameBits) {
+  for (const char* dtype : {"float32", "bfloat16"})
+    for (const auto& [stages, schedules] :
+         {std::pair{1, std::pair{"1f1b", "zb-h1"}}, {2, {"interleaved", "zb-v"}}}) {
+      const auto trained = [&, stages = stages](const char* schedule) {
+        const Cell cell{.ranks = 2, .pp = 2, .schedule = schedule, .stages_per_rank = stages, .packs = 1};
+        return run(cut(mixed("x", dtype), cell, dtype), cell.ranks).outcomes[0].checkpoint;
+      };
+      const auto a = trained(schedules.first), b = trained(schedules.second);
+      for (const char* name : {"model.safetensors", "optimizer.safetensors"})
+        EXPECT_TRUE(file(a, name) == file(b, name)) << dtype << ", " << schedules.second << ", " << name;
+    }
 }
 
 TEST_F(PipelineRun, ACheckpointContinuesOnAnotherMesh) {
@@ -202,7 +225,8 @@ Verdict verified(const RunConfig& config, int ranks, const std::vector<std::stri
 TEST_F(PipelineRun, IsProvenOnEveryLayout) {
   for (const Cell& cell :
        {Cell{.ranks = 2, .pp = 2, .schedule = "interleaved", .stages_per_rank = 2}, Cell{.ranks = 3, .pp = 3},
-        Cell{.ranks = 4, .pp = 2}, Cell{.ranks = 4, .pp = 2, .tp = 2}}) {
+        Cell{.ranks = 2, .pp = 2, .schedule = "zb-v", .stages_per_rank = 2}, Cell{.ranks = 4, .pp = 2},
+        Cell{.ranks = 4, .pp = 2, .tp = 2}}) {
     const Verdict verdict = verified(cut(plain("all", "float32"), cell, "all"), cell.ranks, {kAllLayouts});
     EXPECT_TRUE(verdict.passed) << name_of(cell) << "\n" << to_text(verdict);
     EXPECT_GE(verdict.layouts.size(), 5u);
@@ -246,6 +270,9 @@ TEST_F(PipelineRun, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(with({.ranks = 6, .pp = 6}), HasSubstr("6 stages for 5 layers"));
   EXPECT_THAT(with({.ranks = 3, .pp = 2}), HasSubstr("parallel.pp"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .strategy = "zero3"}), HasSubstr("zero2"));
+  EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "zb-h1", .strategy = "zero3"}),
+              AllOf(HasSubstr("cuts backwards in two"), HasSubstr("1f1b")));
+  EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "zb-v"}), HasSubstr("1 stages on each rank"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "interleaved"}), HasSubstr("interleaved"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .stages_per_rank = 2}), HasSubstr("1f1b"));
   EXPECT_THAT(with({.ranks = 3, .pp = 3}, [](RunConfig& config) { config.model.shape.tied_output = true; }),

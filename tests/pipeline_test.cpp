@@ -1,6 +1,10 @@
 // A decoder whose layers lie in stages: its gradient, loss and norm are those of one process, under every
-// schedule whose backwards are whole, beside data and tensor ranks.
+// schedule, beside data and tensor ranks.
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
+
+#include <atomic>
+#include <cstring>
 
 #include "isograd/pipeline_parallel.hpp"
 #include "tensor_step.hpp"
@@ -19,7 +23,9 @@ struct Cell {
   std::string strategy = "bucketed";
   double slip = 1;             // what a planted mistake multiplies the last stage's stream by
   bool after_nothing = false;  // a step without a target anywhere goes before
-  bool idle = false;  // all data ranks but the first have no micro-batch, and one of that rank's is empty
+  bool idle = false;   // all data ranks but the first have no micro-batch, and one of that rank's is empty
+  int lost = -1;       // the micro-batch whose gradients of weights a planted mistake loses
+  bool fused = false;  // the output and its cross entropy
 
   int stages() const { return pp * stages_of_rank; }
   DecoderConfig config() const {
@@ -34,7 +40,8 @@ struct Cell {
   friend void PrintTo(const Cell& c, std::ostream* out) {
     *out << c.schedule << ", pp " << c.pp << " x " << c.stages_of_rank << " stages, data " << c.data
          << ", tp " << c.tp << ", " << c.accumulation << " micro-batches, " << c.strategy << ", tied "
-         << c.tied << ", sample mean " << (c.mean == Mean::kSamples) << ", idle " << c.idle;
+         << c.tied << ", sample mean " << (c.mean == Mean::kSamples) << ", idle " << c.idle << ", fused "
+         << c.fused;
   }
 };
 
@@ -49,6 +56,24 @@ MicroBatches batches_of(const Cell& cell, const Mesh& mesh) {
   MicroBatches own = tensor::step_of(place, places, cell.config().vocabulary, cell.accumulation);
   if (cell.idle) own.insert(own.begin() + 1, empty_batch());
   return own;
+}
+
+// Gradients are as they were before the second half of one micro-batch's backward.
+MicroBatchSchedule losing(int lost, const Pipeline& pipeline, DataParallel& layout) {
+  return [lost, &pipeline, &layout](MicroBatchWork& work) {
+    pipeline.run(work.size(),
+                 {.forward = [&](std::size_t i, std::size_t part) { work.forward(i, part); },
+                  .inputs = [&](std::size_t i, std::size_t part) { work.backward_inputs(i, part); },
+                  .weights =
+                      [&](std::size_t i, bool last, std::size_t part) {
+                        std::vector<at::Tensor> before;
+                        for (const auto& view : layout.views()) before.push_back(view.gradient.clone());
+                        work.backward_weights(i, last, part);
+                        const auto views = layout.views();
+                        if (static_cast<int>(i) == lost)
+                          for (std::size_t v = 0; v < views.size(); ++v) views[v].gradient.copy_(before[v]);
+                      }});
+  };
 }
 
 Found train(const Cell& cell) {
@@ -73,10 +98,17 @@ Found train(const Cell& cell) {
     const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       const DecoderOutputs outputs = model->outputs(batch);
       if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+      if (cell.fused)
+        return {{"cross_entropy",
+                 linear_cross_entropy_sum(
+                     outputs.hidden, model->output_weight(), batch.targets,
+                     {.weights = batch.weights, .shard = model->vocabulary(), .tile_tokens = 4})}};
       return {{"cross_entropy", cross_entropy_sum(model->logits_of(outputs.hidden * cell.slip), batch.targets,
                                                   {.weights = batch.weights, .shard = model->vocabulary()})}};
     };
-    Step step(forward, *layout, *mean, *optimizer, through(*pipeline));
+    StepOptions options = through(*pipeline);
+    if (cell.lost >= 0) options.schedule = losing(cell.lost, *pipeline, *layout);
+    Step step(forward, *layout, *mean, *optimizer, std::move(options));
     if (cell.after_nothing) {
       MicroBatches nothing = batches_of(cell, mesh);
       for (Batch& batch : nothing) {
@@ -131,6 +163,29 @@ std::vector<Cell> cells() {
                  .schedule = "interleaved",
                  .mean = Mean::kSamples,
                  .idle = true});
+  // Backwards in halves.
+  for (const int pp : {1, 2, 3, 4, 5})
+    for (const int micro_batches : {1, pp, 2 * pp + 1}) {
+      const Mean mean = (pp + micro_batches) % 2 == 0 ? Mean::kSamples : Mean::kTargets;
+      all.push_back({.pp = pp, .schedule = "zb-h1", .accumulation = micro_batches, .mean = mean});
+      all.push_back(
+          {.pp = pp, .stages_of_rank = 2, .schedule = "zb-v", .accumulation = micro_batches, .mean = mean});
+    }
+  for (const char* strategy : {"naive", "bucketed", "zero1", "zero2"}) {
+    all.push_back({.pp = 2, .data = 2, .schedule = "zb-h1", .strategy = strategy});
+    all.push_back({.pp = 2, .stages_of_rank = 2, .data = 2, .schedule = "zb-v", .strategy = strategy});
+  }
+  for (const Mean mean : {Mean::kTargets, Mean::kSamples}) {
+    all.push_back({.pp = 2, .tp = 2, .schedule = "zb-h1", .mean = mean});
+    all.push_back({.pp = 2, .stages_of_rank = 2, .data = 2, .tp = 2, .schedule = "zb-v", .mean = mean});
+    all.push_back({.pp = 2, .data = 2, .schedule = "zb-h1", .mean = mean, .after_nothing = true});
+  }
+  all.push_back({.pp = 2, .schedule = "zb-h1", .tied = true});
+  all.push_back({.pp = 2, .data = 2, .schedule = "zb-h1", .tied = true, .strategy = "zero2"});
+  for (const int pp : {2, 3})  // both ends on the first rank
+    all.push_back({.pp = pp, .stages_of_rank = 2, .schedule = "zb-v", .accumulation = 2 * pp, .tied = true});
+  all.push_back({.pp = 2, .schedule = "zb-h1", .fused = true});
+  all.push_back({.pp = 2, .stages_of_rank = 2, .tp = 2, .schedule = "zb-v", .tied = true, .fused = true});
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Cells, PipelineParallel, ::testing::ValuesIn(cells()));
@@ -156,13 +211,53 @@ TEST_P(PipelineParallel, GradientLossAndNormAreOneProcesss) {
 
 // Every schedule adds micro-batches up in their order.
 TEST(PipelineParallelBits, AreTheSameUnderAllSchedules) {
-  const Cell plain{.pp = 3, .schedule = "one-after-another", .accumulation = 6};
-  const Gradient wanted = train(plain).gradient;
-  for (const char* schedule : {"gpipe", "1f1b"}) {
-    Cell cell = plain;
-    cell.schedule = schedule;
-    for (const auto& [name, gradient] : train(cell).gradient.of)
-      EXPECT_TRUE(gradient.equal(wanted.of.at(name))) << schedule << ", " << name;
+  const std::vector<std::pair<int, std::vector<const char*>>> by_stages = {{1, {"gpipe", "1f1b", "zb-h1"}},
+                                                                           {2, {"interleaved", "zb-v"}}};
+  for (const auto& [stages, schedules] : by_stages)
+    for (const bool fused : {false, true}) {
+      Cell cell{.pp = 3,
+                .stages_of_rank = stages,
+                .schedule = "one-after-another",
+                .accumulation = 6,
+                .fused = fused};
+      const Gradient wanted = train(cell).gradient;
+      for (const char* schedule : schedules) {
+        cell.schedule = schedule;
+        for (const auto& [name, gradient] : train(cell).gradient.of)
+          EXPECT_TRUE(gradient.equal(wanted.of.at(name))) << schedule << ", " << name;
+      }
+    }
+}
+
+// Matrix products made by all ranks while it lives; of these tests' models in fp64 none is made elsewhere.
+class CountedProducts {
+ public:
+  CountedProducts() {
+    count = 0;
+    handle_ = at::addGlobalCallback(at::RecordFunctionCallback([](const at::RecordFunction& called)
+                                                                   -> std::unique_ptr<at::ObserverContext> {
+                                      for (const char* name : {"aten::mm", "aten::addmm"})
+                                        if (std::strcmp(called.name(), name) == 0) ++count;
+                                      return nullptr;
+                                    }).scopes({at::RecordScope::FUNCTION}));
+  }
+  ~CountedProducts() { at::removeCallback(handle_); }
+  CountedProducts(const CountedProducts&) = delete;
+  CountedProducts& operator=(const CountedProducts&) = delete;
+  static inline std::atomic<std::int64_t> count = 0;
+
+ private:
+  at::CallbackHandle handle_;
+};
+
+// One for the forward, one for the gradient of what goes in, one for that of the weight.
+TEST(PipelineParallelHalves, MakeEachMatrixProductOnce) {
+  for (const auto& [schedule, stages] : {std::pair{"1f1b", 1}, {"zb-h1", 1}, {"zb-v", 2}}) {
+    const Cell cell{.pp = 2, .stages_of_rank = stages, .schedule = schedule, .accumulation = 4};
+    const CountedProducts counted;
+    train(cell);
+    // q, k, v, o, gate, up and down of each layer, and the output.
+    EXPECT_EQ(CountedProducts::count, 4 * 3 * (7 * cell.config().layers + 1)) << schedule;
   }
 }
 
@@ -171,6 +266,18 @@ TEST(PipelineParallelPlanted, AStreamThatIsOffIsSeen) {
   const Gradient wanted = one_process(cell);
   cell.slip = 1 + 1e-6;
   EXPECT_GT(tensor::largest_error(train(cell).gradient, wanted), 1e-8);
+}
+
+TEST(PipelineParallelPlanted, AMicroBatchWhoseWeightsAreLostIsSeen) {
+  for (const auto& [schedule, stages] : {std::pair{"zb-h1", 1}, {"zb-v", 2}}) {
+    Cell cell{.pp = 2, .stages_of_rank = stages, .schedule = schedule, .accumulation = 4};
+    const Gradient wanted = one_process(cell);
+    cell.lost = 4;  // none of them: the way to lose one is no mistake itself
+    EXPECT_LT(tensor::largest_error(train(cell).gradient, wanted), 1e-10);
+    cell.lost = 2;
+    const auto errors = tensor::errors(train(cell).gradient, wanted);
+    for (const auto& [name, error] : errors) EXPECT_GT(error, 1e-3) << name;
+  }
 }
 
 // Outside of a step: no schedule says whose turn it is, and none is needed where each rank has one stage.
@@ -235,12 +342,12 @@ TEST(PipelineParallelRefused, WhatCannotBeRun) {
     const auto refused = [&](PipelineOptions options) {
       return error_testing::error_of([&] { Pipeline(mesh, std::move(options)); });
     };
-    EXPECT_THAT(refused({.schedule = "zb-h1"}), HasSubstr("a half of a backward"));
+    EXPECT_THAT(refused({.schedule = "zb-v"}), HasSubstr("1 stages on each rank"));
     EXPECT_THAT(refused({.table = make_pipeline("1f1b", 3, 1, 3)}), HasSubstr("2 ranks along pp"));
     Pipeline pipeline(mesh, {.table = make_pipeline("1f1b", 2, 1, 3)});
     EXPECT_THAT(error_testing::error_of([&] {
-                  pipeline.run(
-                      4, [](std::size_t, std::size_t) {}, [](std::size_t, bool, std::size_t) {});
+                  pipeline.run(4, {.forward = [](std::size_t, std::size_t) {},
+                                   .backward = [](std::size_t, bool, std::size_t) {}});
                 }),
                 HasSubstr("4 micro-batches in the step"));
   });
@@ -254,6 +361,25 @@ TEST(PipelineParallelRefused, WhatCannotBeRun) {
                               {.placements = placed.placements()});
                 }),
                 HasSubstr("in one of 2 stages"));
+  });
+  // Units of ZeRO-3 compute their weights' gradients with the others.
+  run_ranks(2, [](World& world) {
+    const Mesh mesh(world, Cell{.pp = 1, .data = 2}.grid());
+    const auto model = tensor::whole_model(Cell{}.config(), at::kDouble);
+    const ModelUnits units = model_units(*model, RunConfig{});
+    const auto layout = fully_shard(units.root, model->named(), units.blocks, mesh, {});
+    const auto optimizer = sgd({});
+    TokenMean mean;
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
+    };
+    Step step(inside(units.root, forward), *layout, mean, *optimizer, {.schedule = [](MicroBatchWork& work) {
+                work.forward(0);
+                work.backward_inputs(0);
+              }});
+    EXPECT_THAT(
+        error_testing::error_of([&] { step(tensor::step_of(world.rank, 2, model->config().vocabulary)); }),
+        HasSubstr("parameters of ZeRO-3"));
   });
   run_ranks(3, [](World& world) {
     const Mesh mesh(world, Cell{.pp = 3}.grid());

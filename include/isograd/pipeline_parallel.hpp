@@ -14,9 +14,19 @@
 namespace isograd {
 
 struct PipelineOptions {
-  std::string schedule = "1f1b";         // of pipeline_schedules(), whose backwards are whole
+  std::string schedule = "1f1b";         // of pipeline_schedules()
   int stages_of_rank = 1;                // as the schedule admits
   std::optional<PipelineTable> table{};  // instead of both
+};
+
+// What a rank computes of micro-batch i in its stage `part`, of which `part` counts own_stages(); `last` with
+// the rank's last gradients of parameters. The halves are for tables that cut backwards in two: `inputs`
+// gives the stage before the gradient of what it has passed on, `weights` of the same micro-batch follows.
+struct PipelineWork {
+  std::function<void(std::size_t i, std::size_t part)> forward{};
+  std::function<void(std::size_t i, bool last, std::size_t part)> backward{};
+  std::function<void(std::size_t i, std::size_t part)> inputs{};
+  std::function<void(std::size_t i, bool last, std::size_t part)> weights{};
 };
 
 // What a rank along `pp` does: its stages' forwards and backwards in the order of the table, and what goes
@@ -39,7 +49,7 @@ struct PipelineOptions {
 class Pipeline {
  public:
   // Collective over the ranks along pp. ConfigError: options that make no table, a table for another number
-  // of ranks, one that cuts backwards in two, one that gives a rank no stage, tables that differ over ranks.
+  // of ranks, one that gives a rank no stage, tables that differ over ranks.
   Pipeline(const Mesh& mesh, PipelineOptions options);
 
   int stages() const;
@@ -61,12 +71,10 @@ class Pipeline {
   // To the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
 
-  // Runs the table of so many micro-batches: forward(i, part) and backward(i, last, part) of each in each of
-  // this rank's stages, of which `part` counts own_stages(); `last` with the rank's last backward. As a
-  // step's schedule: through() (step.hpp). ConfigError: another number of micro-batches than the table has,
-  // or than the schedule admits; a forward that did not receive() or pass_on() what its stage has to.
-  void run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
-           const std::function<void(std::size_t, bool, std::size_t)>& backward) const;
+  // Runs the table of so many micro-batches. As a step's schedule: through() (step.hpp). ConfigError: another
+  // number of micro-batches than the table has, or than the schedule admits; a forward that did not receive()
+  // or pass_on() what its stage has to.
+  void run(std::size_t micro_batches, const PipelineWork& work) const;
   // Of what the number of micro-batches must be a multiple.
   std::size_t micro_batches_of() const;
 

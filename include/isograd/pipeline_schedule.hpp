@@ -62,6 +62,9 @@ PipelineTable make_pipeline(const std::string& schedule, int ranks, int stages_o
 // needs it.
 PipelineTable with_transfers(const PipelineTable& table);
 
+// Whether it cuts backwards in two.
+bool has_halves(const PipelineTable& table);
+
 // "2F0": the forward of micro-batch 0 in stage 2. B backward, I and W of inputs and of weights, SEND_F and
 // RECV_F what goes to the next stage, SEND_B and RECV_B what comes back: PyTorch's way to write them.
 std::string to_text(const PipelineAction& action);

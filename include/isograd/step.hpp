@@ -28,8 +28,13 @@ class MicroBatchWork {
   virtual void forward(std::size_t i, std::size_t part = 0) = 0;
   // Adds the share's gradient. `last`: of this rank's in the step, after which its gradient is complete.
   virtual void backward(std::size_t i, bool last, std::size_t part = 0) = 0;
+  // A backward in halves: all that other ranks wait for in it, then, at any time, the gradients of
+  // parameters. `last` as above, with the second. ConfigError: not of this work, or not under ZeRO-3, whose
+  // units compute both at once.
+  virtual void backward_inputs(std::size_t i, std::size_t part = 0);
+  virtual void backward_weights(std::size_t i, bool last, std::size_t part = 0);
 };
-// Runs each forward once, and each backward once after its forward, of every part.
+// Runs each forward once, and each backward once after its forward, of every part, whole or in halves.
 using MicroBatchSchedule = std::function<void(MicroBatchWork& work)>;
 void one_after_another(MicroBatchWork& work);  // forward and backward by turns, in order
 

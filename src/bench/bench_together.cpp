@@ -167,7 +167,7 @@ int bench_pipeline(const BenchTogetherOptions& options) {
                return peer_side(exchange, options.python, "pipeline_step.py", mode, title, processes);
              };
              return std::vector<Side>{ours(exchange, "pipeline-1f1b", ranks),
-                                      ours(exchange, "pipeline-gpipe", ranks), alone(exchange),
+                                      ours(exchange, "pipeline-zb-h1", ranks), alone(exchange),
                                       theirs("1f1b", "PyTorch pipelining, 1F1B over Gloo", ranks),
                                       theirs("eager", "one PyTorch process", 1)};
            },

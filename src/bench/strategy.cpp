@@ -50,11 +50,11 @@ const std::vector<Strategy>& strategies() {
        .standard = false,
        .together = Strategy::Together::kStages,
        .schedule = "1f1b"},
-      {.name = "pipeline-gpipe",
-       .title = "stages, gpipe",
+      {.name = "pipeline-zb-h1",
+       .title = "stages, zb-h1",
        .standard = false,
        .together = Strategy::Together::kStages,
-       .schedule = "gpipe"},
+       .schedule = "zb-h1"},
   };
   return all;
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/token_losses.hpp"
 #include "loss/checks.hpp"
@@ -214,8 +215,13 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
     const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
     variable_list gradients = ctx->get_saved_variables();
-    for (at::Tensor& gradient : gradients) {
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      at::Tensor& gradient = gradients[i];
       if (!gradient.defined()) continue;
+      if (!ctx->needs_input_grad(i)) {
+        gradient = at::Tensor();
+        continue;
+      }
       const at::Tensor scale = upstream[0].to(computing_type(gradient.scalar_type()));
       // Nobody reads them again unless the graph is kept.
       gradient = (keep ? gradient * scale : gradient.detach().mul_(scale)).to(type);
@@ -224,6 +230,8 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
     return gradients;
   }
 };
+
+const differentiable::Separable<LinearCrossEntropyFunction> kFusedLossIsSeparable;
 
 bool wants_gradient(const at::Tensor& values) {
   return at::GradMode::is_enabled() && values.defined() && values.requires_grad();

@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/fused.hpp"
@@ -119,6 +120,8 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
         work(static_cast<std::int64_t>(group), begin[group], rows);
   }
 };
+
+const differentiable::Separable<GroupedLinears> kExpertsAreSeparable;
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/rows.hpp"
@@ -234,6 +235,9 @@ class LinearOnto : public torch::autograd::Function<LinearOnto> {
     return results;
   }
 };
+
+const differentiable::Separable<RmsNorm, RmsNormAndResidual, Linears, LinearOnto>
+    kNormsAndLinearsAreSeparable;
 
 }  // namespace
 

@@ -112,7 +112,7 @@ struct RunConfig {
     bool sequence_parallel = true;
     std::int64_t ep = 1;
     std::int64_t pp = 1, stages_per_rank = 1;
-    std::string schedule = "1f1b";  // one of pipeline_schedules() with whole backwards
+    std::string schedule = "1f1b";  // one of pipeline_schedules()
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;

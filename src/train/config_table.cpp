@@ -147,11 +147,11 @@ std::vector<ConfigKey> common_keys() {
           "(`docs/pipeline-parallelism.md`). At most `model.layers`; times the other axes it must divide the "
           "ranks. Not with `zero3`."),
       KEY("parallel.schedule", parallel.schedule, "",
-          one_of({"one-after-another", "gpipe", "1f1b", "interleaved"}),
+          one_of({"one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}),
           "With `parallel.pp`: in which order a rank makes forwards and backwards of micro-batches "
           "(`isograd schedule` draws it). A speed and memory option."),
       KEY("parallel.stages_per_rank", parallel.stages_per_rank, "", at_least(1, 1e6),
-          "With `parallel.pp`: stages on each rank; 1, and 2 or more with `interleaved`."),
+          "With `parallel.pp`: stages on each rank; 1, but 2 or more with `interleaved`, and 2 with `zb-v`."),
       KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
           one_of({"all", "ulysses_only", "ring_only", "none"}),
           "Over which of these ranks a sharded strategy spreads its shards, besides those with other packs; "

@@ -1,5 +1,7 @@
 // In which order the micro-batches of a step run, and the rules that any such schedule is held to.
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "train/step_work.hpp"
@@ -7,7 +9,7 @@
 namespace isograd {
 
 void StepWork::run(const MicroBatchSchedule& schedule) {
-  shares_.assign(size() * parts_, {}), left_ = size() * parts_;
+  shares_ = std::vector<Share>(size() * parts_), left_ = size() * parts_;
   try {
     schedule(*this);
     check(left_ == 0, left_, "a forward and a backward of each micro-batch");
@@ -20,11 +22,49 @@ void StepWork::run(const MicroBatchSchedule& schedule) {
 // A rank with several stages has none of them for its turn outside of a step, and says so
 // (Pipeline::stage()).
 void StepWork::look() {
-  shares_.assign(size(), {});
+  shares_ = std::vector<Share>(size());
   for (std::size_t i = 0; i < size(); ++i) {
     forward(i);
     log(share_of(i, 0));
   }
+}
+
+namespace {
+
+[[noreturn]] void refuse_halves(std::string of, std::string expected) {
+  refuse("a half of a backward", std::move(of), std::move(expected),
+         "Take a schedule of whole backwards, 1f1b for instance, or zero2 in place of zero3");
+}
+
+}  // namespace
+
+void MicroBatchWork::backward_inputs(std::size_t, std::size_t) {
+  refuse_halves("work that computes backwards whole", "backward()");
+}
+void MicroBatchWork::backward_weights(std::size_t, bool, std::size_t) {
+  refuse_halves("work that computes backwards whole", "backward()");
+}
+
+void StepWork::backward_inputs(std::size_t i, std::size_t part) {
+  if (dynamic_cast<const FullySharded*>(&layout_))
+    refuse_halves("parameters of ZeRO-3, whose units gather them for both halves at once",
+                  "parameters that are whole between a step's forwards and backwards");
+  Share& own = share_of(i, part);
+  check(own.value.defined() && !own.weights, i, "forward(i) before backward_inputs(i), each once");
+  own.weights.emplace();
+  // As in backward(): a constant has nothing to differentiate, but for an error to be seen.
+  if (own.value.requires_grad())
+    own.weights = backward_of_inputs(own.value);
+  else if (batches_[i].num_targets() > 0)
+    own.value.backward();
+}
+
+void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {
+  Share& own = share_of(i, part);
+  check(own.weights.has_value(), i, "backward_inputs(i) before backward_weights(i), each once");
+  begin_gradients(i, last);
+  own.weights->run();
+  log(own);
 }
 
 void StepWork::check(bool holds, std::size_t i, const char* expected) const {
@@ -45,8 +85,12 @@ void one_after_another(MicroBatchWork& work) {
 StepOptions through(const Pipeline& pipeline, StepOptions others) {
   others.schedule = [&pipeline](MicroBatchWork& work) {
     pipeline.run(
-        work.size(), [&](std::size_t i, std::size_t part) { work.forward(i, part); },
-        [&](std::size_t i, bool last, std::size_t part) { work.backward(i, last, part); });
+        work.size(),
+        {.forward = [&](std::size_t i, std::size_t part) { work.forward(i, part); },
+         .backward = [&](std::size_t i, bool last, std::size_t part) { work.backward(i, last, part); },
+         .inputs = [&](std::size_t i, std::size_t part) { work.backward_inputs(i, part); },
+         .weights = [&](std::size_t i, bool last,
+                        std::size_t part) { work.backward_weights(i, last, part); }});
   };
   others.parts = pipeline.own_stages().size();
   others.micro_batches_of = pipeline.micro_batches_of();

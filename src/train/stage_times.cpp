@@ -14,12 +14,14 @@ namespace {
 
 using Kind = PipelineAction::Kind;
 
-// What a stage's forward and backward (or its halves) took, on average.
+// What a stage's forward and backward, or the halves of that, took on average.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
-  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0), counts = times;
-  const auto of_kind = [](PipelineTimes& all, Kind kind) -> std::vector<double>& {
-    if (kind == Kind::kForward) return all.forward;
-    return kind == Kind::kBackwardWeights ? all.backward_weights : all.backward_inputs;
+  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0),
+                counts = times;  // how often each was computed
+  const auto of_kind = [](PipelineTimes& of, Kind kind) -> std::vector<double>& {
+    return kind == Kind::kForward           ? of.forward
+           : kind == Kind::kBackwardWeights ? of.backward_weights
+                                            : of.backward_inputs;
   };
   for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
@@ -30,10 +32,9 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
       of_kind(times, action.kind)[stage] += span.end - span.begin;
       of_kind(counts, action.kind)[stage] += 1;
     }
-  for (const Kind kind : {Kind::kForward, Kind::kBackward, Kind::kBackwardWeights})
+  for (const Kind kind : {Kind::kForward, Kind::kBackwardInputs, Kind::kBackwardWeights})
     for (std::size_t stage = 0; stage < times.forward.size(); ++stage)
-      if (of_kind(counts, kind)[stage] > 0)
-        of_kind(times, kind)[stage] /= std::exchange(of_kind(counts, kind)[stage], 0);
+      if (const double often = of_kind(counts, kind)[stage]; often > 0) of_kind(times, kind)[stage] /= often;
   return times;
 }
 
@@ -47,8 +48,11 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
   };
   return {{.title = "Stages in the last step, as measured",
            .caption = caption(measured.timeline,
-                              "A line for each stage: F forward, B backward of a "
-                              "micro-batch. The step's micro-batches took"),
+                              has_halves(measured.table)
+                                  ? "A line for each stage: F forward of a micro-batch, I backward to what "
+                                    "the stage was given, W to its weights. The step's micro-batches took"
+                                  : "A line for each stage: F forward, B backward of a "
+                                    "micro-batch. The step's micro-batches took"),
            .html = to_svg(measured.table, measured.timeline),
            .width = kPictureWidth},
           {.title = "The same, as planned",

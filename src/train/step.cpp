@@ -40,13 +40,17 @@ void StepWork::forward(std::size_t i, std::size_t part) {
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
 void StepWork::backward(std::size_t i, bool last, std::size_t part) {
   Share& own = share_of(i, part);
-  check(own.value.defined(), i, "forward(i) before backward(i), each once");
-  check(last == (--left_ == 0), i, "`last` with the last backward, and no other");
-  layout_.begin_backward(last && !mean_.deferred());
+  check(own.value.defined() && !own.weights, i, "forward(i) before backward(i), each once");
+  begin_gradients(i, last);
   // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
   const at::Tensor& share = own.value;
   if (share.requires_grad() || batches_[i].num_targets() > 0) share.backward();
   log(own);
+}
+
+void StepWork::begin_gradients(std::size_t i, bool last) {
+  check(last == (--left_ == 0), i, "`last` with the last backward, and no other");
+  layout_.begin_backward(last && !mean_.deferred());
 }
 
 void StepWork::log(Share& kept) {

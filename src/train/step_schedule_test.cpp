@@ -33,16 +33,28 @@ void backwards_at_the_end(MicroBatchWork& work) {
   for (std::size_t i = work.size(); i-- > 0;) work.backward(i, i == 0);
 }
 
+// Gradients of weights are put off by one micro-batch, and the last backward is whole.
+void in_halves(MicroBatchWork& work) {
+  const std::size_t all = work.size();
+  for (std::size_t i = 0; i < all; ++i) {
+    work.forward(i);
+    if (i + 1 < all) work.backward_inputs(i);
+    if (i > 0) work.backward_weights(i - 1, false);
+    if (i + 1 == all) work.backward(i, true);
+  }
+}
+
 TEST(Schedule, AnyScheduleGivesTheGradientOfOneDevice) {
   const auto batches = toy::make_step(3, 4);
   const auto wanted = toy::reference(toy::Model(), batches);
-  run_ranks(3, [&](World& world) {
-    Scheduled rank(world.group, backwards_at_the_end);
-    EXPECT_NEAR(rank.step(batches[static_cast<std::size_t>(world.rank)]).loss, wanted.loss, 1e-12);
-    std::vector<at::Tensor> gradients;
-    for (auto& view : rank.layout->views()) gradients.push_back(view.gradient);
-    EXPECT_LT(toy::worst_error(gradients, wanted.gradients), 1e-10);
-  });
+  for (const auto& schedule : {backwards_at_the_end, in_halves})
+    run_ranks(3, [&](World& world) {
+      Scheduled rank(world.group, schedule);
+      EXPECT_NEAR(rank.step(batches[static_cast<std::size_t>(world.rank)]).loss, wanted.loss, 1e-12);
+      std::vector<at::Tensor> gradients;
+      for (auto& view : rank.layout->views()) gradients.push_back(view.gradient);
+      EXPECT_LT(toy::worst_error(gradients, wanted.gradients), 1e-10);
+    });
 }
 
 TEST(Schedule, AScheduleThatLeavesSomethingOutIsRefused) {
@@ -73,6 +85,57 @@ TEST(Schedule, AScheduleThatLeavesSomethingOutIsRefused) {
         work.backward(0, true);
       },
       "`last` with the last backward");
+  expect([](MicroBatchWork& work) { work.backward_inputs(0); }, "forward(i) before backward_inputs(i)");
+  expect(
+      [](MicroBatchWork& work) {
+        work.forward(0);
+        work.backward_weights(0, false);
+      },
+      "backward_inputs(i) before backward_weights(i)");
+  for (const bool whole : {true, false})
+    expect(
+        [whole](MicroBatchWork& work) {
+          work.forward(0);
+          work.backward_inputs(0);
+          whole ? work.backward(0, false) : work.backward_inputs(0);
+        },
+        "each once");
+  expect(
+      [](MicroBatchWork& work) {
+        work.forward(0);
+        work.backward_inputs(0);
+        work.backward_weights(0, false);
+        work.backward_weights(0, false);
+      },
+      "each once");
+  expect(
+      [](MicroBatchWork& work) {
+        work.forward(0);
+        work.backward_inputs(0);
+        work.backward_weights(0, true);
+      },
+      "`last` with the last backward");
+  expect(
+      [](MicroBatchWork& work) {
+        for (std::size_t i = 0; i < work.size(); ++i) {
+          work.forward(i);
+          work.backward_inputs(i);
+          if (i > 0) work.backward_weights(i, false);
+        }
+      },
+      "a forward and a backward of each");
+}
+
+// ZeRO-3's units gather their parameters for a whole backward; and work of one's own need not have halves.
+TEST(Schedule, HalvesThatThereAreNoneOfAreRefused) {
+  struct Wholly : MicroBatchWork {
+    std::size_t size() const override { return 1; }
+    void forward(std::size_t, std::size_t) override {}
+    void backward(std::size_t, bool, std::size_t) override {}
+  } work;
+  const auto error = [](const std::function<void()>& act) { return error_testing::error_of(act); };
+  EXPECT_NE(error([&] { work.backward_inputs(0); }).find("computes backwards whole"), std::string::npos);
+  EXPECT_NE(error([&] { work.backward_weights(0, true); }).find("1f1b"), std::string::npos);
 }
 
 }  // namespace

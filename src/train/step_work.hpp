@@ -3,10 +3,12 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "isograd/step.hpp"
 #include "loss/ledger.hpp"
+#include "parallel/pipeline/split_backward.hpp"
 
 namespace isograd {
 
@@ -29,6 +31,8 @@ class StepWork : public MicroBatchWork {
   // With the one division: the share of the global loss.
   void forward(std::size_t i, std::size_t part = 0) override;
   void backward(std::size_t i, bool last, std::size_t part = 0) override;
+  void backward_inputs(std::size_t i, std::size_t part = 0) override;
+  void backward_weights(std::size_t i, bool last, std::size_t part = 0) override;
 
   // ConfigError where the schedule leaves something out or takes it in an impossible order.
   void run(const MicroBatchSchedule& schedule);
@@ -38,8 +42,10 @@ class StepWork : public MicroBatchWork {
   struct Share {  // of the global loss, between a forward and its backward
     LossTerms terms{};
     at::Tensor value{};
+    std::optional<WeightsBackward> weights{};  // between the halves of a backward
   };
   Share& share_of(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
+  void begin_gradients(std::size_t i, bool last);
   void log(Share& share);
   void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
 

@@ -255,14 +255,24 @@ void check_stages(const RunConfig& config) {
   if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
     refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
            "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
-  if (stage_of(parallel.strategy) == 3)
-    refuse("parallel.strategy", "zero3 with parallel.pp, whose stages would gather their blocks at other times",
-           "one that keeps parameters whole", "Use zero2, or leave parallel.pp out");
   const auto ranks = static_cast<int>(parallel.pp);
-  make_pipeline(parallel.schedule, ranks, static_cast<int>(parallel.stages_per_rank), ranks);
-  if (shape.tied_output && parallel.pp > 2)
+  const PipelineTable table =
+      make_pipeline(parallel.schedule, ranks, static_cast<int>(parallel.stages_per_rank), ranks);
+  if (stage_of(parallel.strategy) == 3 && has_halves(table))
+    refuse("parallel.schedule",
+           fmt::format("{}, which cuts backwards in two, with zero3, whose units gather their parameters for "
+                       "both halves at once",
+                       parallel.schedule),
+           "a schedule of whole backwards, or parameters that are kept whole",
+           "Set parallel.schedule = \"1f1b\", or use zero2");
+  if (stage_of(parallel.strategy) == 3)
+    refuse("parallel.strategy",
+           "zero3 with parallel.pp, whose stages would gather their blocks at other times",
+           "one that keeps parameters whole", "Use zero2, or leave parallel.pp out");
+  if (shape.tied_output && ranks > 2 && table.rank_of_stage.front() != table.rank_of_stage.back())
     refuse("parallel.pp", fmt::format("{} ranks and a tied embedding, whose ends lie on two of them", ranks),
-           "two ranks", "Set parallel.pp = 2, or model.tied_output = false");
+           "two ranks, or both ends on one (zb-v)",
+           "Set parallel.pp = 2 or parallel.schedule = \"zb-v\", or model.tied_output = false");
   if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
     refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
            "step", "Set loss.balance_scope = \"step\"");

@@ -73,9 +73,8 @@ struct Pipeline::Impl {
   at::Tensor take_gradient(int of_stage, std::size_t i);
   void close(int of_stage, std::size_t i);
   int turn() const;
-  using Forward = std::function<void(std::size_t, std::size_t)>;
-  using Backward = std::function<void(std::size_t, bool, std::size_t)>;
-  void run(std::size_t micro_batches, const Forward& forward, const Backward& backward);
+  void run(std::size_t micro_batches, const PipelineWork& work);
+  void compute(const PipelineWork& work, Kind kind, bool last);
 };
 
 // To the rank of that stage; the receiver of an output does not know its sizes, they go before it.
@@ -175,11 +174,23 @@ const PipelineTable& Pipeline::Impl::table_for(std::size_t micro_batches) {
       .first->second;
 }
 
-void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, const Backward& backward) {
+// Of the stage and the micro-batch whose turn it is.
+void Pipeline::Impl::compute(const PipelineWork& work, Kind kind, bool last) {
+  const std::size_t part = part_of(stage);
+  if (kind == Kind::kForward) return work.forward(micro_batch, part);
+  if (kind == Kind::kBackward) return work.backward(micro_batch, last, part);
+  ISOGRAD_INVARIANT(work.inputs && work.weights, "a table with halves of backwards, and work without");
+  if (kind == Kind::kBackwardInputs) return work.inputs(micro_batch, part);
+  work.weights(micro_batch, last, part);
+}
+
+void Pipeline::Impl::run(std::size_t micro_batches, const PipelineWork& work) {
   if (micro_batches == 0) return;
   const auto& actions = table_for(micro_batches).ranks.at(static_cast<std::size_t>(ranks.rank()));
-  auto left = static_cast<std::size_t>(std::count_if(
-      actions.begin(), actions.end(), [](const PipelineAction& one) { return one.kind == Kind::kBackward; }));
+  const auto gives_weights = [](const PipelineAction& one) {  // their gradients
+    return one.kind == Kind::kBackward || one.kind == Kind::kBackwardWeights;
+  };
+  auto left = std::count_if(actions.begin(), actions.end(), gives_weights);
   here.clear(), owed.clear(), awaited.clear();
   struct Running {
     Impl& of;
@@ -195,15 +206,12 @@ void Pipeline::Impl::run(std::size_t micro_batches, const Forward& forward, cons
     micro_batch = static_cast<std::size_t>(action.micro_batch);
     now = &measured[place];
     now->begin = seconds();
-    if (action.kind == Kind::kForward)
-      forward(micro_batch, part_of(stage));
-    else
-      backward(micro_batch, --left == 0, part_of(stage));
+    compute(work, action.kind, gives_weights(action) && --left == 0);
     measured[place].end = seconds();
     if (action.kind == Kind::kForward)
       check_exchanged(owed.contains({stage, micro_batch}), awaited.contains({stage, micro_batch}), stage,
                       stages, micro_batch);
-    else
+    else if (action.kind != Kind::kBackwardWeights)
       close(stage, micro_batch);
     now = nullptr;
   }
@@ -229,10 +237,6 @@ Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
                         : make_pipeline(own.options.schedule, ranks, own.options.stages_of_rank, ranks);
   if (static_cast<int>(table.ranks.size()) != ranks)
     refuse_table(fmt::format("{} ranks along pp", ranks), fmt::format("{}", table.ranks.size()));
-  for (const auto& actions : table.ranks)
-    for (const PipelineAction& action : actions)
-      if (action.kind == Kind::kBackwardInputs || action.kind == Kind::kBackwardWeights)
-        refuse_table(fmt::format("{}, a half of a backward", to_text(action)), "whole ones (B)");
   check_same_table(table, own.ranks);
   own.stages = table.stages;
   own.rank_of_stage = table.rank_of_stage;
@@ -301,9 +305,8 @@ at::Tensor Pipeline::pass_on(const at::Tensor& output) {
       [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });
 }
 
-void Pipeline::run(std::size_t micro_batches, const std::function<void(std::size_t, std::size_t)>& forward,
-                   const std::function<void(std::size_t, bool, std::size_t)>& backward) const {
-  impl_->run(micro_batches, forward, backward);
+void Pipeline::run(std::size_t micro_batches, const PipelineWork& work) const {
+  impl_->run(micro_batches, work);
 }
 
 std::size_t Pipeline::micro_batches_of() const {

@@ -182,6 +182,13 @@ PipelineTable make_pipeline(const std::string& name, int ranks, int stages_of_ra
   return table;
 }
 
+bool has_halves(const PipelineTable& table) {
+  for (const auto& actions : table.ranks)
+    for (const PipelineAction& action : actions)
+      if (action.kind == Kind::kBackwardInputs || action.kind == Kind::kBackwardWeights) return true;
+  return false;
+}
+
 PipelineTable with_transfers(const PipelineTable& table) {
   PipelineTable result = table;
   const auto rank_of = [&](int stage) { return table.rank_of_stage.at(static_cast<std::size_t>(stage)); };
