@@ -7,13 +7,9 @@
 #include <fmt/ranges.h>
 
 #include "context_step.hpp"
+#include "full_tests.hpp"
 
 namespace isograd::context {
-
-inline bool full_tests() {
-  const char* value = std::getenv("ISOGRAD_FULL_TESTS");
-  return value && *value && *value != '0';
-}
 
 // Axes along which parameters may be sharded. Those that make the same groups (an axis of size 1) are one.
 inline std::vector<AxisSet> shardings_of(const Axes& axes) {
@@ -44,8 +40,9 @@ inline std::vector<Cell> cells_of_stages(const Axes& axes, int turn) {
   return cells;
 }
 
-// What one mesh, layout, mean and accumulation is run with: any strategy and axes of shards, which take turns.
-// ISOGRAD_FULL_TESTS=1: stages 0, 1 and 3 with all of these axes, and in turn one of the other strategies.
+// What one mesh, layout, mean and accumulation is run with: any strategy and axes of shards, which take
+// turns. ISOGRAD_FULL_TESTS=1: stages 0, 1 and 3 with all of these axes, and in turn one of the other
+// strategies.
 inline std::vector<Cell> cells_of(const Axes& axes, int turn) {
   const auto shardings = shardings_of(axes);
   const auto in_turn = [&](const std::vector<Strategy>& strategies) {

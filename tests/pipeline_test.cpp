@@ -1,11 +1,9 @@
 // A decoder whose layers lie in stages: its gradient, loss and norm are those of one process, under every
 // schedule, beside data and tensor ranks.
-#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 
-#include <atomic>
-#include <cstring>
-
+#include "counted_products.hpp"
+#include "full_tests.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "tensor_step.hpp"
 
@@ -186,6 +184,27 @@ std::vector<Cell> cells() {
     all.push_back({.pp = pp, .stages_of_rank = 2, .schedule = "zb-v", .accumulation = 2 * pp, .tied = true});
   all.push_back({.pp = 2, .schedule = "zb-h1", .fused = true});
   all.push_back({.pp = 2, .stages_of_rank = 2, .tp = 2, .schedule = "zb-v", .tied = true, .fused = true});
+  if (!full_tests()) return all;
+  for (const int pp : {1, 2, 3, 4, 5, 8})
+    for (const auto& [schedule, stages] : {std::pair{"one-after-another", 1},
+                                           {"one-after-another", 2},
+                                           {"gpipe", 1},
+                                           {"1f1b", 1},
+                                           {"interleaved", 2},
+                                           {"interleaved", 3},
+                                           {"zb-h1", 1},
+                                           {"zb-v", 2}})
+      for (const int micro_batches : {pp, 2 * pp + 1})
+        for (const Mean mean : {Mean::kTargets, Mean::kSamples})
+          for (const bool tied : {false, true})
+            if (!tied || pp <= 2 ||
+                std::string(schedule) == "zb-v")  // others have its ends on two of more ranks
+              all.push_back({.pp = pp,
+                             .stages_of_rank = stages,
+                             .schedule = schedule,
+                             .accumulation = micro_batches,
+                             .mean = mean,
+                             .tied = tied});
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Cells, PipelineParallel, ::testing::ValuesIn(cells()));
@@ -228,27 +247,6 @@ TEST(PipelineParallelBits, AreTheSameUnderAllSchedules) {
       }
     }
 }
-
-// Matrix products made by all ranks while it lives; of these tests' models in fp64 none is made elsewhere.
-class CountedProducts {
- public:
-  CountedProducts() {
-    count = 0;
-    handle_ = at::addGlobalCallback(at::RecordFunctionCallback([](const at::RecordFunction& called)
-                                                                   -> std::unique_ptr<at::ObserverContext> {
-                                      for (const char* name : {"aten::mm", "aten::addmm"})
-                                        if (std::strcmp(called.name(), name) == 0) ++count;
-                                      return nullptr;
-                                    }).scopes({at::RecordScope::FUNCTION}));
-  }
-  ~CountedProducts() { at::removeCallback(handle_); }
-  CountedProducts(const CountedProducts&) = delete;
-  CountedProducts& operator=(const CountedProducts&) = delete;
-  static inline std::atomic<std::int64_t> count = 0;
-
- private:
-  at::CallbackHandle handle_;
-};
 
 // One for the forward, one for the gradient of what goes in, one for that of the weight.
 TEST(PipelineParallelHalves, MakeEachMatrixProductOnce) {
