@@ -14,7 +14,6 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 
@@ -270,8 +269,7 @@ TEST_F(PipelineRun, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(with({.ranks = 6, .pp = 6}), HasSubstr("6 stages for 5 layers"));
   EXPECT_THAT(with({.ranks = 3, .pp = 2}), HasSubstr("parallel.pp"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .strategy = "zero3"}), HasSubstr("zero2"));
-  EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "zb-h1", .strategy = "zero3"}),
-              AllOf(HasSubstr("cuts backwards in two"), HasSubstr("1f1b")));
+  EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "zb-h1", .strategy = "zero3"}), HasSubstr("zero2"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "zb-v"}), HasSubstr("1 stages on each rank"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .schedule = "interleaved"}), HasSubstr("interleaved"));
   EXPECT_THAT(with({.ranks = 2, .pp = 2, .stages_per_rank = 2}), HasSubstr("1f1b"));

@@ -311,6 +311,7 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.loss.normalise_over = RunConfig{}.loss.normalise_over;
   // Losses of experts, which the model has none of.
   config.loss.balance = config.loss.router_z = 0;
+  config.loss.selection_bias_rate = RunConfig{}.loss.selection_bias_rate;
   config.parallel.ep = 1;
   config.loss.balance_over = RunConfig{}.loss.balance_over;
   config.loss.balance_scope = RunConfig{}.loss.balance_scope;
@@ -326,6 +327,10 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   if (config.parallel.strategy == "naive" || config.parallel.strategy == "overlapped")
     config.parallel.share_parameters = "auto";  // these keep no copy that ranks could share
   if (config.parallel.tp == 1) config.parallel.sequence_parallel = true;  // without effect
+  if (config.parallel.pp == 1) {
+    config.parallel.schedule = RunConfig{}.parallel.schedule;
+    config.parallel.stages_per_rank = RunConfig{}.parallel.stages_per_rank;
+  }
   if (config.parallel.device == "cpu" && config.parallel.backend == "nccl") config.parallel.device = "cuda";
   const std::string text = to_toml(config);
   const RunConfig again = parse_config(text, "written.toml");

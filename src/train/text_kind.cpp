@@ -182,6 +182,7 @@ constexpr const char* kOnlyOfRouters = "routers are a decoder's (model.kind)";
 void check_router_losses(const RunConfig& config) {
   const auto& loss = config.loss;
   const bool any = loss.balance != 0 || loss.router_z != 0;
+  if (!any && loss.selection_bias_rate == kSelectionBiasRate) return;  // before a model's folder is opened
   const bool sigmoid = configured_shape(config).experts.sigmoid;
   if (!sigmoid && loss.selection_bias_rate != kSelectionBiasRate)
     throw ConfigError(
@@ -258,13 +259,6 @@ void check_stages(const RunConfig& config) {
   const auto ranks = static_cast<int>(parallel.pp);
   const PipelineTable table =
       make_pipeline(parallel.schedule, ranks, static_cast<int>(parallel.stages_per_rank), ranks);
-  if (stage_of(parallel.strategy) == 3 && has_halves(table))
-    refuse("parallel.schedule",
-           fmt::format("{}, which cuts backwards in two, with zero3, whose units gather their parameters for "
-                       "both halves at once",
-                       parallel.schedule),
-           "a schedule of whole backwards, or parameters that are kept whole",
-           "Set parallel.schedule = \"1f1b\", or use zero2");
   if (stage_of(parallel.strategy) == 3)
     refuse("parallel.strategy",
            "zero3 with parallel.pp, whose stages would gather their blocks at other times",
