@@ -230,7 +230,8 @@ std::vector<std::pair<std::string, at::Tensor>> LayoutRun::whole_views(at::Tenso
   const at::Tensor none = at::empty({0}, (views.front().*of).options());
   for (const auto& [name, tensor] : model_.named) {
     if (!tensor.requires_grad()) continue;
-    const auto own = std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
+    const auto own =
+        std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
     all.emplace_back(name, copied(whole(name, own == views.end() ? none : (*own).*of)));
   }
   return all;
@@ -308,9 +309,12 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
   for (std::size_t i : torn) {
     if (!model_.placed) break;
     const Mesh& mesh = model_.placed->mesh();
-    const AxisSet peers = without(model_.placed->parameter(made.names[i]).copies, mesh.data());
+    const PlacedParameter& parameter = model_.placed->parameter(made.names[i]);
+    const AxisSet peers = without(parameter.copies, mesh.data());
     at::Tensor sum = made.gradients[i].clone();
-    if (mesh.size(peers) > 1) mesh.along(peers).all_reduce(sum);
+    if (parameter.held && mesh.size(peers) > 1) mesh.along(peers).all_reduce(sum);
+    if (!parameter.placement.stages.empty() && mesh.grid().has(kStageAxis))
+      mesh.along({kStageAxis}).broadcast(sum, parameter.placement.stages.front());
     dump.peer_sums.push_back({made.names[i], mesh.grid().text(peers), sum});
   }
 }
@@ -329,8 +333,10 @@ std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners(const std::
     at::Tensor times = counted.contains(name) ? counted.at(name) : at::empty({0}, at::kInt);
     if (model_.placed) {
       const PlacedParameter& parameter = model_.placed->parameter(name);
-      Group copies = model_.placed->mesh().along(parameter.copies);
-      if (parameter.held && copies.size() > 1) copies.all_reduce(times);
+      if (parameter.held) {
+        Group copies = model_.placed->mesh().along(parameter.copies);
+        if (copies.size() > 1) copies.all_reduce(times);
+      }
       times = model_.placed->whole(name, times);
     }
     const bool any = times.numel() > 0;
