@@ -272,9 +272,13 @@ TEST_F(PipelineRun, AMistakeIsFound) {
 }
 
 TEST_F(PipelineRun, IsWatchedWhileItTrains) {
-  RunConfig config = cut(plain("watched", "float32"), {.ranks = 4, .pp = 2}, "watched");
-  config.verify.every = 2;
-  EXPECT_EQ(checked(config, 4).outcomes[0].end, Outcome::End::kFinished);
+  for (const char* dtype : {"float32", "bfloat16"})  // whose masters are compared too, in stages of two sizes
+    for (const char* strategy : {"bucketed", "zero3"}) {
+      RunConfig config =
+          cut(plain("watched", dtype), {.ranks = 4, .pp = 2, .strategy = strategy, .share = false}, dtype);
+      config.verify.every = 2;
+      EXPECT_EQ(checked(config, 4).outcomes[0].end, Outcome::End::kFinished) << dtype << ", " << strategy;
+    }
 }
 
 TEST_F(PipelineRun, WhatDoesNotFitIsRefused) {

@@ -58,6 +58,17 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
   }
 }
 
+// What other stages hold, empty here, lies on the device of the rank's own: a model may ask any parameter for
+// it.
+void leave_meta_device(const NamedTensors& named, const at::Device& device) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.is_meta() || tensor.numel() > 0) continue;
+    const at::Tensor empty = at::empty(tensor.sizes(), tensor.options().device(device));
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(empty.getIntrusivePtr());
+  }
+}
+
 // The blocks of a pass by their places in the list of uses.
 std::function<UseRange()> uses_of_pass(const UnitUses& uses,
                                        const std::function<std::vector<UnitHandle>()>& blocks_of_pass) {
@@ -114,6 +125,7 @@ class ShardedLayout final : public FullySharded {
       }
       return_freed_memory();  // of values that were whole
     }
+    leave_meta_device(named, options.device);
     passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_.trained,
                                            members_.frozen,
                                            PassOptions{.prefetch = options.prefetch,
