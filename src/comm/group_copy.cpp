@@ -231,9 +231,9 @@ Started Group::Impl::all_to_all(const Call& call, at::Tensor output, at::Tensor 
     return started;
   }
   // What stays with this rank is not sent; uneven parts differ in how much that is.
-  const std::int64_t staying =
-      input_rows.empty() ? input.size(0) / size : input_rows[static_cast<std::size_t>(rank)];
-  const std::int64_t rows = input.size(0);
+  const std::int64_t rows = input.size(0), staying = input_rows.empty()
+                                                         ? rows_of_part(rows, size, rank)
+                                                         : input_rows[static_cast<std::size_t>(rank)];
   traffic.add(TrafficCounter::kAllToAll,
               rows == 0 ? 0 : static_cast<std::int64_t>(input.nbytes()) / rows * (rows - staying));
   at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
