@@ -52,26 +52,33 @@ inline Counts counts_of(const MicroBatches& whole) {
 // layer.
 inline at::Tensor router_losses(const std::vector<DecoderOutputs>& outputs, const RunConfig& config,
                                 double tokens) {
-  at::Tensor loss = at::zeros({}, at::kDouble);
   const std::size_t layers = outputs.front().router_logits.size();
   const std::int64_t experts = config.model.shape.experts.count, each = config.model.shape.experts.per_token;
+  std::vector<at::Tensor> chosen(layers), probability(layers);
+  at::Tensor squares = at::zeros({}, at::kDouble);
   for (std::size_t layer = 0; layer < layers; ++layer) {
-    at::Tensor chosen = at::zeros({experts}, at::kDouble), probability = at::zeros({experts}, at::kDouble);
-    at::Tensor squares = at::zeros({}, at::kDouble);
+    chosen[layer] = at::zeros({experts}, at::kDouble), probability[layer] = at::zeros({experts}, at::kDouble);
     for (const DecoderOutputs& of : outputs) {
       const at::Tensor logits = of.router_logits[layer].to(at::kDouble);
-      for (std::int64_t e = 0; e < experts; ++e) chosen[e] += of.chosen[layer].eq(e).sum().to(at::kDouble);
+      for (std::int64_t e = 0; e < experts; ++e)
+        chosen[layer][e] += of.chosen[layer].eq(e).sum().to(at::kDouble);
       const at::Tensor scores =
           config.model.shape.family == "dots1" ? 1 / (1 + (-logits).exp()) : logits.exp();
-      probability = probability + (scores / scores.sum(1, true)).sum(0);
+      probability[layer] = probability[layer] + (scores / scores.sum(1, true)).sum(0);
       squares = squares + logits.exp().sum(1).log().square().sum();
     }
-    const at::Tensor balance = static_cast<double>(experts) *
-                               (chosen / (tokens * static_cast<double>(each)) * (probability / tokens)).sum();
-    loss = loss + (config.loss.balance * balance + config.loss.router_z * squares / tokens) /
-                      static_cast<double>(layers);
   }
-  return loss;
+  const auto over = static_cast<double>(layers), choices = tokens * static_cast<double>(each);
+  at::Tensor balance = at::zeros({}, at::kDouble);
+  if (config.loss.balance_over == "model")  // of the tokens of all layers together
+    balance =
+        (at::stack(chosen).sum(0) / (choices * over) * (at::stack(probability).sum(0) / (tokens * over)))
+            .sum();
+  else
+    for (std::size_t layer = 0; layer < layers; ++layer)
+      balance = balance + (chosen[layer] / choices * (probability[layer] / tokens)).sum() / over;
+  return config.loss.balance * static_cast<double>(experts) * balance +
+         config.loss.router_z * squares / (tokens * over);
 }
 
 inline Wanted text_oracle(const RunConfig& config, const MicroBatches& whole, const Values& values) {

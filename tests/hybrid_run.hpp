@@ -35,6 +35,7 @@ struct Measured {
   std::string worst{};               // whose
   double loss = 0, norm = 0;         // off those of one process, by their part
   double assembled = 0, staged = 0;  // the norm off that of the assembled gradient; the naive twin likewise
+  bool repeats = true;               // the same step again has the same bits
   bool same_norm = true;             // to the bit, on all ranks
   // Of parameters that are summed: how many, and those of which all ranks had the same part before the sum.
   int summed = 0;
@@ -116,7 +117,7 @@ inline void wrap(LayoutUnderTest& layout, const WrapLayout& around) {
 
 struct Asked {
   Planted planted{};
-  bool look_before = true;  // at the parts that are summed
+  bool look_before = true;  // at the parts that are summed, and at the step made again
   std::uint64_t nudge = 0;  // other values of the parameters, an ulp or two away; 0: those of the run
 };
 
@@ -186,6 +187,10 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
   measured.staged = off(staged_norm(mesh, placed.get(), own), assembled);
   const at::Tensor norms = world.group.all_gather(at::full({1}, made.figures.norm, at::kDouble));
   measured.same_norm = norms.eq(norms[0]).all().item<bool>();
+  if (!asked.look_before) return measured;
+  const LayoutRun::Made again = run.step(problem.local);
+  for (std::size_t i = 0; i < made.gradients.size(); ++i)
+    measured.repeats = measured.repeats && again.gradients[i].equal(made.gradients[i]);
   return measured;
 }
 
@@ -202,7 +207,7 @@ inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted
               all.loss = std::max(all.loss, own.loss), all.norm = std::max(all.norm, own.norm);
               all.assembled = std::max(all.assembled, own.assembled),
               all.staged = std::max(all.staged, own.staged);
-              all.same_norm = all.same_norm && own.same_norm;
+              all.same_norm = all.same_norm && own.same_norm, all.repeats = all.repeats && own.repeats;
               all.summed += own.summed;
               all.alike.insert(all.alike.end(), own.alike.begin(), own.alike.end());
               for (const auto& [name, error] : own.errors)

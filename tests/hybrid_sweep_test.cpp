@@ -45,6 +45,7 @@ std::string wrong_with(const Measured& measured) {
          fmt::format("the norm is off the assembled gradient's by {:.1e}", measured.assembled));
   expect(measured.staged < kNorm, fmt::format("the norm in stages is off by {:.1e}", measured.staged));
   expect(measured.same_norm, "ranks have other bits of the norm");
+  expect(measured.repeats, "the same step again has other bits");
   expect(measured.alike.empty(),
          fmt::format("summed, but the same on all ranks before: {}", fmt::join(measured.alike, ", ")));
   return text;

@@ -316,7 +316,8 @@ MakeModel model_of(const std::vector<at::Tensor>& values, const Task& task) {
 
 // With the weights that the run starts from.
 MakeVerifyModel fresh_models(const Setting& setting) {
-  return [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
+  return
+      [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
 }
 
 // Updates after which parameters are compared.
