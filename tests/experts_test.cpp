@@ -25,7 +25,9 @@ struct Cell {
   bool shared = false;   // an expert beside them that every token goes through
   bool sigmoid = false;  // a router of dots1, which has one too: groups, a selection bias, weights to 2.5
   bool sequence_parallel = true;
+  ExpertOverlap overlap = ExpertOverlap::kShared;
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
+  std::function<void(ModelSeams&)> change_seams = [](ModelSeams&) {};
 
   int places() const { return ranks / ring; }
   DecoderConfig config() const {
@@ -58,7 +60,8 @@ struct Cell {
          << c.ep << ", ring " << c.ring << ", replicas " << c.replicas << ", " << c.each << " of "
          << c.experts << " experts, " << c.strategy << ", sample mean " << (c.mean == Mean::kSamples) << ", "
          << c.accumulation << " micro-batches, checkpointed " << c.checkpointed << ", ties " << c.ties
-         << ", shared " << c.shared << ", sigmoid " << c.sigmoid;
+         << ", shared " << c.shared << ", sigmoid " << c.sigmoid << ", overlap "
+         << static_cast<int>(c.overlap);
   }
 };
 
@@ -126,7 +129,10 @@ Found train(const Cell& cell, at::ScalarType type, const DecoderLM::ChooseExpert
     const Mesh mesh(world, cell.grid());
     const auto model = whole_model(cell, type);
     const Layout along_tp = cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel});
-    const Layout placed = deal_experts(*model, mesh, along_tp.placements());
+    const Layout placed = deal_experts(*model, mesh, along_tp.placements(), {.overlap = cell.overlap});
+    ModelSeams seams = model->seams();
+    cell.change_seams(seams);
+    model->set_seams(std::move(seams));
     if (choose) model->set_choice_of_experts(choose);
     if (cell.ring > 1) model->set_attention(ContextAttention(mesh));
     TrainableParameters parameters = trainable_parameters(model->named());
@@ -215,7 +221,8 @@ std::vector<Cell> cells() {
                                .ties = all.size() % 5 == 0,
                                .shared = all.size() % 4 == 0,
                                .sigmoid = all.size() % 7 == 0,
-                               .sequence_parallel = all.size() % 2 == 0});
+                               .sequence_parallel = all.size() % 2 == 0,
+                               .overlap = static_cast<ExpertOverlap>(all.size() % 3)});
     return all;
   }
   for (const char* strategy : kStrategies) {
@@ -267,6 +274,13 @@ std::vector<Cell> cells() {
                    .strategy = "zero1",
                    .sigmoid = true,
                    .sequence_parallel = sequence_parallel});
+  for (const ExpertOverlap overlap : {ExpertOverlap::kNone, ExpertOverlap::kHalves})
+    for (const auto& [strategy, shared] : {std::pair{"bucketed", true}, {"zero3", true}, {"shared", false}}) {
+      all.push_back({.ranks = 4, .ep = 2, .strategy = strategy, .checkpointed = true, .shared = shared});
+      all.push_back({.ranks = 4, .ep = 4, .ring = 2, .strategy = strategy, .ties = true, .sigmoid = shared});
+      all.push_back({.ranks = 2, .tp = 2, .strategy = strategy, .shared = shared});
+      for (std::size_t last = all.size() - 3; last < all.size(); ++last) all[last].overlap = overlap;
+    }
   all.push_back({.ranks = 8, .ep = 8, .experts = 8, .accumulation = 1});
   all.push_back({.ranks = 5, .ep = 5, .strategy = "zero2"});
   all.push_back({.ranks = 8, .ep = 2, .ring = 2, .replicas = 2, .strategy = "zero3", .mean = Mean::kSamples});
@@ -330,6 +344,43 @@ TEST(ExpertParallelPlanted, ARouterSummedWronglyAlongTpIsSeen) {
       else
         EXPECT_LT(error, 1e-10) << sequence_parallel << ", " << name;
     }
+  }
+}
+
+// What is computed when does not change what is computed: the expert that every token goes through, while
+// tokens travel or afterwards.
+TEST(ExpertParallelOverlap, OfTheSharedExpertChangesNoBit) {
+  for (const char* strategy : {"bucketed", "zero3"})
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      Cell cell{.ranks = 3, .ep = 3, .strategy = strategy, .checkpointed = true, .shared = true};
+      const Found with = train(cell, type);
+      cell.overlap = ExpertOverlap::kNone;
+      const Found without = train(cell, type);
+      EXPECT_EQ(with.gradient.loss, without.gradient.loss);
+      for (const auto& [name, gradient] : with.gradient.of)
+        EXPECT_TRUE(gradient.equal(without.gradient.of.at(name))) << strategy << ", " << name;
+    }
+}
+
+// Halves of the tokens that come back in each other's place, and a half whose copies are computed as the
+// other's: the gradient is another one.
+TEST(ExpertParallelOverlap, HalvesMistakenForOneAnotherAreSeen) {
+  for (const bool on_the_way_back : {true, false}) {
+    Cell cell{.ranks = 2, .ep = 2, .overlap = ExpertOverlap::kHalves};
+    const Gradient wanted = one_process(cell, at::kDouble, {});
+    ASSERT_LT(tensor::largest_error(train(cell, at::kDouble).gradient, wanted), 1e-10);
+    cell.change_seams = [&](ModelSeams& seams) {
+      seams.experts = [right = seams.experts, on_the_way_back](std::vector<ModelSeams::Copies> parts,
+                                                               const ModelSeams::Experts& compute,
+                                                               const std::function<void()>& besides) {
+        const bool alike = parts[0].rows.size(0) == parts[1].rows.size(0);
+        if (alike && !on_the_way_back) std::swap(parts[0].rows, parts[1].rows);
+        auto made = right(parts, compute, besides);
+        if (alike && on_the_way_back) std::swap(made[0], made[1]);
+        return made;
+      };
+    };
+    EXPECT_GT(tensor::largest_error(train(cell, at::kDouble).gradient, wanted), 1e-3) << on_the_way_back;
   }
 }
 

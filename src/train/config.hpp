@@ -110,9 +110,10 @@ struct RunConfig {
     std::int64_t cp_ring = 1, cp_ulysses = 1;
     std::int64_t tp = 1;
     bool sequence_parallel = true;
+    std::string expert_overlap = "shared";  // none | shared | halves
     std::int64_t ep = 1;
     std::int64_t pp = 1, stages_per_rank = 1;
-    std::string schedule = "1f1b";  // one of pipeline_schedules()
+    std::string schedule = "1f1b";          // one of pipeline_schedules()
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;
