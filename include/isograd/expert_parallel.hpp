@@ -30,6 +30,10 @@ struct ExpertParallelOptions {
   ExpertOverlap overlap = ExpertOverlap::kShared;
 };
 
+// Collective over all ranks. ConfigError on each of them, with the first rule, rank and value, where they
+// would choose experts by different rules, or send tokens in another order.
+void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertParallelOptions& options = {});
+
 // Gives each rank along `ep` of the mesh its experts of each layer, in order and as evenly as possible; the
 // rest of the model stays whole. Its forward and backward are collective over these ranks from then on:
 // tokens travel to their experts and back, so that every rank makes as many of both, with tokens or without
@@ -37,7 +41,8 @@ struct ExpertParallelOptions {
 // placements() go into TrainableParameters::placements. Collective over mesh.all(): when the model has its
 // values, the same on all ranks, and before what keeps its tensors is made. Without an axis ep, or with one
 // rank along it, nothing is done but the layout. `others`: the placements by which cut_decoder() has cut the
-// model along tp before, each expert's matrices too. ConfigError: more ranks along ep than experts.
+// model along tp before, each expert's matrices too. ConfigError: more ranks along ep than experts, and what
+// check_same_routing() refuses.
 Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
                     const ExpertParallelOptions& options = {});
 // The placements that it declares, while the model is whole; `others` are those of decoder_placements().

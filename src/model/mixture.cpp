@@ -2,7 +2,9 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>
+#include <fmt/format.h>
 
+#include "isograd/error.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {
@@ -67,6 +69,10 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   std::vector<at::Tensor> made;
   if (seams.experts) {
     made = seams.experts(copies, compute, compute_shared);
+    ISOGRAD_INVARIANT(
+        made.size() == copies.size() && shared.defined() == mixture.shared_gate.weight.defined(),
+        fmt::format("{} of {} parts of the tokens, shared expert computed: {}", made.size(), copies.size(),
+                    shared.defined()));
   } else {
     for (const auto& part : copies) made.push_back(compute(part.rows, part.begin));
     compute_shared();

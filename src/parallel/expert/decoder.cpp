@@ -90,6 +90,7 @@ Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Name
 
 Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others,
                     const ExpertParallelOptions& options) {
+  check_same_routing(model, mesh, options);
   Layout layout(mesh, expert_placements(model, mesh.grid(), std::move(others)));
   if (ranks_along_ep(mesh.grid()) == 1) return layout;
   // The exchanges of backward lie beside the reductions that it launches: they have a group of their own.

@@ -10,20 +10,19 @@
 
 namespace isograd {
 
-// Of both directions, one after the other.
+// Of one direction.
 struct Exchange::State final : torch::CustomClassHolder {
   State(Group group_, Group::Rows out, Group::Rows in)
       : group(std::move(group_)), output_rows(std::move(out)), input_rows(std::move(in)) {}
 
-  void start(const at::Tensor& rows, const Group::Rows& out, const Group::Rows& in) {
+  void start(const at::Tensor& rows) {
     std::vector<std::int64_t> sizes = rows.sizes().vec();
-    sizes.at(0) = std::accumulate(out.begin(), out.end(), std::int64_t{0});
+    sizes.at(0) = std::accumulate(output_rows.begin(), output_rows.end(), std::int64_t{0});
     result = at::empty(sizes, rows.options());
-    pending = group.all_to_all_async(result, rows, out, in);
+    pending = group.all_to_all_async(result, rows, output_rows, input_rows);
   }
   at::Tensor take() {
-    pending.wait();
-    pending = {};
+    std::exchange(pending, {}).wait();
     return std::exchange(result, {});
   }
 
@@ -31,6 +30,7 @@ struct Exchange::State final : torch::CustomClassHolder {
   Group::Rows output_rows, input_rows;
   at::Tensor result{};
   Pending pending{};
+  c10::intrusive_ptr<State> way_back{};  // of the gradients, once they are on it
 };
 
 namespace {
@@ -43,16 +43,16 @@ State& of(AutogradContext* context) {
   return *static_cast<State*>(context->saved_data["state"].toCapsule().get());
 }
 
+// The backward of each half is the other half of the way back, so that backwards can be differentiated too.
+struct Finish;
 struct Start final : torch::autograd::Function<Start> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, const at::Tensor& /*anchor*/,
                             const c10::intrusive_ptr<State>& state) {
     context->saved_data["state"] = c10::IValue::make_capsule(state);
-    state->start(rows, state->output_rows, state->input_rows);
+    state->start(rows);
     return at::empty({0}, rows.options());
   }
-  static variable_list backward(AutogradContext* context, const variable_list&) {
-    return {of(context).take(), {}, {}};
-  }
+  static variable_list backward(AutogradContext* context, const variable_list& token);
 };
 
 struct Finish final : torch::autograd::Function<Finish> {
@@ -62,11 +62,15 @@ struct Finish final : torch::autograd::Function<Finish> {
     return state->take();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    State& state = of(context);
-    state.start(gradients[0], state.input_rows, state.output_rows);
-    return {at::zeros({0}, gradients[0].options()), {}};
+    State& there = of(context);
+    there.way_back = c10::make_intrusive<State>(there.group, there.input_rows, there.output_rows);
+    return {Start::apply(gradients[0], differentiable::anchor(), there.way_back), {}};
   }
 };
+
+variable_list Start::backward(AutogradContext* context, const variable_list& token) {
+  return {Finish::apply(token[0], std::exchange(of(context).way_back, {})), {}, {}};
+}
 
 }  // namespace
 
@@ -84,7 +88,7 @@ Exchange Exchange::start(Group group, const at::Tensor& rows, Group::Rows output
   if (at::GradMode::is_enabled() && at::isFloatingType(rows.scalar_type()))
     exchange.token_ = Start::apply(rows, differentiable::anchor(), exchange.state_);
   else
-    exchange.state_->start(rows.detach(), exchange.state_->output_rows, exchange.state_->input_rows);
+    exchange.state_->start(rows.detach());
   return exchange;
 }
 

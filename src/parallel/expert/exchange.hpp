@@ -27,7 +27,7 @@ class Exchange {
   at::Tensor finish();  // what came, by rank; once
 
  private:
-  c10::intrusive_ptr<State> state_{};
+  c10::intrusive_ptr<State> state_;
   at::Tensor token_{};  // no elements: it joins the two halves in the graph; undefined: no gradients
 };
 
