@@ -131,7 +131,8 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" not in result.stdout
     records = json.loads((tmp_path / "expert.json").read_text())
     assert {record["peer_name"] for record in records} == {
-        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank"}
+        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
+        "experts dealt to ranks, in halves"}
     for record in records:
         assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"
         check_ratio(record)
