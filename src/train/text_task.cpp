@@ -75,7 +75,6 @@ class TextModel : public TaskModel {
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
-    if (routers_ && config_.parallel.ep == 1) check_same_routing(*model_, mesh);
     if (routers_ && !pipeline_) routers_->sum_over(mesh.counting());
     if (mesh.size(kContextAxes) == 1) return;
     model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
