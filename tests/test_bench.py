@@ -164,7 +164,8 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" not in result.stdout
     records = json.loads((tmp_path / "expert.json").read_text())
     assert {record["peer_name"] for record in records} == {
-        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank"}
+        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
+        "experts dealt to ranks, in halves"}
     for record in records:
         assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"
         check_ratio(record)
@@ -173,6 +174,17 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of="expert")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "NOT COMPARABLE" in result.stdout
+
+
+def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
+    result = bench("--case", "shared", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = json.loads((tmp_path / "shared.json").read_text())
+    assert {record["case"] for record in records} == {
+        "shared, 2 ranks, experts dealt, the shared one meanwhile", "shared, 2 ranks, experts dealt to ranks, in halves"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "expert"
+        check_ratio(record)
 
 
 def test_experts_that_the_peer_cannot_deal_evenly_are_refused():

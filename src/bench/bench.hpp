@@ -47,7 +47,8 @@ std::vector<std::string> bench_tensor_cases();
 // rank of ours. Records as those of bench_step, in milliseconds. Returns as bench_step.
 int bench_tensor(const BenchTogetherOptions& options);
 
-// "even", "uneven" (a quarter of the experts computes all tokens), and "tiny".
+// "even", "uneven" (a quarter of the experts computes all tokens), "tiny", and "shared", which compares what
+// is computed while tokens travel, on several ranks alone.
 std::vector<std::string> bench_expert_cases();
 
 // `isograd bench expert`: a step of one mixture of experts, on one rank beside transformers' Mixtral, on

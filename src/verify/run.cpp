@@ -18,6 +18,7 @@
 #include "parallel/data/unit_handle.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
@@ -333,6 +334,7 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
+  check_same_configuration(config, world.group);
   const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
     problem.updates = kUpdates;
