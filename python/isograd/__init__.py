@@ -1,0 +1,19 @@
+"""Proves that a distributed PyTorch step has the gradient of one device, and makes it so.
+
+    import isograd
+    torch.distributed.init_process_group("isograd")  # collectives over shared memory, between the ranks of one host
+
+docs/python.md of the repository is the guide. Importing raises ImportError, with both versions, beside another torch
+than the package was built with.
+"""
+from __future__ import annotations
+
+from ._native.built import ISOGRAD as __version__
+from ._native import load as _load
+
+_load()  # gives torch.distributed the backend "isograd"
+
+from ._errors import ConfigError, PeerError  # noqa: E402
+from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
+
+__all__ = ["ConfigError", "PeerError", "__version__", "checksum", "empty_shared"]
