@@ -15,5 +15,10 @@ _load()  # gives torch.distributed the backend "isograd"
 
 from ._errors import ConfigError, PeerError  # noqa: E402
 from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
+from .clip import clip_grad_norm_  # noqa: E402
+from .means import Deferred, FixedDenominator, SampleMean, Step, TokenMean, WeightedMean  # noqa: E402
+from .reduction import all_reduce_gradients, sum_gradients  # noqa: E402
 
-__all__ = ["ConfigError", "PeerError", "__version__", "checksum", "empty_shared"]
+__all__ = ["ConfigError", "Deferred", "FixedDenominator", "PeerError", "SampleMean", "Step", "TokenMean",
+           "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
+           "sum_gradients"]
