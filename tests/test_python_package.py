@@ -31,13 +31,7 @@ def test_the_wheel_holds_the_package_and_no_path_of_this_machine(wheel):
 def test_the_command_is_the_program_of_the_build(installed):
     built = subprocess.run([str(BINARY), "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert run(installed.parent / "isograd", "--version") == built
-    assert run(installed, "-m", "isograd", "--version") == built
     assert "ConfigError: nowhere" in run(installed.parent / "isograd", "compare", "nowhere", "nowhere", status=2)
-
-
-def test_the_package_has_the_version_of_the_program(installed):
-    said = run(installed, "-c", "import isograd; print('isograd', isograd.__version__)")
-    assert run(installed.parent / "isograd", "--version").startswith(said.strip() + ",")
 
 
 RANK = """
@@ -52,10 +46,13 @@ print(tensor.tolist(), shared.tolist(), "isograd_comm" in sys.modules)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 model(torch.ones(1, 2)).sum().backward()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # DETAIL's Gloo threads may abort a process that is taken down in order
 """
 
 
-@pytest.mark.parametrize("backend, debug", [("isograd", "OFF"), ("cpu:isograd", "DETAIL")])
+@pytest.mark.parametrize("backend, debug", [pytest.param("isograd", "OFF", marks=pytest.mark.full),
+                                            ("cpu:isograd", "DETAIL")])
 def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
     program = RANK.format(backend=backend, store=tmp_path / "store")
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISTRIBUTED_DEBUG=debug)
@@ -67,25 +64,21 @@ def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
 
 
 def test_the_extension_of_a_build_folder_is_the_same_one(installed):
-    """Registered twice it would end the process."""
-    for first, second in [("isograd", "isograd_comm"), ("isograd_comm", "isograd")]:
-        said = run(installed, "-c", f"import {first}, {second}, isograd\n"
-                   "import isograd_comm; print(isograd.ConfigError is isograd_comm.ConfigError)",
-                   PYTHONPATH=str(BINARY.parent.parent / "python"))
-        assert said == "True\n"
-
-
-def test_a_checksum_is_xxh3_of_the_bits_of_a_tensor(installed):
+    """Registered twice it would end the process. The version is the program's, checksums those of a dump."""
     xxhash = pytest.importorskip("xxhash")
     import torch
     values = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
-    expected = [xxhash.xxh3_64_hexdigest(t.contiguous().view(torch.uint8).numpy().tobytes()) for t in (values, values.T)]
-    said = run(installed, "-c", "import isograd, torch\nv = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)\n"
-               "print(isograd.checksum(v), isograd.checksum(v.T))")
-    assert said.split() == expected and expected[0] != expected[1]
+    sums = [xxhash.xxh3_64_hexdigest(t.contiguous().view(torch.uint8).numpy().tobytes()) for t in (values, values.T)]
+    version = run(installed.parent / "isograd", "--version").split()[1].rstrip(",")
+    for first, second in [("isograd", "isograd_comm"), ("isograd_comm", "isograd")]:
+        said = run(installed, "-c", f"import {first}, {second}, isograd, isograd_comm, torch\n"
+                   "v = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)\n"
+                   "print(isograd.__version__, isograd.ConfigError is isograd_comm.ConfigError, isograd.checksum(v), "
+                   "isograd.checksum(v.T))", PYTHONPATH=str(BINARY.parent.parent / "python"))
+        assert said.split() == [version, "True", *sums] and sums[0] != sums[1]
 
 
-@pytest.mark.parametrize("version", ["2.12.1+cpu", "2.14.0", "3.13.0"])
+@pytest.mark.parametrize("version", ["2.12.1+cpu", "3.13.0"])
 def test_another_torch_is_refused_with_both_versions(installed, tmp_path, version):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(f"__version__ = {version!r}\n")
@@ -105,7 +98,7 @@ def test_a_later_build_of_the_same_torch_fits(installed):
     assert said.startswith("None found no torch; expected torch 2.13") and "torch==2.13.0`" in said
 
 
-@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("made", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_folder_without_artefacts_is_refused(tmp_path, made):
     (tmp_path / "build").mkdir()
     expected = "isograd: found no torch in ''"

@@ -17,8 +17,11 @@ from ._errors import ConfigError, PeerError  # noqa: E402
 from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
 from .clip import clip_grad_norm_  # noqa: E402
 from .means import Deferred, FixedDenominator, SampleMean, Step, TokenMean, WeightedMean  # noqa: E402
+from .proving import prove  # noqa: E402
 from .reduction import all_reduce_gradients, sum_gradients  # noqa: E402
+from ._verdict import Verdict  # noqa: E402
+from .watching import watch  # noqa: E402
 
-__all__ = ["ConfigError", "Deferred", "FixedDenominator", "PeerError", "SampleMean", "Step", "TokenMean",
+__all__ = ["ConfigError", "Deferred", "FixedDenominator", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
            "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
-           "sum_gradients"]
+           "prove", "sum_gradients", "watch"]

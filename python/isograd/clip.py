@@ -1,7 +1,7 @@
 """The norm of the whole gradient, each element counted once wherever it lies, and clipping by it."""
 from __future__ import annotations
 
-from typing import Iterable, Sequence, Union
+from typing import Callable, Iterable, Sequence, Union
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from ._errors import refuse
 from ._groups import Group, all_sum
 
 Parameters = Union[nn.Module, Iterable[torch.Tensor]]
+# Called with (parameters, max_norm, norm, scale) before gradients are multiplied: isograd.watch listens.
+observers: list[Callable[[list[torch.Tensor], float, torch.Tensor, float], None]] = []
 
 
 def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequence[tuple[Parameters, Group]] = (),
@@ -46,6 +48,8 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequenc
         raise RuntimeError(f"isograd.clip_grad_norm_: the norm of the gradient is {float(norm)}")
     limited = bool(torch.isfinite(norm)) and max_norm != float("inf")
     factor = scale * (min(1.0, max_norm / (float(norm) + 1e-6)) if limited else 1.0)
+    for tell in observers:
+        tell(trained, max_norm, norm, scale)
     if factor != 1.0:
         for parameter in trained:
             if parameter.grad is not None:

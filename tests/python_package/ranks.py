@@ -10,6 +10,7 @@ import time
 import traceback
 
 import torch
+import torch._dynamo  # noqa: F401  DDP brings it when it is first used: once here, and not once a rank
 import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(seconds=60)
