@@ -353,46 +353,5 @@ TEST(ExpertParallelPlanted, AreSeen) {
   }
 }
 
-// The copies of a token whose expert is another rank's travel there and back, in forward and in backward; and
-// ranks tell one another how many there are.
-TEST(ExpertParallelTraffic, IsTheFormulas) {
-  for (const int ep : {2, 3, 4})
-    for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
-      run_ranks(ep, [&](World& world) {
-        const Cell cell{.ranks = ep, .ep = ep};
-        const Mesh mesh(world, cell.grid());
-        const DecoderConfig config = cell.config();
-        const auto model = whole_model(cell, type);
-        deal_experts(*model, mesh);
-        const auto owner = [&, own = split_rows(config.experts.count, ep)](std::int64_t expert) {
-          int rank = 0;
-          for (; expert >= own[static_cast<std::size_t>(rank)]; ++rank)
-            expert -= own[static_cast<std::size_t>(rank)];
-          return rank;
-        };
-        std::int64_t elsewhere = 0, layers = 0;
-        model->set_choice_of_experts(
-            [&](const Batch&, std::int64_t, const ExpertScores&, const at::Tensor& likeliest) {
-              const at::Tensor all = likeliest.flatten().contiguous();
-              for (std::int64_t i = 0; i < all.numel(); ++i)
-                elsewhere += owner(all.const_data_ptr<std::int64_t>()[i]) != world.rank;
-              ++layers;
-              return likeliest;
-            });
-        Group experts = mesh.along({kExpertAxis}, "experts");
-        const std::int64_t before = experts.traffic().bytes();
-        for (const Batch& batch : tensor::step_of(0, 1, config.vocabulary))
-          model->hidden(batch).to(at::kDouble).square().sum().backward();
-        at::Tensor sums = at::tensor({experts.traffic().bytes() - before, elsewhere, layers}, at::kLong);
-        world.group.all_reduce(sums);
-        const std::int64_t rows = config.hidden * static_cast<std::int64_t>(c10::elementSize(type));
-        const std::int64_t counts = (ep - 1) * config.experts.count * 8;
-        EXPECT_GT(sums[1].item<std::int64_t>(), 0);
-        EXPECT_EQ(sums[0].item<std::int64_t>(),
-                  4 * rows * sums[1].item<std::int64_t>() + counts * sums[2].item<std::int64_t>())
-            << ep << " ranks, " << c10::toString(type);
-      });
-}
-
 }  // namespace
 }  // namespace isograd

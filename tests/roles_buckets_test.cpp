@@ -29,7 +29,8 @@ INSTANTIATE_TEST_SUITE_P(Grids, RolesInBuckets,
                          ::testing::Values(Sizes{.tp = 2}, Sizes{.tp = 3},
                                            Sizes{.dp_shard = 2, .ep = 2, .tp = 2},
                                            Sizes{.dp_shard = 4, .ep = 2}, Sizes{.tp = 5}, Sizes{.tp = 6},
-                                           Sizes{.pp = 2, .tp = 2},
+                                           Sizes{.pp = 2, .tp = 2}, Sizes{.pp = 3},
+                                           Sizes{.pp = 4, .dp_shard = 2}, Sizes{.pp = 3, .tp = 2},
                                            Sizes{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2},
                                            Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2, .tp = 2}));
 
@@ -90,10 +91,6 @@ std::string refused(World& world, const Sizes& sizes, const DataParallelOptions&
 TEST(RolesInBucketsRefused, WhatHasNoGroup) {
   using ::testing::AllOf;
   using ::testing::HasSubstr;
-  run_ranks(3, [](World& world) {
-    EXPECT_THAT(refused(world, {.pp = 3}, {}),
-                AllOf(HasSubstr("parameter 'tied'"), HasSubstr("stages 0, 2")));
-  });
   run_ranks(2, [](World& world) {
     const Grid grid = grid_of({.tp = 2});
     EXPECT_THAT(refused(world, {.tp = 2}, {}, {{"none", placed(grid, {3})}}), HasSubstr("parameter 'none'"));

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (AutoModelForCausalLM, Dots1Config, Dots1ForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig,
+                          Qwen3MoeForCausalLM)
 
 from conftest import BINARY
 from test_hf import wide  # noqa: F401  (a fixture)
@@ -37,7 +38,13 @@ MODELS = {
     "qwen3-moe-normalised": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
                              dict(num_hidden_layers=2, intermediate_size=45, decoder_sparse_step=2, moe_intermediate_size=17,
                                   num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True)),
+    # Sigmoid routers: groups, a selection bias, an expert that every token goes through.
+    "dots1": (Dots1ForCausalLM, Dots1Config,
+              dict(num_hidden_layers=3, intermediate_size=45, moe_intermediate_size=19, n_shared_experts=2, n_routed_experts=9,
+                   num_experts_per_tok=2, n_group=3, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
+                   first_k_dense_replace=1)),
 }
+BIAS, BIAS_RATE = "e_score_correction_bias", 0.001  # loss.selection_bias_rate as it is unless set
 # No token chooses it (make(), below): its gradient is zero, and weight decay applies.
 IDLE = {"mixtral": {"model.layers.0.mlp.experts.gate_up_proj[4]", "model.layers.0.mlp.experts.down_proj[4]"}}
 
@@ -63,6 +70,10 @@ RUNS = {
 }
 
 
+def routers_with_bias(model):
+    return {name: module for name, module in model.named_modules() if hasattr(module, BIAS)}
+
+
 def make(name):
     model_class, config_class, changes = MODELS[name]
     torch.manual_seed(SEED)
@@ -71,6 +82,8 @@ def make(name):
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms away from one
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for router in routers_with_bias(model).values():
+            router.e_score_correction_bias.copy_(0.05 * torch.randn(router.num_experts))
         if name in IDLE:  # what all tokens have in common speaks against the first layer's last expert, and for none
             first = model.model.layers[0]
             model.model.embed_tokens.weight[:, 0] = 0.5
@@ -113,6 +126,9 @@ class Gradients:
     def __init__(self, model, documents, parts):
         self.parameters = dict(model.named_parameters())
         self.parts, self.by_part, self.loss = parts, [], 0.0
+        self.choices = {name: torch.zeros(router.num_experts) for name, router in routers_with_bias(model).items()}
+        hooks = [router.register_forward_hook(functools.partial(self.count, name))
+                 for name, router in routers_with_bias(model).items()]
         tokens = [[BOS, *text.encode(), EOS] for text in documents]
         # The last token of a part predicts the document's next one, wherever that lies.
         targets = [torch.tensor(tokens[part.document][part.begin + 1:part.end + 1], dtype=torch.long)
@@ -127,6 +143,11 @@ class Gradients:
             self.loss += loss.item()
             self.by_part.append({name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                                  for name, parameter in self.parameters.items()})
+        for hook in hooks:
+            hook.remove()
+
+    def count(self, name, router, inputs, outputs):
+        self.choices[name] += outputs[2].flatten().bincount(minlength=router.num_experts)
 
     def total(self, of=lambda part: True):
         chosen = [gradients for part, gradients in zip(self.parts, self.by_part, strict=True) if of(part)]
@@ -149,11 +170,14 @@ def pieces(weights):
 
 
 def weights_of(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """And selection biases, which are buffers there."""
+    return {**{name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            **{f"{name}.{BIAS}": router.e_score_correction_bias.clone() for name, router in routers_with_bias(model).items()}}
 
 
-def step_of_pytorch(model, gradients, run, norm_of=None):
-    """Weights, the norm and what it was clipped by. `norm_of`: other gradients, whose norm is taken instead (a fault)."""
+def step_of_pytorch(model, gradients, run, choices, norm_of=None):
+    """Weights and the norm. `choices` of the whole step, by router with a selection bias and expert. `norm_of`: other gradients,
+    whose norm is taken instead (a fault)."""
     model = copy.deepcopy(model)
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name].clone()
@@ -163,6 +187,8 @@ def step_of_pytorch(model, gradients, run, norm_of=None):
     decays = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
     torch.optim.SGD([{"params": decays[0], "weight_decay": run.decay}, {"params": decays[1], "weight_decay": 0}],
                     lr=RATE).step()
+    for name, router in routers_with_bias(model).items():  # up where an expert got less than the mean
+        router.e_score_correction_bias.add_(torch.sign(choices[name].mean() - choices[name]) * BIAS_RATE)
     return weights_of(model), norm.item()
 
 
@@ -298,7 +324,8 @@ tokens = 0
         return Gradients(self.model(name), self.documents, self.parts(run))
 
     def differences(self, name, run, backend, gradients, norm_of=None):
-        expected, norm = step_of_pytorch(self.model(name), gradients, run, norm_of)
+        choices = self.gradients(name, run).choices
+        expected, norm = step_of_pytorch(self.model(name), gradients, run, choices, norm_of)
         found, row = self.train(name, run, backend)
         return Step.compare(weights_of(self.model(name)), found, expected), norm, row
 
@@ -328,7 +355,7 @@ def check(place, name, label, backend="shm"):
 
 # By default one run of each kind of mistake: accumulating with a rank out of packs, copies of experts, clipping.
 DEFAULT = {("mixtral", "accumulating"), ("mixtral", "two copies of each expert"), ("mixtral", "clipped"),
-           ("qwen3-moe", "one rank out of packs, clipped, decaying")}
+           ("qwen3-moe", "one rank out of packs, clipped, decaying"), ("dots1", "accumulating")}
 MODELS_FULL = [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
 
 
@@ -404,3 +431,37 @@ def test_experts_counted_twice_in_the_norm_are_noticed(name, place, wide):
     off = norm / row["norm"] - 1
     assert off > 1e-3
     assert all(error == 0 or error == pytest.approx(off, rel=1e-4) for error in found.steps.values())
+
+
+# What a router of dots1 chooses by, left out: each is another model for these tokens.
+def without_bias(model):
+    for router in routers_with_bias(model).values():
+        router.e_score_correction_bias.zero_()
+
+
+def without_groups(model):
+    for router in routers_with_bias(model).values():
+        router.num_group = router.topk_group = 1
+
+
+def without_scale(model):
+    for router in routers_with_bias(model).values():
+        router.routed_scaling_factor = 1.0
+
+
+@pytest.mark.parametrize("change", [without_bias, without_groups, without_scale])
+def test_a_sigmoid_router_otherwise_is_noticed(change, place, wide):
+    run, model = RUNS["accumulating"], copy.deepcopy(place.model("dots1"))
+    change(model)
+    other = Gradients(model, place.documents, place.parts(run))
+    found, _, _ = place.differences("dots1", run, "shm", other.total())
+    print(f"{change.__name__}: steps off by up to {max(found.steps.values()):.3f} of theirs")
+    assert max(found.steps.values()) > 0.1
+
+
+def test_a_selection_bias_that_follows_one_ranks_choices_is_noticed(place, wide):
+    run = RUNS["accumulating"]
+    own = Gradients(place.model("dots1"), place.documents, [part for part in place.parts(run) if part.rank == 0])
+    wrong, _ = step_of_pytorch(place.model("dots1"), place.gradients("dots1", run).total(), run, own.choices)
+    found = Step.compare(weights_of(place.model("dots1")), place.train("dots1", run, "shm")[0], wrong)
+    assert found.beyond() and all(name.endswith(BIAS) for name in found.beyond())

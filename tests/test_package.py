@@ -23,6 +23,7 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", *launcher, cwd=project)
     run("cmake", "--build", "build", cwd=project)
     run(project / "build/sharded_module")
+    assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
     assert losses[-1] < 0.25 * losses[0], losses

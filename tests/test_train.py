@@ -202,6 +202,18 @@ def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, ro
     assert formula[5] == pytest.approx(psi * 4 * (rounds + 1) / 2, abs=0.01)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_to_experts_are_printed_beside_the_formula(place, ranks):
+    """Each rank its own, as its tokens' choices are uneven."""
+    result = place.run(ranks=ranks, train__steps=2, run__memory="true", parallel__ep=ranks, model__family="qwen3_moe",
+                       model__query_key_norm="true", model__experts=5, model__expert_feed_forward=24, loss__balance=0.01)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("to other ranks' experts and back")]
+    sent = re.findall(r"rank (\d): (\d+) \((\d+)\)", line)
+    assert [int(rank) for rank, _, _ in sent] == list(range(ranks))
+    assert all(int(measured) == int(formula) > 0 for _, measured, formula in sent)
+
+
 def test_memory_under_zero3_and_with_bf16_gradients(place):
     """The root stays whole from forward to the end of backward; with reshard_after_forward = false everything does."""
     zero3 = dict(parallel__strategy="zero3")

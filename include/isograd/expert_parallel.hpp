@@ -1,6 +1,9 @@
 // Expert parallelism: the experts of a mixture dealt to ranks that each see tokens of their own.
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "isograd/layout.hpp"
 
 namespace isograd {
@@ -10,6 +13,8 @@ class DecoderLM;
 // The axis along which a layer's experts are dealt, a factor of a view of data axes:
 // grid.viewed({"dp_shard"}, {{"edp", 2}, {"ep", 4}}).
 inline constexpr const char* kExpertAxis = "ep";
+// The group along it in which tokens travel to their experts and back (Mesh::along), and nothing else does.
+inline constexpr const char* kExpertGroup = "experts";
 
 // Gives each rank along `ep` of the mesh its experts of each layer, in order and as evenly as possible; the
 // rest of the model stays whole. Its forward and backward are collective over these ranks from then on:
@@ -23,5 +28,19 @@ Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {
 // The placements that it declares, while the model is whole; `others` are those of decoder_placements().
 // Pure; the same errors.
 Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others = {});
+
+// What ranks along `ep` send one another in a step.
+struct ExpertTrafficPlan {
+  // [ranks along ep][experts]: how often a rank's tokens choose an expert, over all layers and micro-batches.
+  std::vector<std::vector<std::int64_t>> choices{};
+  std::int64_t hidden = 0, bytes = 4;  // of a token: numbers, and bytes of each
+  std::int64_t exchanges = 0;          // layers with experts times micro-batches, empty ones too
+  int forwards = 1;  // of a micro-batch: with activation checkpointing, and with a pass ahead, one more each
+};
+// Bytes of `rank` in its exchanges with the ranks of experts. With S of its tokens' choices on other ranks'
+// experts, R of other ranks' tokens on its own, F forwards, X exchanges, E experts and h numbers of b bytes:
+//   (F + 1) (S + R) h b   rows there (S) and back (R), and once more both for the gradients
+//   8 F X (ep − 1) E      ranks tell one another how many of their rows are for each expert
+std::int64_t expert_traffic_bytes(const ExpertTrafficPlan& plan, int rank);
 
 }  // namespace isograd

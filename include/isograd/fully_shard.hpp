@@ -203,6 +203,7 @@ struct ModelUnits {
   std::vector<UnitHandle> blocks;
   // FullyShardOptions::initialize, for a model that may be on the meta device.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
+  std::function<std::vector<UnitHandle>()> blocks_of_pass{};  // FullyShardOptions::blocks_of_pass
 };
 
 struct FullyShardOptions {
@@ -230,6 +231,9 @@ struct FullyShardOptions {
   bool share_parameters = false;
   // Gradients, masters and the optimizer's state lie in host memory (DataParallelOptions).
   bool offload = false;
+  // Which blocks the forward or backward that begins calls, neighbours in the list; not given: all. Asked of
+  // a rank with stages of a pipeline, where it is that of the stage whose turn it is.
+  std::function<std::vector<UnitHandle>()> blocks_of_pass{};
   // Bytes of parameters that may be whole at a time. ConfigError that names the unit that does not fit. 0: no
   // limit.
   std::int64_t gather_limit_bytes = 0;
@@ -278,6 +282,9 @@ class FullySharded : public DataParallel {
 // `root` is the whole model and is what the training loop calls; `blocks` are its parts, in the order in
 // which its forward calls them, a block used twice twice. A parameter that no block has, or that several
 // have, belongs to the root. Parameters that need no gradient are sharded too; buffers are not.
+//
+// In stages of a pipeline (`placements`) a rank keeps units of its own stages alone; several forwards may
+// wait for their backwards, of which each is a pass of its own.
 //
 // Rules. Every rank calls the model equally often (empty batches count). Blocks are called inside the root's
 // call and do not contain one another. What needs a gradient reaches a block as an argument. Gradients are in

@@ -1,6 +1,7 @@
 // Grid: ranks as points on named axes. Integer arithmetic alone: no communication, nothing of models.
 #pragma once
 
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -29,7 +30,7 @@ inline const AxisSet kShardedAxes{"dp_shard", "cp_ring", "cp_ulysses"};
 //
 // A view gives other names to the ranks along some axes: they are dealt to `factors`, the innermost factor
 // being neighbours. `{"edp", 2}, {"ep", 4}` over dp_shard x cp_ring of 8 ranks in all. A factor is asked for
-// like an axis.
+// like an axis, and so is axis_at(), by ranks that lie there.
 class Grid {
  public:
   // ConfigError: a size below 1, a name used twice, sizes that do not multiply to `ranks` (says which would).
@@ -56,7 +57,7 @@ class Grid {
   int place(const AxisSet& along, int rank) const;
   // What together with `along` names every rank once: the other factors of its views, and the other axes.
   AxisSet complement(const AxisSet& along) const;
-  // The axes of the grid that a name stands for: itself, or those that its view regroups.
+  // The axes of the grid that a name stands for: itself, those that its view regroups, or that of axis_at().
   AxisSet axes_of(const std::string& name) const;
 
   std::string text() const;                      // "dp_shard 4 x tp 2"
@@ -67,6 +68,14 @@ class Grid {
     AxisSet of;
     std::vector<Axis> factors;
   };
+  // Some places along an axis: what axis_at() names.
+  struct Part {
+    std::string axis;
+    std::vector<int> places;
+  };
+  std::optional<Part> part_of(const std::string& name) const;
+  // With the axis in the place of each part of one.
+  AxisSet without_parts(const AxisSet& along) const;
   // Where `rank` lies along what is not in `along`: equal for ranks that differ along these axes alone.
   std::vector<int> elsewhere(const AxisSet& along, int rank) const;
   std::vector<int> coordinates(int rank) const;  // by axes_
@@ -77,6 +86,10 @@ class Grid {
   int ranks_ = 1;
   std::vector<View> views_{};
 };
+
+// The name of the ranks at these places along an axis, ascending: "pp[0,3]", the first and the last of four
+// stages.
+std::string axis_at(const std::string& axis, const std::vector<int>& places);
 
 // The data axes of `ranks` ranks, outermost first: dp_replicate, dp_shard, cp_ring, cp_ulysses. dp_shard is
 // what the others leave. ConfigError unless the others' sizes are 1 or more and divide the ranks.

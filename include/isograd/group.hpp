@@ -51,8 +51,8 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
 
 // What collectives have moved, as the ring algorithms count it (source: docs/glossary.md, "volume"): each
 // rank sends (N - 1)/N of the whole buffer in a reduce-scatter or all-gather, twice that in an all-reduce,
-// whatever the backend really does. Every rank of the group has the same figures, but for messages and uneven
-// parts.
+// whatever the backend really does. Of an all-to-all each rank counts the parts that leave it. Every rank of
+// the group has the same figures, but for messages and uneven parts.
 struct Traffic {
   struct Operation {
     std::int64_t calls = 0;

@@ -25,6 +25,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/own_loop.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/pipeline_modules.hpp"
 #include "isograd/plan.hpp"
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"

@@ -59,7 +59,6 @@ class Layout {
   void check_copies(const std::vector<at::Tensor>& tensors, const std::string& what) const;
 
  private:
-  Group holders(const PlacedParameter& parameter, const AxisSet& along) const;
   void check_local(const PlacedParameter& parameter, const at::Tensor& tensor) const;
 
   Mesh mesh_;

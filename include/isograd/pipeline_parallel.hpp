@@ -105,8 +105,7 @@ class DecoderLM;
 // Leaves each rank the layers of its stages, the first one's the embedding too and the last one's the norm
 // and the output; all others become empty tensors. Its forward is from then on that of the stage whose turn
 // it is: outputs() gives the last stage's, and before it DecoderOutputs::passed_on. Collective over
-// mesh.all(), as cut_decoder(), whose placements are `others`. ConfigError: more stages than layers; a tied
-// embedding whose ends lie on two ranks of more.
+// mesh.all(), as cut_decoder(), whose placements are `others`. ConfigError: more stages than layers.
 Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<Pipeline>& pipeline,
                      Layout::Named others = {});
 // The placements that it declares, for stages of these layers. Pure.

@@ -114,7 +114,12 @@ struct Outcome {
   struct Balance {
     double mean = 1, worst = 1;  // over the micro-batches
   };
-  std::optional<Balance> balance;    // absent without context ranks
+  std::optional<Balance> balance;  // absent without context ranks
+  // To other ranks' experts and back, gradients too, in the last step: this rank.
+  struct Sent {
+    std::int64_t bytes = 0, by_formula = 0;
+  };
+  std::optional<Sent> to_experts;    // of run.memory with parallel.ep
   std::optional<double> mfu;         // over the steps of this run
   double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
   std::string sample;                // generated text, prompt included; rank 0 only

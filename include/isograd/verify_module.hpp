@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "isograd/pipeline_modules.hpp"
 #include "isograd/verify.hpp"
 #include "isograd/world.hpp"
 
@@ -63,6 +64,11 @@ VerifyModel verify_model(const Sharded<Module>& module, std::vector<UnitHandle> 
   for (auto& item : module->named_buffers()) model.buffers.emplace_back(item.key(), item.value());
   return model;
 }
+
+// A model in stages: a list of modules whose last one gives logits [T, V], made with all of them for the
+// oracle and split over the ranks along pp (VerifyOptions::axes) for the layouts. Of the dtype that
+// PipelineModelOptions say.
+VerifyModel verify_model(PipelineModel model, const PipelineOptions& options);
 
 // isograd's own strategies: naive, overlapped, bucketed, zero1, zero2, zero3. ConfigError on another name.
 LayoutUnderTest verify_layout(const std::string& strategy);

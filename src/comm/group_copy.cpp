@@ -230,7 +230,12 @@ Started Group::Impl::all_to_all(const Call& call, at::Tensor output, at::Tensor 
     started.copies.push_back({output, input});
     return started;
   }
-  count(TrafficCounter::kAllToAll, input);
+  // What stays with this rank is not sent; uneven parts differ in how much that is.
+  const std::int64_t rows = input.size(0), staying = input_rows.empty()
+                                                         ? rows_of_part(rows, size, rank)
+                                                         : input_rows[static_cast<std::size_t>(rank)];
+  traffic.add(TrafficCounter::kAllToAll,
+              rows == 0 ? 0 : static_cast<std::int64_t>(input.nbytes()) / rows * (rows - staying));
   at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
   c10d::AllToAllOptions options;
   options.timeout = timeout;

@@ -4,7 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
+#include <functional>
 #include <limits>
 
 #include "isograd/error.hpp"
@@ -122,8 +124,34 @@ const Grid::View* Grid::view_of(const std::string& factor) const {
   return nullptr;
 }
 
+std::optional<Grid::Part> Grid::part_of(const std::string& name) const {
+  const std::size_t bracket = name.find('[');
+  if (bracket == std::string::npos) return std::nullopt;
+  Part part{.axis = name.substr(0, bracket), .places = {}};
+  for (const char* at = name.data() + bracket; at + 1 < name.data() + name.size();) {
+    const auto [end, error] = std::from_chars(at + 1, name.data() + name.size(), part.places.emplace_back());
+    if (error != std::errc()) return std::nullopt;
+    at = end;
+    if (*at == ']') break;
+  }
+  const bool ascending = std::is_sorted(part.places.begin(), part.places.end(), std::less_equal<>());
+  const bool sound = names().count(part.axis) && !part.places.empty() && ascending &&
+                     part.places.front() >= 0 && part.places.back() < size({part.axis}) &&
+                     name == axis_at(part.axis, part.places);
+  return sound ? std::optional(std::move(part)) : std::nullopt;
+}
+
+AxisSet Grid::without_parts(const AxisSet& along) const {
+  AxisSet result;
+  for (const auto& name : along) {
+    const auto part = part_of(name);
+    result.insert(part ? part->axis : name);
+  }
+  return result;
+}
+
 bool Grid::has(const std::string& name) const {
-  return names().count(name) || view_of(name);
+  return names().count(name) || view_of(name) || part_of(name);
 }
 
 void Grid::check(const AxisSet& along) const {
@@ -138,6 +166,11 @@ void Grid::check(const AxisSet& along) const {
                          .expected = fmt::format("one of {}", fmt::join(all, ", ")),
                          .action = "Correct the name"});
     }
+    if (const auto part = part_of(name); part && without_parts(along).size() < along.size())
+      throw ConfigError({.where = "axes of the ranks",
+                         .found = fmt::format("{}", fmt::join(along, ", ")),
+                         .expected = fmt::format("'{}' without other names of its ranks", name),
+                         .action = "Name the axis, or places along it once"});
     const View* view = view_of(name);
     if (!view) continue;
     const bool overlaps = std::any_of(view->of.begin(), view->of.end(),
@@ -158,7 +191,8 @@ std::vector<int> Grid::coordinates(int rank) const {
   return unravel(rank, axes_);
 }
 
-std::vector<int> Grid::elsewhere(const AxisSet& along, int rank) const {
+std::vector<int> Grid::elsewhere(const AxisSet& named_along, int rank) const {
+  const AxisSet along = without_parts(named_along);
   const std::vector<int> own = coordinates(rank);
   AxisSet viewed;  // axes that `along` names by factors
   std::vector<int> result;
@@ -181,6 +215,8 @@ std::vector<int> Grid::elsewhere(const AxisSet& along, int rank) const {
 int Grid::size(const AxisSet& along) const {
   check(along);
   int product = 1;
+  for (const auto& name : along)
+    if (const auto part = part_of(name)) product *= static_cast<int>(part->places.size());
   for (const Axis& axis : axes_)
     if (along.count(axis.name)) product *= axis.size;
   for (const View& view : views_)
@@ -192,16 +228,24 @@ int Grid::size(const AxisSet& along) const {
 std::vector<int> Grid::ranks_along(const AxisSet& along, int rank) const {
   check(along);
   const std::vector<int> own = elsewhere(along, rank);
+  const auto lies_there = [&](int other) {
+    return std::all_of(along.begin(), along.end(), [&](const std::string& name) {
+      const auto part = part_of(name);
+      return !part || std::ranges::binary_search(part->places, place({part->axis}, other));
+    });
+  };
+  ISOGRAD_INVARIANT(lies_there(rank), fmt::format("rank {} along {}", rank, fmt::join(along, ", ")));
   std::vector<int> result;
   for (int other = 0; other < ranks_; ++other)
-    if (elsewhere(along, other) == own) result.push_back(other);
+    if (elsewhere(along, other) == own && lies_there(other)) result.push_back(other);
   return result;
 }
 
 int Grid::place(const AxisSet& along, int rank) const {
   check(along);
   // The ranks along axes ascend as their coordinates do; along factors of views they may lie otherwise.
-  if (std::none_of(along.begin(), along.end(), [&](const std::string& name) { return view_of(name); })) {
+  if (std::none_of(along.begin(), along.end(),
+                   [&](const std::string& name) { return view_of(name) || part_of(name); })) {
     const std::vector<int> own = coordinates(rank);
     int index = 0;
     for (std::size_t i = 0; i < axes_.size(); ++i)
@@ -212,8 +256,9 @@ int Grid::place(const AxisSet& along, int rank) const {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-AxisSet Grid::complement(const AxisSet& along) const {
-  check(along);
+AxisSet Grid::complement(const AxisSet& named_along) const {
+  check(named_along);
+  const AxisSet along = without_parts(named_along);
   AxisSet result = without(names(), along);
   for (const View& view : views_) {
     const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
@@ -227,6 +272,7 @@ AxisSet Grid::complement(const AxisSet& along) const {
 
 AxisSet Grid::axes_of(const std::string& name) const {
   check({name});
+  if (const auto part = part_of(name)) return {part->axis};
   const View* view = view_of(name);
   return view ? view->of : AxisSet{name};
 }
@@ -239,10 +285,16 @@ std::string Grid::text(const AxisSet& along) const {
   std::vector<Axis> chosen;
   for (const Axis& axis : axes_)
     if (along.count(axis.name)) chosen.push_back(axis);
+  for (const auto& name : along)
+    if (const auto part = part_of(name)) chosen.push_back({name, size({name})});
   for (const View& view : views_)
     for (const Axis& factor : view.factors)
       if (along.count(factor.name)) chosen.push_back(factor);
   return text_of(chosen);
+}
+
+std::string axis_at(const std::string& axis, const std::vector<int>& places) {
+  return fmt::format("{}[{}]", axis, fmt::join(places, ","));
 }
 
 Grid data_grid(int ranks, const DataAxes& sizes) {

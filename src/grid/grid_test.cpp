@@ -51,6 +51,25 @@ TEST(Grid, AViewDealsTheSameRanksToFactors) {
   EXPECT_EQ(data_axes(narrow), (AxisSet{"dp_shard", "cp_ring"}));
 }
 
+TEST(Grid, SomePlacesAlongAnAxisAreAskedForLikeOne) {
+  const Grid grid({{"pp", 4}, {"dp_shard", 3}, {"tp", 2}}, 24);
+  const std::string ends = axis_at("pp", {0, 3});
+  EXPECT_EQ(ends, "pp[0,3]");
+  EXPECT_TRUE(grid.has(ends));
+  for (const char* none :
+       {"pp[0,4]", "pp[3,0]", "pp[0,0]", "pp[]", "pp[0", "pp[0,]", "pp[-1]", "pp[ 0]", "xp[0]"})
+    EXPECT_FALSE(grid.has(none)) << none;
+  EXPECT_EQ(grid.ranks_along({ends}, 2), (Ranks{2, 20}));
+  EXPECT_EQ(grid.ranks_along({ends, "tp"}, 20), (Ranks{2, 3, 20, 21}));
+  EXPECT_EQ(grid.place({ends, "tp"}, 20), 2);
+  EXPECT_EQ(grid.size({ends, "dp_shard"}), 6);
+  EXPECT_EQ(grid.complement({ends}), (AxisSet{"dp_shard", "tp"}));
+  EXPECT_EQ(grid.axes_of(ends), AxisSet{"pp"});
+  EXPECT_EQ(grid.text({ends, "tp"}), "tp 2 x pp[0,3] 2");
+  expect_in(error_of([&] { grid.size({ends, "pp"}); }), "without other names of its ranks");
+  expect_in(error_of([&] { grid.size({ends, "pp[1]"}); }), "without other names of its ranks");
+}
+
 TEST(Grid, NamesWhatIsWrong) {
   const std::string product = error_of([] { Grid({{"dp_shard", 3}, {"tp", 2}}, 8); });
   expect_in(product, "dp_shard 3 x tp 2 for 8 ranks");
@@ -117,6 +136,31 @@ RC_GTEST_PROP(Grid, GroupsAlongAxesPartitionTheRanks, ()) {
     std::vector<int> common;
     std::set_intersection(group.begin(), group.end(), other.begin(), other.end(), std::back_inserter(common));
     RC_ASSERT(common == std::vector<int>{rank});
+  }
+}
+
+// Those along the axis that lie at one of the places, whatever else is asked for.
+RC_GTEST_PROP(Grid, GroupsAtPlacesAreThoseOfTheAxisThatLieThere, ()) {
+  std::vector<Axis> axes;
+  for (const char* name : {"a", "pp", "b"}) axes.push_back({name, *rc::gen::inRange(1, 5)});
+  const Grid grid(axes);
+  std::vector<int> places;
+  for (int place = 0; place < grid.size({"pp"}); ++place)
+    if (*rc::gen::arbitrary<bool>()) places.push_back(place);
+  RC_PRE(!places.empty());
+  AxisSet along{"pp"}, named{axis_at("pp", places)};
+  if (*rc::gen::arbitrary<bool>()) along.insert("b"), named.insert("b");
+  const auto lies_there = [&](int rank) {
+    return std::ranges::find(places, grid.place({"pp"}, rank)) != places.end();
+  };
+  for (int rank = 0; rank < grid.ranks(); ++rank) {
+    if (!lies_there(rank)) continue;
+    std::vector<int> wanted;
+    for (const int other : grid.ranks_along(along, rank))
+      if (lies_there(other)) wanted.push_back(other);
+    RC_ASSERT(grid.ranks_along(named, rank) == wanted);
+    RC_ASSERT(static_cast<int>(wanted.size()) == grid.size(named));
+    RC_ASSERT(wanted.at(static_cast<std::size_t>(grid.place(named, rank))) == rank);
   }
 }
 

@@ -78,15 +78,6 @@ void Layout::check_local(const PlacedParameter& parameter, const at::Tensor& ten
       "Give the rank's part, as local() makes it");
 }
 
-// The ranks that hold the parameter and differ along these axes of its copies alone.
-Group Layout::holders(const PlacedParameter& parameter, const AxisSet& along) const {
-  const Grid& grid = mesh_.grid();
-  if (!along.contains(kStageAxis) || is_everywhere(parameter.placement, grid)) return mesh_.along(along);
-  return mesh_.among(
-      holders_along(parameter.placement, grid, along, mesh_.rank()),
-      fmt::format("{} of stages {}", fmt::join(along, " x "), fmt::join(parameter.placement.stages, ", ")));
-}
-
 at::Tensor Layout::local(const std::string& name, const at::Tensor& whole) const {
   const PlacedParameter& placed = parameter(name);
   if (whole.sizes() != at::IntArrayRef(placed.placement.whole_shape))
@@ -128,7 +119,10 @@ at::Tensor Layout::whole(const std::string& name, const at::Tensor& local) const
       begin += numel[i];
     }
   }
-  if (!is_everywhere(placement, grid)) mesh_.along({kStageAxis}).broadcast(result, placement.stages.front());
+  if (is_everywhere(placement, grid)) return result;
+  // Another stage that holds it keeps its own, which verify is to see where it differs.
+  const bool own = placed.held && mesh_.place({kStageAxis}) != placement.stages.front();
+  mesh_.along({kStageAxis}).broadcast(own ? at::empty_like(result) : result, placement.stages.front());
   return result;
 }
 
@@ -139,7 +133,7 @@ void Layout::sum_gradients(const std::vector<at::Tensor>& gradients) const {
     const PlacedParameter& parameter = parameters_[i];
     check_local(parameter, gradients[i]);
     if (!parameter.held) continue;
-    Group group = holders(parameter, parameter.placement.summed);
+    Group group = mesh_.along(sync_axes(parameter.placement, mesh_.grid()).summed);
     if (group.size() > 1) group.all_reduce(gradients[i]);
   }
 }

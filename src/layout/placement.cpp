@@ -83,7 +83,10 @@ AxisSet copies(const Placement& placement, const Grid& grid) {
   AxisSet cut;
   for (const Cut& each : placement.cuts) cut.insert(each.axis);
   AxisSet result = grid.complement(cut);
-  if (placement.stages.size() == 1) result.erase(kStageAxis);
+  const auto stages = static_cast<int>(placement.stages.size());
+  if (stages == 0 || !result.contains(kStageAxis) || stages == grid.size({kStageAxis})) return result;
+  result.erase(kStageAxis);
+  if (stages > 1) result.insert(axis_at(kStageAxis, placement.stages));
   return result;
 }
 
@@ -94,7 +97,13 @@ SyncAxes sync_axes(const Placement& placement, const Grid& grid) {
       if (grid.size({axis}) > 1) result.insert(axis);
     return result;
   };
-  return {.summed = of_several_ranks(placement.summed), .copies = of_several_ranks(copies(placement, grid))};
+  const AxisSet held = copies(placement, grid);
+  AxisSet summed = placement.summed;
+  if (summed.contains(kStageAxis) && !held.contains(kStageAxis)) {  // some stages
+    summed.erase(kStageAxis);
+    summed.insert(axis_at(kStageAxis, placement.stages));
+  }
+  return {.summed = of_several_ranks(summed), .copies = of_several_ranks(held)};
 }
 
 bool holds(const Placement& placement, const Grid& grid, int rank) {

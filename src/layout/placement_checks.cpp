@@ -96,7 +96,7 @@ void check_placement(const std::string& name, const Placement& placement, const 
   }
   const AxisSet held = copies(placement, grid);
   for (const std::string& axis : placement.summed) {
-    if (held.contains(axis)) continue;
+    if (held.contains(axis) || (axis == kStageAxis && placement.stages.size() > 1)) continue;
     const std::string where = where_of(name, axis);
     const auto is_cut = [&](const Cut& cut) { return cut.axis == axis; };
     if (const auto error = error_of_axes(grid, {axis}))

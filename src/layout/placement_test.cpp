@@ -70,8 +70,10 @@ TEST(Placement, SaysWhatEachRankHolds) {
   EXPECT_EQ(second[1].whole, (Sizes{5, 0}));
   EXPECT_EQ(second[1].local, (Sizes{2, 0}));
   EXPECT_EQ(second[1].sizes, (Sizes{1, 3}));
-  EXPECT_EQ(copies(fused, kGrid), (AxisSet{"pp", "dp_shard", "cp_ring"}));
-  EXPECT_EQ(fused.summed, copies(fused, kGrid));
+  EXPECT_EQ(copies(fused, kGrid), (AxisSet{"pp[0,2]", "dp_shard", "cp_ring"}));
+  EXPECT_EQ(sync_axes(fused, kGrid).summed, copies(fused, kGrid));
+  EXPECT_EQ(sync_axes(placed(kGrid, {8, 3}, {}, {0, 1, 2}, {"pp"}), kGrid).summed,
+            (AxisSet{"pp", "dp_shard", "cp_ring"}));
   EXPECT_EQ(holders_along(fused, kGrid, {"pp"}, 1), (std::vector<int>{1, 17}));
 
   // Experts: cut along ep, summed over what is left of its axes.

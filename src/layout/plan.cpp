@@ -110,10 +110,6 @@ void place_parameters(TrainableParameters& parameters, const Grid& grid, int ran
   for (const auto& [name, placement] : parameters.placements) {
     check_placement(name, placement, grid);
     const std::string where = fmt::format("the placement of parameter '{}'", name);
-    const auto stages = static_cast<int>(placement.stages.size());
-    if (stages > 1 && stages < grid.size({kStageAxis}))
-      refuse(where, fmt::format("stages {}", fmt::join(placement.stages, ", ")), "one stage, or every one",
-             "Sum what some stages share with Layout::sum_gradients()");
     NamedParameter* found = nullptr;
     for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
       for (NamedParameter& parameter : *list)

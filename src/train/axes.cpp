@@ -7,6 +7,7 @@
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/pipeline_schedule.hpp"
 #include "train/config.hpp"
 #include "train/task_kind.hpp"
 
@@ -52,11 +53,12 @@ Grid grid_of(const RunConfig& config, int ranks) {
   const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
   if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
   if (ranks % (tp * pp) != 0)
-    throw ConfigError(
-        {.where = pp == 1 ? "parallel.tp" : tp == 1 ? "parallel.pp" : "parallel.tp times parallel.pp",
-         .found = fmt::format("{} for {} ranks", tp * pp, ranks),
-         .expected = "a size that divides the ranks",
-         .action = "Change it or the ranks"});
+    throw ConfigError({.where = pp == 1   ? "parallel.tp"
+                                : tp == 1 ? "parallel.pp"
+                                          : "parallel.tp times parallel.pp",
+                       .found = fmt::format("{} for {} ranks", tp * pp, ranks),
+                       .expected = "a size that divides the ranks",
+                       .action = "Change it or the ranks"});
   std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
   if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they speak most
   if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
@@ -67,6 +69,13 @@ Grid grid_of(const RunConfig& config, int ranks) {
 
 bool held_together(const RunConfig& config) {
   return config.parallel.tp > 1 || config.parallel.ep > 1 || config.parallel.pp > 1;
+}
+
+bool cuts_backwards(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  const auto ranks = static_cast<int>(parallel.pp);
+  return ranks > 1 && has_halves(make_pipeline(parallel.schedule, ranks,
+                                               static_cast<int>(parallel.stages_per_rank), ranks));
 }
 
 void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {

@@ -144,6 +144,13 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
                    }};
   for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
     units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  units.blocks_of_pass = [&model, blocks = units.blocks] {
+    if (!model.seams().stages) return blocks;
+    std::vector<UnitHandle> own;
+    for (const ModelSeams::Stage& stage : model.seams().stages())
+      own.insert(own.end(), blocks.begin() + stage.begin, blocks.begin() + stage.begin + stage.count);
+    return own;
+  };
   model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
                                                  const DecoderLM::BlockForward& block) {
     return blocks[static_cast<std::size_t>(layer)].run(
@@ -189,8 +196,7 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
       return apart ? sum + outputs.hidden.narrow(0, 0, 0).sum() : sum;
     };
     // An evaluation is of the cross entropy alone.
-    if (routers && (at::GradMode::is_enabled() || routers->collecting()))
-      routers->add_terms(outputs, terms);
+    if (routers && (at::GradMode::is_enabled() || routers->collecting())) routers->add_terms(outputs, terms);
     if (routers && routers->collecting())
       return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
     if (outputs.passed_on.defined()) {  // of a stage before the last

@@ -148,6 +148,7 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTe
   DataParallelOptions options = whole_options(config, share);
   options.order = bucket_order;
   FullyShardOptions sharded = sharded_options(config, share);
+  sharded.blocks_of_pass = units.blocks_of_pass;
   sharded.initialize = units.initialize;
   if (placed && units.initialize) sharded.initialize = local_part_of(units.initialize, *placed);
   sharded.device = device;

@@ -112,7 +112,7 @@ struct RunConfig {
     bool sequence_parallel = true;
     std::int64_t ep = 1;
     std::int64_t pp = 1, stages_per_rank = 1;
-    std::string schedule = "1f1b";  // one of pipeline_schedules()
+    std::string schedule = "1f1b";          // one of pipeline_schedules()
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
     bool reduce_once = false;
@@ -165,6 +165,8 @@ Grid grid_of(const RunConfig& config, int ranks);
 AxisSet sharded_axes(const RunConfig& config);
 // Ranks hold the parameters of one model together, along tp or ep: TaskModel::cut() gives each its part.
 bool held_together(const RunConfig& config);
+// parallel.schedule cuts backwards in two, which units of zero3 cannot follow.
+bool cuts_backwards(const RunConfig& config);
 // The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).

@@ -145,7 +145,7 @@ std::vector<ConfigKey> common_keys() {
       KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6),
           "Ranks that hold the layers of one model one behind another, in stages, and see the same packs "
           "(`docs/pipeline-parallelism.md`). At most `model.layers`; times the other axes it must divide the "
-          "ranks. Not with `zero3`."),
+          "ranks."),
       KEY("parallel.schedule", parallel.schedule, "",
           one_of({"one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}),
           "With `parallel.pp`: in which order a rank makes forwards and backwards of micro-batches "

@@ -78,13 +78,49 @@ void MemoryWatch::restart_peak() {
   c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());
 }
 
+void MemoryWatch::follow_experts(const RunConfig& config, const Mesh& mesh,
+                                 const TaskModel::DealtExperts& dealt) {
+  if (config.parallel.ep == 1) return;
+  const AxisSet axes{kExpertAxis};
+  experts_ = std::make_shared<Experts>(
+      Experts{.exchanges = mesh.along(axes, kExpertGroup), .others = mesh.along(axes, "experts' bytes")});
+  const bool again = config.parallel.checkpoint_activations && stage_of(config.parallel.strategy) == 3,
+             ahead = config.loss.balance != 0 && config.loss.balance_scope == "step";
+  experts_->plan = {
+      .choices = std::vector(static_cast<std::size_t>(mesh.size(axes)),
+                             std::vector<std::int64_t>(static_cast<std::size_t>(dealt.experts))),
+      .hidden = dealt.hidden,
+      .bytes = static_cast<std::int64_t>(c10::elementSize(scalar_type(config.train.dtype))),
+      .forwards = 1 + (again ? 1 : 0) + (ahead ? 1 : 0)};
+  experts_->layers = dealt.layers;
+}
+
+Tally MemoryWatch::remembering(Tally tally) {
+  if (!experts_) return tally;
+  return [experts = experts_, tally = std::move(tally)] { return experts->choices = tally(); };
+}
+
+Outcome::Sent MemoryWatch::Experts::sent(std::int64_t rounds) {
+  const std::int64_t bytes = exchanges.traffic().bytes() - before;
+  const auto experts = static_cast<std::int64_t>(plan.choices[0].size());
+  const at::Tensor own = at::tensor(choices, at::kDouble).view({-1, experts}).sum(0).to(at::kLong);
+  const at::Tensor all = others.all_gather(own);
+  for (std::size_t rank = 0; rank < plan.choices.size(); ++rank)
+    std::copy_n(all[static_cast<std::int64_t>(rank)].const_data_ptr<std::int64_t>(), experts,
+                plan.choices[rank].begin());
+  plan.exchanges = layers * rounds;
+  return {.bytes = bytes, .by_formula = expert_traffic_bytes(plan, exchanges.rank())};
+}
+
 void MemoryWatch::before_step(DataParallel& layout) {
+  if (experts_) experts_->before = experts_->exchanges.traffic().bytes();
   restart_peak();
   alive_ = alive();
   sent_ = layout.bytes_sent();
 }
 
-void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool shared) {
+void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool shared, std::int64_t rounds) {
+  if (experts_) use_.to_experts = experts_->sent(rounds);
   const Grid* shared_on = shared ? &layout.mesh().grid() : nullptr;
   const OptimizerState state = optimizer.state(layout.buckets());
   use_.kept = measure_kept(layout.buckets(), state, shared_on);
@@ -127,10 +163,12 @@ std::string symbols(const DataParallelPlan& plan) {
 }
 
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group, bool cut) {
-  const at::Tensor own = at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state,
-                                     use.other, use.passing, use.sent},
-                                    at::kLong);
-  const at::Tensor all = group.all_gather(own);  // [ranks, 7]
+  const Outcome::Sent to_experts = use.to_experts.value_or(Outcome::Sent{});
+  const at::Tensor own =
+      at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state, use.other,
+                  use.passing, use.sent, to_experts.bytes, to_experts.by_formula},
+                 at::kLong);
+  const at::Tensor all = group.all_gather(own);  // [ranks, 9]
   if (group.rank() != 0) return {};
   const std::string row = "{:<10} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>11} {:>9}\n";
   std::string text = fmt::format(fmt::runtime(row), "MB", "parameters", "gradients", "masters", "state",
@@ -151,6 +189,13 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
   // Along tp parameters of one rank are summed over different ranks.
   text += cut ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
   text += ", " + symbols(plan);
+  if (use.to_experts) {
+    text += "\nto other ranks' experts and back, with gradients, bytes sent (and by formula):";
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* at = all[rank].const_data_ptr<std::int64_t>();
+      text += fmt::format("{} rank {}: {} ({})", rank == 0 ? "" : ",", rank, at[7], at[8]);
+    }
+  }
   if (use.gather_bound > 0)
     text += fmt::format("\ngathered: at most {} MB of parameters at a time, of {} that the units allow",
                         megabytes(static_cast<double>(use.gathered)),

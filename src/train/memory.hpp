@@ -6,9 +6,12 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
+#include "isograd/trainer.hpp"
 #include "plan/meter.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 
@@ -21,6 +24,7 @@ struct MemoryUse {
       0;                  // the most that a step holds beyond all that: activations, gradients on their way
   std::int64_t sent = 0;  // by collectives, in a step
   std::int64_t gathered = 0, gather_bound = 0;  // of parameters, whole at a time: so far, and at most
+  std::optional<Outcome::Sent> to_experts{};    // of dealt experts: in a step's all-to-alls
 };
 
 // The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'
@@ -34,9 +38,15 @@ PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const Optimizer
 class MemoryWatch {
  public:
   explicit MemoryWatch(at::Device device = at::kCPU);
+  // Once the model is laid out, where config.parallel.ep > 1: what goes to other ranks' experts and back is
+  // followed too. Collective.
+  void follow_experts(const RunConfig& config, const Mesh& mesh, const TaskModel::DealtExperts& dealt);
+  // The same, remembering this rank's choices of experts in a step.
+  Tally remembering(Tally tally);
   void before_step(DataParallel& layout);
-  // `shared`: ranks keep one copy of the parameters between them.
-  void after_step(DataParallel& layout, Optimizer& optimizer, bool shared);
+  // `shared`: ranks keep one copy of the parameters between them. `rounds`: micro-batches, empty ones too.
+  // Collective.
+  void after_step(DataParallel& layout, Optimizer& optimizer, bool shared, std::int64_t rounds);
   // Of the last step.
   const MemoryUse& use() const { return use_; }
 
@@ -45,9 +55,19 @@ class MemoryWatch {
   std::int64_t peak() const;
   void restart_peak();
 
+  // What follows the exchanges with the ranks of experts.
+  struct Experts {
+    Group exchanges, others;  // of the same ranks; the first is what is followed
+    ExpertTrafficPlan plan{};
+    std::int64_t layers = 0, before = 0;
+    std::vector<double> choices{};  // of this rank in the last step, by layer and expert
+    Outcome::Sent sent(std::int64_t rounds);
+  };
+
   at::Device device_;
   MemoryMeter meter_;
   std::int64_t start_ = 0, alive_ = 0, sent_ = 0;
+  std::shared_ptr<Experts> experts_{};  // null: none are dealt
   MemoryUse use_;
 };
 

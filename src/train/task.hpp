@@ -40,6 +40,11 @@ class TaskModel {
   virtual void to(at::Device device) = 0;
   // Of a model in stages, once it is cut: what its steps go through. Null: one stage.
   virtual const Pipeline* pipeline() const { return nullptr; }
+  // Of a model whose experts are dealt to ranks: what lies along `ep`, and in how many of this rank's layers.
+  struct DealtExperts {
+    std::int64_t experts = 0, hidden = 0, layers = 0;  // 0 experts: it has none
+  };
+  virtual DealtExperts dealt_experts() const { return {}; }
   // What must be known of a whole step before its first forward, by passes of `forward`, which is loss() as
   // the run differentiates it. Not given: nothing.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }

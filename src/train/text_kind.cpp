@@ -5,7 +5,6 @@
 
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
-#include "isograd/pipeline_schedule.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
 #include "train/config_keys.hpp"
@@ -256,17 +255,12 @@ void check_stages(const RunConfig& config) {
   if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
     refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
            "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
-  const auto ranks = static_cast<int>(parallel.pp);
-  const PipelineTable table =
-      make_pipeline(parallel.schedule, ranks, static_cast<int>(parallel.stages_per_rank), ranks);
-  if (stage_of(parallel.strategy) == 3)
-    refuse("parallel.strategy",
-           "zero3 with parallel.pp, whose stages would gather their blocks at other times",
-           "one that keeps parameters whole", "Use zero2, or leave parallel.pp out");
-  if (shape.tied_output && ranks > 2 && table.rank_of_stage.front() != table.rank_of_stage.back())
-    refuse("parallel.pp", fmt::format("{} ranks and a tied embedding, whose ends lie on two of them", ranks),
-           "two ranks, or both ends on one (zb-v)",
-           "Set parallel.pp = 2 or parallel.schedule = \"zb-v\", or model.tied_output = false");
+  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
+    refuse("parallel.schedule",
+           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
+                       parallel.schedule),
+           "a schedule of whole backwards, or a strategy that keeps parameters whole",
+           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
   if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
     refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
            "step", "Set loss.balance_scope = \"step\"");

@@ -42,6 +42,15 @@ class TextModel : public TaskModel {
       routers->look_ahead(micro_batches, data, forward);
     };
   }
+  DealtExperts dealt_experts() const override {
+    const DecoderConfig& shape = model_->config();
+    DealtExperts dealt{.experts = shape.experts.count, .hidden = shape.hidden};
+    const auto& of = model_->seams().stages;
+    for (const auto& stage : of ? of() : std::vector<ModelSeams::Stage>{{.count = shape.layers}})
+      for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer)
+        dealt.layers += shape.has_experts(layer);
+    return dealt;
+  }
   Tally tally() override {
     if (!routers_) return {};
     routers_->count_choices();

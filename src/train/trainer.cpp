@@ -112,6 +112,7 @@ struct Trainer::Impl {
       outcome.checkpoint = resumed.directory;
       saved_step = state.step;
     }
+    if (memory) memory->follow_experts(config, *mesh, model->dealt_experts());
     model->attend_over(*mesh);
     forward = on_device(device, inside(units->root, model->loss()));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
@@ -187,7 +188,8 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
-    StepOptions options = step_options(config, look_ahead, model->tally());
+    StepOptions options =
+        step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
     if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
     Step step(forward, *layout, *mean, *optimizer, std::move(options));
     while (state.step < total) {
@@ -201,7 +203,7 @@ struct Trainer::Impl {
       const StepReport report = step(own, StopSignals::requested() || trouble);
       if (report.updated) model->after_update(report.tally, *layout);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
-      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters);
+      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters, report.census.rounds);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!report.finite) outcome.not_finite = first_told(world.group, model->take_not_finite());
       if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
@@ -333,6 +335,7 @@ struct Trainer::Impl {
     throw_agreed(world.group, trouble);
     const bool finished = outcome.end == Outcome::End::kFinished;
     outcome.balance = parts->balance();
+    if (memory) outcome.to_experts = memory->use().to_experts;
     const std::optional<Outcome> comparison = finished ? compare() : std::nullopt;
     const bool to_show = finished && std::isfinite(outcome.loss);
     std::shared_ptr<const void> whole;

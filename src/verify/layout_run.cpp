@@ -9,7 +9,9 @@
 #include <map>
 
 #include "isograd/error.hpp"
+#include "layout/flat.hpp"
 #include "norm/passes.hpp"
+#include "parallel/data/same_parameters.hpp"
 #include "train/build.hpp"
 #include "verify/digest.hpp"
 #include "verify/replayed_choices.hpp"
@@ -226,12 +228,16 @@ std::vector<std::pair<std::string, at::Tensor>> LayoutRun::whole_views(at::Tenso
     for (const auto& view : views) all.emplace_back(view.name, copied(whole(view.name, view.*of)));
     return all;
   }
-  ISOGRAD_INVARIANT(!views.empty(), "a stage without parameters");
-  const at::Tensor none = at::empty({0}, (views.front().*of).options());
+  // A rank whose stages have nothing that is trained takes the type from the parameter.
+  const auto none = [&](const at::Tensor& tensor) {
+    return at::empty({0}, views.empty() ? tensor.options().dtype(gradient_type(tensor.scalar_type()))
+                                        : (views.front().*of).options());
+  };
   for (const auto& [name, tensor] : model_.named) {
     if (!tensor.requires_grad()) continue;
-    const auto own = std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
-    all.emplace_back(name, copied(whole(name, own == views.end() ? none : (*own).*of)));
+    const auto own =
+        std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
+    all.emplace_back(name, copied(whole(name, own == views.end() ? none(tensor) : (*own).*of)));
   }
   return all;
 }
@@ -248,8 +254,14 @@ std::vector<std::string> LayoutRun::differing_buffers() {
     values.push_back(copied(buffer));
     names.push_back(name);
   }
-  if (!values.empty())
-    for (std::size_t i : differing_over_ranks(digest(values), group_)) differing.push_back(names[i]);
+  if (values.empty()) return differing;
+  // Forward changes those of a rank's own stages alone: compared over ranks that have the same, told to all.
+  Group alike = model_.placed ? ranks_of_same_parameters(model_.placed->mesh()) : group_;
+  at::Tensor differs = at::zeros({static_cast<std::int64_t>(values.size())}, at::kLong);
+  for (std::size_t i : differing_over_ranks(digest(values), alike)) differs[static_cast<std::int64_t>(i)] = 1;
+  group_.all_reduce(differs, ReduceOp::kMax);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (differs[static_cast<std::int64_t>(i)].item<std::int64_t>() != 0) differing.push_back(names[i]);
   return differing;
 }
 
@@ -308,9 +320,12 @@ void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& ini
   for (std::size_t i : torn) {
     if (!model_.placed) break;
     const Mesh& mesh = model_.placed->mesh();
-    const AxisSet peers = without(model_.placed->parameter(made.names[i]).copies, mesh.data());
+    const PlacedParameter& parameter = model_.placed->parameter(made.names[i]);
+    const AxisSet peers = without(parameter.copies, mesh.data());
     at::Tensor sum = made.gradients[i].clone();
-    if (mesh.size(peers) > 1) mesh.along(peers).all_reduce(sum);
+    if (parameter.held && mesh.size(peers) > 1) mesh.along(peers).all_reduce(sum);
+    if (!parameter.placement.stages.empty() && mesh.grid().has(kStageAxis))
+      mesh.along({kStageAxis}).broadcast(sum, parameter.placement.stages.front());
     dump.peer_sums.push_back({made.names[i], mesh.grid().text(peers), sum});
   }
 }
@@ -329,8 +344,10 @@ std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners(const std::
     at::Tensor times = counted.contains(name) ? counted.at(name) : at::empty({0}, at::kInt);
     if (model_.placed) {
       const PlacedParameter& parameter = model_.placed->parameter(name);
-      Group copies = model_.placed->mesh().along(parameter.copies);
-      if (parameter.held && copies.size() > 1) copies.all_reduce(times);
+      if (parameter.held) {
+        Group copies = model_.placed->mesh().along(parameter.copies);
+        if (copies.size() > 1) copies.all_reduce(times);
+      }
       times = model_.placed->whole(name, times);
     }
     const bool any = times.numel() > 0;

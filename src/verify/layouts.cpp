@@ -78,7 +78,7 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   const bool by_replica = normalises_by_replica(config);
   for (const auto& strategy : strategy_names()) {
     // Refused by that strategy.
-    if (strategy == "zero3" && (!config.train.fp32_gradients || config.parallel.pp > 1)) continue;
+    if (strategy == "zero3" && (!config.train.fp32_gradients || cuts_backwards(config))) continue;
     const int dealt =
         grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
     for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {

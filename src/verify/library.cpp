@@ -80,6 +80,22 @@ VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
   return model;
 }
 
+VerifyModel verify_model(PipelineModel list, const PipelineOptions& options) {
+  list.make_all();
+  const auto logits = [list](const Batch& batch) { return list.outputs(batch).output; };
+  VerifyModel model = verify_model(list.named(), logits);
+  for (const auto& item : list.modules().named_buffers())
+    model.buffers.emplace_back(item.key(), item.value());
+  model.loss_terms = inside(
+      model.units->root,
+      list.forward_loss({"cross_entropy"}, [](const at::Tensor& output, const Batch& batch) -> LossTerms {
+        return {{"cross_entropy", cross_entropy_sum(output, batch.targets, {.weights = batch.weights})}};
+      }));
+  model.cut = [list, options](const Mesh& mesh) mutable { return list.split(mesh, options); };
+  model.through = [list](StepOptions step) { return isograd::through(list.pipeline(), std::move(step)); };
+  return model;
+}
+
 LayoutUnderTest verify_layout(const std::string& strategy) {
   const LayoutChoice choice = parse_layout(strategy);
   if (choice.replicas || choice.share_parameters)

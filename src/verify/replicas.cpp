@@ -29,38 +29,34 @@ std::int64_t cut_of(const std::string& parameter, const Layout* placed) {
   return axes.empty() ? 0 : placed->mesh().place(axes);
 }
 
-void add_slots(const Bucket& bucket, const at::Tensor& flat, const char* suffix, const Layout* placed,
-               std::vector<KeptPiece>& pieces) {
-  for (const Slot& slot : bucket.plan.slots) {
-    const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
-    const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
-    const std::int64_t first = slot.offset;  // ranks with other parts of the model have other buckets
-    pieces.push_back({.order = slot.index,
-                      .name = slot.name + suffix,
-                      .begin = begin - first,
-                      .end = end - first,
-                      .bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin),
-                      .cut = cut_of(slot.name, placed)});
-  }
-}
-
+// Of each parameter what is computed with and its fp32 master, in the model's order, so that ranks with other
+// buckets or other parts of the model say as much as all. Nothing stands for what this rank has none of.
 std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                    DataParallel& layout, const Layout* placed) {
   std::vector<KeptPiece> pieces;
+  std::map<std::string, std::size_t> place_of;
+  const at::Tensor nothing = at::empty({0});
   const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
-  if (readable)
-    for (std::size_t i = 0; i < named.size(); ++i)
-      pieces.push_back(
-          {i, named[i].first, 0, named[i].second.numel(), named[i].second, cut_of(named[i].first, placed)});
-  for (const Bucket& bucket : layout.buckets()) {
-    if (!readable) add_slots(bucket, bucket.parameters, "", placed, pieces);
-    if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
-      add_slots(bucket, bucket.master, " (its fp32 master)", placed, pieces);
+  for (std::size_t i = 0; i < named.size(); ++i) {
+    const auto& [name, tensor] = named[i];
+    const std::int64_t cut = cut_of(name, placed);
+    place_of[name] = pieces.size();
+    pieces.push_back({i, name, 0, readable ? tensor.numel() : 0, readable ? tensor : nothing, cut});
+    pieces.push_back({i, name + " (its fp32 master)", 0, 0, nothing, cut});
   }
-  // In an order that no rank's buckets decide.
-  std::stable_sort(pieces.begin(), pieces.end(), [](const KeptPiece& a, const KeptPiece& b) {
-    return std::pair(a.order, a.name) < std::pair(b.order, b.name);
-  });
+  const auto keep = [](KeptPiece& piece, const Bucket& bucket, const Slot& slot, const at::Tensor& flat) {
+    const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
+    const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
+    piece.begin = begin - slot.offset, piece.end = end - slot.offset;
+    piece.bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin);
+  };
+  for (const Bucket& bucket : layout.buckets())
+    for (const Slot& slot : bucket.plan.slots) {
+      const std::size_t place = place_of.at(slot.name);
+      if (!readable) keep(pieces[place], bucket, slot, bucket.parameters);
+      if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
+        keep(pieces[place + 1], bucket, slot, bucket.master);
+    }
   return pieces;
 }
 

@@ -101,6 +101,7 @@ TEST(Resolution, ASmallParametersSignFlippedIsSaidNotToShow) {
   const at::Tensor large = drawn({100000}, 1), small = drawn({64}, 2) * 1e-14;
   const auto scales = error_scales({large, small});
   EXPECT_FALSE(held_to_floor(norm_of(large), scales[0]));
+  EXPECT_FALSE(held_to_floor(norm_of(large) * (1 - 0x1p-50), scales[0])) << "added up in another order";
   EXPECT_TRUE(held_to_floor(norm_of(small), scales[1]));
   const Comparison flipped = compare_exact(-small, small, scales[1], Bounds{});
   EXPECT_TRUE(flipped.passed);

@@ -42,7 +42,7 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
 }
 
 // Mistakes on the context axes, on ring x Ulysses: 3 x 2, and two of 2 x 2. Mistakes on the pipeline axis, on
-// stages x data: 3 x 2 and 4 x 2; 2 x 3 and 2 x 4 where a tied embedding's ends lie on two ranks.
+// stages x data: 3 x 2 and 4 x 2.
 class OnHybrids : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids,
                          ::testing::Values("B5", "B19", "B20b", "B23", "B8p", "B9p", "B10", "B16p", "B18ap",

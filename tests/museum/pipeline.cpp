@@ -21,10 +21,8 @@ struct Wrong {
   bool tied = false;        // then two stages on each rank
 };
 
-// A tied embedding's ends lie on all ranks along pp, or on one.
-Grid grid_of(int ranks, bool tied) {
-  int stages = ranks > 2 && ranks % 2 == 0 ? ranks / 2 : ranks;
-  if (tied) stages = ranks % 2 == 0 ? 2 : 1;
+Grid grid_of(int ranks) {
+  const int stages = ranks > 2 && ranks % 2 == 0 ? ranks / 2 : ranks;
   return Grid({{kStageAxis, stages}, {"dp_shard", ranks / stages}});
 }
 
@@ -45,7 +43,7 @@ MicroBatches packs() {
 }
 
 VerifyProblem pipeline_problem(World& world, const Wrong& wrong, const SharedCount& counted) {
-  const Grid grid = grid_of(world.size, wrong.tied);
+  const Grid grid = grid_of(world.size);
   const int ranks = grid.size({kStageAxis}), stages_of_rank = wrong.tied ? 2 : 1;
   HeldTogether how{.name = "pipeline parallel",
                    .grid = grid,
@@ -92,7 +90,9 @@ std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
 struct OwnedInEachStage : Wrapped {
   explicit OwnedInEachStage(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {
     for (Bucket& bucket : buckets()) {
-      const AxisSet of_stage = without(bucket.plan.sync.copies, {kStageAxis});
+      AxisSet of_stage;
+      for (const std::string& axis : bucket.plan.sync.copies)
+        if (mesh().grid().axes_of(axis) != AxisSet{kStageAxis}) of_stage.insert(axis);
       if (of_stage != bucket.plan.sync.copies)
         bucket.owned = owned_slice(bucket.plan.numel, mesh().place(of_stage), mesh().size(of_stage));
     }
@@ -104,11 +104,6 @@ double norm_of_stage(const Mesh& mesh, const std::vector<Bucket>& buckets) {
   at::Tensor squares = at::full({1}, own * own, at::kDouble);
   mesh.along(mesh.data()).all_reduce(squares);
   return std::sqrt(squares.item<double>());
-}
-
-// Stages on every rank, and a tied embedding's ends on two.
-bool is_even(int ranks) {
-  return ranks % 2 == 0;
 }
 
 }  // namespace
@@ -168,7 +163,6 @@ void add_pipeline(std::vector<Exhibit>& list) {
            "A part of the embedding's gradient in each of the two stages, whose copies drift apart; all "
            "others are right.",
        .diagnosis = "not_summed_over_axis",
-       .exists = is_even,
        .plant = plants({.ends_summed = false, .tied = true})});
   list.push_back(
       {.id = "B18ap",
@@ -179,7 +173,6 @@ void add_pipeline(std::vector<Exhibit>& list) {
        .number = "A norm that is too large by the embedding's share; gradients agree, clipped parameters do "
                  "not.",
        .diagnosis = "norm_counts_replicas",
-       .exists = is_even,
        .plant = plants({.layout = [](auto right, const SharedCount&) -> std::unique_ptr<DataParallel> {
                           return std::make_unique<OwnedInEachStage>(std::move(right));
                         },

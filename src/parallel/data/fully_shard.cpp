@@ -58,6 +58,32 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
   }
 }
 
+// What other stages hold, empty here, lies on the device of the rank's own: a model may ask any parameter for
+// it.
+void leave_meta_device(const NamedTensors& named, const at::Device& device) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.is_meta() || tensor.numel() > 0) continue;
+    const at::Tensor empty = at::empty(tensor.sizes(), tensor.options().device(device));
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(empty.getIntrusivePtr());
+  }
+}
+
+// The blocks of a pass by their places in the list of uses.
+std::function<UseRange()> uses_of_pass(const UnitUses& uses,
+                                       const std::function<std::vector<UnitHandle>()>& blocks_of_pass) {
+  if (!blocks_of_pass) return {};
+  return [uses, blocks_of_pass] {
+    UseRange range{uses.uses.size(), 1};
+    for (const UnitHandle& block : blocks_of_pass())
+      for (std::size_t use = 1; use < uses.uses.size(); ++use)
+        if (uses.units[uses.uses[use]].binding() == block.binding())
+          range = {std::min(range.begin, use), std::max(range.end, use + 1)};
+    if (range.begin >= range.end) range = {1, 1};  // a stage without blocks
+    return range;
+  };
+}
+
 class ShardedLayout final : public FullySharded {
  public:
   ShardedLayout(const UnitUses& uses, const NamedTensors& named, const Mesh& mesh,
@@ -79,7 +105,6 @@ class ShardedLayout final : public FullySharded {
       for (const UnitPlan& plan : plans)
         for (const auto& [flat, trained] : plan.flats)
           if (trained) check_can_be_offloaded(flat.device);
-    check_no_stages(options.placements, mesh.grid());
     if (!options.initialize) check_values();
     members_.trained.check = options.check;
     if (options.check) options.check();
@@ -100,9 +125,12 @@ class ShardedLayout final : public FullySharded {
       }
       return_freed_memory();  // of values that were whole
     }
-    passes_ = std::make_shared<UnitPasses>(
-        std::move(context), std::move(units), uses.uses, members_.trained, members_.frozen,
-        PassOptions{.prefetch = options.prefetch, .gather_limit = options.gather_limit_bytes});
+    leave_meta_device(named, options.device);
+    passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_.trained,
+                                           members_.frozen,
+                                           PassOptions{.prefetch = options.prefetch,
+                                                       .gather_limit = options.gather_limit_bytes,
+                                                       .uses = uses_of_pass(uses, options.blocks_of_pass)});
     for (std::size_t unit = 0; unit < handles_.size(); ++unit) {
       UnitHandle::Binding& binding = *handles_[unit].binding();
       const bool checkpoint = unit != kRootUnit && binding.checkpoint.value_or(options.checkpoint);
@@ -205,14 +233,6 @@ class ShardedLayout final : public FullySharded {
                     [&](const NamedParameter& one) { return one.tensor.is_same(member.tensor); });
     }
     frozen_flats_.erase(found);
-  }
-
-  static void check_no_stages(const Placements& placements, const Grid& grid) {
-    for (const auto& [name, placement] : placements)
-      if (!placement.stages.empty() && grid.has(kStageAxis) && grid.size({kStageAxis}) > 1)
-        refuse(fmt::format("parameter '{}' in one of {} stages", name, grid.size({kStageAxis})),
-               "parameters that every stage has",
-               "Use bucketed() in stages 0 to 2 within a pipeline: units are not in stages yet");
   }
 
   void check_values() const {

@@ -48,6 +48,8 @@ int most_shards(const TrainableParameters& parameters, const Grid& grid, const A
   for (const auto* list : {static_cast<const std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
     for (const NamedParameter& parameter : *list)
       most = std::max(most, grid.size(sharded_along(grid, parameter.sync, asked)));
+  for (const auto& [name, placement] : parameters.placements)  // those of other stages: all follow one rule
+    most = std::max(most, grid.size(sharded_along(grid, sync_axes(placement, grid), asked)));
   return most;
 }
 

@@ -85,9 +85,10 @@ void UnitPasses::train(FlatShard& flat, const std::vector<NamedParameter>& param
 }
 
 std::size_t UnitPasses::next_use(std::size_t unit) const {
-  for (std::size_t use = cursor_; use < uses_.size(); ++use)
+  for (std::size_t use = cursor_; use < pass_.end; ++use)
     if (uses_[use] == unit) return use;
-  refuse(units_[unit].name, fmt::format("a call after that of '{}'", units_[uses_[cursor_ - 1]].name),
+  const std::size_t before = cursor_ > pass_.begin ? cursor_ - 1 : 0;
+  refuse(units_[unit].name, fmt::format("a call after that of '{}'", units_[uses_[before]].name),
          "the order of the list given to fully_shard(), one entry for each use",
          "List the blocks in the order in which forward calls them, a block used twice twice");
 }
@@ -102,7 +103,7 @@ void UnitPasses::hold(std::size_t use) {
 
 // What decides is the same on all ranks: the options, and what is whole at this point of the list.
 void UnitPasses::ahead(std::size_t use) {
-  if (!options_.prefetch || use == 0 || use >= uses_.size()) return;
+  if (!options_.prefetch || use < pass_.begin || use >= pass_.end) return;
   const std::size_t unit = uses_[use];
   std::int64_t more = 0;
   for (const auto& flat : units_[unit].flats)
@@ -147,7 +148,7 @@ void UnitPasses::free_unit(std::size_t unit) {
 
 void UnitPasses::after_forward(std::size_t use) {
   const std::size_t unit = uses_[use];
-  const bool again_at_once = use + 1 < uses_.size() && uses_[use + 1] == unit;
+  const bool again_at_once = use + 1 < pass_.end && uses_[use + 1] == unit;
   if (again_at_once || (!units_[unit].reshard && with_graph_)) return;
   free_unit(unit);
 }
@@ -164,9 +165,10 @@ std::size_t UnitPasses::enter_forward(std::size_t unit) {
     in_forward_ = true;
     with_graph_ = at::GradMode::is_enabled();
     if (with_graph_) ++forwards_;
+    pass_ = pass_that_begins();
     hold(0);
-    ahead(1);
-    cursor_ = 1;
+    ahead(pass_.begin);
+    cursor_ = pass_.begin;
     return 0;
   }
   if (!in_forward_)
@@ -190,7 +192,7 @@ std::size_t UnitPasses::enter_forward(std::size_t unit) {
 
 void UnitPasses::leave_forward(std::size_t use) {
   if (use == 0) {
-    for (; cursor_ < uses_.size(); ++cursor_) {
+    for (; cursor_ < pass_.end; ++cursor_) {
       hold(cursor_);
       ahead(cursor_ + 1);
       after_forward(cursor_);
@@ -205,8 +207,9 @@ void UnitPasses::leave_forward(std::size_t use) {
 }
 
 void UnitPasses::after_backward(std::size_t use) {
-  const bool again_at_once = use > 1 && uses_[use - 1] == uses_[use];
-  if (!again_at_once) free_unit(uses_[use]);
+  const bool again_at_once = use > pass_.begin && uses_[use - 1] == uses_[use];
+  const bool for_others = !units_[uses_[use]].reshard && forwards_ > 0;  // that wait for their backwards
+  if (!again_at_once && !for_others) free_unit(uses_[use]);
   if (is_last_in_backward(use)) reduce(uses_[use]);
 }
 
@@ -219,9 +222,10 @@ void UnitPasses::enter_backward(std::size_t use) {
       refuse(units_[0].name, "a backward inside its own forward or backward", "one at a time",
              "Run backward after the model's forward has returned");
     in_backward_ = true;
+    pass_ = announced_ ? announced_pass_ : pass_that_begins();
     announced_ = false;
     if (forwards_ > 0) --forwards_;
-    back_ = uses_.size() - 1;
+    back_ = pass_.end - 1;
     hold(0);
     ahead(back_);
     return;
@@ -246,7 +250,7 @@ void UnitPasses::take_gradient(const at::Tensor& parameter, at::Tensor gradient)
 
 void UnitPasses::leave_backward(std::size_t use) {
   if (use == 0) {
-    for (; back_ > 0; --back_) {
+    for (; back_ >= pass_.begin; --back_) {
       hold(back_);
       ahead(back_ - 1);
       after_backward(back_);
@@ -271,16 +275,22 @@ void UnitPasses::abandon() noexcept {
     }
 }
 
+void UnitPasses::wait_for_oldest() {
+  under_way_.front().flat->wait();
+  under_way_.pop_front();
+}
+
+template <typename Which>
+void UnitPasses::wait_while(const Which& which) {
+  while (std::any_of(under_way_.begin(), under_way_.end(), which)) wait_for_oldest();
+}
+
 at::Tensor UnitPasses::buffer_for(std::size_t unit, const FlatShard& flat) {
   const BucketPlan& plan = flat.bucket().plan;
   auto& ring = buffers_.at(buffer_key(unit, flat));
   const at::Tensor& buffer = ring[turn_++ % ring.size()];
   const void* memory = buffer.const_data_ptr();
-  const auto in_use = [&] {
-    return std::any_of(under_way_.begin(), under_way_.end(),
-                       [&](const Reduction& reduction) { return reduction.buffer == memory; });
-  };
-  while (in_use()) wait_for_oldest();
+  wait_while([&](const Reduction& reduction) { return reduction.buffer == memory; });
   return buffer.narrow(0, 0, plan.numel);
 }
 
@@ -294,16 +304,13 @@ void UnitPasses::reduce(std::size_t unit) {
   }
   for (auto& flat : units_[unit].flats) {
     if (!flat->trained()) continue;
+    // Of the backward before, where no forward came between.
+    wait_while([&](const Reduction& reduction) { return reduction.flat == flat.get(); });
     const at::Tensor buffer = flat->needs_buffer() ? buffer_for(unit, *flat) : at::Tensor();
     const void* memory = buffer.defined() ? buffer.const_data_ptr() : nullptr;
     flat->begin_reduction(buffer);
     under_way_.push_back({flat.get(), memory});
   }
-}
-
-void UnitPasses::wait_for_oldest() {
-  under_way_.front().flat->wait();
-  under_way_.pop_front();
 }
 
 void UnitPasses::wait_for_reductions() {
@@ -324,6 +331,7 @@ void UnitPasses::begin_backward(bool last) {
   make_up_backward();
   last_ = last;
   announced_ = true;
+  announced_pass_ = pass_that_begins();
 }
 
 void UnitPasses::finish_reduction() {

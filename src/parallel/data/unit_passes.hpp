@@ -22,9 +22,15 @@ struct ShardedUnit {
   std::vector<std::unique_ptr<FlatShard>> flats{};
 };
 
+// Places in the list of uses, without the root's.
+struct UseRange {
+  std::size_t begin = 1, end = 1;
+};
+
 struct PassOptions {
-  bool prefetch = true;           // the next use is gathered while this one computes
-  std::int64_t gather_limit = 0;  // bytes whole at a time; 0: no limit
+  bool prefetch = true;              // the next use is gathered while this one computes
+  std::int64_t gather_limit = 0;     // bytes whole at a time; 0: no limit
+  std::function<UseRange()> uses{};  // of the pass that begins; empty: all
 };
 
 class UnitPasses final : public UnitHost {
@@ -86,6 +92,8 @@ class UnitPasses final : public UnitHost {
   void reduce(std::size_t unit);
   at::Tensor buffer_for(std::size_t unit, const FlatShard& flat);
   void wait_for_oldest();
+  template <typename Which>
+  void wait_while(const Which& which);  // a reduction under way is one of these
   void wait_for_reductions();
   void progress();
   bool is_last_in_backward(std::size_t use) const { return first_use_[uses_[use]] == use; }
@@ -101,7 +109,10 @@ class UnitPasses final : public UnitHost {
   std::unordered_set<const c10::TensorImpl*> frozen_;
   std::unordered_set<const c10::StorageImpl*> storages_;
 
-  // Forward has dealt with uses [0, cursor_), backward with (back_, end).
+  // Of the pass that runs, and of the backward that is announced.
+  UseRange pass_{}, announced_pass_{};
+  UseRange pass_that_begins() const { return options_.uses ? options_.uses() : UseRange{1, uses_.size()}; }
+  // Forward has dealt with uses [pass_.begin, cursor_), backward with (back_, pass_.end).
   bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
   std::size_t cursor_ = 0, back_ = 0;
   std::size_t inside_ = 0;          // the use whose block computes; 0: none

@@ -63,8 +63,12 @@ std::string name_of(std::size_t unit, const std::vector<std::string>& names) {
 
 UnitMembers unit_members(const NamedTensors& named, const Placements& placements, const Grid& grid,
                          int rank) {
+  NamedTensors held = named;
+  for (const auto& [name, placement] : placements)  // in other stages
+    if (!holds(placement, grid, rank))
+      std::erase_if(held, [&](const auto& one) { return one.first == name; });
   UnitMembers members;
-  members.trained = trainable_parameters(named);
+  members.trained = trainable_parameters(held);
   members.trained.placements = placements;
   place_parameters(members.trained, grid, rank);
   for (const NamedParameter& parameter : members.trained.frozen) {

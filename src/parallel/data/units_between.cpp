@@ -25,7 +25,11 @@ void UnitPasses::zero_gradients() {
 // The loss of the backward that was announced is a constant on this rank, or its model was not even called.
 // The other ranks gather and reduce: so does this one, with zeros.
 void UnitPasses::make_up_backward() {
-  if (!std::exchange(announced_, false) || !takes_every_round()) return;
+  if (!announced_ || !takes_every_round()) {
+    announced_ = false;
+    return;
+  }
+  announced_ = !exchanging_;
   if (exchanging_)
     throw ConfigError({.where = fmt::format("sharded unit '{}'", unit_name(*exchanging_)),
                        .found = "no backward after begin_backward(): a loss that is a constant on this rank, "

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <memory>
+#include <numeric>
 
 #include "base/refuse.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -21,6 +22,24 @@ bool is_expert(const std::string& name) {
 }
 
 }  // namespace
+
+std::int64_t expert_traffic_bytes(const ExpertTrafficPlan& plan, int rank) {
+  const auto ranks = static_cast<int>(plan.choices.size());
+  const auto experts = static_cast<std::int64_t>(plan.choices.at(0).size());
+  const auto own = split_rows(experts, ranks);
+  std::int64_t rows = 0;
+  for (int from = 0; from < ranks; ++from) {
+    auto next = plan.choices[static_cast<std::size_t>(from)].begin();
+    for (int to = 0; to < ranks; ++to) {
+      const auto end = next + own[static_cast<std::size_t>(to)];
+      if (from != to && (from == rank || to == rank)) rows += std::accumulate(next, end, std::int64_t{0});
+      next = end;
+    }
+  }
+  constexpr std::int64_t kCount = 8;  // bytes
+  return (plan.forwards + 1) * rows * plan.hidden * plan.bytes +
+         plan.forwards * plan.exchanges * (ranks - 1) * experts * kCount;
+}
 
 Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others) {
   const int ranks = ranks_along_ep(grid);
@@ -43,7 +62,7 @@ Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others) {
   if (ranks_along_ep(mesh.grid()) == 1) return layout;
   // The exchanges of backward lie beside the reductions that it launches: they have a group of their own.
   const auto dispatch =
-      std::make_shared<ExpertDispatch>(mesh.along({kExpertAxis}, "experts"), model.config().experts.count);
+      std::make_shared<ExpertDispatch>(mesh.along({kExpertAxis}, kExpertGroup), model.config().experts.count);
   const at::NoGradGuard no_grad;
   for (auto [name, tensor] : model.named())  // experts are the first dimension, whatever else is cut
     if (is_expert(name))

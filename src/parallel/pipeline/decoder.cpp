@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <charconv>
 
-#include "base/refuse.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/pipeline_parallel.hpp"
 
@@ -55,22 +54,14 @@ Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::ve
   if (others.empty()) others = whole_placements(model.named(), grid);
   if (!grid.has(kStageAxis) || grid.size({kStageAxis}) == 1) return others;
   const auto layers = stages_of(model.config(), static_cast<int>(rank_of_stage.size()));
-  const int ranks = grid.size({kStageAxis});
   for (auto& [name, placement] : others) {
     std::vector<int> on;
     for (const int stage : stages_with(name, model.config(), layers))
       on.push_back(rank_of_stage[static_cast<std::size_t>(stage)]);
     std::sort(on.begin(), on.end());
     on.erase(std::unique(on.begin(), on.end()), on.end());
-    // Ends of a tied embedding on two ranks: each has a part of its gradient.
-    if (on.size() == 2) {
-      if (ranks > 2)
-        refuse("a tied embedding",
-               fmt::format("its ends on ranks {} and {} of {} along pp", on[0], on[1], ranks),
-               "both on one rank (schedule zb-v's stages), or two ranks",
-               "Use two ranks along pp, or untie it");
-      placement.summed.insert(kStageAxis);
-    }
+    if (on.size() == 2)
+      placement.summed.insert(kStageAxis);  // each has a part of a tied embedding's gradient
     placement.stages = std::move(on);
   }
   return others;
