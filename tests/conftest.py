@@ -47,14 +47,17 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory):
-    """The Python of a new environment with the wheel in it, which sees the packages of this one: torch is large."""
+    """The Python of a new environment with the wheel in it, which sees the packages of this one: torch is large.
+
+    Its pip is this one's too, for an older pip cannot install into another environment.
+    """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "seen.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n"
                                                for path in site.getsitepackages()))
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "-q", "--no-deps",
-                    "--no-index", "--disable-pip-version-check", str(wheel)], check=True, timeout=120)
+    subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index",
+                    "--disable-pip-version-check", str(wheel)], check=True, timeout=120)
     return folder / "bin/python"
 
 

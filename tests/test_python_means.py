@@ -54,6 +54,8 @@ def test_the_norm_counts_each_element_once(norms, name):
     for rank in norms:
         print(name, rank[name])  # PyTorch's own norm of the same gradient is beside it
         assert abs(rank[name]["norm"]) <= 1e-12 and rank[name]["clipped"] <= 2 * U32, rank[name]
+        if "summed" in rank[name]:  # over both axes of a hybrid mesh, four gradients in fp32
+            assert rank[name]["summed"] <= 64 * U32
 
 
 def test_a_norm_with_the_wrong_owners_is_another_one(norms):
@@ -79,6 +81,9 @@ def said(call):
 step = TokenMean().count([torch.tensor([1, -100, 3]), 4])
 assert (step.denominator, step.targets, step.rounds) == (6, 6, 2)
 nothing = TokenMean().count([])
+one = SampleMean().count([torch.zeros(2, dtype=torch.int64)], [torch.ones(2, dtype=torch.int64)])
+one.rounds = 2  # as if another rank had two
+assert one.weights(0).tolist() == [0.5, 0.5] and one.weights(1).shape == (0,)
 loss = nothing.scale(torch.zeros((), requires_grad=True))
 loss.backward()
 assert nothing.gradient_scale == 0 and loss.item() == 0 and nothing.loss() == 0
@@ -93,6 +98,11 @@ print(json.dumps([said(call) for call in [
     lambda: FixedDenominator(0.0),
     lambda: SampleMean().count([torch.zeros(3, dtype=torch.int64)], [torch.zeros(4, dtype=torch.int64)]),
     lambda: Deferred(SampleMean()),
+    lambda: one.weights(2),
+    lambda: TokenMean().count([torch.tensor(17)]),
+    lambda: Deferred(TokenMean()).add(),
+    lambda: clip_grad_norm_(torch.nn.Linear(2, 2), -1.0),
+    lambda: clip_grad_norm_(torch.nn.Linear(2, 2), float("nan")),
 ]]))
 """
 
@@ -101,7 +111,8 @@ def test_what_cannot_be_counted_is_refused(installed):
     said = run(installed, "-c", REFUSED)
     for text, part in zip(said, ["losses of shape (3,)", "a sum in torch.bfloat16", "weights of its own",
                                  "targets in torch.float32", "found -1", "negative or not finite", "negative or not finite",
-                                 "found 0.0", "samples (3,) and targets (4,)", "found SampleMean"], strict=True):
+                                 "found 0.0", "samples (3,) and targets (4,)", "found SampleMean", "found micro-batch 2",
+                                 "without dimensions", "found nothing", "max_norm=-1.0", "max_norm=nan"], strict=True):
         assert text is not None and part in text and "; expected " in text, (text, part)
 
 

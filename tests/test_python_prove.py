@@ -79,13 +79,21 @@ def test_after_a_failure_other_batches_are_tried(cases):
         found = rank["prove_tries_other_batches"]
         assert not found["passed"] and found["said"] == ["mean_of_micro_batch_means"]
         assert found["notes"] == ["with one micro-batch a rank: FAIL mean_of_rank_means",
-                                  "with the same sample on every rank: PASS"]
+                                  "with the same sample on every rank: PASS",
+                                  "with the last rank emptied: FAIL not_finite_empty_micro_batch"]
+
+
+def test_an_experiment_that_cannot_be_made_leaves_the_verdict(cases):
+    first, second = (rank["an_experiment_that_cannot_be_made"] for rank in cases[0])
+    assert first["said"] == second["said"] != []
+    assert second["notes"] == ["with one micro-batch a rank: not to be made: IndexError: no second one"]
+    assert len(first["notes"]) == 1 and "found that rank 1 failed: IndexError: no second one" in first["notes"][0]
 
 
 @pytest.mark.parametrize("name, said", [
     ("tensor_parallel_right", []), ("tensor_parallel_norm_not_summed", ["replicas_differ"]), ("pipeline_right", []),
     ("pipeline_micro_batches_summed", ["summed_over_micro_batches"]), ("own_clipping", ["optimizer_differs"]),
-    ("sample_twice_is_noted", [])])
+    ("sample_twice_is_noted", []), ("samples_are_objects", [])])
 def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
     for rank in cases[0]:
         assert (rank[name]["passed"], rank[name]["said"]) == (not said, said), rank[name]
@@ -114,15 +122,41 @@ def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
         assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
 
 
-def test_what_one_rank_refuses_ends_all(cases):
-    first, second = (rank["one_rank_without_lists"] for rank in cases[0])
-    assert "no lists of samples" in first and "rank 0 refuses its part" in second
+@pytest.mark.parametrize("name, refuses, text", [("one_rank_without_lists", 0, "no lists of samples"),
+                                                 ("samples_that_one_cannot_send", 1, "pickle"),
+                                                 ("group_of_another", 1, "found `data` as a group without rank 1")])
+def test_what_one_rank_refuses_ends_all(cases, name, refuses, text):
+    said = [rank[name] for rank in cases[0]]
+    assert text in said[refuses] and f"rank {refuses} refuses its part" in said[1 - refuses]
 
 
 def test_an_exception_in_the_step_leaves_no_rank_waiting(cases):
     first, second = (rank["a_rank_fails"] for rank in cases[0])
     assert second == "ValueError out of cheese"
     assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
+
+
+FAILS = """
+import sys, torch, torch.distributed as dist, isograd
+dist.init_process_group({backend!r}, init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=lambda m, x: (m(x).sum(), 1)):
+    loss = model(torch.ones(3)).sum()
+    if dist.get_rank() == 1:
+        raise ValueError("out of cheese")
+    loss.backward()  # waits for the other rank's part
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "isograd"])
+def test_an_exception_ends_also_who_waits_inside_the_step(installed, tmp_path, backend):
+    program = FAILS.format(backend=backend, store=tmp_path / "store")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert all(rank.returncode for rank in ranks) and "ValueError: out of cheese" in errors[1], errors
+    assert "Error" in errors[0] and "TimeoutExpired" not in errors[0]
 
 
 ONLY_TORCH = """

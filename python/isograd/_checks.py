@@ -49,14 +49,18 @@ def of_rank(step: watch) -> Told:
     return {name: tuple(p.shape) for name, p in parameters.items()}
 
 
-def of_all(everyone: Sequence[tuple[str | None, Told]], stages: bool) -> None:
-    """Refuses on every rank what one refused, and models that are not the same."""
-    for rank, (problem, _) in enumerate(everyone):
+def refused_by_none(problems: Sequence[str | None]) -> None:
+    """Refuses on every rank what one cannot do."""
+    for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ConfigError(f"ConfigError: {_WHERE}: found that rank {rank} refuses its part: {problem} Expected a step "
-                              "that every rank can make.")
-    for rank, (_, told) in enumerate(everyone):
-        first = everyone[0][1]
+            raise ConfigError(f"ConfigError: {_WHERE}: found that rank {rank} refuses its part: {problem}; expected a step "
+                              "that every rank can make. Look at that rank's own message.")
+
+
+def same_models(everyone: Sequence[Told], stages: bool) -> None:
+    """Refuses models that are not the same on every rank."""
+    for rank, told in enumerate(everyone):
+        first = everyone[0]
         if not stages and told != first:
             differ = [name for name in {**first, **told} if told.get(name) != first.get(name)]
             refuse(_WHERE, f"another model on rank {rank} than on rank 0: {differ[0]} is {told.get(differ[0], 'not there')} "
@@ -73,7 +77,10 @@ def place_along(data: Group, rank: int) -> int:
         for axis, size in enumerate(data.shape):
             place = place * size + data.get_local_rank(axis)
         return place
-    return dist.get_rank(data)
+    if (place := dist.get_rank(data)) < 0:
+        refuse(_WHERE, f"`data` as a group without rank {rank}", "this rank's own group of those that see other samples",
+               "Give each rank the group that it is in")
+    return place
 
 
 def fits_in_memory(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,14 +1,30 @@
 """Small exchanges between the ranks of a process group or of a device mesh, for counts and sums of a few numbers."""
 from __future__ import annotations
 
-from typing import Union
+from typing import Iterable, Union
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 Group = Union[ProcessGroup, DeviceMesh, None]
+Parameters = Union[nn.Module, Iterable[torch.Tensor]]
+
+
+def listed(parameters: Parameters) -> list[torch.Tensor]:
+    """Of a module, a list or one tensor; a tied parameter once."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    return list({id(p): p for p in found}.values())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def groups_of(group: Group) -> list[ProcessGroup]:

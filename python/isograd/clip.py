@@ -1,16 +1,16 @@
 """The norm of the whole gradient, each element counted once wherever it lies, and clipping by it."""
 from __future__ import annotations
 
-from typing import Callable, Iterable, Sequence, Union
+import math
+from typing import Callable, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import refuse
-from ._groups import Group, all_sum
+from ._groups import Group, Parameters, all_sum, listed, local
 
-Parameters = Union[nn.Module, Iterable[torch.Tensor]]
 # Called with (parameters, max_norm, norm, scale) before gradients are multiplied: isograd.watch listens.
 observers: list[Callable[[list[torch.Tensor], float, torch.Tensor, float], None]] = []
 
@@ -31,41 +31,43 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequenc
     Squares are summed in fp64: along the axes of a DTensor's mesh that cut it, and not along those that copy it; plain
     tensors are whole on each rank. Gradients are reduced already. Collective, in the same order on all ranks. The
     coefficient is PyTorch's, max_norm / (norm + 1e-6) and at most 1; by a norm that is not finite nothing is clipped. A
-    parameter without a gradient takes part with zeros. ConfigError: a DTensor's gradient is a part that
-    is not summed yet. RuntimeError: the norm is not finite and `error_if_nonfinite`.
+    parameter without a gradient takes part with zeros. ConfigError: a limit below zero; a DTensor's gradient is a part
+    that is not summed yet. RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
-    trained = [p for p in _listed(parameters) if p.requires_grad or p.grad is not None]
-    own_group: dict[int, Group] = {id(p): group for some, group in experts for p in _listed(some)}
-    skipped = {id(p) for p in _listed(counted_elsewhere)}
+    if not max_norm >= 0:
+        refuse("isograd.clip_grad_norm_", f"max_norm={max_norm}", "a limit of zero or more",
+               "Give infinity where the norm is only measured")
+    experts = [(listed(some), dist.group.WORLD if group is None else group) for some, group in experts]
+    trained = [p for p in listed(parameters) if p.requires_grad or p.grad is not None]
+    own_group: dict[int, Group] = {id(p): group for some, group in experts for p in some}
+    skipped = {id(p) for p in listed(counted_elsewhere)}
     total = torch.zeros((), dtype=torch.float64)
     for group, gradients in _by_cut([p for p in trained if id(p) not in skipped], own_group, experts):
-        squares = sum((torch.linalg.vector_norm(g, dtype=torch.float64).square().cpu() for g in gradients), total * 0)
+        squares = _sum_of_squares(gradients)
         total = total + (all_sum(squares, group) if group is not None else squares)
     if stages is not None:
         total = all_sum(total, stages)
     norm = total.sqrt() * abs(scale)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"isograd.clip_grad_norm_: the norm of the gradient is {float(norm)}")
-    limited = bool(torch.isfinite(norm)) and max_norm != float("inf")
+    limited = bool(torch.isfinite(norm)) and max_norm != math.inf
     factor = scale * (min(1.0, max_norm / (float(norm) + 1e-6)) if limited else 1.0)
     for tell in observers:
         tell(trained, max_norm, norm, scale)
     if factor != 1.0:
         for parameter in trained:
             if parameter.grad is not None:
-                _local(parameter.grad).mul_(factor)
+                local(parameter.grad).mul_(factor)
     return norm
 
 
-def _listed(parameters: Parameters) -> list[torch.Tensor]:
-    if isinstance(parameters, torch.Tensor):
-        return [parameters]
-    found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    return list({id(p): p for p in found}.values())  # a tied parameter once
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """[] fp64 on the CPU; a device is waited for once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+    sums = [torch.stack(some).sum().cpu() for some in by_device.values()]
+    return torch.stack([torch.zeros((), dtype=torch.float64), *sums]).sum()
 
 
 def _by_cut(parameters: list[torch.Tensor], own_group: dict[int, Group],
@@ -78,7 +80,7 @@ def _by_cut(parameters: list[torch.Tensor], own_group: dict[int, Group],
         key, group = _cut_of(parameter if gradient is None else gradient, own_group.get(id(parameter)))
         some = cuts.setdefault(key, (group, []))[1]
         if gradient is not None:
-            some.append(_local(gradient))
+            some.append(local(gradient))
     return list(cuts.values())
 
 

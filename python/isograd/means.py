@@ -34,9 +34,10 @@ class Step:
     """
 
     def __init__(self, group: Group, denominator: float, targets: int, rounds: int,
-                 weights: Sequence[torch.Tensor] = ()) -> None:
+                 weights: Sequence[torch.Tensor] | None = None) -> None:
         self.denominator, self.targets, self.rounds = denominator, targets, rounds
-        self._group, self._weights, self._scaled = group, list(weights), 0.0
+        self._group, self._weights = group, weights
+        self._shares: list[torch.Tensor] = []  # where they are: read one by one they would hold up a GPU
 
     @property
     def gradient_scale(self) -> float:
@@ -50,19 +51,25 @@ class Step:
         """
         _check_sum(loss_sum)
         share = loss_sum / self.denominator if self.denominator > 0 else loss_sum * 0.0
-        self._scaled += float(share.detach())
+        self._shares.append(share.detach())
         return share
 
     def weights(self, micro_batch: int) -> torch.Tensor:
-        """Of SampleMean: the weight of each token's loss in the micro-batch's sum, fp64, in the shape of its samples."""
-        if not self._weights:
+        """Of SampleMean: the weight of each token's loss in the micro-batch's sum, fp64, in the shape of its samples.
+
+        Of an empty one, which this rank goes on with after its own: [0].
+        """
+        if self._weights is None:
             refuse("Step.weights", "a mean without weights of its own", "the step of a SampleMean",
                    "Take the sum of the losses as it is")
-        return self._weights[micro_batch]
+        if not 0 <= micro_batch < max(self.rounds, 1):
+            refuse("Step.weights", f"micro-batch {micro_batch}", f"one of the {self.rounds} of this step", "Count it too")
+        return self._weights[micro_batch] if micro_batch < len(self._weights) else torch.zeros(0, dtype=torch.float64)
 
     def loss(self) -> float:
         """The loss that was differentiated: what `scale` gave so far, summed over all ranks. Collective."""
-        return float(all_sum(torch.tensor(self._scaled, dtype=torch.float64), self._group))
+        own = math.fsum(float(share) for share in self._shares)
+        return float(all_sum(torch.tensor(own, dtype=torch.float64), self._group))
 
 
 class TokenMean:
@@ -77,10 +84,13 @@ class TokenMean:
             exchange.counts = [self.own(each) for each in targets]
         return Step(self.group, exchange.targets, int(exchange.targets), exchange.rounds)
 
-    def own(self, targets: Counts) -> int:
+    def own(self, targets: Union[Counts, float]) -> int:
         """How many targets of a micro-batch are valid."""
         if isinstance(targets, torch.Tensor):
             _check_integers("TokenMean.count", "targets", targets)
+            if targets.dim() == 0:
+                refuse("TokenMean.count", "a tensor without dimensions, which may be one target or a number of targets",
+                       "a tensor of targets or how many are valid", "Give .item() of a count, reshape(1) of a target")
             return int((targets != self.ignore_index).sum())
         if not isinstance(targets, int) or targets < 0:
             refuse("TokenMean.count", repr(targets), "a tensor of targets or how many are valid",
@@ -209,12 +219,15 @@ class Deferred:
         self.mean = mean
         self._calls: list[float] = []
 
-    def add(self, counted: Union[torch.Tensor, float] = 0) -> None:
-        """What `count` of the mean takes of one micro-batch."""
-        if isinstance(self.mean, TokenMean):
-            self._calls.append(self.mean.own(counted))
+    def add(self, counted: Union[torch.Tensor, float, None] = None) -> None:
+        """What `count` of the mean takes of one micro-batch: nothing for a FixedDenominator."""
+        if isinstance(self.mean, FixedDenominator):
+            self._calls.append(0.0)
+        elif counted is None:
+            refuse("Deferred.add", "nothing", f"what {type(self.mean).__name__}.count takes of a micro-batch",
+                   "Give its targets, or its weights")
         else:
-            self._calls.append(self.mean.own(counted) if isinstance(self.mean, WeightedMean) else 0.0)
+            self._calls.append(self.mean.own(counted))
 
     def finish(self) -> Step:
         """The step, over all ranks; the next one begins. Collective."""
@@ -237,6 +250,8 @@ class _Exchange:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # interrupted, as others are too
         rounds = self.rounds_here if self.rounds_here is not None else max(len(self.counts), len(self.weights))
         own = [float(sum(self.counts)), math.fsum(self.weights), float(error is not None), float(rounds)]
         self.rows = gather(torch.tensor(own, dtype=torch.float64), self.group)  # exact below 2^53

@@ -1,5 +1,5 @@
 """Gradients as sums over ranks: DDP and FSDP2 told not to average, and a loop of one's own."""
-from typing import Any, Iterable, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._errors import refuse
-from ._groups import Group, groups_of
+from ._groups import Group, Parameters, groups_of, listed, local
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
@@ -39,18 +39,17 @@ def _summing(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-def all_reduce_gradients(parameters: Union[nn.Module, Iterable[torch.Tensor]], group: Group = None) -> None:
+def all_reduce_gradients(parameters: Parameters, group: Group = None) -> None:
     """Sums the gradients of a plain model over the ranks of `group`, in place; after the last backward of a step.
 
-    A parameter that got no gradient here takes part with zeros: another rank may have one. Collective: the same
-    parameters in the same order on every rank.
+    A parameter that got no gradient here takes part with zeros: another rank may have one. A tied one is summed once;
+    of a DTensor its part, over ranks that hold the same part. Collective: the same parameters in the same order on
+    every rank.
     """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    for parameter in parameters:
+    for parameter in listed(parameters):
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         for each in groups_of(group):
-            dist.all_reduce(parameter.grad, group=each)
+            dist.all_reduce(local(parameter.grad), group=each)

@@ -76,6 +76,7 @@ class watch:
         self.recording.max_norm = max_norm
         self._logged: dict[str, Any] = {}
         self._notes: list[str] = []
+        self._copy: nn.Module | None = None  # of rank 0, as it is before the step
         self._hooks = contextlib.ExitStack()
 
     def log(self, *, loss: float | None = None, norm: float | None = None, targets: int | None = None,
@@ -91,29 +92,40 @@ class watch:
 
     # The beginning: everything that could not be compared is refused before the step.
     def __enter__(self) -> watch:
-        global _turns
-        _turns += 1
-        self._turn = f"isograd/watch/{_turns}"
         self.rank, self.size = ranks()
-        problem, told = None, None
-        try:
-            told = _checks.of_rank(self)
-        except Exception as error:
-            problem = error
-        everyone = self._exchange((None if problem is None else str(problem), told))
-        if problem is not None:
-            raise problem
-        _checks.of_all(everyone, self.stages)
+        everyone = self._agreed(self._prepared)
+        _checks.same_models([told for told, _ in everyone], self.stages)
+        global _turns
+        _turns = max(turn for _, turn in everyone)  # a rank may have watched something alone
+        self._turn = f"isograd/watch/{_turns}"
         parameters = {name: held(p) for name, p in trained(self.model).items()}
-        _, self._sums = assembled(parameters, False)
         rest = {plain_name(name): value for name, value in
                 [*plain(self.model).named_parameters(), *plain(self.model).named_buffers(remove_duplicate=False)]
                 if plain_name(name) not in parameters}
-        self._initial, _ = assembled({**parameters, **rest}, self.stages)
-        self._copy = copy.deepcopy(plain(self.model)) if self.rank == 0 and self.make_model is None else None
+        self._initial, sums = assembled({**parameters, **rest}, self.stages)
+        self._sums = sums[:len(parameters)]
         self._samples = self._gathered_samples()
         self._hooks.enter_context(self.recording.attached())
         return self
+
+    def _prepared(self) -> tuple[_checks.Told, int]:
+        told = _checks.of_rank(self)
+        if self.rank == 0 and self.make_model is None:
+            self._copy = copy.deepcopy(plain(self.model))
+        return told, _turns + 1
+
+    def _agreed(self, make: Callable[[], Any]) -> list[Any]:
+        """What `make` gives on each rank; what one rank cannot do ends it on all. Collective."""
+        problem, made = None, None
+        try:
+            made = make()
+        except Exception as error:
+            problem = error
+        everyone = self._exchange((None if problem is None else f"{type(problem).__name__}: {problem}", made))
+        if problem is not None:
+            raise problem
+        _checks.refused_by_none([said for said, _ in everyone])
+        return [told for _, told in everyone]
 
     def _exchange(self, value: Any) -> list[Any]:
         found: list[Any] = [value]
@@ -122,22 +134,26 @@ class watch:
             dist.all_gather_object(found, value)
         return found
 
-    def _gathered_samples(self) -> list[list[list[Any]]]:
-        """[rank along data][micro-batch] -> samples, on rank 0."""
-        mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
-        place = _checks.place_along(self.data, self.rank)
-        everyone = self._exchange((place, [[digest(sample) for sample in micro] for micro in mine]))
-        first: dict[int, int] = {}
+    def _gathered_samples(self) -> list[bytes]:
+        """By rank along data: [micro-batch] -> samples, pickled, on rank 0."""
+        own: list[bytes] = []
+
+        def told() -> tuple[int, list[list[str]]]:
+            mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
+            own.append(pickle.dumps(mine))
+            return _checks.place_along(self.data, self.rank), [[digest(sample) for sample in micro] for micro in mine]
+
+        everyone = self._agreed(told)
+        place, first = everyone[self.rank][0], dict[int, int]()
         for rank, (where, said) in enumerate(everyone):
             if said != everyone[first.setdefault(where, rank)][1]:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
                        "which samples differ, or mend the sampler")
-        sent = mine if first[place] == self.rank else None
-        gathered: list[Any] = [mine]
+        gathered: list[Any] = own
         if self.size > 1:
             gathered = [None] * self.size if self.rank == 0 else []
-            dist.gather_object(sent, gathered or None)
+            dist.gather_object(own[0] if first[place] == self.rank else None, gathered or None)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []
 
     # The end.
@@ -203,7 +219,12 @@ class watch:
             if isinstance(made, Exception):
                 raise made
             return made
-        made = pickle.loads(_get(store, key, self.timeout))
+        try:
+            made = pickle.loads(_get(store, key, self.timeout))
+        except Exception as error:
+            raise PeerError(f"PeerError: isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
+                            f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \
+                from None
         if isinstance(made, str):
             raise ConfigError(made if "ConfigError" in made else f"ConfigError: isograd.watch: found that rank 0 could not "
                               f"compare: {made}; expected two dumps. See rank 0")
@@ -214,7 +235,7 @@ class watch:
                   said: list[dict[str, Any]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
-        batch = self._samples
+        batch = [pickle.loads(some) for some in self._samples]
         numbers = [self.ids(s) if self.ids else i for i, s in enumerate(s for micros in batch for m in micros for s in m)]
         once = _once(batch, numbers) if self.ids else batch
         notes = self._notes + (_checks.notes(batch) if self.ids is None else [])

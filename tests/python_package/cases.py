@@ -90,6 +90,19 @@ def prove_leaves_everything_as_it_was(rank):
 def prove_tries_other_batches(rank):
     model = DistributedDataParallel(make_model())
     return said(isograd.prove(mean_step, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sample_loss,
+                              micro_batches=[samples(rank), samples(rank, (2,), 1)],
+                              empty=(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64))))
+
+
+def an_experiment_that_cannot_be_made(rank):
+    """A step for two micro-batches: the experiment with one fails, on rank 1 alone; the verdict stands."""
+    def step(model, optimizer, micro_batches):
+        if len(micro_batches) == 1 and rank == 1:
+            raise IndexError("no second one")
+        mean_step(model, optimizer, micro_batches)
+
+    model = make_model()
+    return said(isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sample_loss,
                               micro_batches=[samples(rank), samples(rank, (2,), 1)]))
 
 
@@ -202,6 +215,22 @@ def sample_twice_is_noted(rank):
     return said(step.verdict)
 
 
+class Document:
+    """Without a repr of its own: what two ranks hold is compared by content."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+
+def samples_are_objects(rank):
+    model, batch = make_model(), samples(0)
+    with isograd.watch(model, None, micro_batches=[[Document(*sample) for sample in batch]],
+                       loss=lambda model, document: sample_loss(model, (document.inputs, document.targets)),
+                       data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]) as step:
+        batch_loss(model, batch, "mean").backward()
+    return said(step.verdict)
+
+
 # Bad input.
 class Converts(Mlp):
     def forward(self, x):
@@ -249,6 +278,8 @@ BAD = {
     "no_lists": lambda rank: watched(rank, micro_batches=samples(rank)),
     "one_rank_without_lists": lambda rank: watched(rank, micro_batches=[samples(rank)] if rank else samples(rank)),
     "other_samples": lambda rank: watched(rank, data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]),
+    "samples_that_one_cannot_send": lambda rank: watched(rank, micro_batches=[[*samples(rank), (lambda: 0) if rank else 0]]),
+    "group_of_another": lambda rank: watched(rank, data=dist.new_group([0])),
     "dropout": lambda rank: watched(rank, nn.Sequential(make_model(), nn.Dropout(0.1))),
     "batch_statistics": lambda rank: watched(rank, nn.Sequential(make_model(), nn.BatchNorm1d(6))),
     "not_in_fp64": lambda rank: watched(rank, (torch.manual_seed(2), Converts())[1]),
@@ -263,7 +294,8 @@ BAD = {
     "a_rank_fails": lambda rank: watched(rank, step=lambda: fails(rank), timeout=20),
 }
 GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
-        pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted]
+        pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
+        an_experiment_that_cannot_be_made]
 
 
 def run(rank):

@@ -82,9 +82,14 @@ def fsdp(rank):
 
 def hybrid(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(make_model(), mesh=mesh)
+    model = isograd.sum_gradients(fully_shard(make_model(), mesh=mesh))
     backward(model, rank)
-    return judged(model)
+    alone = make_model()
+    for other in range(4):
+        backward(alone, other)
+    apart = max(float((whole(p.grad) - q.grad).norm() / q.grad.norm())
+                for p, q in zip(model.parameters(), alone.parameters()))
+    return {**judged(model), "summed": apart}
 
 
 def tensor_parallel(rank):

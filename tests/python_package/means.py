@@ -106,15 +106,16 @@ def wrap(kind, fault):
     return model
 
 
-def counted(kind, group, micros):
-    """The step, and what to give to scale for micro-batch j."""
+def counted(kind, group, micros, own):
+    """The step, and what to give to scale for micro-batch j. The empty ones behind this rank's `own` are not counted."""
     if kind == "token":
-        return isograd.TokenMean(group).count(m[1] for m in micros), lambda nll, j: nll.sum()
+        return isograd.TokenMean(group).count(m[1] for m in micros[:own]), lambda nll, j: nll.sum()
     if kind == "weighted":
-        return isograd.WeightedMean(group).count(m[2] for m in micros), lambda nll, j: (nll * micros[j][2]).sum()
+        return isograd.WeightedMean(group).count(m[2] for m in micros[:own]), lambda nll, j: (nll * micros[j][2]).sum()
     if kind == "fixed":
-        return isograd.FixedDenominator(37, group).count(micros), lambda nll, j: nll.sum()
-    step = isograd.SampleMean(group, cut=kind == "sample_cut").count([m[3] for m in micros], [m[1] for m in micros])
+        return isograd.FixedDenominator(37, group).count(micros[:own]), lambda nll, j: nll.sum()
+    mean = isograd.SampleMean(group, cut=kind == "sample_cut")
+    step = mean.count([m[3] for m in micros[:own]], [m[1] for m in micros[:own]])
     return step, lambda nll, j: (nll * step.weights(j)).sum()
 
 
@@ -124,14 +125,14 @@ def forward_of(model, last):
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
 
 
-def train(model, micros, kind, group):
+def train(model, micros, own, kind, group):
     """One step; the loss that was differentiated."""
     deferred = kind.startswith("deferred")
     if deferred:
         later = isograd.Deferred((isograd.WeightedMean if "weighted" in kind else isograd.TokenMean)(group))
         rounds = max(len(deal) for deal in DEALS[dist.get_world_size()])
     else:
-        step, value = counted(kind, group, micros)
+        step, value = counted(kind, group, micros, own)
         rounds = step.rounds
     for j in range(rounds):
         tokens, targets, weights, _ = micros[j]
@@ -169,7 +170,10 @@ def scenarios(rank, fault, kinds):
         micros = deal[rank] + [micro_batch([], [])] * (rounds - len(deal[rank]))
         for wrapper in WRAPPERS:
             model = wrap(wrapper, fault)
-            found = train(model, micros, kind, alone if fault == "own_count" else None)
+            if fault == "own_count":  # which knows of no other rank's rounds either
+                found = train(model, micros, rounds, kind, alone)
+            else:
+                found = train(model, micros, len(deal[rank]), kind, None)
             gradients = assembled(model)
             worst = max(float((gradients[name] - g).norm() / g.norm()) for name, g in expected.items())
             errors[f"{kind} {wrapper}"] = worst
