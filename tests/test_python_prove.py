@@ -122,7 +122,8 @@ def test_an_experiment_that_cannot_be_made_leaves_the_verdict(cases):
 
 
 @pytest.mark.parametrize("name, said", [
-    ("tensor_parallel_right", []), ("tensor_parallel_norm_not_summed", ["replicas_differ"]), ("pipeline_right", []),
+    ("tensor_parallel_right", []), ("tensor_parallel_norm_not_summed", ["not_summed_over_axis"]),
+    ("tensor_parallel_norm_wrong_on_each", ["replicas_differ"]), ("pipeline_right", []),
     ("pipeline_micro_batches_summed", ["summed_over_micro_batches"]), ("own_clipping", ["optimizer_differs"]),
     ("sample_twice_is_noted", []), ("samples_are_objects", [])])
 def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
@@ -222,7 +223,8 @@ def test_the_quick_start_is_pasted_and_catches_its_mistake(installed, tmp_path):
     script, = re.findall(r"<!-- script -->\n```python\n(.*?)```", guide, re.S)
     assert len(script.splitlines()) <= 40
     cure, = re.findall(r"<!-- cure -->\n```python\n(.*?)```", guide, re.S)
-    (tmp_path / "both.py").write_text("import sys\nfor name in sys.argv[1:]:\n    print('==', name, flush=True)\n"
+    (tmp_path / "both.py").write_text("import os, sys\nfor name in sys.argv[1:]:\n"
+                                      "    if os.environ['RANK'] == '0':\n        print('==', name, flush=True)\n"
                                       "    exec(compile(open(name).read(), name, 'exec'), {'__name__': '__main__'})\n")
     names = {"train.py": script, "right.py": mended(script, cure)}
     for name, text in names.items():

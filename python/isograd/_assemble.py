@@ -1,7 +1,7 @@
 """Whole tensors, by the names of the plain model, out of what ranks hold: DDP, FSDP2, DTensors, stages."""
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,22 @@ def owned_norm(parts: Mapping[str, torch.Tensor]) -> float | None:
         elif ranks()[0] == 0:
             squares += float(part.double().square().sum())
     return squares**0.5 if cut else None
+
+
+def spread(part: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]) -> float:
+    """The largest distance from rank 0's gradient, of its norm; 0 where there is none that differs."""
+    shares = [0.0]
+    for name, gradient in part.items():
+        off, norm = (float(g.norm()) for g in (gradient.double() - first[name].double(), first[name].double()))
+        share = off / norm if norm > 0 else (0.0 if off == 0 else float("inf"))
+        shares.append(share if share == share else float("inf"))
+    return max(shares)
+
+
+def summed(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """In fp64: what ranks that see the same samples have in all, of the gradients of which they have other ones."""
+    return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name, first in parts[0].items()
+            if any(not torch.equal(part[name], first) for part in parts)}
 
 
 def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str, torch.Tensor], list[str]]:

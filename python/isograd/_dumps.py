@@ -1,4 +1,4 @@
-"""Dumps of one step, as docs/verify.md has them: gradients.safetensors, applied, shares, step.json."""
+"""Dumps of one step, as docs/verify.md has them: gradients.safetensors, applied, peers, shares, step.json."""
 from __future__ import annotations
 
 import ctypes
@@ -44,12 +44,15 @@ def as_json(value: Any) -> Any:
 
 def write_dump(folder: pathlib.Path, gradients: Mapping[str, torch.Tensor], step: Mapping[str, Any],
                applied: Mapping[str, torch.Tensor] | None = None,
-               shares: Mapping[tuple[int, int], Mapping[str, torch.Tensor]] | None = None) -> None:
+               shares: Mapping[tuple[int, int], Mapping[str, torch.Tensor]] | None = None,
+               peers: Mapping[str, torch.Tensor] | None = None) -> None:
     """`folder` is new. Keys of `step` whose value is None are not recorded."""
     folder.mkdir(parents=True)
     write_safetensors(folder / "gradients.safetensors", gradients)
     if applied is not None:
         write_safetensors(folder / "applied.safetensors", applied)
+    if peers:
+        write_safetensors(folder / "peers.safetensors", peers)
     for (rank, micro_batch), share in (shares or {}).items():
         write_safetensors(folder / f"share-{rank}-{micro_batch}.safetensors", share)
     known = {key: value for key, value in step.items() if value is not None}

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _checks
-from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, trained, whole
+from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
 from ._dumps import write_dump
 from ._errors import ConfigError, PeerError, refuse
 from ._groups import Group
 from ._recording import Recording
-from ._reference import Loss, Mean, Reference, fill, one_process
+from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process
 from ._samples import digest, on_cpu
 from ._verdict import Verdict, compare
 
@@ -144,7 +144,8 @@ class watch:
             return _checks.place_along(self.data, self.rank), [[digest(sample) for sample in micro] for micro in mine]
 
         everyone = self._agreed(told)
-        place, first = everyone[self.rank][0], dict[int, int]()
+        self._places = [where for where, _ in everyone]
+        place, first = self._places[self.rank], dict[int, int]()
         for rank, (where, said) in enumerate(everyone):
             if said != everyone[first.setdefault(where, rank)][1]:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
@@ -184,7 +185,18 @@ class watch:
             for one in said:
                 one.pop("norm", None)
                 one.pop("owned_norm", None)
-        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, norm, said))
+        parts = self._parts(taken.gradients or {}, [one["gradients"] for one in said])
+        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, norm, said, parts))
+
+    def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
+        """By rank, on rank 0: gradients of which ranks hold other ones. Collective."""
+        differing = [] if self.stages else [name for name, *found in zip(own, *sums) if len(set(found)) > 1]
+        if self.size == 1 or sum(own[name].numel() * 8 for name in differing) * self.size > LARGEST_SHARES:
+            return []
+        mine = {name: whole(own[name]) for name in differing}
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(mine, gathered)
+        return gathered or []
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store() if self.size > 1 else None
@@ -232,7 +244,7 @@ class watch:
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, norm: float | None,
-                  said: list[dict[str, Any]]) -> Verdict:
+                  said: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
         batch = [pickle.loads(some) for some in self._samples]
@@ -246,13 +258,19 @@ class watch:
         right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference)
         counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
         limit = self.recording.max_norm
+        axes = self._axes(len(batch))
+        for one, part in zip(said, parts):
+            one["spread"] = spread(part, parts[0])
+        alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
+        peers = summed(alike) if len(alike) > 1 else {}
         step = {"samples": numbers or None, "counts": counts, "parameters": names, "precision": precision,
                 "loss": self._logged.get("loss"), "targets": self._logged.get("targets"),
-                "tokens": self._logged.get("tokens"), "axes": self._axes(len(batch)), "norm": norm,
+                "tokens": self._logged.get("tokens"), "axes": axes, "norm": norm,
+                "peers": dict.fromkeys(peers, list(axes)[-1]) or None,
                 "clip_coefficient": _coefficient(limit, norm), "ranks": None if self.stages else said}
         with tempfile.TemporaryDirectory(prefix="isograd-") as scratch:
             folder = pathlib.Path(scratch) / "step"
-            write_dump(folder / "run", gradients, step, applied)
+            write_dump(folder / "run", gradients, step, applied, peers=peers)
             self._write(folder / "one_process", right, once, numbers, limit, applied is not None, self.reference)
             own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
             alone = self.alone and own != self.reference
@@ -265,8 +283,8 @@ class watch:
             if self.folder:
                 kept = pathlib.Path(self.folder)
                 kept.mkdir(parents=True, exist_ok=True)
-                for part in folder.iterdir():
-                    _checks.replace(part, kept / part.name)
+                for file in folder.iterdir():
+                    _checks.replace(file, kept / file.name)
                 verdict.folder = str(kept)
         verdict.notes += notes
         return verdict

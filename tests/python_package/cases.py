@@ -106,7 +106,7 @@ def an_experiment_that_cannot_be_made(rank):
                               micro_batches=[samples(rank), samples(rank, (2,), 1)]))
 
 
-def tensor_parallel(rank, summed):
+def tensor_parallel(rank, summed, factor=1.0):
     """Sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = make_model()
@@ -128,7 +128,9 @@ def tensor_parallel(rank, summed):
     batch = [[(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 3, 4, 5]))]]
     with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_model, data=mesh["dp"]) as step:
         batch_loss(model, batch[0], "mean").backward()
-    return {**said(step.verdict), "axes": step._axes(1)}
+        for p in model.norm.parameters():
+            p.grad *= factor
+    return said(step.verdict)
 
 
 def tensor_parallel_right(rank):
@@ -137,6 +139,11 @@ def tensor_parallel_right(rank):
 
 def tensor_parallel_norm_not_summed(rank):
     return tensor_parallel(rank, False)
+
+
+def tensor_parallel_norm_wrong_on_each(rank):
+    """No sum of these is right."""
+    return tensor_parallel(rank, False, 1.5)
 
 
 class Stages(nn.Module):
@@ -294,6 +301,7 @@ BAD = {
     "a_rank_fails": lambda rank: watched(rank, step=lambda: fails(rank), timeout=20),
 }
 GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
+        tensor_parallel_norm_wrong_on_each,
         pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
         an_experiment_that_cannot_be_made]
 
