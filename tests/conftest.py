@@ -4,7 +4,9 @@ import os
 import pathlib
 import re
 import signal
+import site
 import subprocess
+import sys
 
 import pytest
 
@@ -27,6 +29,36 @@ def backend(request):
     if request.param not in built_backends():
         pytest.skip("needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The Python package, packed from the build folder as it stands."""
+    missing = BINARY.parent.parent / "python/isograd_comm.missing"
+    if missing.exists():
+        pytest.skip(f"isograd_comm: {missing.read_text()}")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation",
+               "-C", f"cmake.define.ISOGRAD_BUILD={BINARY.parent.parent.resolve()}", "-w", str(folder), str(ROOT / "python")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("isograd-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory):
+    """The Python of a new environment with the wheel in it, which sees the packages of this one: torch is large.
+
+    Its pip is this one's too, for an older pip cannot install into another environment.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "seen.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n"
+                                               for path in site.getsitepackages()))
+    subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index",
+                    "--disable-pip-version-check", str(wheel)], check=True, timeout=120)
+    return folder / "bin/python"
 
 
 def pytest_configure(config):

@@ -77,3 +77,18 @@ def test_install_says_where_everything_is(tmp_path):
     done = dev(folder, "install", folder / "prefix")
     assert done.returncode == 0 and (folder / "prefix/bin/isograd").exists(), done.stderr
     assert f"{folder}/prefix/bin/isograd" in done.stderr and f"LibTorch in {folder}/torch" in done.stderr
+
+
+def test_the_wheel_is_packed_from_the_build_folder(tmp_path):
+    folder = checkout(tmp_path)
+    (folder / ".venv/bin/python").write_text("""#!/bin/bash
+if [ "$3" = wheel ]; then echo "$@"; mkdir -p dist; touch dist/isograd-0.1.0-py3.whl; fi
+""")
+    done = dev(folder, "wheel")
+    assert done.returncode == 0, done.stderr
+    assert f"cmake.define.ISOGRAD_BUILD={folder}/build/release -w dist ./python" in done.stdout
+    assert "packed dist/isograd-0.1.0-py3.whl" in done.stderr
+    (folder / "build/release/python").mkdir()
+    (folder / "build/release/python/isograd_comm.missing").write_text("Python's headers")
+    done = dev(folder, "wheel")
+    assert done.returncode == 2 and "lacks Python's headers" in done.stderr

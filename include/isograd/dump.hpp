@@ -69,7 +69,7 @@ struct StepDump {
   std::vector<RankView> ranks;
 
   // Of parameters whose copies differ between ranks that see the same batch: their sum over these ranks, and
-  // the axes that they lie along. Not written to files.
+  // the axes that they lie along.
   struct PeerSum {
     std::string name, axes;
     at::Tensor sum;

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "base/files.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/shm/progress_thread.hpp"
@@ -78,6 +79,13 @@ at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, const py::obje
   return shm->empty_shared(numel, dtype);
 }
 
+// What a dump says of a tensor's bits (docs/verify.md).
+std::string checksum_of(const at::Tensor& tensor) {
+  const py::gil_scoped_release release;
+  const at::Tensor held = tensor.detach().cpu().contiguous();
+  return checksum(held.const_data_ptr(), held.nbytes());
+}
+
 void register_errors(py::module_& module, const py::object& distributed) {
   // Kept for good, as is the interpreter's own table of exceptions.
   static const py::handle config_error =
@@ -109,6 +117,8 @@ PYBIND11_MODULE(isograd_comm, module) {
       "A flat, zero-filled tensor in memory that all ranks of `group` reach: collectives of the group "
       "copy nothing.\nCollective: all ranks call it with the same arguments. It stays usable until the "
       "tensor is gone on all ranks.");
+  module.def("checksum", &checksum_of, py::arg("tensor"),
+             "XXH3-64 of a tensor's bits, row after row, as 16 hex digits. Of any dtype, on any device.");
   bind_timing(module);
 
   // Futures call Python functions from a thread of ours, which must not need the interpreter once it ends.

@@ -16,7 +16,7 @@ std::optional<Finding> diagnose_peers(const Case& one, const std::vector<std::st
         std::find_if(sums.begin(), sums.end(), [&](const auto& sum) { return sum.name == parameter.name; });
     if (peers == sums.end()) return std::nullopt;
     const double off = (peers->sum.to(at::kDouble) - parameter.expected).norm().item<double>();
-    if (!(off <= Bounds{}.exact * parameter.scale)) return std::nullopt;
+    if (!(off <= one.spread_allowed() * parameter.scale)) return std::nullopt;
     axes = peers->axes;
   }
   if (axes.empty()) return std::nullopt;

@@ -38,6 +38,7 @@ StepDump full_dump() {
   dump.ranks[0] = {.initial = {1, ~std::uint64_t{0}}, .gradients = {7, 8}, .spread = 0.5, .owned_norm = 2};
   dump.ranks[1].norm = 4;
   dump.ranks[1].bytes_moved = 1e12;
+  dump.peer_sums = {{"a.bias", "tp", at::full({4}, 0.3, at::kDouble)}};
   dump.shares = {{gradients(0.5), gradients(0.25)}, {}, {gradients(0.125)}};
   return dump;
 }
@@ -64,6 +65,12 @@ void expect_equal(const StepDump& read, const StepDump& written) {
     EXPECT_THAT(read.terms[i].second, testing::NanSensitiveDoubleEq(written.terms[i].second));
   }
   EXPECT_EQ(read.owners, written.owners);
+  ASSERT_EQ(read.peer_sums.size(), written.peer_sums.size());
+  for (std::size_t i = 0; i < read.peer_sums.size(); ++i) {
+    EXPECT_EQ(read.peer_sums[i].name, written.peer_sums[i].name);
+    EXPECT_EQ(read.peer_sums[i].axes, written.peer_sums[i].axes);
+    EXPECT_TRUE(at::equal(read.peer_sums[i].sum, written.peer_sums[i].sum));
+  }
   ASSERT_EQ(read.ranks.size(), written.ranks.size());
   for (std::size_t rank = 0; rank < read.ranks.size(); ++rank) {
     EXPECT_EQ(read.ranks[rank].initial, written.ranks[rank].initial);
@@ -219,6 +226,12 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "samples": [])", "an empty list"},
       {R"(, "counts": [])", "an empty list"},
       {R"(, "ranks": [])", "an empty list"},
+      {R"(, "peers": {})", "an empty list"},
+      {R"(, "peers": ["tp"])", "peers"},
+      {R"(, "peers": {"a.bias": 2})", "peers.a.bias"},
+      {R"(, "peers": {"b.bias": "tp"})", "names of gradients.safetensors"},
+      {R"(, "peers": {"zz.weight": "tp"})", "no tensor zz.weight"},
+      {R"(, "peers": {"a.bias": "tp", "zz.weight": "tp"})", "1 tensors"},
       {R"(, "owners": [])", "an empty list"},
       {R"(, "ranks": [{"initial": []}])", "ranks.0.initial"},
       {R"(, "ranks": [{"initial": ["0123456789abcdef"]}])", "one for each of 2 parameters"},

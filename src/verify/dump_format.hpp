@@ -13,6 +13,7 @@ inline constexpr int kVersion = 1;
 inline constexpr const char* kStep = "step.json";
 inline constexpr const char* kGradients = "gradients.safetensors";
 inline constexpr const char* kApplied = "applied.safetensors";
+inline constexpr const char* kPeers = "peers.safetensors";
 
 inline std::string share_file(std::size_t rank, std::size_t micro_batch) {
   return fmt::format("share-{}-{}.safetensors", rank, micro_batch);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <tuple>
@@ -129,6 +130,15 @@ class StepReader {
       for (const auto& rank : *value) {
         const std::string place = fmt::format("ranks.{}.", dump.ranks.size());
         dump.ranks.push_back(rank_view(rank, place, note));
+      }
+    }
+    if (const auto* value = find("peers")) {
+      if (!value->is_object()) bad("peers", show(*value), "axes by name, {\"norm.weight\": \"tp\"}");
+      expect_entries("peers", *value);
+      for (const auto& [name, axes] : value->items()) {
+        if (!axes.is_string())
+          bad("peers." + name, show(axes), "the axes along which its copies lie, \"tp\"");
+        dump.peer_sums.push_back({name, axes.get<std::string>(), {}});
       }
     }
     expect_ranks(dump);
@@ -313,17 +323,26 @@ StepDump read_dump(const fs::path& directory) {
   StepDump dump = reader.read();
   dump.gradients = read_gradients(directory / kGradients, reader.order(), &dump.precision);
   std::vector<std::string> names;
-  for (const auto& [name, gradient] : dump.gradients) names.push_back(name);
-  const auto more = [&](const std::string& file) {
-    auto tensors = read_gradients(directory / file, names, &dump.precision);
-    for (std::size_t i = 0; i < names.size(); ++i)
-      if (tensors[i].second.sizes() != dump.gradients[i].second.sizes())
-        throw ConfigError({.where = (directory / file).string() + ": tensor " + names[i],
+  std::map<std::string, at::IntArrayRef> shapes;
+  for (const auto& [name, gradient] : dump.gradients) {
+    names.push_back(name);
+    shapes.emplace(name, gradient.sizes());
+  }
+  const auto more = [&](const std::string& file, const std::vector<std::string>& of) {
+    auto tensors = read_gradients(directory / file, of, &dump.precision);
+    for (const auto& [name, tensor] : tensors)
+      if (tensor.sizes() != shapes.at(name))
+        throw ConfigError({.where = (directory / file).string() + ": tensor " + name,
                            .found = fmt::format("another shape than in {}", kGradients),
                            .expected = "the same",
                            .action = "Write the dump again as docs/verify.md says"});
     return tensors;
   };
+  std::vector<std::string> with_peers;
+  for (const auto& peers : dump.peer_sums) {
+    with_peers.push_back(peers.name);
+    if (!shapes.contains(peers.name)) reader.bad("peers", peers.name, fmt::format("names of {}", kGradients));
+  }
   const auto expect_all = [&](const std::string& key, std::size_t count) {
     if (count != 0 && count != names.size())
       reader.bad(key, fmt::format("{} entries", count),
@@ -334,14 +353,18 @@ StepDump read_dump(const fs::path& directory) {
     expect_all(fmt::format("ranks.{}.initial", r), dump.ranks[r].initial.size());
     expect_all(fmt::format("ranks.{}.gradients", r), dump.ranks[r].gradients.size());
   }
-  if (fs::exists(directory / kApplied)) dump.applied = more(kApplied);
+  if (fs::exists(directory / kApplied)) dump.applied = more(kApplied, names);
+  if (!with_peers.empty()) {
+    const auto sums = more(kPeers, with_peers);
+    for (std::size_t i = 0; i < sums.size(); ++i) dump.peer_sums[i].sum = sums[i].second;
+  }
   // Which shares there are follows from the counts.
   for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
     for (std::size_t i = 0; i < dump.counts[rank].size(); ++i) {
       if (!fs::exists(directory / share_file(rank, i))) continue;
       dump.shares.resize(dump.counts.size());
       dump.shares[rank].resize(dump.counts[rank].size());
-      dump.shares[rank][i] = more(share_file(rank, i));
+      dump.shares[rank][i] = more(share_file(rank, i), names);
     }
   return dump;
 }

@@ -58,6 +58,7 @@ json describe(const StepDump& dump) {
     for (const auto hash : rank.gradients) view["gradients"].push_back(fmt::format("{:016x}", hash));
     object["ranks"].push_back(std::move(view));
   }
+  for (const auto& peers : dump.peer_sums) object["peers"][peers.name] = peers.axes;
   return object;
 }
 
@@ -92,6 +93,9 @@ void write_dump(const StepDump& dump, const fs::path& directory) {
       fs::permissions(partial, fs::perms(0755));
       write_safetensors(fs::path(partial) / kGradients, dump.gradients);
       if (!dump.applied.empty()) write_safetensors(fs::path(partial) / kApplied, dump.applied);
+      StepDump::Named peers;
+      for (const auto& each : dump.peer_sums) peers.emplace_back(each.name, each.sum);
+      if (!peers.empty()) write_safetensors(fs::path(partial) / kPeers, peers);
       for (std::size_t rank = 0; rank < dump.shares.size(); ++rank)
         for (std::size_t i = 0; i < dump.shares[rank].size(); ++i)
           if (!dump.shares[rank][i].empty())

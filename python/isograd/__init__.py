@@ -1,0 +1,27 @@
+"""Proves that a distributed PyTorch step has the gradient of one device, and makes it so.
+
+    import isograd
+    torch.distributed.init_process_group("isograd")  # collectives over shared memory, between the ranks of one host
+
+docs/python.md of the repository is the guide. Importing raises ImportError, with both versions, beside another torch
+than the package was built with.
+"""
+from __future__ import annotations
+
+from ._native.built import ISOGRAD as __version__
+from ._native import load as _load
+
+_load()  # gives torch.distributed the backend "isograd"
+
+from ._errors import ConfigError, PeerError  # noqa: E402
+from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
+from .clip import clip_grad_norm_  # noqa: E402
+from .means import Deferred, FixedDenominator, SampleMean, Step, TokenMean, WeightedMean  # noqa: E402
+from .proving import prove  # noqa: E402
+from .reduction import all_reduce_gradients, sum_gradients  # noqa: E402
+from ._verdict import Verdict  # noqa: E402
+from .watching import watch  # noqa: E402
+
+__all__ = ["ConfigError", "Deferred", "FixedDenominator", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
+           "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
+           "prove", "sum_gradients", "watch"]

@@ -1,0 +1,107 @@
+"""Whole tensors, by the names of the plain model, out of what ranks hold: DDP, FSDP2, DTensors, stages."""
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ._native.isograd_comm import checksum
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
+
+
+def ranks() -> tuple[int, int]:
+    """This rank and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model that DDP or torch.compile was given."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def plain_name(name: str) -> str:
+    """Of a parameter or buffer, as the model has it before it was wrapped."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that get a gradient, a tied one once."""
+    return {plain_name(name): p for name, p in plain(model).named_parameters() if p.requires_grad}
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what this rank has: no communication, for it is taken in the middle of a step."""
+    return tensor.detach().clone()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU. Collective over a DTensor's mesh."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu()
+
+
+def owned_norm(parts: Mapping[str, torch.Tensor]) -> float | None:
+    """Of the elements that this rank counts, where some are cut: of copies the first rank has them. No communication."""
+    squares, cut = 0.0, False
+    for part in parts.values():
+        if isinstance(part, DTensor):
+            cut, place = True, part.device_mesh.get_coordinate() or []
+            if all(at == 0 for at, placement in zip(place, part.placements) if placement.is_replicate()):
+                squares += float(part.to_local().double().square().sum())
+        elif ranks()[0] == 0:
+            squares += float(part.double().square().sum())
+    return squares**0.5 if cut else None
+
+
+def spread(part: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]) -> float:
+    """The largest distance from rank 0's gradient, of its norm; 0 where there is none that differs."""
+    shares = [0.0]
+    for name, gradient in part.items():
+        off, norm = (float(g.norm()) for g in (gradient.double() - first[name].double(), first[name].double()))
+        share = off / norm if norm > 0 else (0.0 if off == 0 else float("inf"))
+        shares.append(share if share == share else float("inf"))
+    return max(shares)
+
+
+def summed(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """In fp64: what ranks that see the same samples have in all, of the gradients of which they have other ones."""
+    return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name, first in parts[0].items()
+            if any(not torch.equal(part[name], first) for part in parts)}
+
+
+def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """On rank 0 every tensor whole, elsewhere an empty dictionary; and the checksums of this rank's own. Collective."""
+    rank, size = ranks()
+    owners: dict[str, int] = {}
+    if stages:
+        names: list[Any] = [None] * size
+        dist.all_gather_object(names, list(parts))
+        for other in reversed(range(size)):
+            owners.update(dict.fromkeys(names[other], other))
+    kept: dict[str, torch.Tensor] = {}
+    sums = []
+    for name, part in parts.items():
+        full = whole(part)
+        sums.append(checksum(full))
+        if owners.get(name, 0) == rank:
+            kept[name] = full.clone()
+    if stages:
+        gathered: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object(kept, gathered)
+        kept = {name: value for some in gathered or [] for name, value in some.items()}
+    return kept if rank == 0 else {}, sums

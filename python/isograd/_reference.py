@@ -1,0 +1,122 @@
+"""The whole step on one process, sample after sample: what a run is compared with. Shares no code with the means."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Mapping, Sequence, Union
+
+import torch
+from torch import nn
+
+from ._assemble import plain_name
+from ._errors import refuse
+from ._samples import in_precision
+
+Loss = Callable[[nn.Module, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]
+Mean = Union[str, float]
+LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only their sum is kept
+
+
+@dataclasses.dataclass
+class Reference:
+    """The step of one process. shares: {(rank, micro-batch): its part of the gradient}, empty where they are too large."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    shares: dict[tuple[int, int], dict[str, torch.Tensor]]
+    counts: list[list[int]]
+
+    @property
+    def targets(self) -> int:
+        return sum(sum(counts) for counts in self.counts)
+
+    @property
+    def norm(self) -> float:
+        return sum(float(g.double().square().sum()) for g in self.gradients.values()) ** 0.5
+
+
+def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence[str]) -> nn.Module:
+    """`model` with the run's parameters and buffers. ConfigError: it has others."""
+    own = {plain_name(name): p for name, p in model.named_parameters()}
+    known = dict(own)
+    known.update((plain_name(name), buffer) for name, buffer in model.named_buffers())
+    if missing := sorted(set(own) ^ {name for name in values if name in own or name not in known}):
+        refuse("make_model", f"a model that does not share {', '.join(missing[:5])} with the one that is trained",
+               "the same names", "Return the model as it is before it is wrapped, cut or compiled")
+    with torch.no_grad():
+        for name, value in values.items():
+            if known[name].shape != value.shape:
+                refuse("make_model", f"{name} of shape {tuple(known[name].shape)}", f"{tuple(value.shape)}, as it is trained",
+                       "Return the model as it is before it is wrapped or cut")
+            known[name].copy_(value)
+    for name, parameter in own.items():
+        parameter.requires_grad_(name in set(trained))
+    return model
+
+
+def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[Any]]], mean: Mean,
+                dtype: torch.dtype, autocast: torch.dtype | None = None, shares: bool = True) -> Reference:
+    """`dealt`: [rank][micro-batch] -> samples. The model's gradients are left empty."""
+    model = model.to(dtype)
+    named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    cells = [(rank, j) for rank, micros in enumerate(dealt) for j in range(len(micros))]
+    shares = shares and len(cells) * sum(p.nbytes for p in named.values()) <= LARGEST_SHARES
+    parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    total: dict[str, torch.Tensor] = {name: torch.zeros_like(p) for name, p in named.items()}
+    counts = [[0] * len(micros) for micros in dealt]
+    value, with_loss = 0.0, 0
+    for rank, j in cells:
+        model.zero_grad(set_to_none=True)
+        for sample in dealt[rank][j]:
+            losses, count = _losses(model, loss, in_precision(sample, dtype), dtype, autocast)
+            counts[rank][j] += count
+            if count == 0:
+                continue
+            with_loss += 1
+            part = losses / count if mean == "sample" else losses
+            part.backward()
+            value += float(part.detach())
+        part_of = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in named.items()}
+        for name, grad in part_of.items():
+            total[name] += grad
+        if shares:
+            parts[rank, j] = part_of
+    divisor = {"token": sum(map(sum, counts)), "sample": with_loss}.get(str(mean)) if isinstance(mean, str) else mean
+    scale = 1.0 / divisor if divisor else 0.0
+    for some in (total, *parts.values()):
+        for grad in some.values():
+            grad.mul_(scale)
+    model.zero_grad(set_to_none=True)
+    return Reference(value * scale, total, parts, counts)
+
+
+def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype,
+            autocast: torch.dtype | None) -> tuple[torch.Tensor, int]:
+    """Of one sample: the sum of its losses, and over how many targets."""
+    try:
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+            found = loss(model, sample)
+    except Exception as error:
+        if dtype != torch.float64:
+            raise
+        refuse("isograd.prove", f"a model or loss that does not run in fp64: {type(error).__name__}: {error}",
+               "the whole step in fp64, for the reference",
+               "Convert to the dtype of the parameters where it converts to fp32, or give reference=torch.float32")
+    value, count = found if isinstance(found, tuple) else (found, found.numel())
+    if isinstance(value, torch.Tensor) and dtype == torch.float64 and value.dtype != torch.float64:
+        refuse("isograd.prove", f"a loss in {value.dtype} of a model in fp64", "the whole step in fp64, for the reference",
+               "Take out the conversion (.float(), torch.float32) on the way, or give reference=torch.float32")
+    if not isinstance(value, torch.Tensor) or not isinstance(count, int) or count < 0:
+        refuse("isograd.prove", f"the loss of a sample as {type(value).__name__} and a count {count!r}",
+               "its losses, one for each target; or their sum and how many there are",
+               'Take reduction="none" at the valid targets')
+    if not isinstance(found, tuple) and value.dim() == 0:
+        refuse("isograd.prove", "the loss of a sample as one number, which may be a mean: divided already",
+               "its losses, one for each target; or their sum and how many there are",
+               'Take reduction="none" at the valid targets, or return (losses.sum(), n)')
+    if isinstance(found, tuple) and value.numel() != 1:
+        refuse("isograd.prove", f"a sum of losses of shape {tuple(value.shape)}", "a single number", "Return (losses.sum(), n)")
+    if count and not value.requires_grad:
+        refuse("isograd.prove", "a loss that no parameter has a part in", "one to differentiate",
+               "Compute it from the model that `loss` is given, without no_grad")
+    return value.sum(), count

@@ -1,0 +1,118 @@
+"""isograd.prove: a step that can be made again, so that what its verdict leaves open is tried."""
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Sequence, Union
+
+import torch
+from torch import nn
+
+from ._assemble import held, whole
+from ._checks import place_along
+from ._errors import refuse
+from ._samples import like, on_cpu
+from ._verdict import Verdict
+from .watching import watch
+
+MicroBatches = Sequence[Sequence[Any]]
+Step = Callable[[nn.Module, torch.optim.Optimizer, MicroBatches], Union[float, torch.Tensor, None]]
+
+
+class _Again(watch):
+    """The step made once more, recorded and not compared."""
+
+    compares = False
+
+
+def prove(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batches: MicroBatches,
+          experiments: bool = True, empty: Any = None, **options: Any) -> Verdict:
+    """Makes the step and compares it with one device; after a failure makes it again to find out more. Collective.
+
+    step:          step(model, optimizer, micro_batches): yours, with zero_grad, forward, backward, clip, update. What it
+                   returns is the loss as logged, or None.
+    micro_batches: of this rank, [micro-batch][sample].
+    experiments:   after a failure make it with other batches too: without accumulation, and with the same on every
+                   rank. What they show is in the verdict's notes.
+    empty:         a sample without targets: then also with that alone on the last rank.
+    options:       those of `watch`, `loss` above all.
+
+    Parameters, buffers and the optimizer's state are afterwards what they were before, gradients are None. Errors are
+    those of `watch`; and ConfigError: the step fails and gives another gradient when it is made again.
+    """
+    values = [(tensor, held(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        optimizer.load_state_dict(copy.deepcopy(state))
+
+    def made(kind: type[watch], batch: MicroBatches, **more: Any) -> watch:
+        try:
+            with kind(model, optimizer, micro_batches=batch, **{**options, **more}) as taken:
+                loss = step(model, optimizer, batch)
+                if loss is not None:
+                    taken.log(loss=float(loss))
+        finally:
+            restore()
+        return taken
+
+    try:
+        first = made(watch, micro_batches)
+        verdict = first.verdict
+        assert verdict is not None
+        if not verdict.passed:
+            _check_repeatable(first, made(_Again, micro_batches))
+        if experiments and not verdict.passed:
+            for title, batch, more in _others(micro_batches, first, empty):
+                try:
+                    other = made(watch, batch, report=None, folder=None, **more).verdict
+                except Exception as error:  # on some ranks PeerError: they leave it together
+                    verdict.notes.append(f"{title}: not to be made: {type(error).__name__}: {error}")
+                    break
+                assert other is not None
+                verdict.notes.append(f"{title}: {'PASS' if other.passed else 'FAIL ' + ', '.join(other.findings)}")
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    return verdict
+
+
+def _check_repeatable(first: watch, second: watch) -> None:
+    """Refuses a step whose gradient is another one the second time, by more than sums in another order make it."""
+    worst, where = 0.0, ""
+    again = second.recording.gradients or {}
+    pairs = {name: (whole(g).double(), whole(again[name]).double()) for name, g in (first.recording.gradients or {}).items()}
+    # Where a gradient is nothing but rounding it may be another one: held to a thousandth of the typical element.
+    count = sum(one.numel() for one, _ in pairs.values())
+    typical = (sum(float(one.square().sum()) for one, _ in pairs.values()) / max(count, 1)) ** 0.5
+    for name, (one, two) in pairs.items():
+        floor = max(1e-3 * typical * one.numel() ** 0.5, 1e-300)
+        apart = float((one - two).norm() / max(float(one.norm()), floor)) if bool(torch.isfinite(one).all()) else 0.0
+        allowed = min(0.1, 1e3 * torch.finfo((first.recording.gradients or {})[name].dtype).eps)
+        if apart > max(worst, allowed):
+            worst, where = apart, name
+    found = first._exchange((worst, where))
+    worst, where = max(found)
+    if worst > 0.0:
+        refuse("isograd.prove", f"a step that gives another gradient when it is made again: {where} is off by {worst:.1e}",
+               "the same step twice", "Start it with zero_grad(), and draw no random numbers in it, or seed them at its "
+               "beginning (torch.manual_seed(step))")
+
+
+def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple[str, MicroBatches, dict[str, Any]]]:
+    """Batches that tell causes apart, with what `watch` is to be told of each; as many of them on every rank."""
+    found: list[tuple[str, MicroBatches, dict[str, Any]]] = []
+    everything = [sample for micro in micro_batches for sample in micro]
+    if max(first._exchange(len(micro_batches))) > 1:
+        found.append(("with one micro-batch a rank", [everything], {}))
+    if first.size == 1:
+        return found
+    same: list[Any] = next((some for some in first._exchange([on_cpu(sample) for sample in everything[:1]]) if some), [])
+    if same:  # here each copy counts, whatever its id
+        found.append(("with the same sample on every rank", [[like(same[0], everything)]], {"ids": None}))
+    if empty is not None:
+        places = first._exchange(place_along(first.data, first.rank))
+        emptied = places[first.rank] == max(places)
+        found.append(("with the last rank emptied", [[empty]] if emptied else [everything], {}))
+    return found

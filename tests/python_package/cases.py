@@ -1,0 +1,321 @@
+"""python cases.py: what isograd.watch and isograd.prove say on two ranks of steps that are not plain data parallelism,
+and of bad input; as JSON, by case and rank."""
+import copy
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import isograd
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def make_model(width=8):
+    torch.manual_seed(2)
+    return Mlp(width)
+
+
+def samples(rank, lengths=(3, 5), seed=0):
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return [(torch.randn(n + 2 * rank, 8, generator=generator), torch.randint(6, (n + 2 * rank,), generator=generator))
+            for n in lengths]
+
+
+def sample_loss(model, sample):
+    return F.cross_entropy(model(sample[0]), sample[1], reduction="none")
+
+
+def batch_loss(model, batch, reduction):
+    x, y = (torch.cat(column) for column in zip(*batch))
+    return F.cross_entropy(model(x), y, reduction=reduction)
+
+
+def right_step(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    step = isograd.TokenMean().count(torch.cat([y for _, y in batch]) for batch in micro_batches)
+    for j, batch in enumerate(micro_batches):
+        model.require_backward_grad_sync = j + 1 == len(micro_batches)
+        step.scale(batch_loss(model, batch, "sum")).backward()
+    isograd.clip_grad_norm_(model, 0.1)
+    optimizer.step()
+    return step.loss()
+
+
+def mean_step(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for j, batch in enumerate(micro_batches):
+        model.require_backward_grad_sync = j + 1 == len(micro_batches)
+        (batch_loss(model, batch, "mean") / len(micro_batches)).backward()
+    optimizer.step()
+
+
+def summing(width=8):
+    return isograd.sum_gradients(DistributedDataParallel(make_model(width)))
+
+
+def said(verdict):
+    return {"passed": verdict.passed, "said": verdict.findings, "notes": verdict.notes}
+
+
+def prove_leaves_everything_as_it_was(rank):
+    model = summing()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    right_step(model, optimizer, [samples(rank, seed=5)])  # gives the optimizer a state
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    verdict = isograd.prove(right_step, model, optimizer, micro_batches=[samples(rank), samples(rank, (2,), 1)],
+                            loss=sample_loss, folder=os.environ["FOLDER"], report=os.environ["FOLDER"] + "/verdict.html")
+    after = model.state_dict(), optimizer.state_dict()
+    same = all(torch.equal(before[0][name], value) for name, value in after[0].items()) and repr(before[1]) == repr(after[1])
+    return {**said(verdict), "same": same, "text": str(verdict), "grades": sorted(verdict.json["grades"]),
+            "none": all(p.grad is None for p in model.parameters()), "files": sorted(os.listdir(os.environ["FOLDER"]))}
+
+
+def prove_tries_other_batches(rank):
+    model = DistributedDataParallel(make_model())
+    return said(isograd.prove(mean_step, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sample_loss,
+                              micro_batches=[samples(rank), samples(rank, (2,), 1)],
+                              empty=(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64))))
+
+
+def an_experiment_that_cannot_be_made(rank):
+    """A step for two micro-batches: the experiment with one fails, on rank 1 alone; the verdict stands."""
+    def step(model, optimizer, micro_batches):
+        if len(micro_batches) == 1 and rank == 1:
+            raise IndexError("no second one")
+        mean_step(model, optimizer, micro_batches)
+
+    model = make_model()
+    return said(isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sample_loss,
+                              micro_batches=[samples(rank), samples(rank, (2,), 1)]))
+
+
+def tensor_parallel(rank, summed, factor=1.0):
+    """Sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = make_model()
+    if summed:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+    else:
+        norm, up, down = model.norm, model.up, model.down
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+        def forward(x):
+            half = norm(x.tensor_split(2)[rank])
+            parts = [torch.empty(len(part), 8) for part in x.tensor_split(2)]
+            dist.all_gather(parts, half.detach().contiguous()) if len({len(p) for p in parts}) == 1 else None
+            parts[rank] = half
+            return down(torch.tanh(up(torch.cat(parts))))
+
+        model.forward = forward
+    batch = [[(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 3, 4, 5]))]]
+    with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_model, data=mesh["dp"]) as step:
+        batch_loss(model, batch[0], "mean").backward()
+        for p in model.norm.parameters():
+            p.grad *= factor
+    return said(step.verdict)
+
+
+def tensor_parallel_right(rank):
+    return tensor_parallel(rank, True)
+
+
+def tensor_parallel_norm_not_summed(rank):
+    return tensor_parallel(rank, False)
+
+
+def tensor_parallel_norm_wrong_on_each(rank):
+    """No sum of these is right."""
+    return tensor_parallel(rank, False, 1.5)
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def make_stages():
+    torch.manual_seed(4)
+    return Stages()
+
+
+class Stage(nn.Module):
+    """The first or the second half, under the names of the whole."""
+
+    def __init__(self, rank):
+        super().__init__()
+        whole = make_stages()
+        if rank == 0:
+            self.first = whole.first
+        else:
+            self.second = whole.second
+
+    def forward(self, x):
+        return torch.tanh(self.first(x)) if hasattr(self, "first") else self.second(x)
+
+
+def pipeline(rank, scaled):
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    generator = torch.Generator().manual_seed(6)
+    x, y = torch.randn(8, 8, generator=generator), torch.randint(6, (8,), generator=generator)
+    model = Stage(rank)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=F.cross_entropy, scale_grads=scaled)
+    batch = [[(x[i:i + 1], y[i:i + 1]) for i in range(j, j + 2)] for j in range(0, 8, 2)]
+    with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_stages, data=alone,
+                       stages=True) as step:
+        schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
+    return said(step.verdict)
+
+
+def pipeline_right(rank):
+    return pipeline(rank, True)
+
+
+def pipeline_micro_batches_summed(rank):
+    return pipeline(rank, False)
+
+
+def own_clipping(rank):
+    """By code of its own, seen through before_clipping and max_norm; the coefficient is applied twice."""
+    model = summing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with isograd.watch(model, optimizer, micro_batches=[samples(rank)], loss=sample_loss, max_norm=0.05) as step:
+        mean = isograd.TokenMean().count([torch.cat([y for _, y in samples(rank)])])
+        mean.scale(batch_loss(model, samples(rank), "sum")).backward()
+        step.before_clipping()
+        norm = float(isograd.clip_grad_norm_(model, float("inf")))
+        for p in model.parameters():
+            p.grad *= (0.05 / norm)**2
+        optimizer.step()
+        step.log(norm=norm)
+    return said(step.verdict)
+
+
+def sample_twice_is_noted(rank):
+    model = summing()
+    same = samples(0)
+    with isograd.watch(model, None, micro_batches=[same], loss=sample_loss) as step:
+        mean = isograd.TokenMean().count([torch.cat([y for _, y in same])])
+        mean.scale(batch_loss(model, same, "sum")).backward()
+    return said(step.verdict)
+
+
+class Document:
+    """Without a repr of its own: what two ranks hold is compared by content."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+
+def samples_are_objects(rank):
+    model, batch = make_model(), samples(0)
+    with isograd.watch(model, None, micro_batches=[[Document(*sample) for sample in batch]],
+                       loss=lambda model, document: sample_loss(model, (document.inputs, document.targets)),
+                       data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]) as step:
+        batch_loss(model, batch, "mean").backward()
+    return said(step.verdict)
+
+
+# Bad input.
+class Converts(Mlp):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Loses(Mlp):
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+def watched(rank, model=None, batch=None, step=None, **more):
+    model = make_model() if model is None else model
+    more = {"micro_batches": [samples(rank)], "loss": sample_loss, **more}
+    with isograd.watch(model, None, **more):
+        (step or (lambda: batch_loss(model, samples(rank), "mean").backward()))()
+
+
+def fails(rank):
+    if rank == 1:
+        raise ValueError("out of cheese")
+
+
+def not_repeatable(rank):
+    def step(model, optimizer, micro_batches):
+        optimizer.zero_grad()
+        x, y = micro_batches[0][0]
+        F.cross_entropy(model(x + torch.randn_like(x)), y).backward()
+
+    model = make_model()
+    isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
+
+
+def too_large(rank):
+    available = isograd._checks.available
+    isograd._checks.available = lambda: 1000
+    try:
+        watched(rank)
+    finally:
+        isograd._checks.available = available
+
+
+BAD = {
+    "other_models": lambda rank: watched(rank, make_model(8 + rank)),
+    "no_lists": lambda rank: watched(rank, micro_batches=samples(rank)),
+    "one_rank_without_lists": lambda rank: watched(rank, micro_batches=[samples(rank)] if rank else samples(rank)),
+    "other_samples": lambda rank: watched(rank, data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]),
+    "samples_that_one_cannot_send": lambda rank: watched(rank, micro_batches=[[*samples(rank), (lambda: 0) if rank else 0]]),
+    "group_of_another": lambda rank: watched(rank, data=dist.new_group([0])),
+    "dropout": lambda rank: watched(rank, nn.Sequential(make_model(), nn.Dropout(0.1))),
+    "batch_statistics": lambda rank: watched(rank, nn.Sequential(make_model(), nn.BatchNorm1d(6))),
+    "not_in_fp64": lambda rank: watched(rank, (torch.manual_seed(2), Converts())[1]),
+    "loss_in_fp32": lambda rank: watched(rank, (torch.manual_seed(2), Loses())[1]),
+    "divided_already": lambda rank: watched(rank, loss=lambda m, s: F.cross_entropy(m(s[0]), s[1])),
+    "no_model": lambda rank: watched(rank, make_model=lambda: nn.Linear(8, 6)),
+    "another_shape": lambda rank: watched(rank, make_model=lambda: make_model(9)),
+    "too_large": too_large,
+    "not_repeatable": not_repeatable,
+    "mean": lambda rank: watched(rank, mean="average"),
+    "nothing_trained": lambda rank: watched(rank, make_model().requires_grad_(False), step=lambda: None),
+    "a_rank_fails": lambda rank: watched(rank, step=lambda: fails(rank), timeout=20),
+}
+GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
+        tensor_parallel_norm_wrong_on_each,
+        pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
+        an_experiment_that_cannot_be_made]
+
+
+def run(rank):
+    found = {case.__name__: case(rank) for case in GOOD}
+    for name, case in BAD.items():
+        try:
+            case(rank)
+            found[name] = None
+        except Exception as error:
+            found[name] = f"{type(error).__name__} {error}"
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(on_ranks(2, run), sys.stdout)

@@ -1,0 +1,141 @@
+"""The package's means and norm on ranks, beside one process in fp64: tests/python_package has the programs."""
+import json
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+PROGRAMS = ROOT / "tests/python_package"
+U32 = 2.0**-24
+
+
+def run(python, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=PROGRAMS,
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def worst(ranks):
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+@pytest.fixture(scope="module")
+def means(installed):
+    return {name: worst(ranks) for name, ranks in run(installed, "means.py").items()}
+
+
+@pytest.mark.parametrize("size", ["2", "3", pytest.param("4", marks=pytest.mark.full)])
+def test_every_mean_is_that_of_one_process(means, size):
+    """DDP, FSDP2, a plain loop; uneven, an empty rank, accumulation. Sums of some hundred terms in fp64: 1e-12 is a
+    hundred times what they round."""
+    assert len(means[size]) in (3 * 7 + 3 * 5, 3 * 2 + 3 * 2)
+    assert all(error <= 1e-12 for error in means[size].values()), means[size]
+
+
+@pytest.mark.parametrize("fault", ["averaged", "own_count"])
+def test_a_planted_mistake_is_no_mean(means, fault):
+    errors = means[fault]
+    for name, error in errors.items():
+        right = fault == "averaged" and ("plain" in name or "loss" in name)
+        assert (error <= 1e-12) if right else (error > 1e-2), (name, error)
+
+
+@pytest.fixture(scope="module")
+def norms(installed):
+    return run(installed, "clip.py")
+
+
+@pytest.mark.parametrize("name", ["fsdp_and_tp", "fsdp", "hybrid", "tensor_parallel", "ddp", "stages_and_experts"])
+def test_the_norm_counts_each_element_once(norms, name):
+    """Gradients in fp32, squares in fp64: the norm is exact but for fp64's rounding, a clipped element rounds once."""
+    for rank in norms:
+        print(name, rank[name])  # PyTorch's own norm of the same gradient is beside it
+        assert abs(rank[name]["norm"]) <= 1e-12 and rank[name]["clipped"] <= 2 * U32, rank[name]
+        if "summed" in rank[name]:  # over both axes of a hybrid mesh, four gradients in fp32
+            assert rank[name]["summed"] <= 64 * U32
+
+
+def test_a_norm_with_the_wrong_owners_is_another_one(norms):
+    assert all(abs(rank["stages_and_experts"]["planted"]) > 1e-2 for rank in norms)
+
+
+def test_a_norm_says_what_it_cannot_take(norms):
+    for rank in norms:
+        partial, plain, infinite = rank["bad_input"]["said"]
+        assert "found a gradient that is P(sum) along axis 0" in partial
+        assert "found a Sequential without DDP or FSDP2" in plain and "all_reduce_gradients" in plain
+        assert "the norm of the gradient is inf" in infinite and rank["bad_input"]["norm"] == "inf"
+
+
+REFUSED = """
+import json, torch, isograd
+from isograd import *
+def said(call):
+    try:
+        call()
+    except isograd.ConfigError as error:
+        return str(error)
+step = TokenMean().count([torch.tensor([1, -100, 3]), 4])
+assert (step.denominator, step.targets, step.rounds) == (6, 6, 2)
+nothing = TokenMean().count([])
+one = SampleMean().count([torch.zeros(2, dtype=torch.int64)], [torch.ones(2, dtype=torch.int64)])
+one.rounds = 2  # as if another rank had two
+assert one.weights(0).tolist() == [0.5, 0.5] and one.weights(1).shape == (0,)
+loss = nothing.scale(torch.zeros((), requires_grad=True))
+loss.backward()
+assert nothing.gradient_scale == 0 and loss.item() == 0 and nothing.loss() == 0
+print(json.dumps([said(call) for call in [
+    lambda: step.scale(torch.ones(3)),
+    lambda: step.scale(torch.ones((), dtype=torch.bfloat16)),
+    lambda: step.weights(0),
+    lambda: TokenMean().count([torch.ones(3)]),
+    lambda: TokenMean().count([-1]),
+    lambda: WeightedMean().count([torch.tensor([1.0, -1.0])]),
+    lambda: WeightedMean().count([float("nan")]),
+    lambda: FixedDenominator(0.0),
+    lambda: SampleMean().count([torch.zeros(3, dtype=torch.int64)], [torch.zeros(4, dtype=torch.int64)]),
+    lambda: Deferred(SampleMean()),
+    lambda: one.weights(2),
+    lambda: TokenMean().count([torch.tensor(17)]),
+    lambda: Deferred(TokenMean()).add(),
+    lambda: clip_grad_norm_(torch.nn.Linear(2, 2), -1.0),
+    lambda: clip_grad_norm_(torch.nn.Linear(2, 2), float("nan")),
+]]))
+"""
+
+
+def test_what_cannot_be_counted_is_refused(installed):
+    said = run(installed, "-c", REFUSED)
+    for text, part in zip(said, ["losses of shape (3,)", "a sum in torch.bfloat16", "weights of its own",
+                                 "targets in torch.float32", "found -1", "negative or not finite", "negative or not finite",
+                                 "found 0.0", "samples (3,) and targets (4,)", "found SampleMean", "found micro-batch 2",
+                                 "without dimensions", "found nothing", "max_norm=-1.0", "max_norm=nan"], strict=True):
+        assert text is not None and part in text and "; expected " in text, (text, part)
+
+
+ELSEWHERE = """
+import json, sys, torch
+sys.path.insert(0, ".")
+from ranks import on_ranks
+import isograd
+def run(rank):
+    said = []
+    for call in (lambda: isograd.TokenMean().count([torch.ones(2)] if rank == 1 else [torch.ones(2, dtype=torch.int64)]),
+                 lambda: isograd.FixedDenominator(1.0 + rank).count()):
+        try:
+            call()
+        except isograd.ConfigError as error:
+            said.append(str(error))
+    return said
+json.dump(on_ranks(3, run), sys.stdout)
+"""
+
+
+def test_input_that_one_rank_refuses_is_refused_on_all(installed):
+    first, second, third = run(installed, "-c", ELSEWHERE)
+    assert "targets in torch.float32" in second[0]
+    assert "rank 1 refuses" in first[0] and "rank 1 refuses" in third[0]
+    assert all("found the denominators [1.0, 2.0, 3.0] by rank" in said[1] for said in (first, second, third))

@@ -1,0 +1,122 @@
+"""The wheel in a new environment: what it brings, what it refuses, and that its types are those it says."""
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from conftest import BINARY, ROOT
+
+
+def run(python, *arguments, status=0, **environment):
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    done = subprocess.run([str(python), *map(str, arguments)], env={**variables, "OMP_NUM_THREADS": "1", **environment},
+                          capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_wheel_holds_the_package_and_no_path_of_this_machine(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        assert {"_isograd_command.py", "isograd/__init__.py", "isograd/py.typed", "isograd/_native/isograd",
+                "isograd/_native/isograd_comm.so", "isograd/_native/isograd_comm.pyi"} <= names
+        assert all(name.startswith(("isograd/", "_isograd_command.py")) for name in names), names
+        torch = (BINARY.parent.parent / "CMakeCache.txt").read_text().split("ISOGRAD_TORCH:PATH=")[1].split("\n")[0]
+        for name in names:
+            assert f"{torch}/lib".encode() not in packed.read(name), f"{name} looks for libraries in {torch}"
+
+
+def test_the_command_is_the_program_of_the_build(installed):
+    built = subprocess.run([str(BINARY), "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert run(installed.parent / "isograd", "--version") == built
+    assert "ConfigError: nowhere" in run(installed.parent / "isograd", "compare", "nowhere", "nowhere", status=2)
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist, isograd
+dist.init_process_group({backend!r}, init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
+tensor = torch.full((3,), 1.0 + dist.get_rank())
+dist.all_reduce(tensor)
+shared = isograd.empty_shared(4, torch.float64)
+shared += 1
+dist.all_reduce(shared)
+print(tensor.tolist(), shared.tolist(), "isograd_comm" in sys.modules)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+model(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # DETAIL's Gloo threads may abort a process that is taken down in order
+"""
+
+
+@pytest.mark.parametrize("backend, debug", [pytest.param("isograd", "OFF", marks=pytest.mark.full),
+                                            ("cpu:isograd", "DETAIL")])
+def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
+    program = RANK.format(backend=backend, store=tmp_path / "store")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISTRIBUTED_DEBUG=debug)
+    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0 and output == "[3.0, 3.0, 3.0] [2.0, 2.0, 2.0, 2.0] True\n", output + errors
+
+
+@pytest.mark.parametrize("first, second", [("isograd", "isograd_comm"),
+                                           pytest.param("isograd_comm", "isograd", marks=pytest.mark.full)])
+def test_the_extension_of_a_build_folder_is_the_same_one(installed, first, second):
+    """Registered twice it would end the process. The version is the program's, checksums those of a dump."""
+    xxhash = pytest.importorskip("xxhash")
+    import torch
+    values = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    sums = [xxhash.xxh3_64_hexdigest(t.contiguous().view(torch.uint8).numpy().tobytes()) for t in (values, values.T)]
+    version = run(installed.parent / "isograd", "--version").split()[1].rstrip(",")
+    said = run(installed, "-c", f"import {first}, {second}, isograd, isograd_comm, torch\n"
+               "v = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)\n"
+               "print(isograd.__version__, isograd.ConfigError is isograd_comm.ConfigError, isograd.checksum(v), "
+               "isograd.checksum(v.T))", PYTHONPATH=str(BINARY.parent.parent / "python"))
+    assert said.split() == [version, "True", *sums] and sums[0] != sums[1]
+
+
+@pytest.mark.parametrize("version", ["2.12.1+cpu", "3.13.0"])
+def test_another_torch_is_refused_with_both_versions(installed, tmp_path, version):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"__version__ = {version!r}\n")
+    (tmp_path / "torch/version.py").write_text(f"__version__ = {version!r}\n")
+    said = run(installed, "-c", "import isograd", status=1, PYTHONPATH=str(tmp_path))
+    told = run(installed, installed.parent / "isograd", "--version", status=2, PYTHONPATH=str(tmp_path))
+    import torch
+    for text in (said, told):
+        assert f"found torch {version} in {tmp_path}" in text, text
+        assert f"built with {torch.__version__}. Run `pip install torch==2.13" in text, text
+    assert said.strip().splitlines()[-1].startswith("ImportError: isograd: found torch")
+
+
+def test_a_later_build_of_the_same_torch_fits(installed):
+    said = run(installed, "-c", "import _isograd_command as c, pathlib, sys\n"
+               "print(c.torch_problem(c.folder_of('torch'), '2.13.7+cu130'), c.torch_problem(None, '2.13.0+cpu'))")
+    assert said.startswith("None found no torch; expected torch 2.13") and "torch==2.13.0`" in said
+
+
+@pytest.mark.parametrize("made", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_folder_without_artefacts_is_refused(tmp_path, made):
+    (tmp_path / "build").mkdir()
+    expected = "isograd: found no torch in ''"
+    if made:
+        import torch
+        (tmp_path / "build/CMakeCache.txt").write_text(f"ISOGRAD_TORCH:PATH={pathlib.Path(torch.__file__).parent}\n")
+        expected = f"isograd: found no bin/isograd in {tmp_path}/build"
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation",
+               "-C", f"cmake.define.ISOGRAD_BUILD={tmp_path / 'build'}", "-w", str(tmp_path), str(ROOT / "python")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and expected in " ".join((done.stdout + done.stderr).split())
+
+
+def test_types_are_those_that_are_written(installed):
+    if subprocess.run([str(installed), "-c", "import mypy"], capture_output=True).returncode:
+        pytest.skip("needs mypy")
+    folder = next(installed.parent.parent.glob("lib/python*/site-packages"))
+    said = run(installed, "-m", "mypy", "--config-file", ROOT / "python/pyproject.toml", "--cache-dir",
+               folder / ".mypy", folder / "isograd", folder / "_isograd_command.py")
+    assert said.startswith("Success: no issues found"), said

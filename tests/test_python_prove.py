@@ -1,0 +1,247 @@
+"""isograd.watch and isograd.prove on ranks, by the installed wheel: what they name, what they pass, what they refuse.
+
+ISOGRAD_FULL_TESTS=1: all trainers of compare_trials that run as processes.
+"""
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+PROGRAMS = ROOT / "tests/python_package"
+FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
+# Under DDP or FSDP2, with the name that the verdict has to give.
+MISTAKES = {
+    "RankMeans": "mean_of_rank_means", "RankMeansOfNearlyEqualRanks": "mean_of_rank_means",
+    "MicroBatchMeans": "mean_of_micro_batch_means_by_rank", "AccumulationUndivided": "summed_over_micro_batches",
+    "SumInsteadOfMean": "unscaled_sum", "WorldSizeTooMuch": "multiplied_by_axis", "WorldSizeForgotten": "averaged_over_axis",
+    "SamplerPads": "sample_twice", "BucketOfOneRankLost": "missing_rank_part", "GradientLost": "gradient_lost",
+    "GroupsClippedApart": "groups_clipped_apart", "ClipNotApplied": "clip_not_applied",
+    "EmptyMicroBatch": "not_finite_empty_micro_batch", "LogSummedOverRanks": "loss_scaled"}
+RIGHT = ["DdpUneven", "DdpExact", "DdpAutocast", "DdpAutocastAlone", "DdpLowPrecisionParameters", "DdpAccumulated",
+         "DdpEmptyRank", "DdpUnusedParameter", "DdpBucketViews", "FsdpTied", "FsdpOddShards", "FsdpMixedPrecision",
+         "FsdpLowPrecisionParameters", "HybridShards", "FsdpAccumulatedCheckpointed", "FlatAllReduce", "ClippedAndApplied",
+         "FrozenEmbedding", "GradientOfZero", "DropoutBySample"]
+# What else is true of a trial where a watched step shows more than its dump: the rank that was left out has another gradient.
+MORE = {"RankLeftOut": ["replicas_differ"], "MaskedPositionsCounted": ["unknown"]}
+# A watched step trains what it trains: nobody says that a parameter was to be frozen.
+UNSEEN = ["FrozenParameterTrained"]
+
+
+def run(python, *arguments, **more):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=PROGRAMS,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def watched(installed):
+    """All trials of one number of ranks go through the same processes."""
+    return json.loads(run(installed, "watched.py", *([] if FULL else [*MISTAKES, *RIGHT])))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named(watched, name):
+    assert not watched[name]["passed"] and watched[name]["said"] == [MISTAKES[name]], watched[name]["text"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_raises_no_alarm(watched, name):
+    assert watched[name]["passed"] and not watched[name]["said"], watched[name]["text"]
+
+
+@pytest.mark.full
+def test_all_other_trainers_are_judged_rightly(watched):
+    rows = {name: row for name, row in watched.items() if name not in UNSEEN}
+    for name, row in rows.items():
+        print(f"{name:28} {'pass' if row['passed'] else 'FAIL'}  {', '.join(row['said']) or '-':34} {row['about']}")
+    assert len(rows) == 54
+    alarms = [name for name, row in rows.items() if not row["names"] and (not row["passed"] or row["said"])]
+    missed = [name for name, row in rows.items() if row["names"] and row["passed"]]
+    wrongly = {name: row["said"] for name, row in rows.items()
+               if row["names"] and not set(row["said"]) & {*row["names"], *MORE.get(name, [])}}
+    assert (alarms, missed, wrongly) == ([], [], {})
+
+
+def test_the_guide_lists_what_was_tried():
+    """docs/python.md has a row for each mistake, with its name, and the right ones in their order."""
+    guide = (ROOT / "docs/python.md").read_text()
+    table = guide.split("<!-- trials -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    assert [tuple(re.findall(r"`(\w+)`", row)) for row in table] == list(MISTAKES.items())
+    right, = re.findall(r"<!-- right -->\n(.*?)\n\n", guide, re.S)
+    assert re.findall(r"`(\w+)`", right) == RIGHT
+
+
+@pytest.fixture(scope="module")
+def cases(installed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kept")
+    found = json.loads(run(installed, "cases.py", FOLDER=str(folder)))
+    return found, folder
+
+
+def test_prove_leaves_model_and_optimizer_as_they_were(cases):
+    (first, second), folder = cases
+    for rank in (first, second):
+        found = rank["prove_leaves_everything_as_it_was"]
+        assert found["passed"] and found["same"] and found["none"] and found["notes"] == []
+        assert found["text"].startswith("parity PASS: run = one_process") and "clip 0." in found["text"]
+    assert set(os.listdir(folder)) == {"alone", "one_process", "run", "verdict.html", "verdict.json"}
+    assert "<html" in (folder / "verdict.html").read_text()
+
+
+def test_dumps_that_are_kept_keep_their_schema_and_are_read_by_others(cases):
+    jsonschema, safetensors = pytest.importorskip("jsonschema"), pytest.importorskip("safetensors.torch")
+    _, folder = cases
+    schema = json.loads((ROOT / "docs/dump.schema.json").read_text())
+    for side in ("run", "one_process", "alone"):
+        step = json.loads((folder / side / "step.json").read_text())
+        jsonschema.validate(step, schema)
+        gradients = safetensors.load_file(folder / side / "gradients.safetensors")
+        assert list(gradients) and set(gradients) == set(step["parameters"])
+        assert all(g.abs().sum() > 0 for g in gradients.values())
+
+
+def test_after_a_failure_other_batches_are_tried(cases):
+    for rank in cases[0]:
+        found = rank["prove_tries_other_batches"]
+        assert not found["passed"] and found["said"] == ["mean_of_micro_batch_means"]
+        assert found["notes"] == ["with one micro-batch a rank: FAIL mean_of_rank_means",
+                                  "with the same sample on every rank: PASS",
+                                  "with the last rank emptied: FAIL undecided"]  # a mean over no row has no gradient
+
+
+def test_an_experiment_that_cannot_be_made_leaves_the_verdict(cases):
+    first, second = (rank["an_experiment_that_cannot_be_made"] for rank in cases[0])
+    assert first["said"] == second["said"] != []
+    assert second["notes"] == ["with one micro-batch a rank: not to be made: IndexError: no second one"]
+    assert len(first["notes"]) == 1 and "found that rank 1 failed: IndexError: no second one" in first["notes"][0]
+
+
+@pytest.mark.parametrize("name, said", [
+    ("tensor_parallel_right", []), ("tensor_parallel_norm_not_summed", ["not_summed_over_axis"]),
+    ("tensor_parallel_norm_wrong_on_each", ["replicas_differ"]), ("pipeline_right", []),
+    ("pipeline_micro_batches_summed", ["summed_over_micro_batches"]), ("own_clipping", ["optimizer_differs"]),
+    ("sample_twice_is_noted", []), ("samples_are_objects", [])])
+def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
+    for rank in cases[0]:
+        assert (rank[name]["passed"], rank[name]["said"]) == (not said, said), rank[name]
+        assert bool(rank[name]["notes"]) == (name == "sample_twice_is_noted")
+
+
+@pytest.mark.parametrize("name, parts", {
+    "other_models": ["another model on rank 1", "norm.weight is (9,) and (8,)"],
+    "no_lists": ["no lists of samples"],
+    "other_samples": ["other samples on rank 1 than on rank 0", "`data`"],
+    "dropout": ["dropout of 0.1 in 1", "eval()"],
+    "batch_statistics": ["statistics over the batch in 1 (BatchNorm1d)"],
+    "not_in_fp64": ["does not run in fp64: RuntimeError", "reference=torch.float32"],
+    "loss_in_fp32": ["a loss in torch.float32 of a model in fp64"],
+    "divided_already": ["one number, which may be a mean: divided already", 'reduction="none"'],
+    "no_model": ["does not share bias, down.bias"],
+    "another_shape": ["norm.weight of shape (9,)", "(8,)"],
+    "too_large": ["a model of 262 parameters", "GiB that are free"],
+    "not_repeatable": ["another gradient when it is made again", "zero_grad()", "torch.manual_seed"],
+    "mean": ["mean='average'"],
+    "nothing_trained": ["without a parameter that is trained"],
+}.items())
+def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
+    for rank in cases[0]:
+        assert rank[name] is not None and rank[name].startswith("ConfigError ConfigError: ")
+        assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
+
+
+@pytest.mark.parametrize("name, refuses, text", [("one_rank_without_lists", 0, "no lists of samples"),
+                                                 ("samples_that_one_cannot_send", 1, "pickle"),
+                                                 ("group_of_another", 1, "found `data` as a group without rank 1")])
+def test_what_one_rank_refuses_ends_all(cases, name, refuses, text):
+    said = [rank[name] for rank in cases[0]]
+    assert text in said[refuses] and f"rank {refuses} refuses its part" in said[1 - refuses]
+
+
+def test_an_exception_in_the_step_leaves_no_rank_waiting(cases):
+    first, second = (rank["a_rank_fails"] for rank in cases[0])
+    assert second == "ValueError out of cheese"
+    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
+
+
+FAILS = """
+import sys, torch, torch.distributed as dist, isograd
+dist.init_process_group({backend!r}, init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=lambda m, x: (m(x).sum(), 1)):
+    loss = model(torch.ones(3)).sum()
+    if dist.get_rank() == 1:
+        raise ValueError("out of cheese")
+    loss.backward()  # waits for the other rank's part
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("isograd", marks=pytest.mark.full)])
+def test_an_exception_ends_also_who_waits_inside_the_step(installed, tmp_path, backend):
+    program = FAILS.format(backend=backend, store=tmp_path / "store")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert all(rank.returncode for rank in ranks) and "ValueError: out of cheese" in errors[1], errors
+    assert "Error" in errors[0] and "TimeoutExpired" not in errors[0]
+
+
+ONLY_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numpy", "safetensors", "xxhash", "transformers", "jsonschema", "pytest"):
+            raise ModuleNotFoundError(name + " is not there")
+sys.meta_path.insert(0, Refuse())
+import isograd, torch
+model = torch.nn.Linear(3, 2)
+with isograd.watch(model, None, micro_batches=[[torch.ones(3)], [torch.zeros(3)]],
+                   loss=lambda m, x: (m(x).square().sum(), 1)) as step:
+    (model(torch.stack([torch.ones(3), torch.zeros(3)])).square().sum() / 2).backward()
+print(step.verdict.passed)
+"""
+
+
+def test_one_process_and_nothing_but_torch_will_do(installed):
+    assert run(installed, "-c", ONLY_TORCH) == "True\n"
+
+
+def test_the_demo_names_the_mistake_and_passes_the_cure(installed):
+    said = run(installed, "-m", "isograd.demo")
+    wrong, right = said.split("== Counted first, summed")
+    assert "diagnosis (mean_of_rank_means)" in wrong and "with the same sample on every rank: PASS" in wrong
+    assert "parity PASS" in right and "diagnosis" not in right
+
+
+def test_the_quick_start_is_pasted_and_catches_its_mistake(installed, tmp_path):
+    guide = (ROOT / "docs/python.md").read_text()
+    script, = re.findall(r"<!-- script -->\n```python\n(.*?)```", guide, re.S)
+    assert len(script.splitlines()) <= 40
+    cure, = re.findall(r"<!-- cure -->\n```python\n(.*?)```", guide, re.S)
+    (tmp_path / "both.py").write_text("import os, sys\nfor name in sys.argv[1:]:\n"
+                                      "    if os.environ['RANK'] == '0':\n        print('==', name, flush=True)\n"
+                                      "    exec(compile(open(name).read(), name, 'exec'), {'__name__': '__main__'})\n")
+    names = {"train.py": script, "right.py": mended(script, cure)}
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    said = run(installed, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "both.py",
+               *(tmp_path / name for name in names))
+    numbers = re.compile(r"-?\d+(\.\d+)?(e[-+]\d+)?")
+    for name, part in zip(names, re.split(r"== \S+right.py\n", said, maxsplit=1), strict=True):
+        shown, = re.findall(rf"<!-- says: {name} -->\n```\n(.*?)```", guide, re.S)
+        for line in shown.splitlines():
+            assert " ".join(numbers.sub("#", line).split()) in " ".join(numbers.sub("#", part).split()), said
+
+
+def mended(script, cure):
+    """The script with the cure's lines: what stands between its comments `# in place of: LINE`."""
+    for line, instead in re.findall(r"# in place of: (.*)\n((?:(?!# in place of).*\n)*)", cure):
+        at, = [found for found in script.splitlines() if found.strip() == line]
+        indent = at[:len(at) - len(at.lstrip())]
+        script = script.replace(at + "\n", "".join(indent + new + "\n" for new in instead.rstrip("\n").split("\n")))
+    return script
