@@ -85,7 +85,7 @@ std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, doubl
 
 void accumulate(DataParallel& layout, const Model& model, int rank, int step, int micro) {
   layout.zero_gradients();
-  const int most = layout.takes_every_round() ? micro : rounds(rank, micro);
+  const int most = layout.needs_even_micro_batches() ? micro : rounds(rank, micro);
   for (int m = 0; m < most; ++m) {
     layout.begin_backward(m + 1 == most);
     if (m < rounds(rank, micro)) model.loss(rank, step, m).backward();

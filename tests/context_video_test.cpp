@@ -28,7 +28,8 @@ void check_axes(const Axes& axes, int turn) {
           const double error = outcome.worst_error(wanted);
           EXPECT_LT(error, kExact) << axes.name() << ", " << layout.name << ", samples " << samples
                                    << ", accumulation " << accumulation << ", " << setting.strategy.name()
-                                   << ", sharded over " << fmt::format("{}", fmt::join(setting.sharded, " x "));
+                                   << ", sharded over "
+                                   << fmt::format("{}", fmt::join(setting.sharded, " x "));
           for (const StepReport& report : outcome.reports)
             EXPECT_NEAR(report.loss, wanted.loss, 1e-12 * wanted.loss);
           worst = std::max(worst, error);
@@ -180,16 +181,17 @@ std::pair<int, double> check_rounding(const Axes& axes, const VideoLayout& layou
       for (const VideoStep& one : on_one_process(step))
         outcomes.push_back(run_video_step({}, one, {}, setting));
       for (const VideoOutcome& outcome : outcomes) alone.push_back(&outcome);
-      const std::vector<Cell> cells =
-          full_tests() ? cells_of_stages(axes, cases) : std::vector<Cell>{{setting.strategy, setting.sharded}};
+      const std::vector<Cell> cells = full_tests() ? cells_of_stages(axes, cases)
+                                                   : std::vector<Cell>{{setting.strategy, setting.sharded}};
       for (const Cell& cell : cells) {
         setting.strategy = cell.strategy, setting.sharded = cell.sharded;
         const Rounding rounding = rounding_of(run_video_step(axes, step, layout.options, setting), wanted,
                                               alone, dtype, axes.ranks() * accumulation);
         EXPECT_LE(rounding.share, 1) << rounding.where << "; " << axes.name() << ", " << layout.name << ", "
-                                     << cell.strategy.name() << ", sharded over " << fmt::format("{}", fmt::join(cell.sharded, " x "))
-                                     << ", " << c10::toString(dtype) << ", samples " << samples
-                                     << ", accumulation " << accumulation;
+                                     << cell.strategy.name() << ", sharded over "
+                                     << fmt::format("{}", fmt::join(cell.sharded, " x ")) << ", "
+                                     << c10::toString(dtype) << ", samples " << samples << ", accumulation "
+                                     << accumulation;
         worst = std::max(worst, rounding.share);
         ++cases;
       }

@@ -37,7 +37,7 @@ struct Unpublished final : DataParallel {
   void zero_gradients() override { inner->zero_gradients(); }
   void begin_backward(bool last) override { inner->begin_backward(last); }
   void finish_reduction() override { inner->finish_reduction(); }
-  bool takes_every_round() const override { return inner->takes_every_round(); }
+  bool needs_even_micro_batches() const override { return inner->needs_even_micro_batches(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
   const Mesh& mesh() const override { return inner->mesh(); }
 };

@@ -55,7 +55,7 @@ struct SamplesOfThisRank : SampleMean {
 struct DividedByRounds : TokenMean {  // B31
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
-    wrong.value *= static_cast<double>(census.rounds);
+    wrong.value *= static_cast<double>(census.global_micro_batches);
     return wrong;
   }
 };

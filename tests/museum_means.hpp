@@ -66,7 +66,7 @@ class Mistaken : public Normalizer {
     const double own = by_rank[rank] > 0 ? by_rank[rank] : 1;
     const double fixed = mean() == Mean::kFixed ? kFixedNumber : 1;
     if (exhibit_ == "B1") wrong.value = fixed * static_cast<double>(census.micro_batches_by_rank[rank]);
-    if (exhibit_ == "B2") wrong.value /= static_cast<double>(census.rounds);
+    if (exhibit_ == "B2") wrong.value /= static_cast<double>(census.global_micro_batches);
     if (exhibit_ == "B3") wrong.value = counts(mean()) ? own : fixed / static_cast<double>(by_rank.size());
     if (exhibit_ == "B4")
       wrong.value = *std::find_if(by_rank.begin(), by_rank.end(), [](double amount) { return amount > 0; });

@@ -86,7 +86,7 @@ struct Wrapped : DataParallel {
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
   const Mesh& mesh() const override { return inner->mesh(); }
   void publish_parameters() override { inner->publish_parameters(); }
-  bool takes_every_round() const override { return inner->takes_every_round(); }
+  bool needs_even_micro_batches() const override { return inner->needs_even_micro_batches(); }
 };
 
 struct WrappedOptimizer : Optimizer {

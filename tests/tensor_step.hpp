@@ -152,8 +152,10 @@ inline Gradient one_process(DecoderLM& model, int places, int accumulation, Mean
     }
   for (auto& [name, tensor] : model.named())
     if (tensor.requires_grad()) {
-      if (!tensor.grad().defined()) ADD_FAILURE() << "no gradient of " << name;
-      else result.of[name] = tensor.grad().clone();
+      if (!tensor.grad().defined())
+        ADD_FAILURE() << "no gradient of " << name;
+      else
+        result.of[name] = tensor.grad().clone();
     }
   return result;
 }
@@ -174,7 +176,8 @@ inline std::map<std::string, at::Tensor> whole_gradients(DataParallel& layout, c
   for (const auto& view : layout.views()) local[view.name] = view.gradient;
   for (const PlacedParameter& each : placed.parameters())
     if (!each.name.ends_with("e_score_correction_bias"))  // which has none
-      whole[each.name] = placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
+      whole[each.name] =
+          placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
   return whole;
 }
 

@@ -61,7 +61,7 @@ struct DataParallelOptions {
 //   finish_reduction()     afterwards every bucket's gradients hold the sum over all ranks
 //   publish_parameters()   after the optimizer's update: every rank has every rank's update
 // A rank without micro-batches calls only the last two and takes part with zeros, but see
-// takes_every_round().
+// needs_even_micro_batches().
 //
 // The model's own tensors stay where the layout has put them, and so does what shares their memory (detach(),
 // views), whether made before the layout or after it. Values are written with write(). In-place operations
@@ -71,7 +71,7 @@ struct DataParallelOptions {
 // Setting requires_grad off between steps freezes a parameter, on all ranks alike: no gradient, no update, no
 // decay, until it is set on again. A step may be given up before its update, by all ranks in the same
 // micro-batch, with zero_gradients(), also after a backward that threw. In different ones: finish_reduction()
-// first, unless takes_every_round().
+// first, unless needs_even_micro_batches().
 class DataParallel {
  public:
   virtual ~DataParallel() = default;
@@ -85,7 +85,7 @@ class DataParallel {
   virtual void finish_reduction_with(const Reduced& reduced);
   virtual void publish_parameters() {}
   // Every rank must make equally many micro-batches (empty ones, if need be): something is exchanged in each.
-  virtual bool takes_every_round() const { return false; }
+  virtual bool needs_even_micro_batches() const { return false; }
   // The same as long as the layout lives, and where they were; unfrozen parameters come in further ones at
   // the end.
   virtual std::vector<Bucket>& buckets() = 0;

@@ -37,12 +37,12 @@ void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertPa
 // Gives each rank along `ep` of the mesh its experts of each layer, in order and as evenly as possible; the
 // rest of the model stays whole. Its forward and backward are collective over these ranks from then on:
 // tokens travel to their experts and back, so that every rank makes as many of both, with tokens or without
-// (DataParallel::takes_every_round()), and with a loss that depends on the model's outputs. The layout's
-// placements() go into TrainableParameters::placements. Collective over mesh.all(): when the model has its
-// values, the same on all ranks, and before what keeps its tensors is made. Without an axis ep, or with one
-// rank along it, nothing is done but the layout. `others`: the placements by which cut_decoder() has cut the
-// model along tp before, each expert's matrices too. ConfigError: more ranks along ep than experts, and what
-// check_same_routing() refuses.
+// (DataParallel::needs_even_micro_batches()), and with a loss that depends on the model's outputs. The
+// layout's placements() go into TrainableParameters::placements. Collective over mesh.all(): when the model
+// has its values, the same on all ranks, and before what keeps its tensors is made. Without an axis ep, or
+// with one rank along it, nothing is done but the layout. `others`: the placements by which cut_decoder() has
+// cut the model along tp before, each expert's matrices too. ConfigError: more ranks along ep than experts,
+// and what check_same_routing() refuses.
 Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
                     const ExpertParallelOptions& options = {});
 // The placements that it declares, while the model is whole; `others` are those of decoder_placements().

@@ -64,13 +64,13 @@ struct Census {
   bool stop_requested = false;                  // by any rank
   std::vector<std::int64_t> targets_by_rank{};  // [W]
 
-  int rank = 0;                  // whose Census this is
-  std::int64_t rounds = 0;       // most micro-batches of any rank: the step's global micro-batches
-  std::int64_t call_rounds = 0;  // the same of the last call of a deferred step; else the same number
-  double weights = 0;            // Σ w_i over valid targets; = targets where no batch has weights
-  std::int64_t samples = 0;      // samples with T_b > 0, each once. Counted for the sample mean only, like
-  std::int64_t silent = 0;  // samples without a valid token, dropped (a cut one once on each of its ranks)
-  std::int64_t cut = 0;     // samples that lie on several ranks
+  int rank = 0;                           // whose Census this is
+  std::int64_t global_micro_batches = 0;  // most micro-batches of any rank: the step's global micro-batches
+  std::int64_t call_micro_batches = 0;  // the same of the last call of a deferred step; else the same number
+  double weights = 0;                   // Σ w_i over valid targets; = targets where no batch has weights
+  std::int64_t samples = 0;  // samples with T_b > 0, each once. Counted for the sample mean only, like
+  std::int64_t silent = 0;   // samples without a valid token, dropped (a cut one once on each of its ranks)
+  std::int64_t cut = 0;      // samples that lie on several ranks
   std::vector<double> weights_by_rank{};              // [W]
   std::vector<std::int64_t> samples_by_rank{};        // [W]; a cut sample is the lowest rank's that holds it
   std::vector<std::int64_t> micro_batches_by_rank{};  // [W]

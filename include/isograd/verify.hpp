@@ -163,8 +163,8 @@ struct VerifyProblem {
   struct Living {
     DataParallel* layout;
     ForwardLossTerms forward;
-    const Layout* placed = nullptr;  // of a model that ranks hold together
-    LookAhead look_ahead{};          // of its steps
+    const Layout* placed = nullptr;                           // of a model that ranks hold together
+    LookAhead look_ahead{};                                   // of its steps
     std::vector<std::pair<std::string, at::Tensor>> named{};  // this rank's parts, where there are stages
     std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};  // of its model
     std::function<StepOptions(StepOptions options)> through{};                     // VerifyModel::through

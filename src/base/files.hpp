@@ -12,9 +12,9 @@ namespace isograd {
 // pipe would take it away, and opening a pipe may wait for ever.
 void check_replaceable(const std::filesystem::path& path);
 
-// Writes to a hidden sibling of `path` (of the file that it links to); commit() fsyncs it, renames it over `path` and fsyncs the folder.
-// Destroyed without commit() it leaves nothing. Errors (full disk, no permission) are ConfigErrors that name
-// the path, the bytes wanted and the bytes free.
+// Writes to a hidden sibling of `path` (of the file that it links to); commit() fsyncs it, renames it over
+// `path` and fsyncs the folder. Destroyed without commit() it leaves nothing. Errors (full disk, no
+// permission) are ConfigErrors that name the path, the bytes wanted and the bytes free.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);

@@ -11,11 +11,11 @@ struct BenchStepOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: DDP and FSDP2 over Gloo, and one process alone
   std::vector<std::string> strategies;  // of several ranks; empty: the standard ones
-  bool compiled = false;  // PyTorch with torch.compile takes part: alone, and DDP over compiled blocks
-  std::filesystem::path json;           // where the records go; empty: nowhere
-  double seconds = 60;                  // of taking turns, for each case and number of ranks
-  std::string python;                   // empty: as find_python() says
-  std::string device = "cpu";           // or "cuda": a GPU for each rank, over NCCL, for both sides
+  bool compiled = false;       // PyTorch with torch.compile takes part: alone, and DDP over compiled blocks
+  std::filesystem::path json;  // where the records go; empty: nowhere
+  double seconds = 60;         // of taking turns, for each case and number of ranks
+  std::string python;          // empty: as find_python() says
+  std::string device = "cpu";  // or "cuda": a GPU for each rank, over NCCL, for both sides
 };
 
 // "small", "medium", "communication", "compute", and "tiny", which only shows that the comparison works.

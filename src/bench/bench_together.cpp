@@ -15,29 +15,29 @@
 namespace isograd {
 namespace {
 
-struct Case {
+struct BenchCase {
   std::string name, step_case, text;
 };
 
 struct Compared {
   std::string bench;
-  std::vector<Case> cases;
+  std::vector<BenchCase> cases;
   std::vector<int> ranks;
   bool own_batches;  // of each rank; otherwise all see one
   std::function<std::vector<Side>(const std::filesystem::path& exchange, int ranks)> sides;
   std::size_t ours = 0, peers = 0;  // as SideTable's; `ours` 0: all but the last
 };
 
-std::vector<std::string> names_of(const std::vector<Case>& cases) {
+std::vector<std::string> names_of(const std::vector<BenchCase>& cases) {
   std::vector<std::string> names;
-  for (const Case& one : cases) names.push_back(one.name);
+  for (const BenchCase& one : cases) names.push_back(one.name);
   return names;
 }
 
 bool compare_sides(const Compared& compared, const BenchTogetherOptions& options,
                    nlohmann::ordered_json& records) {
   bool comparable = true;
-  for (const Case& one : compared.cases) {
+  for (const BenchCase& one : compared.cases) {
     const bool asked = std::find(options.cases.begin(), options.cases.end(), one.name) != options.cases.end();
     if (!asked && (!options.cases.empty() || one.name == "tiny")) continue;
     const StepCase& step_case = find_step_case(one.step_case);
@@ -89,20 +89,20 @@ Side alone(const std::filesystem::path& exchange) {
 }
 
 const std::string kOneBatch = "one batch for all ranks", kTiny = "to see that the comparison works";
-const std::vector<Case> kTensorCases = {{"communication", "tensor-64", kOneBatch},
-                                        {"middle", "tensor-512", kOneBatch},
-                                        {"compute", "tensor-2048", kOneBatch},
-                                        {"tiny", "tensor-tiny", kTiny}};
-const std::vector<Case> kExpertCases = {
+const std::vector<BenchCase> kTensorCases = {{"communication", "tensor-64", kOneBatch},
+                                             {"middle", "tensor-512", kOneBatch},
+                                             {"compute", "tensor-2048", kOneBatch},
+                                             {"tiny", "tensor-tiny", kTiny}};
+const std::vector<BenchCase> kExpertCases = {
     {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
     {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
     {"tiny", "expert-tiny", kTiny}};
-const std::vector<Case> kOverlapCases = {
+const std::vector<BenchCase> kOverlapCases = {
     {"shared", "expert-shared", "each rank's; beside the others an expert computes all"}};
-const std::vector<Case> kPipelineCases = {{"communication", "pipeline-64", kOneBatch},
-                                          {"middle", "pipeline-512", kOneBatch},
-                                          {"compute", "pipeline-2048", kOneBatch},
-                                          {"tiny", "pipeline-tiny", kTiny}};
+const std::vector<BenchCase> kPipelineCases = {{"communication", "pipeline-64", kOneBatch},
+                                               {"middle", "pipeline-512", kOneBatch},
+                                               {"compute", "pipeline-2048", kOneBatch},
+                                               {"tiny", "pipeline-tiny", kTiny}};
 
 }  // namespace
 

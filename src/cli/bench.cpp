@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "base/print.hpp"
 #include "bench/bench.hpp"
 #include "bench/processor.hpp"
 #include "cli/verbs.hpp"
@@ -295,7 +296,7 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
     verb.app->fallthrough();
     verb.run = [run = verb.run, level, arguments = invocation.arguments] {
       if (!level->empty()) run_as(*level, arguments);
-      fmt::print("on {}\n", this_processor().text());
+      print(stdout, fmt::format("on {}\n", printable(this_processor().text())));
       std::fflush(stdout);
       return run();
     };

@@ -108,9 +108,11 @@ TEST(Adversarial, MismatchedReceiveIsNeverDelivered) {
         error_of<std::exception>([&] { backend.barrier()->wait(); });
         return;
       }
-      EXPECT_THAT(error_of<std::exception>([&] { backend.recv(data, 0, 0)->wait(); }), HasSubstr("the ranks disagreed"));
+      EXPECT_THAT(error_of<std::exception>([&] { backend.recv(data, 0, 0)->wait(); }),
+                  HasSubstr("the ranks disagreed"));
       for (int i = 0; i < 3; ++i) {
-        EXPECT_THAT(error_of<std::exception>([&] { backend.barrier()->wait(); }), HasSubstr("the ranks disagreed"));
+        EXPECT_THAT(error_of<std::exception>([&] { backend.barrier()->wait(); }),
+                    HasSubstr("the ranks disagreed"));
       }
       EXPECT_TRUE(data[0].eq(-1).all().item<bool>());
     });
@@ -125,7 +127,8 @@ TEST(Adversarial, LostSenderHoldsUpACollective) {
     Tensors data{at::ones({10})};
     const auto begin = std::chrono::steady_clock::now();
     auto receive = backend.recv(data, 1, 0);
-    EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }), HasSubstr("rank 1 (a thread of this"));
+    EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }),
+                HasSubstr("rank 1 (a thread of this"));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, 2s) << "not by the timeout";
   });
 }
@@ -230,12 +233,15 @@ TEST(Adversarial, OutputsInWhatOthersReadAreRefused) {
     Tensors one{theirs}, inputs{part(0), part(1)}, outputs{part(1), part(2)};
     std::vector<std::int64_t> equal;
     const auto refused = HasSubstr("overlap");
-    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(theirs, whole)->wait(); }), refused);
-    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(shifted, whole)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(theirs, whole)->wait(); }),
+                refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend._reduce_scatter_base(shifted, whole)->wait(); }),
+                refused);
     EXPECT_THAT(error_of<std::exception>([&] { backend.reduce_scatter(one, lists)->wait(); }), refused);
     EXPECT_THAT(error_of<std::exception>([&] { backend._allgather_base(whole, theirs)->wait(); }), refused);
     EXPECT_THAT(error_of<std::exception>([&] { backend.allgather(lists, one)->wait(); }), refused);
-    EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall_base(whole, whole, equal, equal)->wait(); }), refused);
+    EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall_base(whole, whole, equal, equal)->wait(); }),
+                refused);
     EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall(outputs, inputs)->wait(); }), refused);
     // Its own part of the whole is nobody else's.
     at::Tensor own = part(rank);
@@ -288,7 +294,8 @@ TEST(Adversarial, FinishedReceiveIsNotDeliveredTwice) {
         receiving = true;
         await(sent);
         data[0].fill_(0);
-        EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(other)->wait(); }), HasSubstr("planted"));
+        EXPECT_THAT(error_of<std::exception>([&] { backend.allreduce(other)->wait(); }),
+                    HasSubstr("planted"));
         receive->wait();
         EXPECT_TRUE(data[0].eq(1).all().item<bool>());
         data[0].fill_(7);
@@ -305,7 +312,8 @@ TEST(Adversarial, VeryLongTimeoutsDoNotOverflow) {
         Tensors data{at::ones({3})};
         if (rank == 0) std::this_thread::sleep_for(300ms);  // long enough for the other to look at the time
         EXPECT_EQ(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }), "no error");
-        EXPECT_EQ(error_of<std::exception>([&] { backend.allreduce(data)->wait(std::chrono::milliseconds::max()); }),
+        EXPECT_EQ(error_of<std::exception>(
+                      [&] { backend.allreduce(data)->wait(std::chrono::milliseconds::max()); }),
                   "no error");
       },
       std::chrono::milliseconds::max());

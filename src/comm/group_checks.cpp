@@ -56,11 +56,10 @@ void Group::Impl::refuse(const Call& call, std::string found, std::string expect
 // A backend that lacks an operation says so in c10d's words, on every rank and before anything is sent.
 void Group::Impl::lost(const Call& call, const char* what) const {
   if (std::strstr(what, "does not support") || std::strstr(what, "does not implement")) {
-    throw MissingOperation(
-        {.where = where(call),
-         .found = what,
-         .expected = "a backend that has this operation",
-         .action = "Use another backend"});
+    throw MissingOperation({.where = where(call),
+                            .found = what,
+                            .expected = "a backend that has this operation",
+                            .action = "Use another backend"});
   }
   throw PeerError({.where = where(call),
                    .found = what,

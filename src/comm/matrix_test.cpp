@@ -1,6 +1,6 @@
 // The correctness matrix: every operation × type × size × ranks × memory × form, over the shared-memory
-// backend and over a backend that Group knows nothing about. Whole with ISOGRAD_FULL_TESTS=1; otherwise memory
-// and form take turns from 4 ranks on, and the largest size is smaller.
+// backend and over a backend that Group knows nothing about. Whole with ISOGRAD_FULL_TESTS=1; otherwise
+// memory and form take turns from 4 ranks on, and the largest size is smaller.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

@@ -27,10 +27,10 @@ Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, s
   }
 }
 
-std::vector<Epoch::Piece> Epoch::pieces(std::int64_t begin, std::int64_t end) const {
+std::vector<Epoch::Span> Epoch::pieces(std::int64_t begin, std::int64_t end) const {
   ISOGRAD_INVARIANT(0 <= begin && begin <= end && end <= num_tokens_,
                     fmt::format("[{}, {}) of {}", begin, end, num_tokens_));
-  std::vector<Piece> found;
+  std::vector<Span> found;
   if (begin == end) return found;
   const auto after = std::upper_bound(starts_.begin(), starts_.end(), begin);
   auto i = static_cast<std::size_t>(after - starts_.begin() - 1) * kStride;

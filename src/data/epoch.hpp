@@ -13,7 +13,7 @@ namespace isograd {
 class Epoch {
  public:
   // Tokens [begin, end) of a document that starts at token `start` of the epoch and is `length` long.
-  struct Piece {
+  struct Span {
     std::int64_t document, begin, end, start, length;
   };
 
@@ -23,7 +23,7 @@ class Epoch {
   std::int64_t number() const { return number_; }
   std::int64_t num_tokens() const { return num_tokens_; }
   // What lies in [begin, end), one piece a document. REQUIRES: 0 <= begin <= end <= num_tokens().
-  std::vector<Piece> pieces(std::int64_t begin, std::int64_t end) const;
+  std::vector<Span> pieces(std::int64_t begin, std::int64_t end) const;
 
  private:
   static constexpr std::int64_t kStride = 64;

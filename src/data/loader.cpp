@@ -35,7 +35,7 @@ struct Pass {
   std::vector<std::int64_t> order;  // empty: as they lie
 
   // What the i-th pack taken holds.
-  std::vector<Epoch::Piece> pack(std::int64_t i) const {
+  std::vector<Epoch::Span> pack(std::int64_t i) const {
     if (!order.empty()) i = order[static_cast<std::size_t>(i)];
     return epoch.pieces(i * pack_length, std::min((i + 1) * pack_length, epoch.num_tokens()));
   }
@@ -56,7 +56,7 @@ Counts count_targets(const Pass& pass, Range packs) {
 // The packs taken from packs.begin to packs.end, one after another, as one batch. `sample_targets`: of each
 // sample in the step, on all ranks.
 Batch make_batch(const TokenStore& store, const Pass& pass, Range packs, const Counts& sample_targets) {
-  std::vector<Epoch::Piece> fragments;
+  std::vector<Epoch::Span> fragments;
   for (std::int64_t i = packs.begin; i < packs.end; ++i) {
     const auto pieces = pass.pack(i);
     fragments.insert(fragments.end(), pieces.begin(), pieces.end());

@@ -216,7 +216,8 @@ Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
     census.targets += slot[kTargets];
     census.tokens += slot[kTokens];
     census.micro_batches += slot[kMicroBatches];
-    census.rounds = census.call_rounds = std::max(census.rounds, slot[kMicroBatches]);
+    census.global_micro_batches = census.call_micro_batches =
+        std::max(census.global_micro_batches, slot[kMicroBatches]);
     census.stop_requested |= slot[kStop] != 0;
     census.weights += number(slot[kWeightsBits]);
     census.samples += slot[kWholeSamples];

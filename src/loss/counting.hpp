@@ -11,7 +11,7 @@
 namespace isograd::counting {
 
 // What a rank writes into its slot of the counting vector; fp64 numbers as their bits.
-enum Slot : std::int64_t {
+enum CountSlot : std::int64_t {
   kTargets,
   kTokens,
   kMicroBatches,

@@ -23,8 +23,8 @@ void add(Census& total, const Census& call) {
   total.stop_requested |= call.stop_requested;
   add(total.targets_by_rank, call.targets_by_rank);
   total.rank = call.rank;
-  total.rounds += call.rounds;
-  total.call_rounds = call.call_rounds;
+  total.global_micro_batches += call.global_micro_batches;
+  total.call_micro_batches = call.call_micro_batches;
   total.weights += call.weights;
   total.samples += call.samples;
   total.silent += call.silent;

@@ -94,8 +94,8 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
       const MicroBatches own(static_cast<std::size_t>(world.rank == call - 1 ? 2 : 1),
                              batch_of({{call, 2, 2}}));
       const Census census = mean.count(own, world.group, false);
-      EXPECT_EQ(census.call_rounds, 2);
-      EXPECT_EQ(census.rounds, 2 * call);
+      EXPECT_EQ(census.call_micro_batches, 2);
+      EXPECT_EQ(census.global_micro_batches, 2 * call);
       EXPECT_EQ(census.targets, 8 * call);
     }
     // What an evaluation divides by knows nothing of the step that is under way, and leaves it alone.

@@ -212,7 +212,7 @@ Denominator Normalizer::denominator(const Census& census) const {
   result.weights = mine(weights);
   result.samples = mine(samples);
   result.tokens = static_cast<double>(census.tokens);
-  result.micro_batches = static_cast<double>(census.rounds);
+  result.micro_batches = static_cast<double>(census.global_micro_batches);
   result.sample_sizes = census.sample_sizes;
   if (replicas > 1) result.over = fmt::format("data but dp_replicate, then a mean of {} replicas", replicas);
   const auto choose = [&](const char* of, const std::vector<double>& values) {

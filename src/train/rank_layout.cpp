@@ -50,7 +50,7 @@ Roles roles_of(const PlannedBucket& bucket, const Grid& grid, int rank) {
 LaidBucket lay_out_bucket(PlannedBucket planned, const Roles& roles, int rank) {
   LaidBucket result;
   for (const auto& [other, role] : roles) {
-    const Share share = role.share(planned.plan.numel, planned.in_shards);
+    const HeldRanges share = role.held_ranges(planned.plan.numel, planned.in_shards);
     if (other == rank) result.held = share.held, result.sharded = share.sharded;
     if (share.owned.size() > 0) result.owners.push_back({other, share.owned});
   }

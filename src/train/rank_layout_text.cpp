@@ -120,16 +120,16 @@ std::string cuts_text(const Placement& placement) {
 
 // What a rank has its part of along the sharded axes.
 std::string in_shards(const RunLayout& run) {
-  const bool one_copy = run.plan.share_parameters;
+  const bool parameters_shared = run.plan.share_parameters;
   std::vector<std::string> what;
   const auto any = [&](bool PlannedBucket::*part) {
     return std::any_of(run.layout.buckets.begin(), run.layout.buckets.end(),
                        [&](const LaidBucket& bucket) { return bucket.planned.*part; });
   };
-  if (!one_copy && any(&PlannedBucket::parameters_in_shards)) what.push_back("parameters");
+  if (!parameters_shared && any(&PlannedBucket::parameters_in_shards)) what.push_back("parameters");
   if (any(&PlannedBucket::gradients_in_shards)) what.push_back("gradients");
   what.push_back("states");
-  return fmt::format("{}shards: {}", one_copy ? "one copy, " : "", fmt::join(what, ", "));
+  return fmt::format("{}shards: {}", parameters_shared ? "one copy, " : "", fmt::join(what, ", "));
 }
 
 std::string mesh_text(const RunLayout& run) {

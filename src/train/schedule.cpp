@@ -9,7 +9,7 @@
 namespace isograd {
 
 void StepWork::run(const MicroBatchSchedule& schedule) {
-  shares_ = std::vector<Share>(size() * parts_), left_ = size() * parts_;
+  shares_ = std::vector<PendingLoss>(size() * parts_), left_ = size() * parts_;
   try {
     schedule(*this);
     check(left_ == 0, left_, "a forward and a backward of each micro-batch");
@@ -22,10 +22,10 @@ void StepWork::run(const MicroBatchSchedule& schedule) {
 // A rank with several stages has none of them for its turn outside of a step, and says so
 // (Pipeline::stage()).
 void StepWork::look() {
-  shares_ = std::vector<Share>(size());
+  shares_ = std::vector<PendingLoss>(size());
   for (std::size_t i = 0; i < size(); ++i) {
     forward(i);
-    log(share_of(i, 0));
+    log(pending_loss(i, 0));
   }
 }
 
@@ -49,7 +49,7 @@ void StepWork::backward_inputs(std::size_t i, std::size_t part) {
   if (dynamic_cast<const FullySharded*>(&layout_))
     refuse_halves("parameters of ZeRO-3, whose units gather them for both halves at once",
                   "parameters that are whole between a step's forwards and backwards");
-  Share& own = share_of(i, part);
+  PendingLoss& own = pending_loss(i, part);
   check(own.value.defined() && !own.weights, i, "forward(i) before backward_inputs(i), each once");
   own.weights.emplace();
   // As in backward(): a constant has nothing to differentiate, but for an error to be seen.
@@ -60,7 +60,7 @@ void StepWork::backward_inputs(std::size_t i, std::size_t part) {
 }
 
 void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {
-  Share& own = share_of(i, part);
+  PendingLoss& own = pending_loss(i, part);
   check(own.weights.has_value(), i, "backward_inputs(i) before backward_weights(i), each once");
   begin_gradients(i, last);
   own.weights->run();

@@ -25,21 +25,22 @@ void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even)
   census_ = mean_.count(batches_, counting, stop_requested);
   census_.stop_requested = agree_with_peers(batches_, census_.stop_requested, layout_.mesh());
   denominator_ = mean_.denominator(census_);
-  if (even || layout_.takes_every_round())
-    batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_rounds)), empty_batch());
+  if (even || layout_.needs_even_micro_batches())
+    batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_micro_batches)),
+                    empty_batch());
   while (batches_.size() % micro_batches_of_ != 0) batches_.push_back(empty_batch());
 }
 
 // (2) The one division: this micro-batch's share of the global loss.
 void StepWork::forward(std::size_t i, std::size_t part) {
-  Share& share = share_of(i, part);
+  PendingLoss& share = pending_loss(i, part);
   share.terms = forward_(mean_.prepare(batches_[i], denominator_));
   share.value = mean_.scale(share.terms, denominator_);
 }
 
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
 void StepWork::backward(std::size_t i, bool last, std::size_t part) {
-  Share& own = share_of(i, part);
+  PendingLoss& own = pending_loss(i, part);
   check(own.value.defined() && !own.weights, i, "forward(i) before backward(i), each once");
   begin_gradients(i, last);
   // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
@@ -53,8 +54,8 @@ void StepWork::begin_gradients(std::size_t i, bool last) {
   layout_.begin_backward(last && !mean_.deferred());
 }
 
-void StepWork::log(Share& kept) {
-  const Share share = std::exchange(kept, {});
+void StepWork::log(PendingLoss& kept) {
+  const PendingLoss share = std::exchange(kept, {});
   ledger_.add(share.terms, share.value.item<double>(), denominator_, census_);
 }
 

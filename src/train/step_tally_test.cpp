@@ -21,8 +21,7 @@ Counted counted(int size, bool with_tally) {
     toy::Model model;
     std::vector<double> counts = {0, 0};
     const auto optimizer = sgd({.learning_rate = 0});
-    const auto layout =
-        bucketed(trainable_parameters(model.named()), world.group, {.bucket_bytes = 300});
+    const auto layout = bucketed(trainable_parameters(model.named()), world.group, {.bucket_bytes = 300});
     TokenMean mean;
     StepOptions options;
     if (with_tally) options.tally = [&] { return std::exchange(counts, {0, 0}); };

@@ -332,7 +332,7 @@ TEST(Step, DeferredMakesAsManyForwardsAsItsCallsHaveRounds) {
         const StepReport report = step.finish();
         const std::size_t rounds = stage == 2 || even ? 4 : own.size();
         EXPECT_EQ(forwards, kCalls * rounds) << "stage " << stage << ", even " << even;
-        EXPECT_EQ(report.census.rounds, 4 * kCalls);
+        EXPECT_EQ(report.census.global_micro_batches, 4 * kCalls);
         EXPECT_NEAR(report.loss, toy::reference(toy::Model(), batches).loss, 1e-12);
       });
 }

@@ -39,14 +39,14 @@ class StepWork : public MicroBatchWork {
   void look();  // each forward, logged, and no backward
 
  private:
-  struct Share {  // of the global loss, between a forward and its backward
+  struct PendingLoss {  // of the global loss, between a forward and its backward
     LossTerms terms{};
     at::Tensor value{};
     std::optional<WeightsBackward> weights{};  // between the halves of a backward
   };
-  Share& share_of(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
+  PendingLoss& pending_loss(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
   void begin_gradients(std::size_t i, bool last);
-  void log(Share& share);
+  void log(PendingLoss& share);
   void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
 
   const ForwardLossTerms& forward_;
@@ -54,8 +54,8 @@ class StepWork : public MicroBatchWork {
   Normalizer& mean_;
   MicroBatches batches_{};
   std::size_t parts_, micro_batches_of_;
-  std::vector<Share> shares_{};  // by part and micro-batch
-  std::size_t left_ = 0;         // backwards to come
+  std::vector<PendingLoss> shares_{};  // by part and micro-batch
+  std::size_t left_ = 0;               // backwards to come
   Census census_{};
   Denominator denominator_{};
   TermLedger ledger_{};  // knows what is the whole on every rank

@@ -11,10 +11,10 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
+#include "train/cut_batches.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
 #include "train/memory.hpp"
-#include "train/parts.hpp"
 #include "train/peers.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_layout.hpp"
@@ -60,7 +60,7 @@ struct Trainer::Impl {
   std::shared_ptr<TaskModel> model{};
   std::optional<ModelUnits> units{};
   std::optional<Mesh> mesh{};
-  std::optional<RunParts> parts{};
+  std::optional<CutBatches> parts{};
   std::optional<Layout> placed{};  // where ranks hold the model together (held_together())
   std::int64_t parameters = 0;     // of the whole model
   std::string where_all_lies{};    // of rank 0, for people
@@ -205,7 +205,8 @@ struct Trainer::Impl {
       const StepReport report = step(own, StopSignals::requested() || trouble);
       if (report.updated) model->after_update(report.tally, *layout);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
-      if (memory) memory->after_step(*layout, *optimizer, plan().share_parameters, report.census.rounds);
+      if (memory)
+        memory->after_step(*layout, *optimizer, plan().share_parameters, report.census.global_micro_batches);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
       if (!report.finite) outcome.not_finite = first_told(world.group, model->take_not_finite());
       if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
@@ -241,7 +242,7 @@ struct Trainer::Impl {
 
   void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
     tokens_seen += report.census.tokens;
-    rounds = report.census.rounds;
+    rounds = report.census.global_micro_batches;
     step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
     outcome.exposed = exposed_seconds / step_seconds;
     outcome.loss = report.loss;

@@ -7,8 +7,8 @@
 #include <set>
 
 #include "isograd/error.hpp"
-#include "verify/case.hpp"
 #include "verify/compare.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {
@@ -68,7 +68,7 @@ bool terms_meet(const StepDump& found, const StepDump& expected) {
 }
 
 // Grades, from a case whose parameters are compared already.
-void judge(LayoutVerdict& layout, const StepDump& expected, const Case& one, bool with_alone,
+void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& one, bool with_alone,
            const std::string& precision) {
   const Allowance& allowance = one.allowance();
   grade(layout, expected.figures, precision, allowance.exact, allowance.bounds, one.scale());
@@ -190,7 +190,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
   if (names_of(alone) != names_of(expected)) refuse("other parameters than in " + names.expected);
   const auto findings = diagnose({.found = alone, .expected = expected});
   if (!findings.empty()) refuse("no right step of one process: " + findings[0].sentence);
-  if (!Case({.found = alone, .expected = expected}, {}, RunAgain()).same())
+  if (!ComparedStep({.found = alone, .expected = expected}, {}, RunAgain()).same())
     refuse("a gradient that is further from that of " + names.expected + " than rounding explains");
 }
 
@@ -251,14 +251,14 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     }
   }
   const RunAgain again = again_from_shares(pair.expected);
-  const Case one(pair, {}, again);
+  const ComparedStep one(pair, {}, again);
 
   LayoutVerdict layout;
   layout.name = names.found;
   layout.exact = layout.rounded = pair.found.figures;
   const bool names_agree =
       names_of(pair.found) == names_of(expected) && one.parameters().size() == expected.gradients.size();
-  for (const Case::Parameter& compared : one.parameters()) {
+  for (const ComparedStep::Parameter& compared : one.parameters()) {
     ParameterVerdict parameter;
     parameter.name = compared.name;
     parameter.elements = compared.expected.numel();

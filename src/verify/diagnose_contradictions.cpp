@@ -6,7 +6,7 @@
 #include <cmath>
 #include <map>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {
@@ -51,14 +51,14 @@ struct Update {
 };
 
 // Those with the largest gradients for their number of elements come first: their ratios are known best.
-std::vector<Update> updates_in(const Case& one, bool of_found, double coefficient) {
+std::vector<Update> updates_in(const ComparedStep& one, bool of_found, double coefficient) {
   const StepDump& dump = of_found ? one.found() : one.expected();
   std::map<std::string, at::Tensor> applied;
   for (const auto& [name, tensor] : dump.applied) applied[name] = tensor;
   std::vector<Update> updates;
   double elements = 0;
   std::vector<double> norms, taken;
-  for (const Case::Parameter& parameter : one.parameters()) {
+  for (const ComparedStep::Parameter& parameter : one.parameters()) {
     const auto own = applied.find(parameter.name);
     if (own == applied.end() || own->second.sizes() != parameter.expected.sizes()) continue;
     Update update{.name = parameter.name,
@@ -121,8 +121,8 @@ double own_tolerance(const StepDump& dump) {
 }
 
 // The shares of `dump`, by the parameters of both sides, against the gradient that they are parts of.
-std::vector<Finding> diagnose_shares(const Case& one, const StepDump& dump, const char* side, bool of_found,
-                                     std::vector<std::string>* notices) {
+std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& dump, const char* side,
+                                     bool of_found, std::vector<std::string>* notices) {
   if (dump.shares.empty()) return {};
   std::size_t missing = 0;
   for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
@@ -146,7 +146,7 @@ std::vector<Finding> diagnose_shares(const Case& one, const StepDump& dump, cons
       for (const auto& [name, tensor] : share) parts[name].push_back(tensor.to(at::kDouble));
   std::vector<std::string> others, blurred;
   double worst = 0;
-  for (const Case::Parameter& parameter : one.parameters()) {
+  for (const ComparedStep::Parameter& parameter : one.parameters()) {
     at::Tensor left = -(of_found ? parameter.found : parameter.expected);
     std::vector<double> sizes = {parameter.scale};
     for (const at::Tensor& part : parts[parameter.name]) {
@@ -212,7 +212,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
 // where both dumps say what was taken away they are compared with each other, and only what neither of the
 // two can make is held against one of them. Where the other says nothing of it, it has to be the format's
 // update of plain SGD: the coefficient times the gradient.
-OwnUpdate diagnose_own_update(const Case& one, bool of_found, std::vector<std::string>* notices) {
+OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices) {
   const StepDump &dump = of_found ? one.found() : one.expected(),
                  &other = of_found ? one.expected() : one.found();
   OwnUpdate result;
@@ -306,12 +306,12 @@ OwnUpdate diagnose_own_update(const Case& one, bool of_found, std::vector<std::s
   return result;
 }
 
-double norm_to_expect(const Case& one, double limit) {
+double norm_to_expect(const ComparedStep& one, double limit) {
   const double recorded = one.expected().figures.norm, own = norm_recorded_for(one.expected());
   return close_together(recorded, own, limit) ? recorded : norm_of(one.right().gradient);  // not for NaN
 }
 
-std::vector<Finding> diagnose_contradictions(const Case& one, double limit,
+std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices) {
   std::vector<Finding> findings;
   const auto add = [&](std::vector<Finding> more) {

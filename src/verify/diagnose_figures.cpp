@@ -5,13 +5,13 @@
 #include <cmath>
 #include <map>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {
 
 // What was recorded and is not finite: nobody could act on it.
-std::vector<Finding> diagnose_not_finite(const Case& one) {
+std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
   std::vector<std::string> broken;
   for (const auto& [side, dump] : {std::pair{"", &one.found()}, {" of the reference", &one.expected()}}) {
     std::vector<std::string> keys = dump->not_numbers;
@@ -45,7 +45,7 @@ constexpr double kUnitsOfCancelled = 16;
 
 // By how much terms, and a loss that is made of them, may be off whatever their own size: beside a larger
 // term the rounding of its sums shows in one that is nearly zero.
-double floor_of_terms(const Case& one) {
+double floor_of_terms(const ComparedStep& one) {
   constexpr double kExact = 1e-12;
   const double of_largest =
       one.allowance().exact ? kExact : std::min(one.limit(), kUnitsOfCancelled * one.allowance().bounds.unit);
@@ -56,14 +56,14 @@ double floor_of_terms(const Case& one) {
 
 // Within what rounding may do to a loss. Of one that cancels, without its terms, that is known for numbers of
 // size 1 alone: where both sides are nothing beside them.
-bool same_loss(const Case& one, double found, double expected) {
+bool same_loss(const ComparedStep& one, double found, double expected) {
   if (close_together(found, expected, tolerance(one))) return true;
   if (!one.expected().terms.empty()) return std::abs(found - expected) <= floor_of_terms(one);
   const double unit = one.allowance().exact ? 0x1p-53 : one.allowance().bounds.unit;
   return std::max(std::abs(found), std::abs(expected)) < kUnitsOfCancelled * unit;
 }
 
-std::vector<Finding> diagnose_loss(const Case& one) {
+std::vector<Finding> diagnose_loss(const ComparedStep& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   const auto terms = other_terms(one);
   const bool recorded = !std::isnan(expected) && !std::isnan(found);
@@ -86,7 +86,7 @@ std::vector<Finding> diagnose_loss(const Case& one) {
 // right, whatever it is made of: weight decay belongs to it. Where the reference does not say, it is the
 // run's own gradient, whose rounding it shares, times the coefficient; NaN: that is not known. `unbelieved`:
 // where the reference contradicts itself.
-std::vector<std::string> applied_otherwise(const Case& one, double coefficient, double limit,
+std::vector<std::string> applied_otherwise(const ComparedStep& one, double coefficient, double limit,
                                            const std::vector<std::string>& unbelieved) {
   std::map<std::string, at::Tensor> references;
   Tensors taken;
@@ -114,7 +114,7 @@ std::vector<std::string> applied_otherwise(const Case& one, double coefficient, 
 }
 
 // How the gradient was applied.
-std::vector<Finding> diagnose_clip(const Case& one, const std::vector<std::string>& unbelieved) {
+std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<std::string>& unbelieved) {
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one);
   // Where the reference has none: what the run itself says it did.
@@ -202,7 +202,7 @@ std::vector<Finding> diagnose_clip(const Case& one, const std::vector<std::strin
   return {};
 }
 
-std::vector<Finding> diagnose_traffic(const Case& one) {
+std::vector<Finding> diagnose_traffic(const ComparedStep& one) {
   if (one.expected().ranks.empty() || one.found().ranks.empty()) return {};
   const double found = one.found().ranks[0].bytes_moved, expected = one.expected().ranks[0].bytes_moved;
   if (std::isnan(found) || !(expected > 0)) return {};  // one process moves nothing, and asks for nothing
@@ -211,17 +211,18 @@ std::vector<Finding> diagnose_traffic(const Case& one) {
   if (std::abs(found - expected) <= rounding) return {};
   constexpr double kSame = 1e-3;
   const double ratio = found / expected;
-  const bool rounds = one.rounds() > 1 && close_together(ratio, one.rounds(), kSame);
-  return {{rounds ? "reduced_every_micro_batch" : "traffic_differs",
-           fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.6g}{})", found,
-                       expected, ratio,
-                       rounds ? fmt::format(": {} micro-batches, each reduced", one.rounds()) : ""),
-           {}}};
+  const bool rounds = one.most_micro_batches() > 1 && close_together(ratio, one.most_micro_batches(), kSame);
+  return {
+      {rounds ? "reduced_every_micro_batch" : "traffic_differs",
+       fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.6g}{})", found,
+                   expected, ratio,
+                   rounds ? fmt::format(": {} micro-batches, each reduced", one.most_micro_batches()) : ""),
+       {}}};
 }
 
 }  // namespace
 
-std::vector<std::string> other_terms(const Case& one) {
+std::vector<std::string> other_terms(const ComparedStep& one) {
   const double least = floor_of_terms(one);
   std::vector<std::string> others;
   for (const auto& [name, expected] : one.expected().terms)
@@ -234,11 +235,11 @@ std::vector<std::string> other_terms(const Case& one) {
 }
 
 // Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
-double tolerance(const Case& one) {
+double tolerance(const ComparedStep& one) {
   return std::max(one.limit(), 1e-9);
 }
 
-std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices) {
+std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices) {
   std::vector<Finding> findings = diagnose_not_finite(one);
   if (!findings.empty()) return findings;  // nothing was updated
   findings = diagnose_loss(one);

@@ -11,14 +11,14 @@
 namespace isograd {
 namespace {
 
-double ratio_in(const Case& one, const std::string& name) {
+double ratio_in(const ComparedStep& one, const std::string& name) {
   for (const auto& parameter : one.parameters())
     if (parameter.name == name) return parameter.comparison.ratio;
   return NAN;
 }
 
 // The one ratio of all the named parameters, if there is one and it is not 1.
-std::optional<double> scale_of(Case& one, const std::vector<std::string>& names) {
+std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>& names) {
   Tensors errors, direction;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
@@ -37,7 +37,7 @@ std::optional<double> scale_of(Case& one, const std::vector<std::string>& names)
 
 // The type of 16 bits that all elements of the gradient found are numbers of, if its run is in a finer one
 // and that is all that is wrong with it.
-const char* coarser_type(const Case& one) {
+const char* coarser_type(const ComparedStep& one) {
   if (one.found().precision == "bf16" || one.found().precision == "fp16") return nullptr;
   Tensors found, expected, errors;
   bool bf16 = true, fp16 = true;
@@ -55,13 +55,13 @@ const char* coarser_type(const Case& one) {
 }
 
 // The ratio, whichever way round: a whole number where it is one but for rounding.
-double factor_of(const Case& one, double ratio) {
+double factor_of(const ComparedStep& one, double ratio) {
   const double factor = std::max(ratio, 1 / ratio), whole = std::round(factor);
   return std::abs(factor - whole) <= std::max(one.limit(), 1e-6) * factor ? whole : factor;
 }
 
 // What in the run has that size.
-std::string hints_of(const Case& one, double ratio, bool all) {
+std::string hints_of(const ComparedStep& one, double ratio, bool all) {
   const double near = std::max(one.limit(), 1e-6);
   for (const auto& [name, value] : one.found().scales)
     if (value != 0 && std::abs(ratio - value) <= near * std::abs(value)) return ": " + name;
@@ -77,7 +77,7 @@ std::string hints_of(const Case& one, double ratio, bool all) {
 }
 
 // Where these are the parameters that are cut along one axis, and all of them: that axis.
-std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>& names) {
+std::optional<Axis> axis_of_cut(const ComparedStep& one, const std::vector<std::string>& names) {
   const auto& cut = one.found().cut;
   const auto along = std::find_if(cut.begin(), cut.end(), [&](const auto& each) {
     return std::find(names.begin(), names.end(), each.name) != names.end();
@@ -94,7 +94,7 @@ std::optional<Axis> axis_of_cut(const Case& one, const std::vector<std::string>&
 }
 
 // A few parameters have one ratio.
-Finding some_scaled(const Case& one, const std::vector<std::string>& names, double ratio) {
+Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
   const double factor = factor_of(one, ratio);
   const std::string which = subject(one, names);
@@ -116,7 +116,7 @@ Finding some_scaled(const Case& one, const std::vector<std::string>& names, doub
 // A term of the loss that is off by a factor, and nothing but what it reaches; by that factor alone, if one
 // is given. Whether a term is multiplied, or made otherwise, its value does not tell: a factor is believed
 // that is a size of the run or a whole number.
-std::optional<Finding> diagnose_term(const Case& one, const std::vector<std::string>& names,
+std::optional<Finding> diagnose_term(const ComparedStep& one, const std::vector<std::string>& names,
                                      std::optional<double> factor_of_all = {}) {
   if (subject(one, names) == "all parameters" || one.expected().terms.size() < 2) return std::nullopt;
   for (const auto& [name, expected] : one.expected().terms)
@@ -149,7 +149,7 @@ std::optional<Finding> diagnose_term(const Case& one, const std::vector<std::str
 }
 
 // What is worth running, in this order, as long as several causes fit.
-std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fitting) {
+std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>& fitting) {
   using Counts = Experiment::Counts;
   std::vector<Experiment> all = {{.counts = Counts::kUneven},
                                  {.one_micro_batch = true},
@@ -177,7 +177,7 @@ std::vector<Experiment> trials(const Case& one, const std::vector<Cause>& fittin
 
 }  // namespace
 
-std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
+std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again) {
   std::vector<std::string> names = one.off();
   Finding finding;
   if (!one.finite()) {
@@ -218,7 +218,7 @@ std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again) {
     if (tested && same_ids(fitting) && !(setting.only_axis >= 0 && fitting.size() > 1)) continue;
     auto pair = again(setting);
     if (!pair) continue;
-    Case other(std::move(*pair), setting, again);
+    ComparedStep other(std::move(*pair), setting, again);
     std::vector<Cause> still;
     std::string dropped;
     for (auto& cause : fitting) {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {
@@ -24,7 +24,7 @@ struct Norms {
 
 // By rank, the norm of what is owned by the ranks at its place along `axis`; nothing where the axes do not
 // say which these are.
-std::vector<double> norms_without(const Case& one, const Norms& norms, const std::string& axis) {
+std::vector<double> norms_without(const ComparedStep& one, const Norms& norms, const std::string& axis) {
   const Grid& grid = one.grid();
   if (grid.ranks() != static_cast<int>(norms.owned.size())) return {};
   const AxisSet others = without(grid.names(), one.axis_set(axis));
@@ -41,7 +41,7 @@ std::vector<double> norms_without(const Case& one, const Norms& norms, const std
 }
 
 // The axis over which squares were not summed, in words, where each rank has the norm of the others' sums.
-std::optional<std::string> not_summed_over(const Case& one, const Norms& norms, double limit) {
+std::optional<std::string> not_summed_over(const ComparedStep& one, const Norms& norms, double limit) {
   const auto have = [&](const std::vector<double>& own) {
     return own.size() == norms.found.size() &&
            std::equal(own.begin(), own.end(), norms.found.begin(),
@@ -57,7 +57,8 @@ std::optional<std::string> not_summed_over(const Case& one, const Norms& norms, 
 }
 
 // Likewise where the norm is the mean of those.
-std::optional<std::string> averaged_over(const Case& one, const Norms& norms, double found, double limit) {
+std::optional<std::string> averaged_over(const ComparedStep& one, const Norms& norms, double found,
+                                         double limit) {
   const auto is_mean_of = [&](const std::vector<double>& parts) {
     double sum = 0;
     for (const double part : parts) sum += part;
@@ -73,7 +74,7 @@ std::optional<std::string> averaged_over(const Case& one, const Norms& norms, do
 
 }  // namespace
 
-std::vector<Finding> diagnose_norm(const Case& one) {
+std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   const double limit = tolerance(one);
   const double expected = norm_to_expect(one, limit);
   const Norms norms(one.found());

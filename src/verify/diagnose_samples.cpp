@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 

@@ -5,13 +5,13 @@
 #include <map>
 #include <set>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {
 
 // Documents to change: the first and the last of all, and the ends of the middle.
-std::vector<std::int64_t> candidates(const Case& one) {
+std::vector<std::int64_t> candidates(const ComparedStep& one) {
   const auto& all = one.expected().samples;
   const std::set<std::int64_t> ids(all.begin(), all.end());
   const std::vector<std::int64_t> sorted(ids.begin(), ids.end());
@@ -42,7 +42,7 @@ std::pair<std::string, double> change(const StepDump::Named& before, const StepD
 
 }  // namespace
 
-std::optional<Finding> diagnose_leak(const Case& one, const RunAgain& again) {
+std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& again) {
   for (const std::int64_t document : candidates(one)) {
     Experiment setting{.muted_document = document};
     const auto before = again(setting);
@@ -62,15 +62,16 @@ std::optional<Finding> diagnose_leak(const Case& one, const RunAgain& again) {
   return std::nullopt;
 }
 
-std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& again,
+std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAgain& again,
                                             const std::string& subject, std::vector<std::string>& evidence) {
   struct Removal {
     Experiment setting;
     std::string without;
   };
   std::vector<Removal> removals;
-  if (one.rounds() > 1)
-    removals.push_back({{.one_micro_batch = true}, fmt::format("accumulation ({})", one.rounds())});
+  if (one.most_micro_batches() > 1)
+    removals.push_back(
+        {{.one_micro_batch = true}, fmt::format("accumulation ({})", one.most_micro_batches())});
   const auto& axes = one.found().axes;
   for (std::size_t i = 0; axes.size() > 1 && i < axes.size(); ++i) {
     std::string others;
@@ -83,7 +84,7 @@ std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& aga
   for (const Removal& removal : removals) {
     auto pair = again(removal.setting);
     if (!pair) continue;
-    const Case other(std::move(*pair), removal.setting, again);
+    const ComparedStep other(std::move(*pair), removal.setting, again);
     const bool right = other.same() && other.finite();
     evidence.push_back(fmt::format(
         "{}: {}", text_of(one, removal.setting),

@@ -7,7 +7,7 @@ namespace isograd {
 namespace {
 
 // Copies on ranks that see the same batch, each of which has its own part of the gradient.
-std::optional<Finding> diagnose_peers(const Case& one, const std::vector<std::string>& names) {
+std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector<std::string>& names) {
   std::string axes;
   for (const auto& parameter : one.parameters()) {
     if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
@@ -30,7 +30,7 @@ std::optional<Finding> diagnose_peers(const Case& one, const std::vector<std::st
 
 }  // namespace
 
-std::optional<Finding> diagnose_unsummed(Case& one) {
+std::optional<Finding> diagnose_unsummed(ComparedStep& one) {
   const std::vector<std::string> names = one.off();
   if (names.empty() || !one.finite()) return std::nullopt;
   if (auto peers = diagnose_peers(one, names)) return peers;

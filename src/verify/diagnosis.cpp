@@ -7,7 +7,7 @@
 #include <map>
 #include <set>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 
@@ -57,7 +57,7 @@ bool same_bits(const StepDump& a, const StepDump& b, std::vector<std::string>& d
   return differing.empty();
 }
 
-std::vector<Finding> diagnose_repeat(const Case& one, const RunAgain& again) {
+std::vector<Finding> diagnose_repeat(const ComparedStep& one, const RunAgain& again) {
   if (!again) return {};
   const auto repeated = again(Experiment{});
   if (!repeated) return {};
@@ -71,7 +71,7 @@ std::vector<Finding> diagnose_repeat(const Case& one, const RunAgain& again) {
 }
 
 // `again` is asked of the run; nothing can be asked of the reference, whose `side` is " of the reference".
-std::vector<Finding> diagnose_replicas(const Case& one, const StepDump& dump, const char* side,
+std::vector<Finding> diagnose_replicas(const ComparedStep& one, const StepDump& dump, const char* side,
                                        const RunAgain& again) {
   const auto& ranks = dump.ranks;
   if (ranks.empty()) return {};
@@ -117,12 +117,12 @@ std::vector<Finding> diagnose_replicas(const Case& one, const StepDump& dump, co
 }
 
 // Whether what is wrong goes away in other circumstances; they were chosen because they take one cause away.
-std::vector<Finding> diagnose_without(const Case& one, const RunAgain& again) {
+std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& again) {
   if (!again || (one.same() && one.finite_loss())) return {};
   const auto vanishes = [&](const Experiment& setting) -> std::optional<Finding> {
     auto pair = again(setting);
     if (!pair) return std::nullopt;
-    const Case other(std::move(*pair), setting, again);
+    const ComparedStep other(std::move(*pair), setting, again);
     if (!other.same() || !other.finite() || !other.finite_loss() ||
         !diagnose_samples(other.found(), other.expected()).empty())
       return std::nullopt;
@@ -156,7 +156,7 @@ std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again,
   const Experiment setting{.without_resume = true};
   auto other = again(setting);
   if (!other || !diagnose_samples(other->found, other->expected).empty()) return {};
-  const Case uninterrupted(std::move(*other), setting, again);
+  const ComparedStep uninterrupted(std::move(*other), setting, again);
   if (!uninterrupted.same()) return {};
   return {{"resume_changes_step",
            fmt::format("the resumed step is another one ({}): the loss jumps from {:.9g} to {:.9g}", how,
@@ -181,7 +181,7 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::v
     return findings;
   }
   if (ended_by(diagnose_start(pair.found, pair.expected))) return findings;
-  Case one(pair, {}, again);
+  ComparedStep one(pair, {}, again);
   const bool nothing =
       std::all_of(one.parameters().begin(), one.parameters().end(),
                   [](const auto& parameter) { return parameter.expected.eq(0).all().template item<bool>(); });

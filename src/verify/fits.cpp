@@ -14,13 +14,13 @@ constexpr double kNothing = 1e-6;  // of a weight
 
 }  // namespace
 
-std::vector<std::string> all_names(const Case& one) {
+std::vector<std::string> all_names(const ComparedStep& one) {
   std::vector<std::string> names;
   for (const auto& parameter : one.parameters()) names.push_back(parameter.name);
   return names;
 }
 
-bool logs_as(const Cause& cause, const Case& one) {
+bool logs_as(const Cause& cause, const ComparedStep& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   if (cause.loss == Cause::Loss::kAny || std::isnan(found) || std::isnan(expected) || expected == 0)
     return true;
@@ -29,13 +29,13 @@ bool logs_as(const Cause& cause, const Case& one) {
   return cause.loss == Cause::Loss::kNotScaled ? !is || wanted == 1 : is;
 }
 
-std::optional<bool> explains(Case& one, const Cause& cause, const std::vector<std::string>& names) {
+std::optional<bool> explains(ComparedStep& one, const Cause& cause, const std::vector<std::string>& names) {
   const auto prediction = prediction_of(one, cause, names);
   if (!prediction) return std::nullopt;
   return one.is(*prediction) && logs_as(cause, one);
 }
 
-std::string subject(const Case& one, const std::vector<std::string>& names) {
+std::string subject(const ComparedStep& one, const std::vector<std::string>& names) {
   if (names.size() == one.parameters().size()) return "all parameters";
   std::size_t silent = 0;
   for (std::size_t i = 0; i < one.parameters().size(); ++i)
@@ -50,7 +50,7 @@ bool nearer_to_other_weights(const Fitted& fitted, double ratio) {
   return *most - *least > std::abs(ratio - 1);
 }
 
-bool multiples(const Case& one, const std::vector<std::string>& names) {
+bool multiples(const ComparedStep& one, const std::vector<std::string>& names) {
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
     if (one.shows(i) && std::find(names.begin(), names.end(), parameter.name) != names.end() &&
@@ -64,7 +64,7 @@ bool same_ids(const std::vector<Cause>& causes) {
   return std::all_of(causes.begin(), causes.end(), [&](const Cause& c) { return c.id == causes[0].id; });
 }
 
-std::string numbers_of(const Case& one, const std::vector<std::string>& names) {
+std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& names) {
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
@@ -92,7 +92,7 @@ std::string would_tell(const std::vector<Cause>& fitting) {
   return fmt::format("to tell: the same with {}", fmt::join(ways, ", or with "));
 }
 
-std::optional<Fitted> fit_weights(Case& one, const std::vector<std::string>& names) {
+std::optional<Fitted> fit_weights(ComparedStep& one, const std::vector<std::string>& names) {
   if (!one.find_parts()) return std::nullopt;
   Tensors columns(one.cells().size()), wanted;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
@@ -119,7 +119,7 @@ std::optional<Fitted> fit_weights(Case& one, const std::vector<std::string>& nam
   return fitted;
 }
 
-std::string text_of(const Case& one, const Fitted& fitted) {
+std::string text_of(const ComparedStep& one, const Fitted& fitted) {
   std::string text;
   for (int rank = 0; rank < one.ranks(); ++rank) {
     std::vector<std::string> own;  // one where all of a rank's micro-batches have the same
@@ -137,7 +137,7 @@ std::string text_of(const Case& one, const Fitted& fitted) {
 
 // Parts that are cut to one length before they are added up: the weight of a long one is the limit over its
 // norm, and the same limit for all of them; the others keep theirs.
-std::optional<Finding> diagnose_clipped_parts(Case& one, const std::vector<std::string>& names,
+std::optional<Finding> diagnose_clipped_parts(ComparedStep& one, const std::vector<std::string>& names,
                                               const Fitted& fitted) {
   // By rank where all micro-batches of a rank have one weight, else by micro-batch.
   const double near = std::max(one.limit(), 1e-6);
@@ -192,7 +192,7 @@ std::optional<Finding> diagnose_clipped_parts(Case& one, const std::vector<std::
 }
 
 // Parts that are not in the sum at all, where the others are as they should be.
-std::optional<Finding> diagnose_missing_parts(const Case& one, const std::vector<std::string>& names,
+std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std::vector<std::string>& names,
                                               const Fitted& fitted) {
   const double near = std::max(one.limit(), kNothing);
   std::map<int, std::vector<int>> missing;  // micro-batches by rank
@@ -229,7 +229,7 @@ constexpr double kTold = 1.0 / 32, kLeans = 1.0 / 8;
 
 }  // namespace
 
-void prefer_nearest(Case& one, std::vector<Cause>& fitting, const std::vector<std::string>& names) {
+void prefer_nearest(ComparedStep& one, std::vector<Cause>& fitting, const std::vector<std::string>& names) {
   if (one.allowance().exact) return;
   std::vector<Prediction> predictions;
   for (const Cause& cause : fitting) predictions.push_back(*prediction_of(one, cause, names));
@@ -246,7 +246,7 @@ void prefer_nearest(Case& one, std::vector<Cause>& fitting, const std::vector<st
     }
 }
 
-std::vector<Finding> diagnose_rivals(Case& one, std::vector<std::string>* untold) {
+std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* untold) {
   if (one.allowance().exact || !one.same() || !one.finite()) return {};
   const std::vector<std::string> names = all_names(one);
   const Prediction right = one.right();

@@ -65,7 +65,7 @@ static void note_not_numbers(StepDump& dump) {
   for (const auto& [name, value] : dump.terms) note("terms." + name, value);
 }
 
-void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
+void Investigation::describe(const LayoutRun::RecordedStep& made, StepDump& dump) {
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
   dump.axes = axes_under_test(layout_, group_);
@@ -77,37 +77,38 @@ void Investigation::describe(const LayoutRun::Made& made, StepDump& dump) {
   note_not_numbers(dump);
 }
 
-Investigation::Deck Investigation::deck_of(const VerifyProblem& problem, Group counting) {
-  Deck deck;
+Investigation::StepData Investigation::step_data_of(const VerifyProblem& problem, Group counting) {
+  StepData step_data;
   if (!problem.dealing) {
-    deck.data = gather_batches(problem.local, counting);
-    for (int rank = 0; rank < counting.size(); ++rank) deck.data_rank.push_back(rank);
-    return deck;
+    step_data.data = gather_batches(problem.local, counting);
+    for (int rank = 0; rank < counting.size(); ++rank) step_data.data_rank.push_back(rank);
+    return step_data;
   }
   // Ranks that share samples have the same ones: the first of them speaks for all.
   const at::Tensor ranks =
       counting.all_gather(at::full({1}, problem.dealing->data_rank, at::kLong)).reshape({-1});
   for (int rank = 0; rank < counting.size(); ++rank)
-    deck.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
-  const auto first = std::find(deck.data_rank.begin(), deck.data_rank.end(), problem.dealing->data_rank);
-  const bool speaks = first - deck.data_rank.begin() == counting.rank();
+    step_data.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
+  const auto first =
+      std::find(step_data.data_rank.begin(), step_data.data_rank.end(), problem.dealing->data_rank);
+  const bool speaks = first - step_data.data_rank.begin() == counting.rank();
   const DataByRank all = gather_batches(speaks ? problem.dealing->whole : MicroBatches{}, counting);
-  deck.data.resize(
-      static_cast<std::size_t>(*std::max_element(deck.data_rank.begin(), deck.data_rank.end()) + 1));
+  step_data.data.resize(static_cast<std::size_t>(
+      *std::max_element(step_data.data_rank.begin(), step_data.data_rank.end()) + 1));
   for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty()) deck.data[static_cast<std::size_t>(deck.data_rank[rank])] = all[rank];
-  return deck;
+    if (!all[rank].empty()) step_data.data[static_cast<std::size_t>(step_data.data_rank[rank])] = all[rank];
+  return step_data;
 }
 
-bool Investigation::by_data_rank(Experiment& experiment, const Deck& deck) {
+bool Investigation::by_data_rank(Experiment& experiment, const StepData& step_data) {
   for (int* rank : {&experiment.empty_rank, &experiment.swapped[0], &experiment.swapped[1]})
-    if (*rank >= 0) *rank = deck.data_rank.at(static_cast<std::size_t>(*rank));
+    if (*rank >= 0) *rank = step_data.data_rank.at(static_cast<std::size_t>(*rank));
   return experiment.swapped[0] < 0 || experiment.swapped[0] != experiment.swapped[1];
 }
 
-bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
-                               int micro_batch, Group counting) {
-  const auto owner = static_cast<std::size_t>(deck.data_rank.at(static_cast<std::size_t>(rank)));
+bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data,
+                               int rank, int micro_batch, Group counting) {
+  const auto owner = static_cast<std::size_t>(step_data.data_rank.at(static_cast<std::size_t>(rank)));
   for (std::size_t other = 0; other < data.size(); ++other)
     if (other != owner) data[other].clear();
   MicroBatches& own = data[owner];
@@ -141,7 +142,7 @@ std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed) {
   }
   group_.broadcast(asks, 0);
   if (asks.item<std::int64_t>() == 0) return findings;
-  deck_ = deck_of(problem_, problem_.counting(group_));
+  step_data_ = step_data_of(problem_, problem_.counting(group_));
   if (group_.rank() == 0) {
     findings = isograd::diagnose(pair, [&](const Experiment& experiment) {
       share_experiment(experiment, group_);
@@ -180,17 +181,17 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   if (asked.without_resume) {
     dealt = gather_batches(problem.uninterrupted(), counting);
   } else {
-    const Deck other = along ? deck_of(problem, counting) : Deck{};
-    const Deck& deck = along ? other : deck_;
+    const StepData other = along ? step_data_of(problem, counting) : StepData{};
+    const StepData& step_data = along ? other : step_data_;
     Experiment experiment = asked;
     experiment.only_rank = experiment.only_micro_batch = -1;
     // Parts of ranks that share samples can only be run as they were cut, by whoever made the problem.
-    if (any_part(deck.data) && !as_given) return std::nullopt;
-    if (!by_data_rank(experiment, deck)) return std::nullopt;
-    dealt = arrange(deck.data, experiment);
+    if (any_part(step_data.data) && !as_given) return std::nullopt;
+    if (!by_data_rank(experiment, step_data)) return std::nullopt;
+    dealt = arrange(step_data.data, experiment);
     if (dealt) of = all_of(*dealt);
     if (dealt && asked.only_rank >= 0 &&
-        !leave_only(*dealt, problem, deck, asked.only_rank, asked.only_micro_batch, counting))
+        !leave_only(*dealt, problem, step_data, asked.only_rank, asked.only_micro_batch, counting))
       return std::nullopt;
   }
   if (!dealt) return std::nullopt;
@@ -209,7 +210,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
                       pair.found);
   pair.found.samples = as_given ? samples_over_ranks(problem.local, counting) : samples_of(all_of(*dealt));
   {
-    Turns turns(group_);
+    Heartbeat heartbeat(group_);
     if (reports) {
       VerifyModel model = initial_.oracle(problem);
       if (asked.without_noise) model.without_noise();
@@ -218,13 +219,13 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
       const MicroBatches whole = given ? problem.whole() : all_of(*dealt);
       const auto parts =
           given && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
-      const auto tick = [&turns] { turns.tick(); };
+      const auto tick = [&heartbeat] { heartbeat.tick(); };
       const OracleStep oracle = asked.only_rank >= 0
                                     ? oracle_part(model, whole, of, problem.loss, tick)
                                     : oracle_step(model, parts, problem.loss, problem.step.max_norm, tick);
       pair.expected = dump_of(oracle, initial_, pair.found, samples_of(whole), 0);
     }
-    turns.finish();
+    heartbeat.finish();
   }
   if (asked.reference_only) return pair;
 
@@ -236,7 +237,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   if (!as_given) fresh.emplace(problem, layout, std::move(in_fp64), group);
   LayoutRun& run = fresh ? *fresh : exact_;
   const int place = asked.ranks > 0 ? group.rank() : counting.rank();
-  const LayoutRun::Made made = run.step(as_given ? problem.local : part_of(place));
+  const LayoutRun::RecordedStep made = run.step(as_given ? problem.local : part_of(place));
   if (asked.ranks > 0) run.describe(made, checksums_of(initial_), pair.found);
   pair.found.precision = "fp64";
   for (std::size_t i = 0; i < made.names.size(); ++i)

@@ -3,9 +3,9 @@
 
 #include "verify/diagnosis.hpp"
 #include "verify/experiments.hpp"
+#include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
-#include "verify/turns.hpp"
 
 namespace isograd {
 
@@ -17,22 +17,22 @@ class Investigation {
       : problem_(problem), layout_(layout), initial_(initial), exact_(exact), group_(group) {}
 
   // Fills in what the step said, on rank 0, and what the ranks have. Collective.
-  void describe(const LayoutRun::Made& made, StepDump& dump);
+  void describe(const LayoutRun::RecordedStep& made, StepDump& dump);
   // Collective; the answer is rank 0's. `failed` (rank 0's) says whether it is worth experiments.
   std::vector<Finding> diagnose(RunPair pair, bool failed);
 
  private:
   // A step's data before any cut, by data rank, and which of them each place in `counting` works on: of ranks
   // that hold a model together each has the same.
-  struct Deck {
+  struct StepData {
     DataByRank data;
     std::vector<int> data_rank;
   };
-  static Deck deck_of(const VerifyProblem& problem, Group counting);  // collective
+  static StepData step_data_of(const VerifyProblem& problem, Group counting);  // collective
   // Ranks of the experiment become data ranks. False: it makes no sense there.
-  static bool by_data_rank(Experiment& experiment, const Deck& deck);
+  static bool by_data_rank(Experiment& experiment, const StepData& step_data);
   // What `rank` alone adds of `data`: its micro-batches, or its part of those that several ranks share.
-  static bool leave_only(DataByRank& data, const VerifyProblem& problem, const Deck& deck, int rank,
+  static bool leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data, int rank,
                          int micro_batch, Group counting);
 
   // Collective; nothing where this cannot be run, or on ranks that take no part.
@@ -43,7 +43,7 @@ class Investigation {
   const Initial& initial_;
   LayoutRun& exact_;
   Group& group_;
-  Deck deck_;
+  StepData step_data_;
 };
 
 // The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.

@@ -74,9 +74,9 @@ Initial Initial::nudged(std::uint64_t draw) const {
   return other;
 }
 
-class Witness : public Optimizer {
+class RecordingOptimizer : public Optimizer {
  public:
-  Witness(const VerifyProblem& problem, Group group, std::unique_ptr<Optimizer> inner)
+  RecordingOptimizer(const VerifyProblem& problem, Group group, std::unique_ptr<Optimizer> inner)
       : problem_(problem), group_(std::move(group)), inner_(std::move(inner)) {
     if (inner_ && problem.wrap_optimizer) inner_ = problem.wrap_optimizer(std::move(inner_));
   }
@@ -149,7 +149,7 @@ struct LayoutRun::Metered : DataParallel {
     inner->publish_parameters();
     bytes += inner->bytes_sent() - before;
   }
-  bool takes_every_round() const override { return inner->takes_every_round(); }
+  bool needs_even_micro_batches() const override { return inner->needs_even_micro_batches(); }
   std::vector<Bucket>& buckets() override { return inner->buckets(); }
   std::int64_t bytes_sent() override { return inner->bytes_sent(); }
   const Mesh& mesh() const override { return inner->mesh(); }
@@ -190,7 +190,7 @@ void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
                     ? problem_.make_normalizer()
                     : make_normalizer(declared.mean, declared.denominator,
                                       {.replicas = declared.replicas ? group_.size() : 1});
-  witness_ = std::make_unique<Witness>(problem_, group_, std::move(inner));
+  recorder_ = std::make_unique<RecordingOptimizer>(problem_, group_, std::move(inner));
   StepOptions options = problem_.step;
   if (problem_.clipping) options.max_norm = 0;
   // Not metered: what it gathers comes before the first forward of the step itself.
@@ -200,17 +200,17 @@ void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
     return forward(batch);
   };
   if (model_.through) options = model_.through(std::move(options));
-  step_ = std::make_unique<Step>(metered, *layout_, *normalizer_, *witness_, options);
+  step_ = std::make_unique<Step>(metered, *layout_, *normalizer_, *recorder_, options);
 }
 
 LayoutRun::~LayoutRun() = default;
 
-LayoutRun::Made LayoutRun::step(const MicroBatches& local) {
+LayoutRun::RecordedStep LayoutRun::step(const MicroBatches& local) {
   const StepReport report = (*step_)(local);
-  Made made;
+  RecordedStep made;
   made.figures = {report.loss, report.census.targets, report.census.tokens, report.norm,
-                  report.updated ? witness_->scale() : report.clip_coefficient};
-  if (problem_.clipping && report.updated) made.figures.norm = witness_->norm();
+                  report.updated ? recorder_->scale() : report.clip_coefficient};
+  if (problem_.clipping && report.updated) made.figures.norm = recorder_->norm();
   for (const auto& term : report.terms) made.terms.emplace_back(term.name, term.value);
   made.bytes_moved = static_cast<double>(layout_->bytes);
   for (auto& [name, gradient] : whole_views(&DataParallel::View::gradient)) {
@@ -277,7 +277,8 @@ std::int64_t LayoutRun::numel() {
   return sum;
 }
 
-void LayoutRun::describe(const Made& made, const std::vector<std::uint64_t>& initial, StepDump& dump) {
+void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64_t>& initial,
+                         StepDump& dump) {
   const auto ranks = static_cast<std::size_t>(group_.size());
   dump.ranks.assign(ranks, {});
   // How far each rank's gradient is from rank 0's. Where no bit differs, it is 0.

@@ -31,7 +31,7 @@ struct Initial {
 
 // What an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that the next
 // step starts from the same parameters.
-class Witness;
+class RecordingOptimizer;
 
 class LayoutRun {
  public:
@@ -42,7 +42,7 @@ class LayoutRun {
   LayoutRun(const VerifyProblem& problem, Group group);
   ~LayoutRun();
 
-  struct Made {
+  struct RecordedStep {
     StepFigures figures;
     std::vector<std::string> names;
     std::vector<at::Tensor> gradients;  // copies on the CPU, as the step left them; whole
@@ -50,14 +50,14 @@ class LayoutRun {
     double bytes_moved = 0;
   };
   // Collective over the group.
-  Made step(const MicroBatches& local);
+  RecordedStep step(const MicroBatches& local);
   std::vector<at::Tensor> parameters();  // copies on the CPU, whole
   std::int64_t numel();                  // of the flat storage, with its padding
   // Names of the model's buffers that are not the same on all ranks by now. Collective.
   std::vector<std::string> differing_buffers();
 
   // Fills in what the ranks have, each for itself: collective, after step(). `initial` are checksums.
-  void describe(const Made& made, const std::vector<std::uint64_t>& initial, StepDump& dump);
+  void describe(const RecordedStep& made, const std::vector<std::uint64_t>& initial, StepDump& dump);
 
  private:
   struct Metered;
@@ -72,7 +72,7 @@ class LayoutRun {
   VerifyModel model_;  // of a fresh layout
   std::unique_ptr<Normalizer> normalizer_;
   std::unique_ptr<Metered> layout_;
-  std::unique_ptr<Witness> witness_;
+  std::unique_ptr<RecordingOptimizer> recorder_;
   std::unique_ptr<Step> step_;
 };
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/print.hpp"
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {

@@ -5,9 +5,9 @@
 #include "isograd/error.hpp"
 #include "verify/bad_input.hpp"
 #include "verify/compare.hpp"
+#include "verify/heartbeat.hpp"
 #include "verify/resolution.hpp"
 #include "verify/rounding.hpp"
-#include "verify/turns.hpp"
 
 namespace isograd {
 namespace {
@@ -37,8 +37,8 @@ std::vector<Path> paths(const VerifyProblem& problem) {
 
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group) {
   Reference reference;
-  Turns turns(group);
-  const auto tick = [&turns] { turns.tick(); };
+  Heartbeat heartbeat(group);
+  const auto tick = [&heartbeat] { heartbeat.tick(); };
   const int last = group.size() - 1;
   const bool rounds = problem.dtype != at::kDouble;
   OracleStep alone;
@@ -67,7 +67,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     alone = oracle_step(initial.model(problem, problem.dtype),
                         parts(problem, problem.alone ? problem.alone() : problem.whole()), problem.loss,
                         problem.step.max_norm, tick);
-  turns.finish();
+  heartbeat.finish();
 
   Tensors wanted, off;
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {

@@ -12,8 +12,8 @@
 #include <map>
 
 #include "verify/compare.hpp"
+#include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
-#include "verify/turns.hpp"
 
 namespace isograd {
 namespace {
@@ -186,7 +186,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   std::vector<std::int64_t> keys;
   std::map<std::int64_t, std::vector<at::Tensor>> chosen;  // by layer
   std::map<std::int64_t, double> off;                      // the largest error of a score
-  Turns turns(group);
+  Heartbeat heartbeat(group);
   if (group.rank() == last) {
     const at::NoGradGuard no_grad;
     const VerifyModel exact = initial.oracle(problem);
@@ -195,10 +195,10 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
       const auto right = std::make_shared<Routed>(), other = std::make_shared<Routed>();
       exact.choose_experts(recorder(right, nullptr));
       exact.logits(batch);
-      turns.tick();
+      heartbeat.tick();
       rounded.choose_experts(recorder(other, right));
       rounded.logits(batch);
-      turns.tick();
+      heartbeat.tick();
       const auto own = keys_of(batch);
       keys.insert(keys.end(), own.begin(), own.end());
       for (const auto& [layer, experts] : right->chosen) {
@@ -209,7 +209,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
       }
     }
   }
-  turns.finish();
+  heartbeat.finish();
 
   // Layers from 0, -1 where one has no experts; then errors as bits of fp64 in a tensor of their own.
   at::Tensor sizes = at::zeros({3}, at::kLong);

@@ -10,7 +10,7 @@ namespace {
 constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
 
 // The products that a fit takes from one piece of a parameter.
-struct Piece {
+struct FitSums {
   double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
   double elements = 0;
 };
@@ -19,8 +19,8 @@ double product(const at::Tensor& a, const at::Tensor& b) {
   return (a * b).sum().item<double>();
 }
 
-std::vector<Piece> pieces_of(const Tensors& errors, const Tensors& direction, const Tensors& values) {
-  std::vector<Piece> pieces;
+std::vector<FitSums> pieces_of(const Tensors& errors, const Tensors& direction, const Tensors& values) {
+  std::vector<FitSums> pieces;
   for (std::size_t i = 0; i < errors.size(); ++i) {
     const std::int64_t numel = errors[i].numel();
     if (numel == 0) continue;
@@ -37,14 +37,14 @@ std::vector<Piece> pieces_of(const Tensors& errors, const Tensors& direction, co
   return pieces;
 }
 
-Along fit(const std::vector<Piece>& pieces, double unit) {
+Along fit(const std::vector<FitSums>& pieces, double unit) {
   double along = 0, all = 0;
-  const auto weight = [&](const Piece& piece) {
+  const auto weight = [&](const FitSums& piece) {
     // A number rounded once is off by up to u of itself: u²/12 in the mean square, at least.
     const double least = unit * unit / 12 * piece.value;
     return piece.elements / std::max(piece.error, least);
   };
-  for (const Piece& piece : pieces) {
+  for (const FitSums& piece : pieces) {
     if (piece.direction <= 0) continue;
     along += piece.error_direction * weight(piece);
     all += piece.direction * weight(piece);
@@ -53,7 +53,7 @@ Along fit(const std::vector<Piece>& pieces, double unit) {
   if (!std::isfinite(all)) return {all - all, all - all};  // NaN: what is not finite lies nowhere
   Along result{.share = along / all};
   double squares = 0;
-  for (const Piece& piece : pieces) {
+  for (const FitSums& piece : pieces) {
     if (piece.direction <= 0) continue;
     const double left = (piece.error_direction - result.share * piece.direction) * weight(piece);
     squares += left * left;
@@ -74,8 +74,8 @@ double scale_allowed(const Along& fitted, double unit, double alone = 0) {
 }
 
 // The same pieces with the gradient times 1 + δ.
-std::vector<Piece> scaled(std::vector<Piece> pieces, double more) {
-  for (Piece& piece : pieces) {
+std::vector<FitSums> scaled(std::vector<FitSums> pieces, double more) {
+  for (FitSums& piece : pieces) {
     const double e = piece.error, ed = piece.error_direction, d = piece.direction;
     piece.error_direction = (1 + more) * ed + more * d;
     piece.error = (1 + more) * (1 + more) * e + 2 * more * (1 + more) * ed + more * more * d;
@@ -84,16 +84,16 @@ std::vector<Piece> scaled(std::vector<Piece> pieces, double more) {
 }
 
 // ‖e − share · d‖ of ‖d‖.
-double left_of(const std::vector<Piece>& pieces, double share) {
+double left_of(const std::vector<FitSums>& pieces, double share) {
   double left = 0, all = 0;
-  for (const Piece& piece : pieces) {
+  for (const FitSums& piece : pieces) {
     left += piece.error - 2 * share * piece.error_direction + share * share * piece.direction;
     all += piece.direction;
   }
   return std::sqrt(std::max(left, 0.0) / all);
 }
 
-WholeScale test_one(const std::vector<Piece>& pieces, double unit, double allowed) {
+WholeScale test_one(const std::vector<FitSums>& pieces, double unit, double allowed) {
   const Along fitted = fit(pieces, unit);
   WholeScale result{.tested = true,
                     .error = fitted.share,
@@ -104,7 +104,7 @@ WholeScale test_one(const std::vector<Piece>& pieces, double unit, double allowe
 
 // The largest error of scale that still passes on a fine grid, a step up: above it all fail.
 template <typename Passes>
-double found_from(const std::vector<Piece>& pieces, double unit, const Passes& passes) {
+double found_from(const std::vector<FitSums>& pieces, double unit, const Passes& passes) {
   double from = 0;
   constexpr double kStep = 1.05;
   for (double more = unit / 8; more < 1; more *= kStep)

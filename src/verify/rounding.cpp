@@ -5,7 +5,7 @@
 #include "isograd/random.hpp"
 #include "verify/compare.hpp"
 #include "verify/experiments.hpp"
-#include "verify/turns.hpp"
+#include "verify/heartbeat.hpp"
 
 namespace isograd {
 
@@ -64,7 +64,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
   at::Tensor again = at::ones({1}, at::kLong);
   for (std::uint64_t draw = 0; draw < kMostDraws && again.item<std::int64_t>() != 0; ++draw) {
     at::Tensor differences = at::zeros({static_cast<std::int64_t>(places.size())}, at::kDouble);
-    Turns turns(group);
+    Heartbeat heartbeat(group);
     if (group.rank() == last) {
       std::vector<MicroBatches> cut = parts;
       // A loss over the rows of all ranks has its rows in one global micro-batch.
@@ -74,7 +74,8 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
                           draw);
       const Initial nudged = initial.nudged(draw);
       const auto gradients = [&](const VerifyModel& model) {
-        return oracle_step(model, cut, problem.loss, problem.step.max_norm, [&turns] { turns.tick(); })
+        return oracle_step(model, cut, problem.loss, problem.step.max_norm,
+                           [&heartbeat] { heartbeat.tick(); })
             .gradients;
       };
       const auto exact = gradients(nudged.oracle(problem)),
@@ -83,7 +84,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
         differences[static_cast<std::int64_t>(d)] =
             (rounded[places[d]].to(at::kDouble) - exact[places[d]]).norm();
     }
-    turns.finish();
+    heartbeat.finish();
     group.broadcast(differences, last);
     again.zero_();
     for (std::size_t d = 0; group.rank() == 0 && d < places.size(); ++d) {

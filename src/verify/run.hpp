@@ -23,7 +23,9 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 // How the meshes of a problem are made, of grids that the configuration gives: that which models communicate
 // over, and those of layouts. Tests put a mesh of groups that do something else in their place.
 using MakeMesh = std::function<Mesh(const World& world, const Grid& grid)>;
-inline Mesh plain_mesh(const World& world, const Grid& grid) { return Mesh(world, grid); }
+inline Mesh plain_mesh(const World& world, const Grid& grid) {
+  return Mesh(world, grid);
+}
 struct MeshesOfProblem {
   MakeMesh model = plain_mesh, layouts = plain_mesh;
 };

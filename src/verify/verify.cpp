@@ -9,8 +9,8 @@
 
 #include "isograd/error.hpp"
 #include "verify/bad_input.hpp"
-#include "verify/case.hpp"
 #include "verify/compare.hpp"
+#include "verify/compared_step.hpp"
 #include "verify/digest.hpp"
 #include "verify/investigate.hpp"
 #include "verify/plain_findings.hpp"
@@ -88,7 +88,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   const auto fp64_run = run_in(at::kDouble);
   LayoutRun& exact = *fp64_run;
   const std::int64_t padded = exact.numel();
-  const LayoutRun::Made in_fp64 = exact.step(problem.local);
+  const LayoutRun::RecordedStep in_fp64 = exact.step(problem.local);
   Investigation investigation(problem, layout, initial, exact, group);
   investigation.describe(in_fp64, found);
   result.bytes_moved = in_fp64.bytes_moved;
@@ -114,9 +114,9 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       initial.choices->take(problem.counting(group));
     }
     LayoutRun& repeated = exact_run ? exact : *run;
-    const LayoutRun::Made first = exact_run ? in_fp64 : repeated.step(problem.local);
+    const LayoutRun::RecordedStep first = exact_run ? in_fp64 : repeated.step(problem.local);
     const at::Tensor bits = digest(first.gradients);
-    const LayoutRun::Made second = repeated.step(problem.local);
+    const LayoutRun::RecordedStep second = repeated.step(problem.local);
     if (replays) {
       result.choices = initial.choices->take(problem.counting(group));
       if (problem.living && problem.living->choose_experts) problem.living->choose_experts({});

@@ -9,9 +9,9 @@
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
 #include "verify/digest.hpp"
+#include "verify/heartbeat.hpp"
 #include "verify/oracle.hpp"
 #include "verify/test_problem.hpp"
-#include "verify/turns.hpp"
 
 namespace isograd {
 namespace {
@@ -195,17 +195,17 @@ TEST(Digest, CountsEveryTokenOnce) {
 }
 
 // One rank works more than twice as long as the timeout, in pieces; then one piece is too long.
-TEST(Turns, ALongOracleDoesNotTripTheTimeout) {
+TEST(Heartbeat, ALongOracleDoesNotTripTheTimeout) {
   const auto work = [](int pieces, int milliseconds) {
     run_ranks(3,
               [&](World& world) {
-                Turns turns(world.group);
+                Heartbeat heartbeat(world.group);
                 if (world.rank == 0)
                   for (int i = 0; i < pieces; ++i) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-                    turns.tick();
+                    heartbeat.tick();
                   }
-                turns.finish();
+                heartbeat.finish();
                 world.group.barrier();
               },
               {.timeout = std::chrono::milliseconds(500)});

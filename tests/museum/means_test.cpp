@@ -62,7 +62,7 @@ struct Divides : Normalizer {
       counted->all += own;
     }
     counted->ranks = data.size();
-    counted->rounds = static_cast<double>(census.rounds);
+    counted->rounds = static_cast<double>(census.global_micro_batches);
     counted->micro_batches = static_cast<double>(census.micro_batches);
     counted->own_micro_batches =
         static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank)));

@@ -21,7 +21,7 @@ struct MeanOfOwnMicroBatches : planted::MeanOfMicroBatchMeans {
 struct MicroBatchesSummed : TokenMean {
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
-    wrong.value /= static_cast<double>(census.rounds);
+    wrong.value /= static_cast<double>(census.global_micro_batches);
     return wrong;
   }
 };
@@ -52,7 +52,7 @@ struct MeanOverNothing : TokenMean {
 struct DividedByAccumulationToo : TokenMean {
   Denominator denominator(const Census& census) const override {
     Denominator wrong = TokenMean::denominator(census);
-    wrong.value *= static_cast<double>(census.rounds);
+    wrong.value *= static_cast<double>(census.global_micro_batches);
     return wrong;
   }
 };

@@ -151,7 +151,7 @@ void add_pipeline(std::vector<Exhibit>& list) {
        .number = "Every parameter has the ratio G, the number of micro-batches.",
        .diagnosis = "summed_over_micro_batches",
        .plant = plants({.loss = [](const at::Tensor& sum, const CountedStep& counted) {
-         return sum * static_cast<double>(counted.census.rounds);
+         return sum * static_cast<double>(counted.census.global_micro_batches);
        }})});
   list.push_back(
       {.id = "B16p",

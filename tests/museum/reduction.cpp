@@ -45,7 +45,7 @@ struct ReducesEachMicroBatch : Wrapped {
   std::vector<at::Tensor> sums;
   bool first = true;
   using Wrapped::Wrapped;
-  bool takes_every_round() const override { return true; }
+  bool needs_even_micro_batches() const override { return true; }
   void zero_gradients() override {
     inner->zero_gradients();
     sums.clear();

@@ -71,7 +71,7 @@ void Arguments::refuse(const std::string& found, const std::string& expected,
        .action = action});
 }
 
-Piece Arguments::piece(const at::Tensor& tensor) const {
+Region Arguments::piece(const at::Tensor& tensor) const {
   const bool usable = tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
                       tensor.is_contiguous();
   if (!usable) {
@@ -91,18 +91,19 @@ const at::Tensor& Arguments::only(const Tensors& tensors) const {
   return tensors[0];
 }
 
-std::vector<Piece> Arguments::list(const std::vector<Tensors>& lists, const at::Tensor& like,
-                                   std::int64_t count) const {
+std::vector<Region> Arguments::list(const std::vector<Tensors>& lists, const at::Tensor& like,
+                                    std::int64_t count) const {
   if (lists.size() != 1) refuse(fmt::format("{} lists of tensors", lists.size()), "one", "Give one list");
   return list(lists[0], like, count);
 }
 
-std::vector<Piece> Arguments::list(const Tensors& tensors, const at::Tensor& like, std::int64_t count) const {
+std::vector<Region> Arguments::list(const Tensors& tensors, const at::Tensor& like,
+                                    std::int64_t count) const {
   if (tensors.size() != static_cast<std::size_t>(size_)) {
     refuse(fmt::format("a list of {} tensors", tensors.size()), fmt::format("{}, one for each rank", size_),
            "Give one tensor for each rank");
   }
-  std::vector<Piece> pieces;
+  std::vector<Region> pieces;
   for (const at::Tensor& tensor : tensors) {
     pieces.push_back(piece(tensor));
     same_type(tensor, like);
@@ -114,24 +115,24 @@ std::vector<Piece> Arguments::list(const Tensors& tensors, const at::Tensor& lik
   return pieces;
 }
 
-std::vector<Piece> Arguments::cut(const at::Tensor& whole, const at::Tensor& part) const {
+std::vector<Region> Arguments::cut(const at::Tensor& whole, const at::Tensor& part) const {
   same_type(whole, part);
   if (whole.numel() != part.numel() * size_) {
     refuse(fmt::format("{} in all and {} for each rank", shape(whole), shape(part)),
            fmt::format("{} times as many elements in all", size_),
            "Pad the data to a multiple of the group's size, or use an operation whose parts may differ");
   }
-  const Piece all = piece(whole);
-  std::vector<Piece> pieces;
+  const Region all = piece(whole);
+  std::vector<Region> pieces;
   for (int r = 0; r < size_; ++r) {
     pieces.push_back({all.data + static_cast<std::size_t>(r) * part.nbytes(), part.nbytes()});
   }
   return pieces;
 }
 
-std::vector<Piece> Arguments::cut_rows(const at::Tensor& whole,
-                                       const std::vector<std::int64_t>& splits) const {
-  const Piece all = piece(whole);
+std::vector<Region> Arguments::cut_rows(const at::Tensor& whole,
+                                        const std::vector<std::int64_t>& splits) const {
+  const Region all = piece(whole);
   const std::int64_t rows = whole.dim() > 0 ? whole.size(0) : 1;
   const std::uint64_t row_bytes = rows > 0 ? all.bytes / static_cast<std::uint64_t>(rows) : 0;
   std::int64_t sum = 0;
@@ -146,7 +147,7 @@ std::vector<Piece> Arguments::cut_rows(const at::Tensor& whole,
                           : fmt::format("{} parts that are {} rows together", size_, rows),
            "Give the number of rows for each rank");
   }
-  std::vector<Piece> pieces;
+  std::vector<Region> pieces;
   std::byte* data = all.data;
   for (int r = 0; r < size_; ++r) {
     const std::int64_t part = splits.empty() ? rows / size_ : splits[static_cast<std::size_t>(r)];
@@ -156,9 +157,9 @@ std::vector<Piece> Arguments::cut_rows(const at::Tensor& whole,
   return pieces;
 }
 
-void Arguments::apart(const Piece& own, const std::vector<Piece>& others, bool may_share) const {
+void Arguments::apart(const Region& own, const std::vector<Region>& others, bool may_share) const {
   for (std::size_t r = 0; r < others.size(); ++r) {
-    const Piece& other = others[r];
+    const Region& other = others[r];
     const bool overlap = own.bytes > 0 && other.bytes > 0 && own.data < other.data + other.bytes &&
                          other.data < own.data + own.bytes;
     if (!overlap || (may_share && static_cast<int>(r) == rank_ && own.data == other.data)) continue;
@@ -167,7 +168,7 @@ void Arguments::apart(const Piece& own, const std::vector<Piece>& others, bool m
   }
 }
 
-void Arguments::apart(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) const {
+void Arguments::apart(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const {
   for (std::size_t r = 0; r < inputs.size(); ++r) apart(inputs[r], outputs, static_cast<int>(r) == rank_);
 }
 

@@ -20,20 +20,20 @@ class Arguments {
       : operation_(operation), group_(group), rank_(rank), size_(size) {}
 
   // Raw memory: contiguous and on the CPU.
-  Piece piece(const at::Tensor& tensor) const;
+  Region piece(const at::Tensor& tensor) const;
   const at::Tensor& only(const Tensors& tensors) const;
   // One tensor for each rank, of `like`'s type. `count` >= 0: of so many elements each.
-  std::vector<Piece> list(const std::vector<Tensors>& lists, const at::Tensor& like,
-                          std::int64_t count) const;
-  std::vector<Piece> list(const Tensors& tensors, const at::Tensor& like, std::int64_t count) const;
+  std::vector<Region> list(const std::vector<Tensors>& lists, const at::Tensor& like,
+                           std::int64_t count) const;
+  std::vector<Region> list(const Tensors& tensors, const at::Tensor& like, std::int64_t count) const;
   // Equal parts of one tensor, `part` being like one of them.
-  std::vector<Piece> cut(const at::Tensor& whole, const at::Tensor& part) const;
+  std::vector<Region> cut(const at::Tensor& whole, const at::Tensor& part) const;
   // Parts of `splits[r]` rows; equal ones if there are no splits.
-  std::vector<Piece> cut_rows(const at::Tensor& whole, const std::vector<std::int64_t>& splits) const;
+  std::vector<Region> cut_rows(const at::Tensor& whole, const std::vector<std::int64_t>& splits) const;
   // Peers read `inputs` while this rank writes `outputs`, both by rank. Only what it has for itself is read
   // by nobody else, and may be input and output in one.
-  void apart(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) const;
-  void apart(const Piece& own, const std::vector<Piece>& others, bool may_share = true) const;
+  void apart(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const;
+  void apart(const Region& own, const std::vector<Region>& others, bool may_share = true) const;
   void same_type(const at::Tensor& a, const at::Tensor& b) const;
   int root(std::int64_t rank) const;
   int peer(int rank) const;

@@ -11,7 +11,7 @@
 namespace isograd {
 
 using shm::code_of;
-using shm::Piece;
+using shm::Region;
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                        std::chrono::milliseconds timeout, shm::EngineOptions options)
@@ -36,7 +36,7 @@ ShmBackend::Works ShmBackend::work(std::vector<Task> tasks, c10d::OpType type, T
 ShmBackend::Task ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                             const char* operation) {
   const auto check = arguments(operation);
-  const Piece piece = check.piece(tensor);
+  const Region piece = check.piece(tensor);
   return start(shm::all_reduce(piece.data, tensor.numel(), code_of(tensor), check.reduction(tensor, op)),
                {tensor});
 }
@@ -59,7 +59,7 @@ ShmBackend::Works ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions
   const auto check = arguments("reduce");
   const at::Tensor& tensor = check.only(tensors);
   const int root = check.root(options.rootRank);
-  const Piece piece = check.piece(tensor);
+  const Region piece = check.piece(tensor);
   return work({start(shm::reduce(piece.data, tensor.numel(), code_of(tensor),
                                  check.reduction(tensor, options.reduceOp), root),
                      tensors)},
@@ -89,7 +89,7 @@ ShmBackend::Task ShmBackend::all_gather_list(const Tensors& outputs, const at::T
         fmt::format("an output of {} elements for this rank's input of {}", own.numel(), input.numel()),
         "as many elements", "Size the outputs after the ranks' inputs");
   }
-  const Piece piece = check.piece(input);
+  const Region piece = check.piece(input);
   check.apart(piece, places);
   Tensors used = outputs;
   used.push_back(input);
@@ -130,7 +130,7 @@ ShmBackend::Works ShmBackend::allgather_coalesced(Lists& outputs, Tensors& input
 ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::Tensor& input,
                                             const char* operation) {
   const auto check = arguments(operation);
-  const Piece piece = check.piece(input);
+  const Region piece = check.piece(input);
   auto places = check.cut(output, input);
   check.apart(piece, places);
   return start(shm::all_gather(piece, std::move(places), input.numel(), code_of(input)), {output, input});
@@ -159,7 +159,7 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
                                              const c10d::ReduceScatterOptions& options) {
   const auto check = arguments("reduce_scatter");
   const at::Tensor& output = check.only(outputs);
-  const Piece to = check.piece(output);
+  const Region to = check.piece(output);
   auto pieces = check.list(inputs, output, -1);
   const at::Tensor& own = inputs[0][static_cast<std::size_t>(rank_)];
   if (own.numel() != output.numel()) {
@@ -180,7 +180,7 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
 ShmBackend::Task ShmBackend::reduce_scatter_one(const at::Tensor& output, const at::Tensor& input,
                                                 const c10d::ReduceOp& op, std::shared_ptr<double> squares) {
   const auto check = arguments("reduce_scatter");
-  const Piece to = check.piece(output);
+  const Region to = check.piece(output);
   auto pieces = check.cut(input, output);
   check.apart(to, pieces);
   return start(shm::reduce_scatter(std::move(pieces), to, code_of(input), check.reduction(input, op),
@@ -218,7 +218,7 @@ ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d
   const auto check = arguments("gather");
   const at::Tensor& input = check.only(inputs);
   const int root = check.root(options.rootRank);
-  std::vector<Piece> places;
+  std::vector<Region> places;
   Tensors used{input}, results;
   if (rank_ == root) {
     places = check.list(outputs, input, input.numel());
@@ -235,7 +235,7 @@ ShmBackend::Works ShmBackend::scatter(Tensors& outputs, Lists& inputs, const c10
   const auto check = arguments("scatter");
   const at::Tensor& output = check.only(outputs);
   const int root = check.root(options.rootRank);
-  std::vector<Piece> pieces;
+  std::vector<Region> pieces;
   Tensors used{output};
   if (rank_ == root) {
     pieces = check.list(inputs, output, output.numel());
@@ -276,7 +276,7 @@ ShmBackend::Works ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
 ShmBackend::Works ShmBackend::send(Tensors& tensors, int to, int tag) {
   const auto check = arguments("send");
   const at::Tensor& tensor = check.only(tensors);
-  const Piece piece = check.piece(tensor);
+  const Region piece = check.piece(tensor);
   return work({start(std::make_shared<shm::Send>(piece.data, piece.bytes, tensor.numel(), code_of(tensor),
                                                  check.peer(to), tag),
                      tensors)},
@@ -286,7 +286,7 @@ ShmBackend::Works ShmBackend::send(Tensors& tensors, int to, int tag) {
 ShmBackend::Task ShmBackend::receive_one(const Tensors& tensors, int from, int tag) {
   const auto check = arguments("recv");
   const at::Tensor& tensor = check.only(tensors);
-  const Piece piece = check.piece(tensor);
+  const Region piece = check.piece(tensor);
   return start(std::make_shared<shm::Receive>(piece.data, piece.bytes, tensor.numel(), code_of(tensor),
                                               from < 0 ? from : check.peer(from), tag),
                tensors);

@@ -1,10 +1,11 @@
 // What the ranks of one group write for one another: who is there, which operation each has announced and how
 // far it is, and why the group failed, if it did. Lies in a segment that rank 0 creates.
 //
-// Memory order. A rank writes data, then publishes a token (Slot::ready or Slot::done); whoever has read the
-// token sees the data. Publishing stores are sequentially consistent, which contains release, because the
-// publisher then looks for sleepers: either it sees the sleeper, or the sleeper, who registers first and
-// looks at the tokens after a fence, sees the token (Dekker's argument). Reading loads are acquire.
+// Memory order. A rank writes data, then publishes a token (OperationSlot::ready or OperationSlot::done);
+// whoever has read the token sees the data. Publishing stores are sequentially consistent, which contains
+// release, because the publisher then looks for sleepers: either it sees the sleeper, or the sleeper, who
+// registers first and looks at the tokens after a fence, sees the token (Dekker's argument). Reading loads
+// are acquire.
 #pragma once
 
 #include <atomic>
@@ -66,7 +67,7 @@ struct Payload {
 };
 
 // One rank's page in one of the last kSlots operations. Written by that rank alone.
-struct Slot {
+struct OperationSlot {
   // (sequence + 1) << kStepBits | step, growing for ever: a reader never mistakes an old operation for its
   // own.
   alignas(64) std::atomic<std::uint64_t> ready;  // step 1: announced; 1 + c: chunks 0 .. c - 1 may be read
@@ -77,7 +78,7 @@ struct Slot {
   Payload payload;                              // ... and may be rewritten once every rank is done
   alignas(64) SiteText site;
 };
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Slot) == 192);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(OperationSlot) == 192);
 
 constexpr int kSlots = 64;  // operations that may be under way at once
 constexpr int kStepBits = 24;
@@ -125,14 +126,14 @@ struct Control {
   std::int32_t size;
   Bell bell;
   Poison poison;
-  // followed by Member[size], Slot[size][kSlots] and Span[size][kSlots][size]
+  // followed by Member[size], OperationSlot[size][kSlots] and Span[size][kSlots][size]
 
   Member& member(int rank) { return reinterpret_cast<Member*>(this + 1)[rank]; }
-  Slot& slot(int rank, std::uint64_t sequence) {
-    auto* slots = reinterpret_cast<Slot*>(reinterpret_cast<Member*>(this + 1) + size);
+  OperationSlot& slot(int rank, std::uint64_t sequence) {
+    auto* slots = reinterpret_cast<OperationSlot*>(reinterpret_cast<Member*>(this + 1) + size);
     return slots[static_cast<std::size_t>(rank) * kSlots + sequence % kSlots];
   }
-  // What `rank` has for each rank in operation `sequence`; published by Slot::ready.
+  // What `rank` has for each rank in operation `sequence`; published by OperationSlot::ready.
   Span* spans(int rank, std::uint64_t sequence) {
     auto* spans = reinterpret_cast<Span*>(&slot(0, 0) + static_cast<std::size_t>(size) * kSlots);
     return spans +
@@ -140,7 +141,7 @@ struct Control {
   }
   static std::uint64_t bytes(int size) {
     const auto n = static_cast<std::uint64_t>(size);
-    return sizeof(Control) + n * (sizeof(Member) + kSlots * (sizeof(Slot) + n * sizeof(Span)));
+    return sizeof(Control) + n * (sizeof(Member) + kSlots * (sizeof(OperationSlot) + n * sizeof(Span)));
   }
 };
 static_assert(sizeof(Control) % 64 == 0 && sizeof(Member) == 64);

@@ -12,7 +12,7 @@
 namespace isograd::shm {
 namespace {
 
-std::vector<Extent> extents_of(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) {
+std::vector<Extent> extents_of(const std::vector<Region>& inputs, const std::vector<Region>& outputs) {
   std::vector<Extent> extents;
   add_extents(inputs, false, extents);
   add_extents(outputs, true, extents);
@@ -26,7 +26,7 @@ void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 // The whole of each source goes to `outputs_[source]`; no outputs: this rank only gives.
 class Copies : public Operation {
  protected:
-  Copies(Fingerprint print, std::vector<Extent> extents, Piece input, std::vector<Piece> outputs)
+  Copies(Fingerprint print, std::vector<Extent> extents, Region input, std::vector<Region> outputs)
       : Operation(print, std::move(extents)), input_(input), outputs_(std::move(outputs)) {}
 
   std::uint64_t source_bytes() const override { return input_.bytes; }
@@ -38,31 +38,31 @@ class Copies : public Operation {
     length_ = any_staged ? engine().options().chunk_bytes : ~std::uint64_t{0} >> 1;
   }
   void copy_in(std::uint64_t chunk) override {
-    const Piece part = part_of(input_, chunk, length_);
+    const Region part = part_of(input_, chunk, length_);
     copy_bytes(engine().staging(rank(), chunk), part.data, part.bytes);
   }
   void work(std::uint64_t chunk) override {
     if (outputs_.empty()) return;
     for (int r = 0; r < size(); ++r) {
       if (!is_source(r)) continue;
-      const Piece to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, length_);
+      const Region to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, length_);
       if (to.bytes == 0) continue;
       const std::uint64_t offset = chunk * length_;
       copy_bytes(to.data, r == rank() ? input_.data + offset : chunk_data(r, chunk, offset), to.bytes);
     }
   }
 
-  Piece input_;
-  std::vector<Piece> outputs_;  // by rank
-  std::uint64_t length_ = 0;    // bytes of a chunk
+  Region input_;
+  std::vector<Region> outputs_;  // by rank
+  std::uint64_t length_ = 0;     // bytes of a chunk
 };
 
 class Broadcast final : public Copies {
  public:
-  Broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size, bool is_root)
+  Broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size, bool is_root)
       : Copies({.kind = Kind::kBroadcast, .dtype = dtype, .root = root, .count = count},
                {{data.data, data.bytes, !is_root}}, data,
-               std::vector<Piece>(static_cast<std::size_t>(size), data)),
+               std::vector<Region>(static_cast<std::size_t>(size), data)),
         is_root_(is_root) {}
 
  private:
@@ -73,7 +73,7 @@ class Broadcast final : public Copies {
 
 class Gather final : public Copies {
  public:
-  Gather(Fingerprint print, Piece input, std::vector<Piece> outputs)
+  Gather(Fingerprint print, Region input, std::vector<Region> outputs)
       : Copies(print, extents_of({input}, outputs), input, outputs) {}
 
  private:
@@ -84,7 +84,7 @@ class Gather final : public Copies {
 // rank has for itself is copied directly.
 class Parts final : public Operation {
  public:
-  Parts(Fingerprint print, std::vector<Piece> outputs, std::vector<Piece> inputs, Piece hull, bool is_root)
+  Parts(Fingerprint print, std::vector<Region> outputs, std::vector<Region> inputs, Region hull, bool is_root)
       : Operation(print, extents_of(inputs, outputs)),
         outputs_(std::move(outputs)),
         inputs_(std::move(inputs)),
@@ -124,7 +124,7 @@ class Parts final : public Operation {
     const auto self = static_cast<std::uint64_t>(rank());
     for (int r = 0; r < size(); ++r) {
       if (!is_source(r)) continue;
-      const Piece to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, part_);
+      const Region to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, part_);
       if (to.bytes == 0) continue;
       const std::byte* from = r == rank() ? part_of(inputs_[self], chunk, part_).data
                               : staged(r) ? chunk_data(r, chunk, 0) + self * part_
@@ -133,9 +133,9 @@ class Parts final : public Operation {
     }
   }
 
-  std::vector<Piece> outputs_;  // by source
-  std::vector<Piece> inputs_;   // by the rank they are for
-  Piece hull_;
+  std::vector<Region> outputs_;  // by source
+  std::vector<Region> inputs_;   // by the rank they are for
+  Region hull_;
   bool waits_;
   std::uint64_t part_ = 0;
 };
@@ -165,38 +165,39 @@ class Exchange final : public Operation {
 
 }  // namespace
 
-OperationPointer broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size,
+OperationPointer broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size,
                            bool is_root) {
   return std::make_shared<Broadcast>(data, count, dtype, root, size, is_root);
 }
 
-OperationPointer all_gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype) {
+OperationPointer all_gather(Region input, std::vector<Region> outputs, std::int64_t count,
+                            std::int8_t dtype) {
   const std::uint64_t sizes = hash_if_uneven(outputs);
   return std::make_shared<Gather>(
       Fingerprint{.kind = Kind::kAllGather, .dtype = dtype, .count = sizes ? 0 : count, .sizes = sizes},
       input, std::move(outputs));
 }
 
-OperationPointer gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype,
+OperationPointer gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype,
                         int root) {
   return std::make_shared<Gather>(
       Fingerprint{.kind = Kind::kGather, .dtype = dtype, .root = root, .count = count}, input,
       std::move(outputs));
 }
 
-OperationPointer scatter(Piece output, std::vector<Piece> inputs, std::int64_t count, std::int8_t dtype,
+OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t count, std::int8_t dtype,
                          int root, int size) {
-  std::vector<Piece> outputs(static_cast<std::size_t>(size));
+  std::vector<Region> outputs(static_cast<std::size_t>(size));
   outputs[static_cast<std::size_t>(root)] = output;
-  const Piece hull = hull_of(inputs);
+  const Region hull = hull_of(inputs);
   const bool is_root = !inputs.empty();
   return std::make_shared<Parts>(
       Fingerprint{.kind = Kind::kScatter, .dtype = dtype, .root = root, .count = count}, std::move(outputs),
       std::move(inputs), hull, is_root);
 }
 
-OperationPointer all_to_all(std::vector<Piece> outputs, std::vector<Piece> inputs, std::int8_t dtype) {
-  const Piece hull = hull_of(inputs);
+OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype) {
+  const Region hull = hull_of(inputs);
   return std::make_shared<Parts>(Fingerprint{.kind = Kind::kAllToAll, .dtype = dtype}, std::move(outputs),
                                  std::move(inputs), hull, true);
 }

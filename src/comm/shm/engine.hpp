@@ -116,7 +116,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void observe(Phase phase, const Task& task) {
     if (options_.observer) options_.observer(phase, task);
   }
-  Slot& slot(int rank, std::uint64_t sequence) const { return control_->slot(rank, sequence); }
+  OperationSlot& slot(int rank, std::uint64_t sequence) const { return control_->slot(rank, sequence); }
   Span* spans(int rank, std::uint64_t sequence) const { return control_->spans(rank, sequence); }
   std::byte* staging(int rank, std::uint64_t chunk) const {
     return staging_[static_cast<std::size_t>(rank)]->data() +

@@ -17,7 +17,7 @@ std::string Operation::call() const {
   return call_of(fingerprint_) + at(to_text(site_));
 }
 
-const Slot& Operation::slot(int rank) const {
+const OperationSlot& Operation::slot(int rank) const {
   return engine().slot(rank, number_);
 }
 
@@ -55,7 +55,7 @@ void Operation::enter() {
 
 void Operation::announce(bool staging_free) {
   engine().observe(Phase::kStart, *this);
-  Slot& mine = engine().slot(rank(), number_);
+  OperationSlot& mine = engine().slot(rank(), number_);
   mine.fingerprint = fingerprint_;
   mine.location = local_;
   mine.payload = payload_;
@@ -85,7 +85,7 @@ bool Operation::agree() {
   bool all = true, any_staged = false;
   std::uint64_t most = 1;
   for (int r = 0; r < ranks; ++r) {
-    const Slot& theirs = slot(r);
+    const OperationSlot& theirs = slot(r);
     if (step_of(theirs.ready.load(std::memory_order_acquire), number_) == 0) {
       all = false;
       continue;
@@ -170,7 +170,7 @@ std::vector<int> Operation::awaited() const {
   std::vector<int> ranks;
   if (complete_) return ranks;
   for (int r = 0; r < size(); ++r) {
-    const Slot& theirs = slot(r);
+    const OperationSlot& theirs = slot(r);
     const std::uint64_t ready = step_of(theirs.ready.load(std::memory_order_acquire), number_);
     const std::uint64_t done = step_of(theirs.done.load(std::memory_order_acquire), number_);
     bool late = false;

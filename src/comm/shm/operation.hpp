@@ -40,7 +40,7 @@ class Operation : public Task {
   bool staged(int rank) const {
     return locations_[static_cast<std::size_t>(rank)].allocation == Location::kPrivate;
   }
-  const Slot& slot(int rank) const;
+  const OperationSlot& slot(int rank) const;
   const Span& span_for_me(int rank) const;
   int rank() const;
   int size() const;
@@ -72,7 +72,7 @@ class Operation : public Task {
 };
 
 // Memory of this rank for or from one rank.
-struct Piece {
+struct Region {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
 };
@@ -92,21 +92,21 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
                         int root);
 // pieces[r] of all ranks are combined into rank r's `output`, which may be its own piece. `squares`, if any:
 // set to Σ x² over the output at the end; of kFloat32, kFloat64 and kBFloat16 only.
-OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
+OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
                                 Reduction reduction, std::shared_ptr<double> squares = nullptr);
 // `data` becomes root's.
-OperationPointer broadcast(Piece data, std::int64_t count, std::int8_t dtype, int root, int size,
+OperationPointer broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size,
                            bool is_root);
 // outputs[r] becomes rank r's input. An output may be the input itself on its own rank.
-OperationPointer all_gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype);
+OperationPointer all_gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype);
 // The same on the root alone; `outputs` is empty elsewhere.
-OperationPointer gather(Piece input, std::vector<Piece> outputs, std::int64_t count, std::int8_t dtype,
+OperationPointer gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype,
                         int root);
 // `output` becomes the root's inputs[rank]; `inputs` is empty elsewhere.
-OperationPointer scatter(Piece output, std::vector<Piece> inputs, std::int64_t count, std::int8_t dtype,
+OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t count, std::int8_t dtype,
                          int root, int size);
 // outputs[r] becomes rank r's inputs[rank]; the sizes may differ from pair to pair.
-OperationPointer all_to_all(std::vector<Piece> outputs, std::vector<Piece> inputs, std::int8_t dtype);
+OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype);
 OperationPointer barrier();
 
 // Every rank's payload to every rank: `received` has one per rank afterwards.

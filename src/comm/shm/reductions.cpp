@@ -122,8 +122,8 @@ class AllReduce final : public Reducing {
 // A staged chunk holds a part for each rank, one after another; the own part stays where it is.
 class ReduceScatter final : public Reducing {
  public:
-  ReduceScatter(std::vector<Piece> pieces, Piece hull, Piece output, std::int8_t dtype, Reduction reduction,
-                std::shared_ptr<double> squares)
+  ReduceScatter(std::vector<Region> pieces, Region hull, Region output, std::int8_t dtype,
+                Reduction reduction, std::shared_ptr<double> squares)
       : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, output), reduction),
         pieces_(std::move(pieces)),
         hull_(hull),
@@ -133,14 +133,14 @@ class ReduceScatter final : public Reducing {
   }
 
  private:
-  static Fingerprint fingerprint_of(const std::vector<Piece>& pieces, std::int8_t dtype,
+  static Fingerprint fingerprint_of(const std::vector<Region>& pieces, std::int8_t dtype,
                                     const Reduction& reduction) {
     const std::uint64_t sizes = hash_if_uneven(pieces);
     const auto width = static_cast<std::int64_t>(kernels::bytes_of(reduction.number));
     const std::int64_t count = sizes ? 0 : static_cast<std::int64_t>(pieces.front().bytes) / width;
     return {.kind = Kind::kReduceScatter, .dtype = dtype, .count = count, .sizes = sizes};
   }
-  static std::vector<Extent> extents_of(const std::vector<Piece>& pieces, const Piece& output) {
+  static std::vector<Extent> extents_of(const std::vector<Region>& pieces, const Region& output) {
     std::vector<Extent> extents;
     add_extents(pieces, false, extents);
     add_extents({output}, true, extents);
@@ -161,7 +161,7 @@ class ReduceScatter final : public Reducing {
   }
   void work(std::uint64_t chunk) override {
     const auto self = static_cast<std::uint64_t>(rank());
-    const Piece mine = part_of(pieces_[self], chunk, part_);
+    const Region mine = part_of(pieces_[self], chunk, part_);
     if (mine.bytes == 0) return;
     places_.clear();
     for (int r = 0; r < size(); ++r) {
@@ -197,8 +197,8 @@ class ReduceScatter final : public Reducing {
     squared_ = end;
   }
 
-  std::vector<Piece> pieces_;  // by rank
-  Piece hull_;
+  std::vector<Region> pieces_;  // by rank
+  Region hull_;
   std::byte* output_;
   std::uint64_t part_ = 0;  // bytes of a chunk that are for one rank
   std::shared_ptr<double> squares_;
@@ -216,9 +216,9 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
   return std::make_shared<AllReduce>(Kind::kReduce, data, count, dtype, reduction, root);
 }
 
-OperationPointer reduce_scatter(std::vector<Piece> pieces, Piece output, std::int8_t dtype,
+OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
                                 Reduction reduction, std::shared_ptr<double> squares) {
-  const Piece hull = hull_of(pieces);
+  const Region hull = hull_of(pieces);
   return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction,
                                          std::move(squares));
 }

@@ -11,25 +11,25 @@ std::uint64_t part_bytes(std::uint64_t chunk_bytes, int ranks) {
   return part >= kLine ? part / kLine * kLine : part / kElement * kElement;
 }
 
-std::uint64_t hash_if_uneven(const std::vector<Piece>& pieces) {
+std::uint64_t hash_if_uneven(const std::vector<Region>& pieces) {
   bool even = true;
   std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a word at a time
-  for (const Piece& piece : pieces) {
+  for (const Region& piece : pieces) {
     even &= piece.bytes == pieces.front().bytes;
     hash = (hash ^ piece.bytes) * 0x100000001b3;
   }
   return even ? 0 : hash | 1;
 }
 
-std::uint64_t largest_of(const std::vector<Piece>& pieces) {
+std::uint64_t largest_of(const std::vector<Region>& pieces) {
   std::uint64_t largest = 0;
-  for (const Piece& piece : pieces) largest = std::max(largest, piece.bytes);
+  for (const Region& piece : pieces) largest = std::max(largest, piece.bytes);
   return largest;
 }
 
-Piece hull_of(const std::vector<Piece>& pieces) {
+Region hull_of(const std::vector<Region>& pieces) {
   std::byte *begin = nullptr, *end = nullptr;
-  for (const Piece& piece : pieces) {
+  for (const Region& piece : pieces) {
     if (piece.bytes == 0) continue;
     if (!begin || piece.data < begin) begin = piece.data;
     if (!end || piece.data + piece.bytes > end) end = piece.data + piece.bytes;
@@ -37,9 +37,9 @@ Piece hull_of(const std::vector<Piece>& pieces) {
   return {begin, static_cast<std::uint64_t>(end - begin)};
 }
 
-void add_extents(const std::vector<Piece>& pieces, bool written, std::vector<Extent>& extents) {
+void add_extents(const std::vector<Region>& pieces, bool written, std::vector<Extent>& extents) {
   bool first = true;
-  for (const Piece& piece : pieces) {
+  for (const Region& piece : pieces) {
     if (piece.bytes == 0) continue;
     if (!first && extents.back().begin + extents.back().bytes == piece.data) {
       extents.back().bytes += piece.bytes;
@@ -50,22 +50,22 @@ void add_extents(const std::vector<Piece>& pieces, bool written, std::vector<Ext
   }
 }
 
-void list_spans(const std::vector<Piece>& pieces, const Piece& hull, Span* spans) {
-  for (const Piece& piece : pieces) {
+void list_spans(const std::vector<Region>& pieces, const Region& hull, Span* spans) {
+  for (const Region& piece : pieces) {
     *spans++ = {piece.bytes ? static_cast<std::uint64_t>(piece.data - hull.data) : 0, piece.bytes};
   }
 }
 
-Piece part_of(const Piece& piece, std::uint64_t chunk, std::uint64_t part) {
+Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part) {
   const std::uint64_t begin = std::min(piece.bytes, chunk * part);
   return {piece.data + begin, std::min(part, piece.bytes - begin)};
 }
 
-void copy_parts_in(const std::vector<Piece>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
+void copy_parts_in(const std::vector<Region>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
                    std::byte* staging) {
   for (std::size_t r = 0; r < pieces.size(); ++r) {
     if (static_cast<int>(r) == except) continue;
-    const Piece piece = part_of(pieces[r], chunk, part);
+    const Region piece = part_of(pieces[r], chunk, part);
     if (piece.bytes > 0) std::memcpy(staging + r * part, piece.data, piece.bytes);
   }
 }

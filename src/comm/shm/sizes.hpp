@@ -17,24 +17,24 @@ inline std::uint64_t chunks_of(std::uint64_t amount, std::uint64_t length) {
 std::uint64_t part_bytes(std::uint64_t chunk_bytes, int ranks);
 
 // 0 when all pieces have the same size; otherwise a number that depends on all sizes.
-std::uint64_t hash_if_uneven(const std::vector<Piece>& pieces);
+std::uint64_t hash_if_uneven(const std::vector<Region>& pieces);
 
-std::uint64_t largest_of(const std::vector<Piece>& pieces);
+std::uint64_t largest_of(const std::vector<Region>& pieces);
 
 // From the first byte of the pieces that have any to the last.
-Piece hull_of(const std::vector<Piece>& pieces);
+Region hull_of(const std::vector<Region>& pieces);
 
 // The memory of all pieces, what adjoins taken together; not what lies between them.
-void add_extents(const std::vector<Piece>& pieces, bool written, std::vector<Extent>& extents);
+void add_extents(const std::vector<Region>& pieces, bool written, std::vector<Extent>& extents);
 
 // Where in its hull each piece lies.
-void list_spans(const std::vector<Piece>& pieces, const Piece& hull, Span* spans);
+void list_spans(const std::vector<Region>& pieces, const Region& hull, Span* spans);
 
 // Chunk number `chunk` of a piece that is cut into chunks of `part` bytes.
-Piece part_of(const Piece& piece, std::uint64_t chunk, std::uint64_t part);
+Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part);
 
 // Chunk `chunk` of every piece but number `except` to its part of a staging buffer.
-void copy_parts_in(const std::vector<Piece>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
+void copy_parts_in(const std::vector<Region>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
                    std::byte* staging);
 
 }  // namespace isograd::shm

@@ -86,7 +86,8 @@ TEST(ContextAttention, NobodyWaitsForARankAtFault) {
       run_ranks(
           4,
           [&](World& world) {
-            const Mesh mesh(world, data_grid(world.size, {.cp_ring = sizes.ring, .cp_ulysses = sizes.ulysses}));
+            const Mesh mesh(world,
+                            data_grid(world.size, {.cp_ring = sizes.ring, .cp_ulysses = sizes.ulysses}));
             const ContextAttention attention(mesh);
             const ContextCut cut =
                 cut_documents({0, kTokens}, {.ring = sizes.ring, .ulysses = sizes.ulysses});

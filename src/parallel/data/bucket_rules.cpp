@@ -13,9 +13,9 @@ BucketRules::BucketRules(const DataParallelOptions& options, const TrainablePara
                        .expected = "0, 1 or 2",
                        .action = "Use fully_shard() for stage 3"});
   if (most_shards(parameters, grid, options.sharded) == 1) return;  // there is nothing to shard or to share
-  one_copy = options.share_parameters;
-  sharded = options.stage > 0 || one_copy;
-  every_round = options.stage == 2 && !options.reduce_once;
+  parameters_shared = options.share_parameters;
+  sharded = options.stage > 0 || parameters_shared;
+  reduces_each_micro_batch = options.stage == 2 && !options.reduce_once;
 }
 
 }  // namespace isograd

@@ -10,9 +10,9 @@ struct BucketRules {
   // `parameters` as place_parameters() leaves them.
   BucketRules(const DataParallelOptions& options, const TrainableParameters& parameters, const Grid& grid);
 
-  bool sharded = false;      // each rank of a bucket's shard group, where it has others, updates its shard
-  bool one_copy = false;     // of the parameters, in memory that the shard group shares
-  bool every_round = false;  // gradients of each micro-batch are reduced and dropped
+  bool sharded = false;  // each rank of a bucket's shard group, where it has others, updates its shard
+  bool parameters_shared = false;         // of the parameters, in memory that the shard group shares
+  bool reduces_each_micro_batch = false;  // gradients of each micro-batch are reduced and dropped
 };
 
 }  // namespace isograd

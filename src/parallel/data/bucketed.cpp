@@ -33,7 +33,9 @@ class Bucketed final : public DataParallel {
   }
   void finish_reduction_with(const Reduced& reduced) override;
   void publish_parameters() override;
-  bool takes_every_round() const override { return policy_.every_round || cut_along_data_; }
+  bool needs_even_micro_batches() const override {
+    return policy_.reduces_each_micro_batch || cut_along_data_;
+  }
   std::vector<Bucket>& buckets() override { return buckets_; }
   std::vector<std::size_t> launch_order() override { return launch_order_; }
   const Mesh& mesh() const override { return policy_.mesh; }
@@ -214,7 +216,7 @@ void Bucketed::reduce_joined(std::size_t bucket) {
   FlatBucket& flat = *flats_[bucket];
   flat.launch(/*turn=*/0, parameters_);
   flat.wait();
-  if (policy_.every_round) {
+  if (policy_.reduces_each_micro_batch) {
     flat.sum_over_replicas();
     flat.wait();
   }
@@ -250,7 +252,7 @@ void Bucketed::zero_gradients() {
   completed_ = launched_ = 0;
   came_.clear();
   for (auto& flat : flats_) flat->zero();
-  if (policy_.every_round)  // a backward whose gradients nobody has packed
+  if (policy_.reduces_each_micro_batch)  // a backward whose gradients nobody has packed
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
   for (NamedParameter& parameter : parameters_.frozen)
     if (parameter.tensor.requires_grad()) parameter.tensor.mutable_grad() = at::Tensor();  // about to join
@@ -268,7 +270,7 @@ void Bucketed::begin_backward(bool last) {
   new_backward_ = true;
   in_last_ = last;
   // Without overlap nothing happens before finish_reduction(), unless each micro-batch is reduced.
-  if (!policy_.every_round && !(last && overlap_)) return;
+  if (!policy_.reduces_each_micro_batch && !(last && overlap_)) return;
   in_round_ = true;
   completed_ = launched_ = 0;
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
@@ -340,7 +342,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
   } else {
     if (!in_round_) completed_ = launched_ = 0;
     in_last_ = true;
-    if (!policy_.every_round) {
+    if (!policy_.reduces_each_micro_batch) {
       finish_round(reduced);
     } else {  // replicas add up once a step, not in every round
       finish_round();
@@ -356,7 +358,7 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
   for (std::size_t b = known; b < buckets_.size(); ++b) reduces() ? reduce_joined(b) : flats_[b]->to_host();
   hand_over_from(known);
   // Nobody reads parameters any more, so that their owners may write to them.
-  if (reduces() && policy_.one_copy) policy_.meet();
+  if (reduces() && policy_.parameters_shared) policy_.meet();
   in_round_ = in_last_ = false;
   check_views();
   take_over_writes({});
@@ -371,7 +373,7 @@ void Bucketed::publish_parameters() {
     flat->to_device();
   }
   if (!policy_.sharded) return;
-  if (policy_.one_copy) return policy_.meet();
+  if (policy_.parameters_shared) return policy_.meet();
   policy_.waited.during([&] {
     for (auto& flat : flats_) flat->gather_parameters();
     for (auto& flat : flats_) flat->wait();

@@ -94,7 +94,7 @@ TEST(DataParallel, ARankWithoutMicroBatchesTakesPart) {
       auto tensors = odd_parameters();
       auto layout = strategy.make(named(tensors), world.group, {.bucket_bytes = 300});
       layout->zero_gradients();
-      if (world.rank == 2 || layout->takes_every_round()) layout->begin_backward(true);
+      if (world.rank == 2 || layout->needs_even_micro_batches()) layout->begin_backward(true);
       if (world.rank == 2) (tensors[3].sum() * 5).backward();
       layout->finish_reduction();
       EXPECT_TRUE(at::equal(layout->views()[3].gradient, at::full({33}, 5.0, at::kDouble)));

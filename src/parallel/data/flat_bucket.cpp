@@ -34,11 +34,11 @@ BucketPolicy::BucketPolicy(const Mesh& mesh_, const DataParallelOptions& options
       written(mesh_) {}
 
 std::size_t BucketPolicy::most_in_flight() const {
-  return every_round ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
+  return reduces_each_micro_batch ? kTransientBuffers : std::numeric_limits<std::size_t>::max();
 }
 
 void BucketPolicy::make_transient(const std::vector<std::unique_ptr<FlatBucket>>& buckets) {
-  if (!every_round) return;
+  if (!reduces_each_micro_batch) return;
   transient_.clear();
   std::map<std::pair<AxisSet, at::ScalarType>, const FlatBucket*> largest;
   for (const auto& bucket : buckets) {
@@ -65,8 +65,8 @@ void BucketPolicy::meet() {
 FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, BucketPolicy& policy)
     : policy_(policy), groups_(policy.mesh, plan.sync, policy.sharded_axes) {
   Group& shard = groups_.shard;
-  const auto [held, owned, sharded] = groups_.roles.share(plan.numel, policy.sharded);
-  if (policy.one_copy && shard.size() > 1) {
+  const auto [held, owned, sharded] = groups_.roles.held_ranges(plan.numel, policy.sharded);
+  if (policy.parameters_shared && shard.size() > 1) {
     check_can_be_shared(plan);
     policy.sharers.add(shard);
     parameters_ = shard.host_shared(plan.numel, plan.dtype);
@@ -81,7 +81,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   move_parameters(plan, parameters, parameters_);
   const at::ScalarType type = gradient_type(plan.dtype, policy.fp32_gradients);
   at::Tensor held_gradients;
-  if (policy.every_round) {
+  if (policy.reduces_each_micro_batch) {
     held_gradients = at::zeros({held.size()}, at::TensorOptions(type).device(plan.device));
   } else {
     gradients_ = (shard.size() > 1 && policy.sharded ? shard : groups_.summed)
@@ -90,7 +90,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   }
   bucket_ = make_bucket(std::move(plan), parameters_, held_gradients, owned, held);
   bucket_.sharded = sharded;
-  held_ = HeldPart(bucket_, policy.offload, keeps_gradients());
+  held_ = BucketShard(bucket_, policy.offload, keeps_gradients());
   writes_ = Writes(bucket_.plan, parameters);
 }
 
@@ -98,8 +98,8 @@ void FlatBucket::take_over_writes(const std::set<std::string>& but_of) {
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
     if (but_of.contains(slot.name)) continue;
-    if (policy_.one_copy && groups_.shard.size() > 1)
-      refuse_write_to_one_copy(slot.name, groups_.shard.size());
+    if (policy_.parameters_shared && groups_.shard.size() > 1)
+      refuse_write_to_shared_parameters(slot.name, groups_.shard.size());
     writes_.settle(place);
     held_.take_over(bucket_, slot);
     policy_.written.add(slot.name, bucket_.plan.sync.copies, slot_view(parameters_, slot));

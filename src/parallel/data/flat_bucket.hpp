@@ -9,7 +9,7 @@
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
 #include "parallel/data/bucket_rules.hpp"
-#include "parallel/data/held_part.hpp"
+#include "parallel/data/bucket_shard.hpp"
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/wait_clock.hpp"
 #include "parallel/data/written.hpp"
@@ -54,7 +54,7 @@ class FlatBucket {
 
   const Bucket& bucket() const { return bucket_; }
   const RoleGroups& groups() const { return groups_; }
-  bool keeps_gradients() const { return !policy_.every_round; }
+  bool keeps_gradients() const { return !policy_.reduces_each_micro_batch; }
   const at::Tensor& parameters() const { return parameters_; }  // [numel], whole
   const at::Tensor& gradients() const { return gradients_; }    // [numel], whole, where kept
 
@@ -86,7 +86,7 @@ class FlatBucket {
   BucketPolicy& policy_;
   RoleGroups groups_;
   Bucket bucket_;
-  HeldPart held_;
+  BucketShard held_;
   Writes writes_;
   at::Tensor parameters_, gradients_;
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept

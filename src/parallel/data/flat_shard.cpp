@@ -67,26 +67,27 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
   Group& shard = groups_.shard;
   const at::NoGradGuard no_grad;
   const Range all{0, plan.numel};
-  const auto [held, owned, sharded] = groups_.roles.share(plan.numel, /*in_shards=*/true);
+  const auto [held, owned, sharded] = groups_.roles.held_ranges(plan.numel, /*in_shards=*/true);
   ISOGRAD_INVARIANT(held.size() * shards() == plan.numel,
                     fmt::format("{} of {} elements for {} shards", held.size(), plan.numel, shards()));
   bucket_.held = held;
   bucket_.owned = owned;
   bucket_.sharded = sharded;
 
-  if (context.one_copy || shards() == 1) {
-    const bool one_copy = shards() > 1;
-    if (one_copy) {
+  if (context.parameters_shared || shards() == 1) {
+    const bool parameters_shared = shards() > 1;
+    if (parameters_shared) {
       check_can_be_shared(plan);
       context.sharers.add(shard);
     }
     const at::TensorOptions options = at::TensorOptions(plan.dtype).device(plan.device);
     const at::Tensor whole =
-        one_copy ? shard.host_shared(plan.numel, plan.dtype) : at::zeros({plan.numel}, options);
-    if (!one_copy || shard.rank() == 0)
+        parameters_shared ? shard.host_shared(plan.numel, plan.dtype) : at::zeros({plan.numel}, options);
+    if (!parameters_shared || shard.rank() == 0)
       for (const Slot& slot : plan.slots)
         write_values(whole, all, slot, parameters.at(slot.index).tensor, initialize);
-    if (one_copy) shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
+    if (parameters_shared)
+      shard.barrier();  // ranks move their parameters to this memory once rank 0 has written it
     for (const Slot& slot : plan.slots)
       if (at::Tensor parameter = parameters.at(slot.index).tensor; parameter.is_meta())
         parameter.unsafeGetTensorImpl()->shallow_copy_from(slot_view(whole, slot).getIntrusivePtr());
@@ -125,7 +126,7 @@ void FlatShard::make_gradients() {
       bucket_.gradients = groups_.replicate.empty_shared(kept, type, plan.device);
     }
   }
-  held_ = HeldPart(bucket_, context_.offload && trained_, context_.reduce_once);
+  held_ = BucketShard(bucket_, context_.offload && trained_, context_.reduce_once);
 }
 
 void FlatShard::train() {
@@ -139,7 +140,7 @@ void FlatShard::take_over_writes(const std::set<std::string>& but_of) {
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
     if (but_of.contains(slot.name)) continue;
-    if (context_.one_copy && shards() > 1) refuse_write_to_one_copy(slot.name, shards());
+    if (context_.parameters_shared && shards() > 1) refuse_write_to_shared_parameters(slot.name, shards());
     writes_.settle(place);
     if (storage_) write_slot(held_.parameters(), bucket_.held, slot, slot_view(memory_, slot));
     held_.take_over(bucket_, slot);
@@ -211,7 +212,7 @@ void FlatShard::add(std::size_t slot, at::Tensor gradient) {
     slot_view(whole_gradients_, bucket_.plan.slots[slot]).add_(gradient);
     return;
   }
-  Piece& piece = pieces_[slot];
+  PartialSum& piece = pieces_[slot];
   if (!piece.sum.defined()) {
     piece.sum = std::move(gradient);  // others may see it: not to be written
     return;
@@ -305,7 +306,7 @@ void FlatShard::zero() {
 }
 
 void FlatShard::forget() {
-  for (Piece& piece : pieces_) piece = {};
+  for (PartialSum& piece : pieces_) piece = {};
 }
 
 }  // namespace isograd

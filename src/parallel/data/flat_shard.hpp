@@ -10,8 +10,8 @@
 
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
+#include "parallel/data/bucket_shard.hpp"
 #include "parallel/data/flat_bucket.hpp"
-#include "parallel/data/held_part.hpp"
 #include "parallel/data/unit_storage.hpp"
 #include "parallel/data/written.hpp"
 
@@ -37,12 +37,12 @@ class GatherPool {
 // What all shards of a layout have in common.
 struct ShardContext {
   Mesh mesh;
-  RoleGroups groups;         // of parameters that every rank has a copy of
-  AxisSet sharded_axes;      // as asked
-  bool one_copy = false;     // of the parameters, in memory that the shard group shares
-  bool reduce_once = false;  // whole gradients are kept until the last micro-batch
-  bool offload = false;      // what is held lies in host memory, the parameters do not
-  bool every_round = false;  // all ranks make as many passes: something is exchanged in each
+  RoleGroups groups;                // of parameters that every rank has a copy of
+  AxisSet sharded_axes;             // as asked
+  bool parameters_shared = false;   // of the parameters, in memory that the shard group shares
+  bool reduce_once = false;         // whole gradients are kept until the last micro-batch
+  bool offload = false;             // what is held lies in host memory, the parameters do not
+  bool even_micro_batches = false;  // all ranks make as many passes: something is exchanged in each
   GatherPool pool{};
   WaitClock waited{};
   WrittenValues written{mesh};
@@ -98,7 +98,7 @@ class FlatShard {
 
  private:
   enum class State { kFreed, kGathering, kWhole };
-  struct Piece {
+  struct PartialSum {
     at::Tensor sum;
     bool own = false;  // memory nobody else sees
   };
@@ -111,15 +111,15 @@ class FlatShard {
   RoleGroups groups_;
   bool trained_, fp32_gradients_;
   Bucket bucket_;
-  HeldPart held_;
+  BucketShard held_;
   Writes writes_;
   std::unique_ptr<UnitStorage> storage_;
   State state_ = State::kFreed;
-  at::Tensor memory_;           // gathered into
-  at::Tensor whole_gradients_;  // [numel], where kept until the last micro-batch
-  at::Tensor scattered_;        // this rank's part of a buffer under reduction
-  std::vector<Piece> pieces_;   // by slot
-  bool fresh_ = true;           // bucket_.gradients hold nothing of this step yet
+  at::Tensor memory_;               // gathered into
+  at::Tensor whole_gradients_;      // [numel], where kept until the last micro-batch
+  at::Tensor scattered_;            // this rank's part of a buffer under reduction
+  std::vector<PartialSum> pieces_;  // by slot
+  bool fresh_ = true;               // bucket_.gradients hold nothing of this step yet
   Pending gather_, reduction_;
 };
 

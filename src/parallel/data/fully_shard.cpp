@@ -93,11 +93,11 @@ class ShardedLayout final : public FullySharded {
     auto context = std::make_unique<ShardContext>(ShardContext{
         .mesh = mesh, .groups = RoleGroups(mesh, copied, options.sharded), .sharded_axes = options.sharded});
     const int shards = most_shards(members_.trained, mesh.grid(), options.sharded);
-    context->one_copy = options.share_parameters && shards > 1;
+    context->parameters_shared = options.share_parameters && shards > 1;
     context->reduce_once = options.reduce_once;
     context->offload = options.offload;
-    context->every_round = (shards > 1 && !(context->one_copy && options.reduce_once)) ||
-                           any_cut_along_data(members_.trained, mesh.grid());
+    context->even_micro_batches = (shards > 1 && !(context->parameters_shared && options.reduce_once)) ||
+                                  any_cut_along_data(members_.trained, mesh.grid());
     // Everything that can refuse comes before the model is touched.
     auto plans = plan_units(uses, named, members_, options, mesh.grid());
     check_limit(plans, options.gather_limit_bytes);
@@ -157,7 +157,7 @@ class ShardedLayout final : public FullySharded {
     compare_writes();
   }
   void publish_parameters() override { passes_->publish_parameters(); }
-  bool takes_every_round() const override { return passes_->takes_every_round(); }
+  bool needs_even_micro_batches() const override { return passes_->needs_even_micro_batches(); }
   std::vector<Bucket>& buckets() override { return buckets_; }
   const Mesh& mesh() const override { return passes_->context().mesh; }
   std::int64_t bytes_sent() override {

@@ -6,8 +6,8 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
+#include "parallel/data/bucket_shard.hpp"
 #include "parallel/data/freezing.hpp"
-#include "parallel/data/held_part.hpp"
 #include "parallel/data/rank_roles.hpp"
 #include "parallel/data/role_groups.hpp"
 #include "parallel/data/same_parameters.hpp"
@@ -36,7 +36,7 @@ class Naive final : public DataParallel {
   }
 
   void zero_gradients() override {
-    for (const HeldPart& held : held_) held.gradients().zero_();
+    for (const BucketShard& held : held_) held.gradients().zero_();
     if (parameters_.check) parameters_.check();
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
     for (NamedParameter& parameter : parameters_.frozen)
@@ -66,7 +66,7 @@ class Naive final : public DataParallel {
     }
   }
 
-  bool takes_every_round() const override { return cut_along_data_; }
+  bool needs_even_micro_batches() const override { return cut_along_data_; }
   std::vector<Bucket>& buckets() override { return buckets_; }
   const Mesh& mesh() const override { return mesh_; }
   std::int64_t bytes_sent() override {
@@ -157,9 +157,9 @@ class Naive final : public DataParallel {
   Mesh mesh_;
   DataParallelOptions options_;
   std::vector<Bucket> buckets_;
-  std::vector<HeldPart> held_;   // per bucket
-  std::vector<Writes> writes_;   // per bucket
-  bool may_be_updated_ = false;  // between finish_reduction() and publish_parameters()
+  std::vector<BucketShard> held_;  // per bucket
+  std::vector<Writes> writes_;     // per bucket
+  bool may_be_updated_ = false;    // between finish_reduction() and publish_parameters()
   WrittenValues written_;
   WaitClock waited_;
   bool cut_along_data_ = false;

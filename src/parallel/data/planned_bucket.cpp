@@ -28,8 +28,8 @@ std::vector<PlannedBucket> plan_bucketed(TrainableParameters parameters, const G
     PlannedBucket& bucket = result.emplace_back();
     bucket.asked = options.sharded;
     bucket.in_shards = rules.sharded;
-    bucket.parameters_in_shards = rules.one_copy;
-    bucket.gradients_in_shards = rules.every_round;
+    bucket.parameters_in_shards = rules.parameters_shared;
+    bucket.gradients_in_shards = rules.reduces_each_micro_batch;
     bucket.gradients = gradient_type(plan.dtype, options.fp32_gradients);
     bucket.plan = std::move(plan);
   }

@@ -38,9 +38,9 @@ bool cut_along_data(const SyncAxes& sync, const Grid& grid) {
 
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid) {
   // By placements: a stage without any makes as many as the others.
-  return std::any_of(
-      parameters.placements.begin(), parameters.placements.end(),
-      [&](const auto& placed) { return cut_along_data(sync_axes(placed.second, grid), grid); });
+  return std::any_of(parameters.placements.begin(), parameters.placements.end(), [&](const auto& placed) {
+    return cut_along_data(sync_axes(placed.second, grid), grid);
+  });
 }
 
 int most_shards(const TrainableParameters& parameters, const Grid& grid, const AxisSet& asked) {
@@ -63,7 +63,7 @@ RankRoles::RankRoles(const Grid& grid, const SyncAxes& sync, const AxisSet& aske
       shards_(grid.size(sharded)),
       first_of_its_shard_(grid.place(without(sync.copies, sharded), rank) == 0) {}
 
-Share RankRoles::share(std::int64_t numel, bool in_shards) const {
+HeldRanges RankRoles::held_ranges(std::int64_t numel, bool in_shards) const {
   if (!in_shards || shards_ == 1)
     return {.held = {0, numel}, .owned = owned_slice(numel, copy_, copies_), .sharded = {}};
   const Range held = owned_slice(numel, shard_, shards_);

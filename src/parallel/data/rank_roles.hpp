@@ -8,7 +8,7 @@
 namespace isograd {
 
 // What of a flat buffer is a rank's, in elements.
-struct Share {
+struct HeldRanges {
   Range held;         // its values, master and state
   Range owned;        // of these what the rank counts
   AxisSet sharded{};  // where not held whole: the axes along which the other parts lie (Bucket::sharded)
@@ -22,8 +22,8 @@ AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& ask
 // Whether ranks that see different data hold different parts of such a parameter: experts along ep.
 bool cut_along_data(const SyncAxes& sync, const Grid& grid);
 
-// Whether they do of some of these parameters, frozen or not, in this stage or another. Each then computes for
-// the others' data, so that all must make as many forwards and backwards.
+// Whether they do of some of these parameters, frozen or not, in this stage or another. Each then computes
+// for the others' data, so that all must make as many forwards and backwards.
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid);
 
 // Of some of these parameters: 1 where nothing is sharded. After place_parameters().
@@ -40,7 +40,7 @@ struct RankRoles {
   int shards() const { return shards_; }
   // Of a buffer of `numel`. Held whole: a rank counts a slice over all copies. In shards: all of its shard or
   // nothing.
-  Share share(std::int64_t numel, bool in_shards) const;
+  HeldRanges held_ranges(std::int64_t numel, bool in_shards) const;
 
  private:
   int copy_, copies_;        // of the whole

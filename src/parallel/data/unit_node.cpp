@@ -53,9 +53,9 @@ thread_local bool computes_again = false;
 
 // What a recomputation must find as the forward found it: autocast and the like, and the random numbers of
 // the default generators, the CPU's and those of the devices that the inputs are on.
-class Ambience {
+class RecomputeState {
  public:
-  explicit Ambience(const variable_list& inputs) {
+  explicit RecomputeState(const variable_list& inputs) {
     std::vector<at::Device> devices = {at::kCPU};
     for (const Tensor& input : inputs)
       if (input.defined() && !input.is_meta() &&
@@ -205,12 +205,12 @@ class UnitNode final : public autograd::Node {
     // Backward reaches a block none of whose inputs needs a gradient.
     edges.push_back(autograd::impl::gradient_edge(differentiable::anchor()));
     set_next_edges(std::move(edges));
-    if (call_.checkpoint) ambience_ = std::make_unique<Ambience>(inputs);
+    if (call_.checkpoint) recompute_state_ = std::make_unique<RecomputeState>(inputs);
   }
 
   void keep(InnerGraph graph) {
     graph_ = std::move(graph);
-    if (ambience_) ambience_->forward_is_done();
+    if (recompute_state_) recompute_state_->forward_is_done();
   }
   void keep_place(std::size_t output) { outputs_.push_back(output); }
   std::string name() const override {
@@ -226,7 +226,7 @@ class UnitNode final : public autograd::Node {
  private:
   InnerGraph again() const {
     InnerGraph graph;
-    ambience_->during([&] { graph = record(call_, as_leaves(graph_.inputs), body_); });
+    recompute_state_->during([&] { graph = record(call_, as_leaves(graph_.inputs), body_); });
     return graph;
   }
 
@@ -234,7 +234,7 @@ class UnitNode final : public autograd::Node {
   std::size_t use_;
   UnitBody body_;
   InnerGraph graph_;
-  std::unique_ptr<Ambience> ambience_;
+  std::unique_ptr<RecomputeState> recompute_state_;
   std::vector<std::size_t> outputs_;  // which outputs of the body have this history
   bool released_ = false;
 };

@@ -360,7 +360,7 @@ void UnitPasses::finish_reduction() {
   if (!held_)  // a forward without backward has left something whole, which the update would make stale
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
   // Nobody reads the one copy any more, so that its owners may write to it.
-  if (context_->one_copy) context_->waited.during([&] { context_->sharers.meet(); });
+  if (context_->parameters_shared) context_->waited.during([&] { context_->sharers.meet(); });
 }
 
 void UnitPasses::close() {
@@ -368,8 +368,8 @@ void UnitPasses::close() {
   abandon();
 }
 
-bool UnitPasses::takes_every_round() const {
-  return context_->every_round;
+bool UnitPasses::needs_even_micro_batches() const {
+  return context_->even_micro_batches;
 }
 
 }  // namespace isograd

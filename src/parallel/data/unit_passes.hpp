@@ -55,7 +55,7 @@ class UnitPasses final : public UnitHost {
   // `flat`, of parameters that were frozen so far, is trained from here on; its slots index `parameters`.
   // Collective, between steps.
   void train(FlatShard& flat, const std::vector<NamedParameter>& parameters);
-  bool takes_every_round() const;
+  bool needs_even_micro_batches() const;
   std::int64_t gather_bound() const;
   std::int64_t whole_numel(bool dealt_alone) const;
   ShardContext& context() { return *context_; }

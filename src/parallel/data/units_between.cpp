@@ -25,7 +25,7 @@ void UnitPasses::zero_gradients() {
 // The loss of the backward that was announced is a constant on this rank, or its model was not even called.
 // The other ranks gather and reduce: so does this one, with zeros.
 void UnitPasses::make_up_backward() {
-  if (!announced_ || !takes_every_round()) {
+  if (!announced_ || !needs_even_micro_batches()) {
     announced_ = false;
     return;
   }
@@ -95,7 +95,7 @@ void UnitPasses::publish_parameters() {
     }
   if (!held_)  // a forward without backward has left something whole, which is stale now
     for (std::size_t unit = 0; unit < units_.size(); ++unit) free_unit(unit);
-  if (context_->one_copy) context_->waited.during([&] { context_->sharers.meet(); });
+  if (context_->parameters_shared) context_->waited.during([&] { context_->sharers.meet(); });
 }
 
 void UnitPasses::hold_everything() {

@@ -1,4 +1,4 @@
-#include "verify/case.hpp"
+#include "verify/compared_step.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ const std::string& coarser_precision(const StepDump& one, const StepDump& other)
   return place(other.precision) > place(one.precision) ? other.precision : one.precision;
 }
 
-Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
+ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& again)
     : pair_(std::move(pair)), grid_(pair_.found.axes), setting_(setting), again_(again) {
   std::map<std::string, at::Tensor> own, by_one;
   for (const auto& [name, tensor] : found().gradients) own[name] = tensor;
@@ -107,7 +107,7 @@ Case::Case(RunPair pair, Experiment setting, const RunAgain& again)
 }
 
 // What each parameter and the whole are held to, and how they do.
-void Case::allow(double most_alone) {
+void ComparedStep::allow(double most_alone) {
   const Bounds& bounds = allowance_.bounds;
   // Other trainers add gradients up in the precision of the run.
   const double sums = bounds.unit * std::sqrt(bounds.sum_length);
@@ -149,12 +149,12 @@ void Case::allow(double most_alone) {
   scale_ = test_scale(own, wanted, bounds.unit);
 }
 
-bool Case::scale_told(const Parameter& parameter) const {
+bool ComparedStep::scale_told(const Parameter& parameter) const {
   return allowance_.matrix > 0 && parameter.expected.dim() > 1 &&
          !held_to_floor(norm_of(parameter.expected), parameter.unmeasured_scale);
 }
 
-std::vector<std::string> Case::off() const {
+std::vector<std::string> ComparedStep::off() const {
   std::vector<std::string> names;
   for (const auto& parameter : parameters_)
     if (!parameter.comparison.passed) names.push_back(parameter.name);
@@ -164,7 +164,7 @@ std::vector<std::string> Case::off() const {
   return names;
 }
 
-bool Case::is(const Prediction& prediction) const {
+bool ComparedStep::is(const Prediction& prediction) const {
   double off = 0, allowed = 0;
   Tensors gradient;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -189,14 +189,14 @@ bool Case::is(const Prediction& prediction) const {
          scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit);
 }
 
-Prediction Case::right() const {
+Prediction ComparedStep::right() const {
   Prediction prediction;
   for (const Parameter& parameter : parameters_) prediction.gradient.push_back(parameter.expected);
   prediction.growth.assign(parameters_.size(), 1);
   return prediction;
 }
 
-Along Case::between(const Prediction& from, const Prediction& to) const {
+Along ComparedStep::between(const Prediction& from, const Prediction& to) const {
   Tensors errors, direction, beside;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     errors.push_back(parameters_[i].found - from.gradient[i]);
@@ -211,8 +211,8 @@ Along Case::between(const Prediction& from, const Prediction& to) const {
   return against.scatter < plain.scatter ? against : plain;
 }
 
-std::optional<Prediction> Case::weighted(const std::vector<double>& weights,
-                                         const std::vector<std::string>& names) {
+std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weights,
+                                                 const std::vector<std::string>& names) {
   const bool uniform = std::all_of(weights.begin(), weights.end(), [&](double weight) {
     return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]);
   });
@@ -239,56 +239,56 @@ std::optional<Prediction> Case::weighted(const std::vector<double>& weights,
   return prediction;
 }
 
-bool Case::finite() const {
+bool ComparedStep::finite() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
     return parameter.found.isfinite().all().item<bool>();
   });
 }
 
-bool Case::finite_loss() const {
+bool ComparedStep::finite_loss() const {
   const auto& broken = found().not_numbers;
   return !std::isinf(found().figures.loss) && std::find(broken.begin(), broken.end(), "loss") == broken.end();
 }
 
-int Case::holders() const {
+int ComparedStep::holders() const {
   return static_cast<int>(std::count_if(by_rank_.begin(), by_rank_.end(), [](double n) { return n > 0; }));
 }
-int Case::home_of(int rank) const {
+int ComparedStep::home_of(int rank) const {
   const auto& [one, other] = setting_.swapped;
   return rank == one ? other : rank == other ? one : rank;
 }
-AxisSet Case::axis_set(const std::string& axis) const {
+AxisSet ComparedStep::axis_set(const std::string& axis) const {
   if (axis == kAllRanks) return grid_.names();
   if (axis == kContextRanks) return present(grid_, kContextAxes);
   return present(grid_, {axis});
 }
-double Case::size_of(const std::string& axis) const {
+double ComparedStep::size_of(const std::string& axis) const {
   if (axis == kAllRanks && found().axes.empty()) return ranks();
   return grid_.size(axis_set(axis));
 }
 
-int Case::micro_batches(int rank) const {
+int ComparedStep::micro_batches(int rank) const {
   return static_cast<int>(counts_.at(static_cast<std::size_t>(rank)).size());
 }
-int Case::micro_batches() const {
+int ComparedStep::micro_batches() const {
   int sum = 0;
   for (const auto& one : counts_) sum += static_cast<int>(one.size());
   return sum;
 }
-int Case::rounds() const {
+int ComparedStep::most_micro_batches() const {
   std::size_t most = 0;
   for (const auto& one : counts_) most = std::max(most, one.size());
   return static_cast<int>(most);
 }
-bool Case::shows(std::size_t parameter) const {
+bool ComparedStep::shows(std::size_t parameter) const {
   const Parameter& one = parameters_.at(parameter);
   return !one.comparison.passed || norm_of(one.expected) > allowance_.parameter.at(parameter);
 }
-bool Case::silent() const {
+bool ComparedStep::silent() const {
   return static_cast<int>(cells_.size()) < micro_batches();
 }
 
-bool Case::find_parts() {
+bool ComparedStep::find_parts() {
   if (parts_ != Parts::kNotAsked) return parts_ == Parts::kFound;
   parts_ = Parts::kNone;
   if (!again_ || cells_.empty() || pair_.dealt_otherwise) return false;
@@ -314,7 +314,7 @@ bool Case::find_parts() {
   return true;
 }
 
-std::optional<Prediction> prediction_of(Case& one, const Cause& cause,
+std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
                                         const std::vector<std::string>& names) {
   std::vector<double> weights;
   for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));
@@ -322,7 +322,7 @@ std::optional<Prediction> prediction_of(Case& one, const Cause& cause,
   return one.weighted(weights, names);
 }
 
-std::string text_of(const Case& one, const Experiment& experiment) {
+std::string text_of(const ComparedStep& one, const Experiment& experiment) {
   const auto& axes = one.found().axes;
   if (experiment.only_axis < 0 || experiment.only_axis >= static_cast<int>(axes.size()))
     return experiment.text();

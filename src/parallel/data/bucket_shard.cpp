@@ -1,4 +1,4 @@
-#include "parallel/data/held_part.hpp"
+#include "parallel/data/bucket_shard.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -26,7 +26,7 @@ void check_can_be_offloaded(at::Device parameters) {
                      .action = "Leave offload out, or move the model to a GPU first"});
 }
 
-void refuse_write_to_one_copy(const std::string& parameter, int ranks) {
+void refuse_write_to_shared_parameters(const std::string& parameter, int ranks) {
   throw ConfigError(
       {.where = fmt::format("parameter '{}'", parameter),
        .found = fmt::format("an in-place operation on the one copy that {} ranks share, to which "
@@ -40,7 +40,7 @@ at::Tensor as_dense(const at::Tensor& gradient) {
   return gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
 }
 
-HeldPart::HeldPart(Bucket& bucket, bool offload, bool gradients_on_device)
+BucketShard::BucketShard(Bucket& bucket, bool offload, bool gradients_on_device)
     : parameters_(bucket.parameters), gradients_(bucket.gradients) {
   if (!offload) return;
   const at::NoGradGuard no_grad;
@@ -51,11 +51,11 @@ HeldPart::HeldPart(Bucket& bucket, bool offload, bool gradients_on_device)
   if (!gradients_on_device) gradients_ = at::Tensor();
 }
 
-bool HeldPart::keeps_copies(const Bucket& bucket) const {
+bool BucketShard::keeps_copies(const Bucket& bucket) const {
   return host_parameters_.defined() || bucket.master.scalar_type() != bucket.parameters.scalar_type();
 }
 
-void HeldPart::refuse_lost_writes(const Bucket& bucket, const Writes& writes) const {
+void BucketShard::refuse_lost_writes(const Bucket& bucket, const Writes& writes) const {
   if (!keeps_copies(bucket)) return;
   for (std::size_t place : writes.written())
     throw ConfigError({.where = fmt::format("parameter '{}'", bucket.plan.slots[place].name),
@@ -64,7 +64,7 @@ void HeldPart::refuse_lost_writes(const Bucket& bucket, const Writes& writes) co
                        .action = "Write values after publish_parameters(), before the next step"});
 }
 
-void HeldPart::take_over(const Bucket& bucket, const Slot& slot) const {
+void BucketShard::take_over(const Bucket& bucket, const Slot& slot) const {
   const std::int64_t begin = std::max(bucket.held.begin, slot.offset);
   const std::int64_t end = std::min(bucket.held.end, slot.offset + slot.numel);
   if (begin >= end || !keeps_copies(bucket)) return;
@@ -80,12 +80,12 @@ void HeldPart::take_over(const Bucket& bucket, const Slot& slot) const {
       at::where(master.to(written.scalar_type()).to(master.scalar_type()).eq(values), master, values));
 }
 
-void HeldPart::gradients_to_host() const {
+void BucketShard::gradients_to_host() const {
   const at::NoGradGuard no_grad;
   if (host_gradients_.defined() && gradients_.defined()) host_gradients_.copy_(gradients_);
 }
 
-void HeldPart::parameters_to_device() const {
+void BucketShard::parameters_to_device() const {
   const at::NoGradGuard no_grad;
   if (host_parameters_.defined()) parameters_.copy_(host_parameters_);
 }

@@ -24,7 +24,7 @@ inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_
 // the floor: 1/32 · RMS · √numel), and 32 u of the norm of all.
 struct Allowance {
   bool exact = true;
-  std::vector<double> parameter;  // ‖found − expected‖, by Case::parameters()
+  std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
   // By how much the scale of a matrix may be off, beside what its own pieces say (test_scale_of_one); 0: not
   // told.
@@ -41,9 +41,9 @@ struct Prediction {
 // The precision of that one of two dumps that rounds more.
 const std::string& coarser_precision(const StepDump& one, const StepDump& other);
 
-class Case {
+class ComparedStep {
  public:
-  Case(RunPair pair, Experiment setting, const RunAgain& again);
+  ComparedStep(RunPair pair, Experiment setting, const RunAgain& again);
 
   struct Parameter {
     std::string name;
@@ -109,8 +109,8 @@ class Case {
   AxisSet axis_set(const std::string& axis) const;
   double size_of(const std::string& axis) const;  // ranks along it
   int micro_batches(int rank) const;
-  int micro_batches() const;  // of all ranks
-  int rounds() const;         // most of any rank
+  int micro_batches() const;       // of all ranks
+  int most_micro_batches() const;  // most of any rank
   bool can_run() const { return static_cast<bool>(again_); }
   bool dealt_otherwise() const { return pair_.dealt_otherwise; }
   bool silent() const;  // some micro-batch has no target
@@ -146,24 +146,25 @@ class Case {
 // What tells the parts of the gradient apart in weight: relative to the right weight, 1 everywhere.
 struct Cause {
   std::string id;
-  std::function<double(const Case&, const Case::Cell&)> weight;
-  std::function<std::string(const Case&)> sentence;
+  std::function<double(const ComparedStep&, const ComparedStep::Cell&)> weight;
+  std::function<std::string(const ComparedStep&)> sentence;
   // What is logged beside the gradient.
   enum class Loss { kAny, kRight, kScaled, kNotScaled } loss = Loss::kAny;
   std::string axis{};  // whose size it is, if of one
   int rank = -1;       // whose part it is, if of one
 };
-std::vector<Cause> causes_of(const Case& one);
+std::vector<Cause> causes_of(const ComparedStep& one);
 // Where ranks hold different gradients: rank 0's is the sum over those ranks alone that share its place along
 // an axis.
-std::vector<Cause> unsummed_causes(const Case& one);
+std::vector<Cause> unsummed_causes(const ComparedStep& one);
 
 // What the cause would make of the named parameters, the others being right.
-std::optional<Prediction> prediction_of(Case& one, const Cause& cause, const std::vector<std::string>& names);
+std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
+                                        const std::vector<std::string>& names);
 // Where the gradient found is the right one within rounding, but may as well be a known mistake's that moves
 // it by less: findings where it lies nearer to the mistake; `untold` hears of those that cannot be told
 // apart.
-std::vector<Finding> diagnose_rivals(Case& one, std::vector<std::string>* untold);
+std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* untold);
 
 // Names and shapes that only one side has. (diagnose_samples.cpp)
 std::vector<Finding> diagnose_names(const RunPair& pair);
@@ -178,26 +179,26 @@ std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected);
 
 // The parameters that are off: what explains them.
-std::vector<Finding> diagnose_gradient(Case& one, const RunAgain& again);
+std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again);
 // What fits no cause: does a document reach another one's gradient, or is each feature right alone? The
 // second says what it found out in `evidence`, too. (diagnose_unknown.cpp)
-std::optional<Finding> diagnose_leak(const Case& one, const RunAgain& again);
-std::optional<Finding> diagnose_composition(const Case& one, const RunAgain& again,
+std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& again);
+std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAgain& again,
                                             const std::string& subject, std::vector<std::string>& evidence);
 
 // Ranks hold different gradients: the axis over which these parameters are not summed.
-std::optional<Finding> diagnose_unsummed(Case& one);
+std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
-std::vector<Finding> diagnose_figures(const Case& one, std::vector<std::string>* notices);
-std::vector<Finding> diagnose_norm(const Case& one);
+std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
+std::vector<Finding> diagnose_norm(const ComparedStep& one);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
-std::vector<std::string> other_terms(const Case& one);
+std::vector<std::string> other_terms(const ComparedStep& one);
 // By how much figures may be off, which come from sums of many numbers.
-double tolerance(const Case& one);
+double tolerance(const ComparedStep& one);
 
 // What the dumps say against themselves: norms, owners, counts, shares. What cannot be asked, because shares
 // are missing, `notices` hears of. (diagnose_contradictions.cpp)
-std::vector<Finding> diagnose_contradictions(const Case& one, double limit,
+std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
 // What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
 struct OwnUpdate {
@@ -205,21 +206,21 @@ struct OwnUpdate {
   std::vector<Finding> findings;   // one, where there are any
 };
 // Of a part that is no multiple of the gradient, as weight decay makes it, `notices` hears.
-OwnUpdate diagnose_own_update(const Case& one, bool of_found, std::vector<std::string>* notices);
+OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices);
 // Owners of elements, and the norms of what ranks own, against the norm of all.
 std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
                                             double limit);
 // The norm that the reference recorded, or its gradient's where it is another one.
-double norm_to_expect(const Case& one, double limit);
+double norm_to_expect(const ComparedStep& one, double limit);
 
 // The axes of more than one rank, then kContextRanks and kAllRanks where several make them up: along which
 // something may be multiplied, divided or left out. And one of them in words: "dp_shard (4)".
-std::vector<std::string> long_axes(const Case& one);
-std::string name_of(const Case& one, const std::string& axis);
+std::vector<std::string> long_axes(const ComparedStep& one);
+std::string name_of(const ComparedStep& one, const std::string& axis);
 // "dp_shard (4)", "accumulation (3)": whatever in the run has this size.
-std::string factors_of(const Case& one, double value);
+std::string factors_of(const ComparedStep& one, double value);
 // Experiment::text() with the axis by name.
-std::string text_of(const Case& one, const Experiment& experiment);
+std::string text_of(const ComparedStep& one, const Experiment& experiment);
 std::string list_names(const std::vector<std::string>& names);
 // By `limit` of the larger one; not for NaN.
 bool close_together(double a, double b, double limit);

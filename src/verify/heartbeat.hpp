@@ -9,9 +9,9 @@ namespace isograd {
 
 // Ranks that work alone call tick() after each piece of it; every rank calls finish() when it has nothing
 // (more) to do. Each call is one small collective, so nobody waits longer than the longest piece.
-class Turns {
+class Heartbeat {
  public:
-  explicit Turns(Group& group) : group_(group) {}
+  explicit Heartbeat(Group& group) : group_(group) {}
 
   void tick() { somebody_works(true); }
   void finish() {

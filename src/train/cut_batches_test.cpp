@@ -1,5 +1,5 @@
 // What ranks get of a run: within their memory, and how level the cuts over context ranks are.
-#include "train/parts.hpp"
+#include "train/cut_batches.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -10,10 +10,10 @@
 
 namespace isograd {
 
-class RunParts {
+class CutBatches {
  public:
   // Of `task` and `mesh`, which outlive it; `world`: all ranks of the run.
-  RunParts(const Task& task, const Mesh& mesh, Group world);
+  CutBatches(const Task& task, const Mesh& mesh, Group world);
 
   // This rank's parts. With batch.max_tokens_per_rank collective over the run's ranks: an AgreedConfigError
   // on all of them when one has a micro-batch that is larger.

@@ -11,17 +11,17 @@ namespace isograd {
 void check_can_be_offloaded(at::Device parameters);
 
 // One rank has written in place to a parameter of which `ranks` keep one copy. ConfigError.
-[[noreturn]] void refuse_write_to_one_copy(const std::string& parameter, int ranks);
+[[noreturn]] void refuse_write_to_shared_parameters(const std::string& parameter, int ranks);
 
 // Embeddings can make sparse gradients; buffers are dense.
 at::Tensor as_dense(const at::Tensor& gradient);
 
-class HeldPart {
+class BucketShard {
  public:
-  HeldPart() = default;
+  BucketShard() = default;
   // With `offload` the bucket gets copies in host memory, pinned, so that norms and updates are the CPU's;
   // gradients stay on the device beside them where backward needs them there.
-  HeldPart(Bucket& bucket, bool offload, bool gradients_on_device);
+  BucketShard(Bucket& bucket, bool offload, bool gradients_on_device);
 
   const at::Tensor& parameters() const { return parameters_; }  // what ranks gather
   // Where gradients are reduced. Undefined: rounds add up in host memory alone.

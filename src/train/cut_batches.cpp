@@ -1,4 +1,4 @@
-#include "train/parts.hpp"
+#include "train/cut_batches.hpp"
 
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
@@ -41,7 +41,7 @@ MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_ba
   return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.place(kContextAxes));
 }
 
-RunParts::RunParts(const Task& task, const Mesh& mesh, Group world)
+CutBatches::CutBatches(const Task& task, const Mesh& mesh, Group world)
     : task_(task),
       mesh_(mesh),
       world_(std::move(world)),
@@ -50,7 +50,7 @@ RunParts::RunParts(const Task& task, const Mesh& mesh, Group world)
   options_.most_tokens = most_tokens_;
 }
 
-MicroBatches RunParts::of(const MicroBatches& whole) {
+MicroBatches CutBatches::of(const MicroBatches& whole) {
   const bool shared = mesh_.size(kContextAxes) > 1;
   const auto take = [&] {
     if (shared) return cut_micro_batches(whole, options_, mesh_.place(kContextAxes));
@@ -70,7 +70,7 @@ MicroBatches RunParts::of(const MicroBatches& whole) {
   return parts;
 }
 
-MicroBatches RunParts::of_step(const MicroBatches& whole) {
+MicroBatches CutBatches::of_step(const MicroBatches& whole) {
   MicroBatches parts = of(whole);
   first_step_.clear();
   double least_level = 0;
@@ -88,7 +88,7 @@ MicroBatches RunParts::of_step(const MicroBatches& whole) {
   return parts;
 }
 
-std::optional<Outcome::Balance> RunParts::balance() {
+std::optional<Outcome::Balance> CutBatches::balance() {
   at::Tensor sums = at::tensor({sum_, cuts_}, at::kDouble), worst = at::tensor({worst_}, at::kDouble);
   world_.all_reduce(sums);
   world_.all_reduce(worst, ReduceOp::kMax);
