@@ -176,6 +176,10 @@ TEST_F(ExpertsDealt, WhatDoesNotFitIsRefused) {
   EXPECT_EQ(refused({}), "no error");
   EXPECT_THAT(refused({"parallel.ep=5"}), AllOf(HasSubstr("parallel.ep"), HasSubstr("at most 4")));
   EXPECT_EQ(refused({"parallel.tp=2"}), "no error");
+  EXPECT_THAT(refused({"parallel.expert_overlap=both"}),
+              AllOf(HasSubstr("parallel.expert_overlap"), HasSubstr("both"), HasSubstr("halves")));
+  EXPECT_THAT(refused({"parallel.ep=1", "parallel.expert_overlap=halves"}),
+              AllOf(HasSubstr("parallel.expert_overlap"), HasSubstr("parallel.ep is 1")));
   EXPECT_THAT(config_error_of([&] { parse_config("", "run.toml", {"parallel.ep=2"}); }),
               AllOf(HasSubstr("parallel.ep"), HasSubstr("has none")));
   EXPECT_THAT(config_error_of([&] {

@@ -245,6 +245,15 @@ TEST_F(ExpertsRun, WhatDoesNotFitIsRefused) {
     EXPECT_THAT(refused({std::string("model.kind=") + kind, "loss.router_z=0.1"}), HasSubstr("no effect"))
         << kind;
   EXPECT_THAT(with({"loss.balance_over=model"}), HasSubstr("loss.balance is 0"));
+  // Ranks that were started with different rules.
+  run_ranks(3, [&](World& world) {
+    RunConfig own = plain("other-rules");
+    if (world.rank == 1) own.model.shape.experts.per_token = 1;
+    const auto other_rules =
+        AllOf(HasSubstr("model.experts_per_token"), HasSubstr("1 on rank 1, 2 on rank 0"));
+    EXPECT_THAT(config_error_of([&] { Trainer(own, world).run(); }), other_rules);
+    EXPECT_THAT(config_error_of([&] { verify_run(own, world); }), other_rules);
+  });
   // Not proven by the other way either.
   RunConfig unproven = plain("unproven");
   unproven.verify.at_end = false;

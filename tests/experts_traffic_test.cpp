@@ -85,6 +85,7 @@ TEST_F(ExpertsTraffic, OfRunsIsTheFormulas) {
       {"ranks-out-of-packs", 3, [](RunConfig& c) { c.parallel.ep = 3, c.batch.packs_per_micro_batch = 1; }},
       {"copies", 4, [](RunConfig& c) { c.parallel.ep = 2, c.parallel.strategy = "zero2"; }},
       {"no-pass-ahead", 2, [](RunConfig& c) { c.parallel.ep = 2, c.loss.balance = 0; }},
+      {"halves", 3, [](RunConfig& c) { c.parallel.ep = 3, c.parallel.expert_overlap = "halves"; }},
       {"checkpointed", 2,
        [](RunConfig& c) {
          c.parallel.ep = 2, c.parallel.strategy = "zero3", c.parallel.share_parameters = "off";

@@ -50,14 +50,14 @@ inline MicroBatches step_of(int place, int places, std::int64_t vocabulary, int 
   MicroBatches batches;
   const int count = place + 1 == places && places > 1 ? 1 : accumulation;
   for (int i = 0; i < count; ++i) {
-    const auto seed = static_cast<std::uint64_t>(10 * place + i);
+    const auto seed = static_cast<std::uint64_t>(100 * place + i);
     const std::vector<std::int64_t> lengths =
-        i == 1 ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{7 + place, 3, 11 - i};
+        i == 1 ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{7 + place, 3, 11 - i % 11};
     Batch batch = make_batch(lengths, vocabulary, seed);
     batch.targets = batch.tokens.roll(-1);
     for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
       batch.targets[batch.cu_seqlens[f + 1] - 1] = kIgnoreIndex;
-      batch.sample_ids[f] = 100 * place + 10 * i + static_cast<std::int64_t>(f);
+      batch.sample_ids[f] = 1000 * place + 10 * i + static_cast<std::int64_t>(f);
       batch.sample_targets.push_back(lengths[f] - 1);
     }
     batches.push_back(batch);

@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+import processors
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 ENVIRONMENT = dict(os.environ, PYTHON=sys.executable)
@@ -19,7 +21,7 @@ def bench(*arguments, of="step", **options):
                           capture_output=True, timeout=300, env=ENVIRONMENT, **options)
 
 
-RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}
+RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio", "processor"}
 
 
 def check_ratio(record):
@@ -39,6 +41,37 @@ def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     assert record["peer_name"] == "PyTorch eager"
     check_ratio(record)
     assert "NOT COMPARABLE" not in result.stdout
+
+
+def test_compiled_pytorch_takes_part(tmp_path):
+    """One process, compiled whole; its losses and norms agree as the others' do."""
+    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--compiled", "--json", tmp_path / "step.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT COMPARABLE" not in result.stdout
+    records = json.loads((tmp_path / "step.json").read_text())
+    assert [record["peer_name"] for record in records] == ["PyTorch eager", "PyTorch compiled"]
+
+
+@pytest.mark.parametrize("level", sorted(processors.LEVELS))
+def test_every_side_is_held_to_a_lesser_processor(tmp_path, level):
+    """--as: the libraries' own variables, also of the peer's process; said in each record."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nenv >> {tmp_path}/environment\nexec {sys.executable} \"$@\"\n")
+    python.chmod(0o755)
+    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--as", level, "--json", tmp_path / "step.json",
+                   "--python", python)
+    if processors.missing(level):
+        assert result.returncode == 2 and "a level that the processor has" in result.stderr
+        return
+    assert result.returncode == 0, result.stdout + result.stderr
+    variables = processors.LEVELS[level]
+    seen = (tmp_path / "environment").read_text().splitlines()
+    assert {f"{name}={value}" for name, value in variables.items()} <= set(seen)
+    (record,) = json.loads((tmp_path / "step.json").read_text())
+    assert record["processor"] in result.stdout.splitlines()[0]
+    for part in (f"isograd {level}", f"oneDNN {variables['ONEDNN_MAX_CPU_ISA']}",
+                 f"MKL {variables['MKL_ENABLE_INSTRUCTIONS']}"):
+        assert part in record["processor"]
 
 
 def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
@@ -131,7 +164,8 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" not in result.stdout
     records = json.loads((tmp_path / "expert.json").read_text())
     assert {record["peer_name"] for record in records} == {
-        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank"}
+        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
+        "experts dealt to ranks, in halves"}
     for record in records:
         assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"
         check_ratio(record)
@@ -140,6 +174,17 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of="expert")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "NOT COMPARABLE" in result.stdout
+
+
+def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
+    result = bench("--case", "shared", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = json.loads((tmp_path / "shared.json").read_text())
+    assert {record["case"] for record in records} == {
+        "shared, 2 ranks, experts dealt, the shared one meanwhile", "shared, 2 ranks, experts dealt to ranks, in halves"}
+    for record in records:
+        assert set(record) == RECORD and record["bench"] == "expert"
+        check_ratio(record)
 
 
 def test_experts_that_the_peer_cannot_deal_evenly_are_refused():

@@ -5,7 +5,7 @@ Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
 directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS SIDE eager|ddp|fsdp2|tp   starts the ranks
+    python llama_step.py EXCHANGE RANKS SIDE eager|compiled|ddp|ddp-compiled|fsdp2|tp   starts the ranks
 
 EXCHANGE holds
     case.json            shapes, learning rate, steps per turn
@@ -157,7 +157,12 @@ def wrap(model, mode, ranks, c):
     """The model as its wrapper trains it. DDP and FSDP2 then hold the mean over ranks of the ranks' gradients."""
     if mode == "tp":
         return cut(model, ranks)
-    if mode == "ddp":
+    if mode == "compiled":
+        model.compile()
+    if mode == "ddp-compiled":  # by block: DDP's hooks then overlap as they do without
+        for block in model.model["layers"]:
+            block.compile()
+    if mode in ("ddp", "ddp-compiled"):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if mode == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -191,6 +196,8 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
     """`clip` returns how to read the norm, outside of what is timed."""
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(exchange / f"compiled.{rank}"))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     device = torch.device("cuda", rank) if c["device"] == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

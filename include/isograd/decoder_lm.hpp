@@ -109,12 +109,19 @@ struct ModelSeams {
   std::function<at::Tensor(const at::Tensor& own, std::int64_t tokens)> all_tokens{};
 
   // Of a layer whose experts lie on several ranks: copies of this rank's tokens [R, hidden], of expert e
-  // those in [begin[e], begin[e + 1]), to what the experts make of them. `compute` is what this rank's own
-  // make of rows sorted alike. Collective over these ranks, in forward and in backward.
+  // those in [begin[e], begin[e + 1]), in `expert_parts` parts of the tokens one after another, to what the
+  // experts make of them. `compute` is what this rank's own make of rows sorted alike; `besides`, to be
+  // called once, is what else the layer computes meanwhile. Collective over these ranks, in forward and in
+  // backward.
+  struct Copies {
+    at::Tensor rows;
+    std::vector<std::int64_t> begin;
+  };
   using Experts = std::function<at::Tensor(const at::Tensor& rows, const std::vector<std::int64_t>& begin)>;
-  std::function<at::Tensor(const at::Tensor& copies, const std::vector<std::int64_t>& begin,
-                           const Experts& compute)>
+  std::function<std::vector<at::Tensor>(const std::vector<Copies>& parts, const Experts& compute,
+                                        const std::function<void()>& besides)>
       experts{};
+  int expert_parts = 1;
 
   // Of a model whose layers lie in stages on several ranks: the layers of those that this forward is of (one
   // in a step, all of the rank's outside of it), what each is given unless it is the first, and where its

@@ -11,6 +11,7 @@ struct BenchStepOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: DDP and FSDP2 over Gloo, and one process alone
   std::vector<std::string> strategies;  // of several ranks; empty: the standard ones
+  bool compiled = false;  // PyTorch with torch.compile takes part: alone, and DDP over compiled blocks
   std::filesystem::path json;           // where the records go; empty: nowhere
   double seconds = 60;                  // of taking turns, for each case and number of ranks
   std::string python;                   // empty: as find_python() says
@@ -46,7 +47,8 @@ std::vector<std::string> bench_tensor_cases();
 // rank of ours. Records as those of bench_step, in milliseconds. Returns as bench_step.
 int bench_tensor(const BenchTogetherOptions& options);
 
-// "even", "uneven" (a quarter of the experts computes all tokens), and "tiny".
+// "even", "uneven" (a quarter of the experts computes all tokens), "tiny", and "shared", which compares what
+// is computed while tokens travel, on several ranks alone.
 std::vector<std::string> bench_expert_cases();
 
 // `isograd bench expert`: a step of one mixture of experts, on one rank beside transformers' Mixtral, on

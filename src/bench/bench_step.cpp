@@ -21,10 +21,17 @@ struct Peer {
 const std::vector<Peer> kPeers = {{"ddp", "PyTorch DDP over Gloo", "ddp"},
                                   {"fsdp2", "PyTorch FSDP2 over Gloo", "fsdp2"},
                                   {"single", "one PyTorch process", "eager", true}};
-const Peer kEager = {"eager", "PyTorch eager", "eager"};
+const Peer kEager = {"eager", "PyTorch eager", "eager"},
+           kCompiled = {"compiled", "PyTorch compiled", "compiled"};
+const std::vector<Peer> kCompiledPeers = {
+    {"ddp-compiled", "DDP over compiled blocks", "ddp-compiled"},
+    {"single-compiled", "one compiled PyTorch process", "compiled", true}};
 
-std::vector<Peer> peers_of(int ranks) {
-  return ranks == 1 ? std::vector<Peer>{kEager} : kPeers;
+std::vector<Peer> peers_of(int ranks, bool compiled) {
+  if (ranks == 1) return compiled ? std::vector<Peer>{kEager, kCompiled} : std::vector<Peer>{kEager};
+  std::vector<Peer> peers = kPeers;
+  if (compiled) peers.insert(peers.end(), kCompiledPeers.begin(), kCompiledPeers.end());
+  return peers;
 }
 
 std::vector<Strategy> strategies_of(int ranks, const BenchStepOptions& options) {
@@ -68,7 +75,7 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
   Run run{.name = fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s"),
           .ranks = ranks,
           .tokens = step_case.tokens(),
-          .described = peers_of(ranks)};
+          .described = peers_of(ranks, options.compiled)};
   for (const Peer& peer : run.described)
     sides.push_back(
         {.name = peer.name,

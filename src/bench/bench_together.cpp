@@ -34,8 +34,8 @@ std::vector<std::string> names_of(const std::vector<Case>& cases) {
   return names;
 }
 
-int compare_sides(const Compared& compared, const BenchTogetherOptions& options) {
-  nlohmann::ordered_json records = nlohmann::ordered_json::array();
+bool compare_sides(const Compared& compared, const BenchTogetherOptions& options,
+                   nlohmann::ordered_json& records) {
   bool comparable = true;
   for (const Case& one : compared.cases) {
     const bool asked = std::find(options.cases.begin(), options.cases.end(), one.name) != options.cases.end();
@@ -60,8 +60,18 @@ int compare_sides(const Compared& compared, const BenchTogetherOptions& options)
                    comparable;
     }
   }
+  return comparable;
+}
+
+int compare_all(const std::vector<Compared>& all, const BenchTogetherOptions& options) {
+  nlohmann::ordered_json records = nlohmann::ordered_json::array();
+  bool comparable = true;
+  for (const Compared& compared : all) comparable = compare_sides(compared, options, records) && comparable;
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
   return comparable ? 0 : 1;
+}
+int compare_sides(const Compared& compared, const BenchTogetherOptions& options) {
+  return compare_all({compared}, options);
 }
 
 void print_heading(const std::string& what) {
@@ -87,6 +97,8 @@ const std::vector<Case> kExpertCases = {
     {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
     {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
     {"tiny", "expert-tiny", kTiny}};
+const std::vector<Case> kOverlapCases = {
+    {"shared", "expert-shared", "each rank's; beside the others an expert computes all"}};
 const std::vector<Case> kPipelineCases = {{"communication", "pipeline-64", kOneBatch},
                                           {"middle", "pipeline-512", kOneBatch},
                                           {"compute", "pipeline-2048", kOneBatch},
@@ -98,7 +110,9 @@ std::vector<std::string> bench_tensor_cases() {
   return names_of(kTensorCases);
 }
 std::vector<std::string> bench_expert_cases() {
-  return names_of(kExpertCases);
+  std::vector<std::string> names = names_of(kExpertCases);
+  for (const std::string& name : names_of(kOverlapCases)) names.push_back(name);
+  return names;
 }
 std::vector<std::string> bench_pipeline_cases() {
   return names_of(kPipelineCases);
@@ -133,24 +147,33 @@ int bench_expert(const BenchTogetherOptions& options) {
                        .expected = "2, 4 or 8: the PyTorch peer deals its 8 experts evenly",
                        .action = "Choose one of them"});
   print_heading("a mixture of 8 experts, 2 to a token");
-  return compare_sides(
-      {.bench = "expert",
-       .cases = kExpertCases,
-       .ranks = {1, options.ranks},
-       .own_batches = true,
-       .sides =
-           [&](const std::filesystem::path& exchange, int ranks) {
-             const auto theirs = [&](const std::string& mode, const std::string& title) {
-               return peer_side(exchange, options.python, "experts_step.py", mode, title, ranks);
-             };
-             if (ranks == 1)
-               return std::vector<Side>{alone(exchange), theirs("transformers", "transformers' Mixtral")};
-             return std::vector<Side>{
-                 ours(exchange, "expert", ranks),
-                 our_side(exchange, "stage-0", "isograd, all experts on each rank", ranks),
-                 theirs("ep", "PyTorch, all-to-all over Gloo, FSDP2")};
-           },
-       .peers = 1},
+  return compare_all(
+      {{.bench = "expert",
+        .cases = kExpertCases,
+        .ranks = {1, options.ranks},
+        .own_batches = true,
+        .sides =
+            [&](const std::filesystem::path& exchange, int ranks) {
+              const auto theirs = [&](const std::string& mode, const std::string& title) {
+                return peer_side(exchange, options.python, "experts_step.py", mode, title, ranks);
+              };
+              if (ranks == 1)
+                return std::vector<Side>{alone(exchange), theirs("transformers", "transformers' Mixtral")};
+              return std::vector<Side>{
+                  ours(exchange, "expert", ranks), ours(exchange, "expert-halves", ranks),
+                  our_side(exchange, "stage-0", "isograd, all experts on each rank", ranks),
+                  theirs("ep", "PyTorch, all-to-all over Gloo, FSDP2")};
+            },
+        .peers = 1},
+       // Beside one another alone: what an overlap gains, or costs.
+       {.bench = "expert",
+        .cases = kOverlapCases,
+        .ranks = {options.ranks},
+        .own_batches = true,
+        .sides = [](const std::filesystem::path& exchange, int ranks) -> std::vector<Side> {
+          return {ours(exchange, "expert-shared", ranks), ours(exchange, "expert-halves", ranks),
+                  ours(exchange, "expert-late", ranks)};
+        }}},
       options);
 }
 

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/exchange.hpp"
+#include "bench/processor.hpp"
 
 namespace isograd {
 
@@ -103,8 +104,8 @@ double relative_difference(const std::vector<double>& a, const std::vector<doubl
 nlohmann::ordered_json bench_record(const std::string& bench, const std::string& name, double ours,
                                     double peer, const std::string& peer_name, const std::string& unit,
                                     double ratio) {
-  return {{"bench", bench},         {"case", name}, {"ours", ours},  {"peer", peer},
-          {"peer_name", peer_name}, {"unit", unit}, {"ratio", ratio}};
+  return {{"bench", bench},         {"case", name}, {"ours", ours},   {"peer", peer},
+          {"peer_name", peer_name}, {"unit", unit}, {"ratio", ratio}, {"processor", this_processor().text()}};
 }
 
 }  // namespace isograd

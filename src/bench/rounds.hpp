@@ -57,7 +57,7 @@ double relative_difference(double a, double b);
 // The largest over the elements that both have; infinite where one has none, or a NaN.
 double relative_difference(const std::vector<double>& a, const std::vector<double>& b);
 
-// {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}
+// {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio", "processor"}
 nlohmann::ordered_json bench_record(const std::string& bench, const std::string& name, double ours,
                                     double peer, const std::string& peer_name, const std::string& unit,
                                     double ratio);

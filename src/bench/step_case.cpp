@@ -38,6 +38,15 @@ DecoderConfig mixture(DecoderConfig config) {
   return config;
 }
 
+// That of Qwen2-MoE: beside them one of twice their width that every token goes through.
+DecoderConfig with_shared_expert(DecoderConfig config) {
+  config = mixture(config);
+  config.family = "qwen2_moe";
+  config.attention_bias = true;
+  config.experts.shared_feed_forward = 2 * config.experts.feed_forward;
+  return config;
+}
+
 // One component of the embedding is large for every token and stays so through the norms: routers that read
 // it choose the same experts for all.
 void route_to_one_quarter(DecoderLM& model) {
@@ -94,6 +103,7 @@ const std::vector<StepCase>& cases_held_together() {
        .length = 512,
        .steps_per_turn = 4,
        .one_quarter = true},
+      {"expert-shared", with_shared_expert(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4},
       // Stages of a pipeline, with eight micro-batches of one batch for all ranks.
       {.name = "pipeline-tiny",
        .shape = shape(64, 2, 4, 2, 16, 128, false),

@@ -1,7 +1,6 @@
 #include "bench/strategy.hpp"
 
 #include "isograd/error.hpp"
-#include "isograd/expert_parallel.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
@@ -45,6 +44,21 @@ const std::vector<Strategy>& strategies() {
        .title = "experts dealt to ranks",
        .standard = false,
        .together = Strategy::Together::kExperts},
+      {.name = "expert-late",
+       .title = "experts dealt to ranks, no overlap",
+       .standard = false,
+       .together = Strategy::Together::kExperts,
+       .overlap = ExpertOverlap::kNone},
+      {.name = "expert-shared",
+       .title = "experts dealt, the shared one meanwhile",
+       .standard = false,
+       .together = Strategy::Together::kExperts,
+       .overlap = ExpertOverlap::kShared},
+      {.name = "expert-halves",
+       .title = "experts dealt to ranks, in halves",
+       .standard = false,
+       .together = Strategy::Together::kExperts,
+       .overlap = ExpertOverlap::kHalves},
       {.name = "pipeline-1f1b",
        .title = "stages, 1f1b",
        .standard = false,
@@ -102,7 +116,7 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
   };
   if (strategy.together == Strategy::Together::kExperts) {
     const Mesh mesh = experts_mesh(world);
-    const Layout placed = deal_experts(model, mesh);
+    const Layout placed = deal_experts(model, mesh, {}, {.overlap = strategy.overlap});
     return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
   }
   if (strategy.together == Strategy::Together::kStages) return prepare_stages(strategy, model, world);

@@ -7,6 +7,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
@@ -28,7 +29,8 @@ struct Strategy {
     kExperts,
     kStages
   } together = Together::kNothing;
-  std::string schedule{};  // of stages
+  std::string schedule{};                                   // of stages
+  ExpertOverlap overlap = ExpertParallelOptions().overlap;  // of experts
 
   bool one_batch() const { return together != Together::kNothing && together != Together::kExperts; }
 };

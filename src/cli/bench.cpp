@@ -1,5 +1,10 @@
 // isograd bench: our speed against a peer's, in the same run.
+#include <fmt/format.h>
+
+#include <cstdio>
+
 #include "bench/bench.hpp"
+#include "bench/processor.hpp"
 #include "cli/verbs.hpp"
 
 namespace isograd {
@@ -19,7 +24,7 @@ Verb comm_verb(CLI::App& bench) {
       ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place", "broadcast",
                              "all_to_all", "round_trip", "barrier"}));
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--svg", options->svg, "the picture goes here: time over size")->type_name("FILE");
   verb->add_option("--html", options->html, "the picture and all percentiles go here")->type_name("FILE");
@@ -54,7 +59,7 @@ Verb wrapped_verb(CLI::App& bench) {
       ->check(CLI::IsMember({"tiny", "communication", "medium", "compute"}))
       ->capture_default_str();
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
       ->type_name("S")
@@ -85,12 +90,15 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_strategies()));
+  step->add_flag(
+      "--compiled", options->compiled,
+      "torch.compile takes part: PyTorch alone, and DDP over compiled blocks; compiling takes minutes");
   step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL")
       ->type_name("NAME")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
   step->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   step->add_option("--seconds", options->seconds, "of taking turns, for each case and number of ranks")
       ->type_name("S")
@@ -119,7 +127,7 @@ Verb together_verb(CLI::App& bench, const std::string& name, const std::string& 
       ->allow_extra_args(false)
       ->check(CLI::IsMember(cases));
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
       ->type_name("S")
@@ -147,7 +155,7 @@ Verb optim_verb(CLI::App& bench) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_optim_cases()));
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--seconds", options->seconds, "of taking turns, for each case and number of ranks")
       ->type_name("S")
@@ -180,7 +188,7 @@ Verb context_verb(CLI::App& bench) {
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
       ->type_name("S")
@@ -204,7 +212,7 @@ Verb ranking_verb(CLI::App& bench) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_ranking_cases()));
   verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   verb->add_option("--seconds", options->seconds, "of taking turns")
       ->type_name("S")
@@ -236,9 +244,17 @@ Verb ours_verb(CLI::App& bench, const char* name,
 
 }  // namespace
 
-std::vector<Verb> bench_verbs(CLI::App& program) {
+std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
   CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
   bench->require_subcommand(1);
+  const auto level = std::make_shared<std::string>();
+  bench
+      ->add_option(
+          "--as", *level,
+          "as on a processor with these instruction sets and no newer ones: isograd, LibTorch, oneDNN "
+          "and MKL of all sides are held to it; may follow the verb")
+      ->type_name("LEVEL")
+      ->check(CLI::IsMember(processor_levels()));
 
   CLI::App* loss = bench->add_subcommand(
       "loss", "The fused linear cross entropy: LibTorch's own two operations, time and memory");
@@ -248,7 +264,7 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_loss_cases()));
   loss->add_option("--json", of_loss->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio}")
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
       ->type_name("FILE");
   loss->add_option("--seconds", of_loss->seconds, "of taking turns, for each case")
       ->type_name("S")
@@ -258,7 +274,7 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       "A ratio above 1 means that isograd is faster or takes less memory.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
 
-  return {
+  std::vector<Verb> verbs = {
       comm_verb(*bench),
       wrapped_verb(*bench),
       step_verb(*bench),
@@ -274,9 +290,19 @@ std::vector<Verb> bench_verbs(CLI::App& program) {
       optim_verb(*bench),
       context_verb(*bench),
       ranking_verb(*bench),
-      {loss, [of_loss] { return bench_loss(*of_loss); }},
-      ours_verb(*bench, "step-ours", bench_step_ours),
-      ours_verb(*bench, "optim-ours", bench_optim_ours)};
+      {loss, [of_loss] { return bench_loss(*of_loss); }}};
+  for (Verb& verb : verbs) {
+    verb.app->fallthrough();
+    verb.run = [run = verb.run, level, arguments = invocation.arguments] {
+      if (!level->empty()) run_as(*level, arguments);
+      fmt::print("on {}\n", this_processor().text());
+      std::fflush(stdout);
+      return run();
+    };
+  }
+  verbs.push_back(ours_verb(*bench, "step-ours", bench_step_ours));
+  verbs.push_back(ours_verb(*bench, "optim-ours", bench_optim_ours));
+  return verbs;
 }
 
 }  // namespace isograd

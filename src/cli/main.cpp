@@ -151,7 +151,7 @@ int run(int argc, char** argv) {
                              schedule_verb(program),
                              museum_verb(program),
                              launch_verb(program, invocation)};
-  for (auto& more : {data_verbs(program), bench_verbs(program)})
+  for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})
     verbs.insert(verbs.end(), more.begin(), more.end());
   try {
     std::vector<std::string> backwards(invocation.arguments.rbegin(), invocation.arguments.rend());

@@ -28,7 +28,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);
 Verb compare_verb(CLI::App& program);
 Verb sample_verb(CLI::App& program);
-std::vector<Verb> bench_verbs(CLI::App& program);
+std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation);
 std::vector<Verb> data_verbs(CLI::App& program);
 Verb config_verb(CLI::App& program);
 Verb museum_verb(CLI::App& program);

@@ -1,7 +1,10 @@
 #include "model/mixture.hpp"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>
+#include <fmt/format.h>
 
+#include "isograd/error.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {
@@ -39,22 +42,45 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   const auto used = [&](const at::Tensor& same) { return seams.use ? seams.use(same) : same; };
   const at::Tensor logits = of_all_tokens(mixture.router);
   const Routing routing = route(logits, shape, mixture.selection_bias, choose);
-  const ByExpert order = sort_by_expert(routing.chosen, shape.count);
   const auto compute = [&mixture](const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
     return compute_experts(rows, mixture.gate, mixture.up, mixture.down, begin);
   };
-  const at::Tensor copies = copy_to_experts(x, order);
-  const at::Tensor rows =
-      seams.experts ? seams.experts(copies, order.begin, compute) : compute(copies, order.begin);
-  at::Tensor sum = add_by_weight(rows, used(routing.weights), order);
-  if (mixture.shared_gate.weight.defined()) {
+  at::Tensor shared;
+  const auto compute_shared = [&] {
+    if (!mixture.shared_gate.weight.defined()) return;
     const auto inner =
         linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight}, {at::Tensor(), at::Tensor()});
-    at::Tensor shared = linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
+    shared = linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
     if (mixture.shared_switch.defined())
       shared = used(at::sigmoid(of_all_tokens(mixture.shared_switch))) * shared;
-    sum = sum + shared;
+  };
+
+  const std::vector<std::int64_t> tokens = split_rows(x.size(0), seams.expert_parts);
+  const auto parts_of = [&](const at::Tensor& of) {
+    return tokens.size() == 1 ? std::vector{of} : of.split_with_sizes(tokens);
+  };
+  std::vector<ByExpert> orders;
+  std::vector<ModelSeams::Copies> copies;
+  const auto own = parts_of(x), chosen = parts_of(routing.chosen);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    orders.push_back(sort_by_expert(chosen[i], shape.count));
+    copies.push_back({copy_to_experts(own[i], orders[i]), orders[i].begin});
   }
+  std::vector<at::Tensor> made;
+  if (seams.experts) {
+    made = seams.experts(copies, compute, compute_shared);
+    ISOGRAD_INVARIANT(
+        made.size() == copies.size() && shared.defined() == mixture.shared_gate.weight.defined(),
+        fmt::format("{} of {} parts of the tokens, shared expert computed: {}", made.size(), copies.size(),
+                    shared.defined()));
+  } else {
+    for (const auto& part : copies) made.push_back(compute(part.rows, part.begin));
+    compute_shared();
+  }
+  const auto weights = parts_of(used(routing.weights));
+  for (std::size_t i = 0; i < made.size(); ++i) made[i] = add_by_weight(made[i], weights[i], orders[i]);
+  at::Tensor sum = made.size() == 1 ? made[0] : at::cat(made);
+  if (shared.defined()) sum = sum + shared;
   return {seams.leave ? seams.leave(sum) : sum, logits, routing.chosen};
 }
 

@@ -142,6 +142,10 @@ std::vector<ConfigKey> common_keys() {
       KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6),
           "Ranks that experts are dealt to, among those that see different tokens, which travel to their "
           "experts and back (`docs/experts.md`). At most `model.experts`; must divide the ranks."),
+      KEY("parallel.expert_overlap", parallel.expert_overlap, "", one_of({"none", "shared", "halves"}),
+          "With `parallel.ep`, what is computed while tokens are on their way to experts: `shared`, the "
+          "expert that every token goes through; `halves`, that and one half of the tokens while the other "
+          "half is on its way. A speed option (`docs/experts.md`)."),
       KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6),
           "Ranks that hold the layers of one model one behind another, in stages, and see the same packs "
           "(`docs/pipeline-parallelism.md`). At most `model.layers`; times the other axes it must divide the "

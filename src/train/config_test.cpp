@@ -313,6 +313,7 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   config.loss.balance = config.loss.router_z = 0;
   config.loss.selection_bias_rate = RunConfig{}.loss.selection_bias_rate;
   config.parallel.ep = 1;
+  config.parallel.expert_overlap = RunConfig{}.parallel.expert_overlap;
   config.loss.balance_over = RunConfig{}.loss.balance_over;
   config.loss.balance_scope = RunConfig{}.loss.balance_scope;
   if (config.loss.kind != "fixed") config.loss.denominator = 0;

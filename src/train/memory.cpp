@@ -92,7 +92,7 @@ void MemoryWatch::follow_experts(const RunConfig& config, const Mesh& mesh,
       .hidden = dealt.hidden,
       .bytes = static_cast<std::int64_t>(c10::elementSize(scalar_type(config.train.dtype))),
       .forwards = 1 + (again ? 1 : 0) + (ahead ? 1 : 0)};
-  experts_->layers = dealt.layers;
+  experts_->layers = dealt.layers * (config.parallel.expert_overlap == "halves" ? 2 : 1);
 }
 
 Tally MemoryWatch::remembering(Tally tally) {

@@ -59,8 +59,8 @@ class MemoryWatch {
   struct Experts {
     Group exchanges, others;  // of the same ranks; the first is what is followed
     ExpertTrafficPlan plan{};
-    std::int64_t layers = 0, before = 0;
-    std::vector<double> choices{};  // of this rank in the last step, by layer and expert
+    std::int64_t layers = 0, before = 0;  // times parts of the tokens; bytes before the step
+    std::vector<double> choices{};        // of this rank in the last step, by layer and expert
     Outcome::Sent sent(std::int64_t rounds);
   };
 

@@ -3,8 +3,12 @@
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
+#include <sstream>
+
 #include "base/refuse.hpp"
 #include "layout/copies.hpp"
+#include "train/config_table.hpp"
+#include "train/rank_zero.hpp"
 
 namespace isograd {
 namespace {
@@ -47,6 +51,28 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
            "Deal samples by Mesh::place() along Mesh::data(), not by the rank in the world");
   }
   return all.select(1, 2).max().item<std::int64_t>() != 0;
+}
+
+void check_same_configuration(const RunConfig& config, Group& world) {
+  if (world.size() == 1) return;
+  std::vector<std::pair<std::string, std::string>> own;
+  std::string text;
+  for (const ConfigKey& key : config_keys()) {
+    // Where files lie may be each host's affair.
+    const std::string section = key.name.substr(0, key.name.find('.'));
+    if (section == "run" || section == "data" || section == "checkpoint") continue;
+    own.emplace_back(key.name, toml_text(key.get(config)));
+    text += own.back().second + '\n';
+  }
+  const std::string first = broadcast_text(world, text);
+  on_every_rank(world, [&] {
+    std::istringstream values(first);
+    std::string value;
+    for (const auto& [name, here] : own)
+      if (std::getline(values, value); value != here)
+        refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value),
+               "one configuration on all ranks", "Start every rank with the same file and the same --set");
+  });
 }
 
 }  // namespace isograd

@@ -1,13 +1,18 @@
-// Ranks that hold the same batch (along axes that are no data axes) before a step.
+// Ranks that are to do the same: of one configuration, and of one batch along axes that are no data axes.
 #pragma once
 
 #include "isograd/batch.hpp"
 #include "isograd/mesh.hpp"
+#include "train/config.hpp"
 
 namespace isograd {
 
 // Whether any of them was asked to stop. ConfigError on all of them where their micro-batches differ: each
 // would compute its part of another loss. Collective over these ranks; nothing where there is one.
 bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh);
+
+// Collective: ranks that were started with different values of a key that says what is computed, not where
+// files lie, are refused with the key and both values, by an AgreedConfigError on all.
+void check_same_configuration(const RunConfig& config, Group& world);
 
 }  // namespace isograd

@@ -95,7 +95,9 @@ class TextModel : public TaskModel {
   Layout cut(const Mesh& mesh) override {
     const auto& parallel = config_.parallel;
     Layout layout = cut_decoder(*model_, mesh, cut_options());
-    if (parallel.ep > 1) layout = deal_experts(*model_, mesh, layout.placements());
+    if (parallel.ep > 1)
+      layout = deal_experts(*model_, mesh, layout.placements(),
+                            {.overlap = expert_overlap_named(parallel.expert_overlap)});
     if (parallel.pp == 1) return layout;
     pipeline_ = std::make_shared<Pipeline>(mesh, pipeline_options(config_));
     if (routers_) {

@@ -15,6 +15,7 @@
 #include "train/evaluate.hpp"
 #include "train/memory.hpp"
 #include "train/parts.hpp"
+#include "train/peers.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
@@ -88,6 +89,7 @@ struct Trainer::Impl {
   void prepare() {
     Group& group = world.group;
     check(config, world.size);
+    check_same_configuration(config, group);
     device = device_of(config, world);
     on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); });
     task = make_task(config, group);

@@ -138,6 +138,12 @@ struct LayoutRun::Metered : DataParallel {
     inner->finish_reduction();
     bytes += inner->bytes_sent() - start;
   }
+  // With the squares that it takes on its way, as a run's norm has them.
+  void finish_reduction_with(const Reduced& reduced) override {
+    begin();
+    inner->finish_reduction_with(reduced);
+    bytes += inner->bytes_sent() - start;
+  }
   void publish_parameters() override {
     const auto before = inner->bytes_sent();
     inner->publish_parameters();

@@ -18,6 +18,7 @@
 #include "parallel/data/unit_handle.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
@@ -85,17 +86,17 @@ double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t nume
 }
 
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
-                          World& world, at::Device device) {
+                          World& world, at::Device device, const MakeMesh& make_mesh) {
   const RunConfig chosen = choice.in(config);
   const auto gathered = std::make_shared<std::optional<Gathered>>();  // by the layout made last
   return {.name = choice.text() + suffix,
           .make = nullptr,
           .make_from_model =
-              [chosen, &world, gathered, device](const VerifyModel& model, const Group& group) {
+              [chosen, &world, gathered, device, make_mesh](const VerifyModel& model, const Group& group) {
                 if (group.size() == world.size) {
                   if (!model.placed) *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
                   return make_layout(chosen, model.named, *model.units,
-                                     Mesh(world, grid_of(chosen, world.size)), model.placed.get(), {},
+                                     make_mesh(world, grid_of(chosen, world.size)), model.placed.get(), {},
                                      device);
                 }
                 World fewer;  // in an experiment: one replica, whole samples
@@ -218,14 +219,14 @@ using MakeModel = std::function<MakeVerifyModel(const Setting&)>;
 // layouts' names.
 VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& model,
                          const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
-                         const std::string& suffix) {
+                         const std::string& suffix, const MeshesOfProblem& meshes = {}) {
   const RunConfig& config = task->config();
   if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
     throw ConfigError({.where = "loss.balance_scope",
                        .found = "micro_batch, which is another loss for each way to cut the step",
                        .expected = "a loss that one process has too",
                        .action = "Verify the run with --set loss.balance_scope=step"});
-  const auto mesh = std::make_shared<const Mesh>(world, grid_of(config, world.size));
+  const auto mesh = std::make_shared<const Mesh>(meshes.model(world, grid_of(config, world.size)));
   context_groups(*mesh);  // by all ranks: models are made by some alone, later
   const at::Device device = device_of(config, world);
   VerifyProblem problem;
@@ -244,7 +245,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.optimizer = configured_optimizer(config);
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
-    problem.layouts.push_back(layout_of(config, choice, suffix, world, device));
+    problem.layouts.push_back(layout_of(config, choice, suffix, world, device, meshes.layouts));
   if (held_together(config)) {
     problem.mesh = *mesh;
     // What crosses tp, ep or pp is in no plan yet.
@@ -314,13 +315,26 @@ MakeModel model_of(const std::vector<at::Tensor>& values, const Task& task) {
   };
 }
 
+// With the weights that the run starts from.
+MakeVerifyModel fresh_models(const Setting& setting) {
+  return
+      [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
+}
+
 // Updates after which parameters are compared.
 constexpr int kUpdates = 2;
 
 }  // namespace
 
+VerifyProblem configured_problem(const RunConfig& config, World& world,
+                                 const std::vector<std::string>& layouts, const MeshesOfProblem& meshes) {
+  const KeptTask task = make_task(config, world.group)->repeatable(nullptr);
+  return problem_of(task, world, fresh_models, chosen_layouts(config, layouts, world), {}, {}, meshes);
+}
+
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
+  check_same_configuration(config, world.group);
   const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
     problem.updates = kUpdates;
@@ -329,12 +343,8 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   };
   const std::unique_ptr<const Task> task = make_task(config, world.group)->repeatable(nullptr);
   const auto choices = chosen_layouts(config, layouts, world);
-  const MakeModel fresh = [](const Setting& setting) {
-    return
-        [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
-  };
   const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
-    return verify_step(task->under(cut), world, fresh, choices, followed, suffix);
+    return verify_step(task->under(cut), world, fresh_models, choices, followed, suffix);
   };
   const TaskKind& kind = kind_of(config);
   const auto cuts = all ? kind.accumulations(config, world.size) : std::vector<RunConfig>{config};

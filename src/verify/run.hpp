@@ -20,6 +20,19 @@ using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
                    const ChangeProblem& change = {}, const TakeDump& take_dump = {});
 
+// How the meshes of a problem are made, of grids that the configuration gives: that which models communicate
+// over, and those of layouts. Tests put a mesh of groups that do something else in their place.
+using MakeMesh = std::function<Mesh(const World& world, const Grid& grid)>;
+inline Mesh plain_mesh(const World& world, const Grid& grid) { return Mesh(world, grid); }
+struct MeshesOfProblem {
+  MakeMesh model = plain_mesh, layouts = plain_mesh;
+};
+
+// Collective: what verify_run() judges, for those who make the step themselves. Keeps a reference to `world`.
+VerifyProblem configured_problem(const RunConfig& config, World& world,
+                                 const std::vector<std::string>& layouts = {},
+                                 const MeshesOfProblem& meshes = {});
+
 OptimizerOptions configured_optimizer(const RunConfig& config);
 
 // Collective: the same for a run that has just ended, with the weights as they are now. For

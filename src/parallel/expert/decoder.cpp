@@ -21,7 +21,38 @@ bool is_expert(const std::string& name) {
   return name.find(".experts.") != std::string::npos;
 }
 
+// Tokens travel to the ranks that have their experts, and back. `besides` is computed while they are on their
+// way, or at the end.
+std::vector<at::Tensor> sent_to_experts(ExpertDispatch& dispatch,
+                                        const std::vector<ModelSeams::Copies>& parts,
+                                        const ModelSeams::Experts& compute,
+                                        const std::function<void()>& besides, bool meanwhile) {
+  std::vector<std::vector<std::int64_t>> begins;
+  for (const auto& part : parts) begins.push_back(part.begin);
+  const std::vector<Journey> journeys = dispatch.plan(begins);
+  std::vector<Exchange> there, back;
+  for (std::size_t i = 0; i < parts.size(); ++i) there.push_back(dispatch.depart(parts[i].rows, journeys[i]));
+  if (meanwhile) besides();
+  // The next part's rows travel while those of this one are computed.
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    back.push_back(dispatch.depart_back(compute(dispatch.arrive(there[i], journeys[i]), journeys[i].begin),
+                                        journeys[i]));
+  std::vector<at::Tensor> made;
+  for (Exchange& exchange : back) made.push_back(exchange.finish());
+  if (!meanwhile) besides();
+  return made;
+}
+
 }  // namespace
+
+ExpertOverlap expert_overlap_named(const std::string& name) {
+  if (name == "shared") return ExpertOverlap::kShared;
+  if (name == "halves") return ExpertOverlap::kHalves;
+  if (name != "none")
+    refuse("what is computed while tokens travel to experts", name, "none, shared, halves",
+           "Choose one of them");
+  return ExpertOverlap::kNone;
+}
 
 std::int64_t expert_traffic_bytes(const ExpertTrafficPlan& plan, int rank) {
   const auto ranks = static_cast<int>(plan.choices.size());
@@ -57,7 +88,9 @@ Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Name
   return others;
 }
 
-Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others) {
+Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others,
+                    const ExpertParallelOptions& options) {
+  check_same_routing(model, mesh, options);
   Layout layout(mesh, expert_placements(model, mesh.grid(), std::move(others)));
   if (ranks_along_ep(mesh.grid()) == 1) return layout;
   // The exchanges of backward lie beside the reductions that it launches: they have a group of their own.
@@ -68,11 +101,11 @@ Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others) {
     if (is_expert(name))
       tensor.set_data(tensor.narrow(0, dispatch->first_expert(), dispatch->own_experts()).clone());
   ModelSeams seams = model.seams();
-  // Tokens travel to the ranks that have their experts, and back.
-  seams.experts = [dispatch](const at::Tensor& copies, const std::vector<std::int64_t>& begin,
-                             const ModelSeams::Experts& compute) {
-    const Journey journey = dispatch->plan(begin);
-    return dispatch->back(compute(dispatch->to_experts(copies, journey), journey.begin), journey);
+  seams.expert_parts = options.overlap == ExpertOverlap::kHalves ? 2 : 1;
+  seams.experts = [dispatch, meanwhile = options.overlap != ExpertOverlap::kNone](
+                      const std::vector<ModelSeams::Copies>& parts, const ModelSeams::Experts& compute,
+                      const std::function<void()>& besides) {
+    return sent_to_experts(*dispatch, parts, compute, besides, meanwhile);
   };
   model.set_seams(std::move(seams));
   return layout;

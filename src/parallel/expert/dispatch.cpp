@@ -7,7 +7,6 @@
 
 #include "base/refuse.hpp"
 #include "comm/linear_map.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -32,13 +31,27 @@ ExpertDispatch::ExpertDispatch(Group ep, std::int64_t experts)
 }
 
 Journey ExpertDispatch::plan(const std::vector<std::int64_t>& begin) {
+  return plan(std::vector<std::vector<std::int64_t>>(1, begin)).front();
+}
+
+std::vector<Journey> ExpertDispatch::plan(const std::vector<std::vector<std::int64_t>>& begins) {
   const std::int64_t experts = std::accumulate(own_.begin(), own_.end(), std::int64_t{0});
-  ISOGRAD_INVARIANT(static_cast<std::int64_t>(begin.size()) == experts + 1,
-                    fmt::format("{} groups of rows for {} experts", begin.size() - 1, experts));
-  at::Tensor own = at::empty({experts}, at::kLong);
-  for (std::int64_t e = 0; e < experts; ++e)
-    own[e] = begin[static_cast<std::size_t>(e) + 1] - begin[static_cast<std::size_t>(e)];
-  const at::Tensor counts = ep_.all_gather(own);  // [ranks, experts]
+  const auto parts = static_cast<std::int64_t>(begins.size());
+  at::Tensor own = at::empty({parts, experts}, at::kLong);
+  auto* count = own.mutable_data_ptr<std::int64_t>();
+  for (const auto& begin : begins) {
+    ISOGRAD_INVARIANT(static_cast<std::int64_t>(begin.size()) == experts + 1,
+                      fmt::format("{} groups of rows for {} experts", begin.size() - 1, experts));
+    for (std::size_t e = 0; e + 1 < begin.size(); ++e) *count++ = begin[e + 1] - begin[e];
+  }
+  const at::Tensor counts = ep_.all_gather(own);  // [ranks, parts, experts]
+  std::vector<Journey> journeys;
+  for (std::int64_t part = 0; part < parts; ++part)
+    journeys.push_back(journey_of(begins[static_cast<std::size_t>(part)], counts.select(1, part)));
+  return journeys;
+}
+
+Journey ExpertDispatch::journey_of(const std::vector<std::int64_t>& begin, const at::Tensor& counts) const {
   const auto count = counts.accessor<std::int64_t, 2>();
 
   Journey journey;
@@ -76,13 +89,25 @@ Journey ExpertDispatch::plan(const std::vector<std::int64_t>& begin) {
 }
 
 at::Tensor ExpertDispatch::to_experts(const at::Tensor& rows, const Journey& journey) const {
-  const at::Tensor arrived = differentiable::all_to_all(ep_, rows, journey.received, journey.sent);
-  return reordered(arrived, journey.arrival, journey.place);
+  Exchange exchange = depart(rows, journey);
+  return arrive(exchange, journey);
 }
 
 at::Tensor ExpertDispatch::back(const at::Tensor& rows, const Journey& journey) const {
-  return differentiable::all_to_all(ep_, reordered(rows, journey.place, journey.arrival), journey.sent,
-                                    journey.received);
+  return depart_back(rows, journey).finish();
+}
+
+Exchange ExpertDispatch::depart(const at::Tensor& rows, const Journey& journey) const {
+  return Exchange::start(ep_, rows, journey.received, journey.sent);
+}
+
+at::Tensor ExpertDispatch::arrive(Exchange& exchange, const Journey& journey) const {
+  return reordered(exchange.finish(), journey.arrival, journey.place);
+}
+
+Exchange ExpertDispatch::depart_back(const at::Tensor& rows, const Journey& journey) const {
+  return Exchange::start(ep_, reordered(rows, journey.place, journey.arrival), journey.sent,
+                         journey.received);
 }
 
 }  // namespace isograd

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <numeric>
+
 #include "base/error_testing.hpp"
 #include "isograd/mesh.hpp"
 #include "isograd/world.hpp"
@@ -134,6 +136,42 @@ TEST(Dispatch, ARankWhoseLossIsConstantTakesPart) {
                count = begin[static_cast<std::size_t>(world.rank) + 1] - from;
     const Gradients found = on_rank(problem, dispatch, from, count, world.rank != 1);
     expect_near(found.gate, wanted.gate.narrow(0, dispatch.first_expert(), dispatch.own_experts()), "gate");
+  });
+}
+
+// <A x, y> = <x, A^T y> over all ranks, in whole numbers, and the adjoint of the adjoint is the map itself.
+// Two are on their way at once, and something is computed meanwhile.
+TEST_P(Dispatch, ExchangesInHalvesHaveTheirAdjoint) {
+  run_ranks(GetParam(), [](World& world) {
+    const auto from = [&](int rank, int to) { return std::int64_t{(rank + 2 * to) % 4}; };  // rows, or none
+    Group::Rows sent, received;
+    for (int other = 0; other < world.size; ++other)
+      sent.push_back(from(world.rank, other)), received.push_back(from(other, world.rank));
+    const auto whole = [&](std::int64_t rows, double seed) {
+      return numbers({rows, 3}, seed + world.rank).mul(50).round();
+    };
+    const std::int64_t rows = std::accumulate(sent.begin(), sent.end(), std::int64_t{0}),
+                       there = std::accumulate(received.begin(), received.end(), std::int64_t{0});
+    const at::Tensor a = whole(rows, 1).requires_grad_(), b = whole(rows, 2).requires_grad_();
+    Exchange first = Exchange::start(world.group, a, received, sent);
+    Exchange second = Exchange::start(world.group, b, received, sent);
+    const at::Tensor meanwhile = a * 3;
+    const at::Tensor ax = first.finish(), bx = second.finish();
+    ASSERT_EQ(ax.sizes(), at::IntArrayRef({there, 3}));
+    EXPECT_TRUE(ax.equal(world.group.all_to_all(a.detach(), received, sent)));
+    EXPECT_TRUE(bx.equal(world.group.all_to_all(b.detach(), received, sent)));
+    const at::Tensor y = whole(there, 3).requires_grad_(), z = whole(there, 4).requires_grad_();
+    const auto back =
+        torch::autograd::grad({ax, bx, meanwhile}, {a, b}, {y, z, at::ones_like(a)}, true, true);
+    EXPECT_TRUE((back[0] - 3).equal(world.group.all_to_all(y.detach(), sent, received)));
+    EXPECT_TRUE(back[1].equal(world.group.all_to_all(z.detach(), sent, received)));
+    const auto again = torch::autograd::grad({back[0], back[1]}, {y, z}, {a.detach(), b.detach()});
+    EXPECT_TRUE(again[0].equal(ax.detach()));
+    EXPECT_TRUE(again[1].equal(bx.detach()));
+    // The same graph backwards once more.
+    EXPECT_TRUE(torch::autograd::grad({ax}, {a}, {y.detach()})[0].equal(back[0].detach() - 3));
+    const at::NoGradGuard no_graph;
+    EXPECT_FALSE(Exchange::start(world.group, a, received, sent).finish().requires_grad());
   });
 }
 

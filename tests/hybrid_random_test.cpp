@@ -1,0 +1,187 @@
+// Cells drawn at random, with sizes and options that the covering arrays do not vary. A few in every test
+// run;
+// `./dev sweep` goes on for as long as it is told, and shrinks what fails.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "hybrid_testing.hpp"
+#include "isograd/random.hpp"
+
+namespace isograd::hybrid {
+namespace {
+
+// What is drawn beside a cell's factors; each begins with what the sweep has.
+const std::vector<covering::Factor>& more_factors() {
+  static const std::vector<covering::Factor> all = {{"packs_per_step", {"9", "8", "11", "16"}},
+                                                    {"pack_length", {"24", "5", "13", "48"}},
+                                                    {"bucket_bytes", {"4096", "1", "700", "1000000"}},
+                                                    {"overlap", {"true", "false"}},
+                                                    {"prefetch", {"true", "false"}},
+                                                    {"key_heads", {"2", "1", "4", "8"}},
+                                                    {"feed_forward", {"20", "8", "13", "31"}},
+                                                    {"hidden", {"16", "8", "24"}},
+                                                    {"experts", {"8", "4", "12"}},
+                                                    {"per_token", {"2", "1", "3"}},
+                                                    {"balance_over", {"layers", "model"}},
+                                                    {"seed", {"17", "18", "19", "20"}}};
+  return all;
+}
+
+struct Drawn {
+  Cell cell;
+  covering::Row more = covering::Row(more_factors().size(), 0);
+
+  std::string text(std::size_t f) const {
+    return more_factors()[f].values[static_cast<std::size_t>(more[f])];
+  }
+  std::string name() const {
+    std::string all = cell.name();
+    for (std::size_t f = 0; f < more.size(); ++f)
+      if (more[f] > 0) all += fmt::format(" {}={}", more_factors()[f].name, text(f));
+    return all;
+  }
+  RunConfig in(RunConfig config) const {
+    const bool video = cell.is(kModel, "video");
+    const auto number = [&](std::size_t f) { return std::int64_t{std::stoi(text(f))}; };
+    (video ? config.batch.videos_per_step : config.batch.packs_per_step) = number(0);
+    if (!video) config.data.pack_length = number(1);
+    config.parallel.bucket_bytes = number(2);
+    config.parallel.overlap = text(3) == "true";
+    config.parallel.prefetch = text(4) == "true";
+    if (!video) config.model.shape.key_value_heads = number(5);
+    config.model.shape.feed_forward = number(6);
+    config.model.shape.hidden = number(7);
+    if (cell.has_experts()) {
+      config.model.shape.experts.count = number(8);
+      config.model.shape.experts.per_token = number(9);
+      config.loss.balance_over = text(10);
+    }
+    if (!video) config.run.seed = number(11);  // noise of videos is the oracle's
+    return config;
+  }
+};
+
+Drawn drawn(std::uint64_t seed, std::uint64_t number) {
+  std::uint64_t position = 0;
+  const auto draw = [&](std::size_t below) {
+    return static_cast<int>(random_bits({.seed = seed, .sample = number}, position++) % below);
+  };
+  Drawn one;
+  for (bool complete = false; !complete;) {
+    one.cell.row.assign(kFactors, -1);
+    complete = true;
+    for (const std::int64_t f :
+         random_permutation(kFactors, {.seed = seed, .step = position, .sample = number})) {
+      std::vector<int> values;
+      for (std::size_t value = 0; value < factors()[static_cast<std::size_t>(f)].values.size(); ++value) {
+        one.cell.row[static_cast<std::size_t>(f)] = static_cast<int>(value);
+        if (possible(one.cell.row)) values.push_back(static_cast<int>(value));
+      }
+      if (values.empty()) complete = false;
+      one.cell.row[static_cast<std::size_t>(f)] =
+          values.empty() ? 0 : values[static_cast<std::size_t>(draw(values.size()))];
+    }
+  }
+  for (std::size_t f = 0; f < one.more.size(); ++f) one.more[f] = draw(more_factors()[f].values.size());
+  return one;
+}
+
+// One value after another back to an earlier one, as long as it is still wrong.
+Drawn shrunk(Drawn one, const std::function<std::string(const Drawn&)>& wrong_with) {
+  for (bool again = true; again;) {
+    again = false;
+    const auto take = [&](const Drawn& smaller) {
+      if (!possible(smaller.cell.row) || wrong_with(smaller).empty()) return;
+      one = smaller, again = true;
+    };
+    for (std::size_t f = 0; f < kFactors; ++f)
+      for (int value = 0; value < one.cell.row[f]; ++value) {
+        Drawn smaller = one;
+        smaller.cell.row[f] = value;
+        take(smaller);
+        if (possible(smaller.cell.row)) continue;
+        for (std::size_t g = 0; g < kFactors; ++g) {  // with what goes with it alone: stages and a schedule
+          Drawn both = smaller;
+          both.cell.row[g] = 0;
+          if (g != f && smaller.cell.row[g] > 0) take(both);
+        }
+      }
+    for (std::size_t f = 0; f < one.more.size(); ++f)
+      if (one.more[f] > 0) {
+        Drawn smaller = one;
+        smaller.more[f] = 0;
+        take(smaller);
+      }
+  }
+  return one;
+}
+
+class HybridRandom : public HybridCells {
+ protected:
+  // Empty: it is right, or refused where it is configured (tp that deals no heads evenly for Ulysses).
+  std::string wrong_with(const Drawn& one) const {
+    const RunConfig config = one.in(config_for(one.cell));
+    const int ranks = one.cell.ranks();
+    if (refusal_of(config, ranks) != "no error") return {};
+    try {
+      const Measured found = measure(config, ranks, wanted_of(config));
+      if (!(found.gradient < 1e-10)) return fmt::format("{} is off by {:.1e}", found.worst, found.gradient);
+      if (!(found.loss < 1e-10)) return fmt::format("the loss is off by {:.1e}", found.loss);
+      if (!(found.norm < 1e-10 && found.assembled < 1e-12 && found.staged < 1e-12))
+        return fmt::format("the norm is off by {:.1e}, {:.1e}, {:.1e}", found.norm, found.assembled,
+                           found.staged);
+      if (!found.same_norm) return "ranks have other bits of the norm";
+      if (!found.repeats) return "the same step again has other bits";
+      return {};
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  }
+  static double given(const char* name, double usual) {
+    const char* value = std::getenv(name);
+    return value && *value ? std::atof(value) : usual;
+  }
+};
+
+TEST_F(HybridRandom, CellsHaveOneProcesssGradientAndNorm) {
+  const double seconds = given("ISOGRAD_SWEEP_SECONDS", 0);
+  const auto seed = static_cast<std::uint64_t>(given("ISOGRAD_SWEEP_SEED", static_cast<double>(kSeed)));
+  const auto start = std::chrono::steady_clock::now();
+  const auto passed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  int cells = 0, failed = 0;
+  for (std::uint64_t number = 0; number < 12 || passed() < seconds; ++number, ++cells) {
+    const Drawn one = drawn(seed, number);
+    const std::string wrong = wrong_with(one);
+    if (wrong.empty()) continue;
+    ++failed;
+    std::printf("seed %llu, cell %llu: %s: %s\n", static_cast<unsigned long long>(seed),
+                static_cast<unsigned long long>(number), one.name().c_str(), wrong.c_str());
+    std::fflush(stdout);
+    const Drawn least = shrunk(one, [&](const Drawn& smaller) { return wrong_with(smaller); });
+    ADD_FAILURE() << "the smallest: " << least.name() << ": " << wrong_with(least);
+  }
+  std::printf("%d random cells from seed %llu, %d failed; %.0f s\n", cells,
+              static_cast<unsigned long long>(seed), failed, passed());
+}
+
+TEST(HybridShrink, LeavesWhatIsWrongAlone) {
+  const auto wrong = [](const Drawn& one) {
+    return one.cell.number(kTp) > 1 && one.cell.is(kStrategy, "zero1") && one.text(1) != "24" ? "wrong" : "";
+  };
+  int shrunken = 0;
+  for (std::uint64_t number = 0; number < 2000; ++number) {
+    const Drawn one = drawn(3, number);
+    EXPECT_TRUE(possible(one.cell.row)) << one.name();
+    if (std::string(wrong(one)).empty()) continue;
+    EXPECT_EQ(shrunk(one, wrong).cell.name(), "tp=2 strategy=zero1") << one.name();
+    ++shrunken;
+  }
+  EXPECT_GT(shrunken, 10);
+}
+
+}  // namespace
+}  // namespace isograd::hybrid

@@ -1,0 +1,237 @@
+// A cell of the sweep, run: the problem of its configuration (the same that `isograd verify` judges), one
+// step of the layout on thread ranks, its raw gradient and norm beside those of one process.
+#pragma once
+
+#include <fmt/ranges.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hybrid_cells.hpp"
+#include "hybrid_norm.hpp"
+#include "hybrid_oracle.hpp"
+#include "isograd/world.hpp"
+#include "planted.hpp"
+#include "verify/layout_run.hpp"
+#include "verify/replayed_choices.hpp"
+#include "verify/run.hpp"
+
+namespace isograd::hybrid {
+
+// What a planted mistake puts in place of the right thing, on every rank. `armed` is true from the first
+// forward of the step until its gradients are summed: how models are made and gradients assembled stays
+// right.
+struct Planted {
+  std::function<MeshesOfProblem(const std::shared_ptr<bool>& armed)> meshes{};
+  std::function<void(VerifyProblem&, World&)> change{};
+};
+
+struct Measured {
+  double gradient = 0;               // the largest ‖g − g64‖ / s of any parameter on any rank
+  std::string worst{};               // whose
+  double loss = 0, norm = 0;         // off those of one process, by their part
+  double assembled = 0, staged = 0;  // the norm off that of the assembled gradient; the naive twin likewise
+  bool repeats = true;               // the same step again has the same bits
+  bool same_norm = true;             // to the bit, on all ranks
+  // Of parameters that are summed: how many, and those of which all ranks had the same part before the sum.
+  int summed = 0;
+  std::vector<std::string> alike{};
+  std::map<std::string, double> errors{};  // by parameter
+  double seconds = 0;
+};
+
+// The layout under test, seen through: everything is passed on.
+struct Watched : planted::Wrapped {
+  std::shared_ptr<bool> armed;
+  Watched(std::unique_ptr<DataParallel> inner_, std::shared_ptr<bool> armed_)
+      : Wrapped(std::move(inner_)), armed(std::move(armed_)) {}
+  void zero_gradients() override {
+    inner->zero_gradients();
+    *armed = true;
+  }
+  void finish_reduction() override {
+    inner->finish_reduction();
+    *armed = false;
+  }
+  void finish_reduction_with(const Reduced& reduced) override {
+    inner->finish_reduction_with(reduced);
+    *armed = false;
+  }
+  std::vector<std::size_t> launch_order() override { return inner->launch_order(); }
+  std::int64_t bytes_sent() override { return inner->bytes_sent(); }
+  double exposed_seconds() const override { return inner->exposed_seconds(); }
+  std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
+  void take_over_writes(const std::set<std::string>& but_of) override { inner->take_over_writes(but_of); }
+  void compare_writes() override { inner->compare_writes(); }
+};
+
+// Around the naive layout: what ranks hold before it is summed.
+struct LooksBefore : planted::Wrapped {
+  Measured& into;
+  LooksBefore(std::unique_ptr<DataParallel> inner_, Measured& into_)
+      : Wrapped(std::move(inner_)), into(into_) {}
+  void finish_reduction() override {
+    inner->begin_backward(false);  // takes the last backward's gradients into the buckets, as naive() does
+    for (const Bucket& bucket : buckets()) {
+      Group group = mesh().along(bucket.plan.sync.summed);
+      if (group.size() == 1) continue;
+      std::vector<double> prints;
+      for (const Slot& slot : bucket.plan.slots) {
+        const at::Tensor own = bucket.gradients.narrow(0, slot.offset, slot.numel).to(at::kDouble);
+        prints.push_back(own.square().sum().item<double>());
+        prints.push_back((own * at::arange(slot.numel, at::kDouble).cos()).sum().item<double>());
+      }
+      const at::Tensor all = group.all_gather(at::tensor(prints, at::kDouble));  // [ranks, 2 slots]
+      for (std::size_t s = 0; s < bucket.plan.slots.size(); ++s) {
+        const at::Tensor of = all.narrow(1, 2 * static_cast<std::int64_t>(s), 2);
+        ++into.summed;
+        // Rows of the vocabulary that no text has are zero on all.
+        if (of.ne(0).any().item<bool>() && of.eq(of[0]).all().item<bool>())
+          into.alike.push_back(bucket.plan.slots[s].name);
+      }
+    }
+    inner->finish_reduction();
+  }
+};
+
+// Meshes of one problem that are the same share their groups.
+inline MeshesOfProblem one_mesh_each() {
+  const auto made = std::make_shared<std::map<std::string, Mesh>>();
+  const MakeMesh make = [made](const World& world, const Grid& grid) {
+    return made->try_emplace(grid.text(), plain_mesh(world, grid)).first->second;
+  };
+  return {.model = make, .layouts = make};
+}
+
+using WrapLayout =
+    std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const VerifyModel&)>;
+inline void wrap(LayoutUnderTest& layout, const WrapLayout& around) {
+  layout.make_from_model = [right = layout.make_from_model, around](const VerifyModel& model, Group group) {
+    return around(right(model, std::move(group)), model);
+  };
+}
+
+struct Asked {
+  Planted planted{};
+  bool look_before = true;  // at the parts that are summed, and at the step made again
+  std::uint64_t nudge = 0;  // other values of the parameters, an ulp or two away; 0: those of the run
+};
+
+inline double off(double found, double wanted) {
+  const double share = std::abs(found - wanted) / std::abs(wanted);
+  return std::isnan(share) ? HUGE_VAL : share;
+}
+
+// ‖g − g64‖ / s.
+inline std::map<std::string, double> errors_of(const LayoutRun::Made& made, const Wanted& wanted) {
+  std::map<std::string, double> errors;
+  for (const auto& [name, exact] : wanted.gradients) errors[name] = HUGE_VAL;  // one that is not there
+  for (std::size_t i = 0; i < made.names.size(); ++i) {
+    const auto exact = wanted.gradients.find(made.names[i]);
+    if (exact == wanted.gradients.end()) continue;
+    const at::Tensor difference = made.gradients[i].to(at::kDouble) - exact->second;
+    const double error = difference.norm().item<double>() / context::scale_of(wanted, exact->second);
+    errors[made.names[i]] = std::isnan(error) ? HUGE_VAL : error;
+  }
+  return errors;
+}
+
+// The step of one rank.
+inline Measured measure_rank(const RunConfig& config, World& world, const Wanted& wanted,
+                             const Asked& asked) {
+  check(config, world.size);
+  Measured measured;
+  const auto armed = std::make_shared<bool>(false);
+  VerifyProblem problem =
+      configured_problem(config, world, {config.parallel.strategy, "naive:share=off"},
+                         asked.planted.meshes ? asked.planted.meshes(armed) : one_mesh_each());
+  if (asked.planted.change) asked.planted.change(problem, world);
+  Initial initial(problem.make_model(problem.dtype));
+  if (asked.nudge > 0) initial = initial.nudged(asked.nudge);
+  if (problem.dtype != at::kDouble) initial.choices = record_choices(problem, initial, world.group);
+
+  if (asked.look_before) {
+    LayoutUnderTest naive = problem.layouts[1];
+    wrap(naive, [&](auto right, const VerifyModel&) -> std::unique_ptr<DataParallel> {
+      return std::make_unique<LooksBefore>(std::move(right), measured);
+    });
+    LayoutRun(problem, naive, initial.model(problem, problem.dtype), world.group).step(problem.local);
+  }
+
+  DataParallel* layout = nullptr;
+  std::shared_ptr<const Layout> placed;
+  LayoutUnderTest watched = problem.layouts[0];
+  wrap(watched, [&](auto right, const VerifyModel& model) -> std::unique_ptr<DataParallel> {
+    auto made = std::make_unique<Watched>(std::move(right), armed);
+    layout = made.get(), placed = model.placed;
+    return made;
+  });
+  LayoutRun run(problem, watched, initial.model(problem, problem.dtype), world.group);
+  const LayoutRun::Made made = run.step(problem.local);
+  measured.errors = errors_of(made, wanted);
+  for (const auto& [name, error] : measured.errors)
+    if (error > measured.gradient) measured.gradient = error, measured.worst = name;
+  double squares = 0;
+  for (const auto& [name, gradient] : wanted.gradients) squares += gradient.square().sum().item<double>();
+  measured.loss = off(made.figures.loss, wanted.loss);
+  measured.norm = off(made.figures.norm, std::sqrt(squares));
+  const double assembled = assembled_norm(made.gradients);
+  measured.assembled = off(made.figures.norm, assembled);
+  std::map<std::string, at::Tensor> own;
+  for (const auto& view : layout->views()) own[view.name] = view.gradient;
+  const Mesh mesh = placed ? placed->mesh() : layout->mesh();
+  measured.staged = off(staged_norm(mesh, placed.get(), own), assembled);
+  const at::Tensor norms = world.group.all_gather(at::full({1}, made.figures.norm, at::kDouble));
+  measured.same_norm = norms.eq(norms[0]).all().item<bool>();
+  if (!asked.look_before) return measured;
+  const LayoutRun::Made again = run.step(problem.local);
+  for (std::size_t i = 0; i < made.gradients.size(); ++i)
+    measured.repeats = measured.repeats && again.gradients[i].equal(made.gradients[i]);
+  return measured;
+}
+
+// Of all ranks: the worst of each.
+inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted, const Asked& asked = {}) {
+  const auto start = std::chrono::steady_clock::now();
+  Measured all;
+  std::mutex mutex;
+  run_ranks(ranks,
+            [&](World& world) {
+              const Measured own = measure_rank(config, world, wanted, asked);
+              const std::lock_guard lock(mutex);
+              if (own.gradient > all.gradient) all.gradient = own.gradient, all.worst = own.worst;
+              all.loss = std::max(all.loss, own.loss), all.norm = std::max(all.norm, own.norm);
+              all.assembled = std::max(all.assembled, own.assembled),
+              all.staged = std::max(all.staged, own.staged);
+              all.same_norm = all.same_norm && own.same_norm, all.repeats = all.repeats && own.repeats;
+              all.summed += own.summed;
+              all.alike.insert(all.alike.end(), own.alike.begin(), own.alike.end());
+              for (const auto& [name, error] : own.errors)
+                all.errors[name] = std::max(all.errors[name], error);
+            },
+            {.timeout = std::chrono::seconds(60)});
+  all.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return all;
+}
+
+// One process of the same configuration: what it has in fp64, by the oracle.
+inline Wanted wanted_of(RunConfig config, std::uint64_t nudge = 0) {
+  config.parallel = RunConfig{}.parallel;
+  Wanted wanted;
+  run_ranks(1, [&](World& world) {
+    const VerifyProblem problem = configured_problem(config, world);
+    Initial initial(problem.make_model(problem.dtype));
+    if (nudge > 0) initial = initial.nudged(nudge);
+    Values values;
+    for (std::size_t i = 0; i < initial.names.size(); ++i)
+      values.emplace_back(initial.names[i], initial.values[i].to(at::kDouble));
+    wanted = oracle(config, problem.whole(), values);
+  });
+  return wanted;
+}
+
+}  // namespace isograd::hybrid

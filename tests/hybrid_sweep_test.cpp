@@ -1,0 +1,204 @@
+// Axes, strategies, schedules, means, models and precisions combined: in every cell of a covering array the
+// raw gradient is one process's, and the norm that of the gradient; what cannot be combined is refused by
+// name.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "full_tests.hpp"
+#include "hybrid_testing.hpp"
+
+namespace isograd::hybrid {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr double kExact = 1e-10;  // E1
+constexpr double kNorm = 1e-12;   // of the norm against the assembled gradient's
+
+class Hybrid : public HybridCells {};
+
+struct Totals {
+  int cells = 0, failed = 0;
+  double gradient = 0, norm = 0, staged = 0, loss = 0, seconds = 0;
+  std::string worst{};
+  void add(const Measured& measured, const std::string& name) {
+    ++cells;
+    if (measured.gradient > gradient) gradient = measured.gradient, worst = name + ", " + measured.worst;
+    norm = std::max(norm, measured.assembled), staged = std::max(staged, measured.staged);
+    loss = std::max(loss, measured.loss), seconds += measured.seconds;
+  }
+};
+
+// What is wrong with it; empty: nothing.
+std::string wrong_with(const Measured& measured) {
+  std::string text;
+  const auto expect = [&](bool holds, const std::string& what) {
+    if (!holds) text += (text.empty() ? "" : "; ") + what;
+  };
+  expect(measured.gradient < kExact, fmt::format("{} is off by {:.1e}", measured.worst, measured.gradient));
+  expect(measured.loss < kExact, fmt::format("the loss is off by {:.1e}", measured.loss));
+  expect(measured.norm < kExact, fmt::format("the norm is off one process's by {:.1e}", measured.norm));
+  expect(measured.assembled < kNorm,
+         fmt::format("the norm is off the assembled gradient's by {:.1e}", measured.assembled));
+  expect(measured.staged < kNorm, fmt::format("the norm in stages is off by {:.1e}", measured.staged));
+  expect(measured.same_norm, "ranks have other bits of the norm");
+  expect(measured.repeats, "the same step again has other bits");
+  expect(measured.alike.empty(),
+         fmt::format("summed, but the same on all ranks before: {}", fmt::join(measured.alike, ", ")));
+  return text;
+}
+
+// Pairwise, or with ISOGRAD_FULL_TESTS=1 every three values.
+TEST_F(Hybrid, CellsHaveOneProcesssGradientAndNorm) {
+  const int strength = full_tests() ? 3 : 2;
+  const covering::Array array = covering::cover(factors(), strength, possible, kSeed);
+  std::printf("%zu cells for %lld combinations of %d values (%lld are impossible), seed %llu\n",
+              array.rows.size(), static_cast<long long>(array.covered), strength,
+              static_cast<long long>(array.impossible), static_cast<unsigned long long>(kSeed));
+  Totals totals;
+  for (const covering::Row& row : array.rows) {
+    const Cell cell{row};
+    const RunConfig config = config_for(cell);
+    EXPECT_EQ(refusal_of(config, cell.ranks()), "no error") << cell.name();
+    std::string wrong;
+    try {
+      const Measured measured = measure(config, cell.ranks(), wanted(cell));
+      totals.add(measured, cell.name());
+      wrong = wrong_with(measured);
+      EXPECT_TRUE(measured.summed > 0 || cell.data() == 1) << cell.name();
+    } catch (const std::exception& error) {
+      wrong = error.what();
+    }
+    if (!wrong.empty()) ++totals.failed;
+    EXPECT_EQ(wrong, "") << cell.name();
+  }
+  std::printf(
+      "E1: %d cells run, %d failed; worst gradient %.1e of %.0e (%s), loss %.1e; norm %.1e, in stages "
+      "%.1e, of %.0e; %.0f s\n",
+      totals.cells, totals.failed, totals.gradient, kExact, totals.worst.c_str(), totals.loss, totals.norm,
+      totals.staged, kNorm, totals.seconds);
+}
+
+// One axis to the end, whatever else there is by turns: 5, 6, 7 and 8 ranks.
+TEST_F(Hybrid, LongAxesHaveOneProcesss) {
+  struct Long {
+    Cell cell;
+    const char* name;
+    int ranks;
+    std::function<void(RunConfig&)> change;
+  };
+  const Cell plain, experts = plain.with(kModel, "experts"), zero3 = plain.with(kStrategy, "zero3");
+  std::vector<Long> all;
+  for (const int n : {5, 6, 7, 8}) {
+    all.push_back({n % 2 ? plain : experts, "pp", n, [n](RunConfig& c) { c.parallel.pp = n; }});
+    all.push_back({n % 2 ? zero3 : experts.with(kStrategy, "zero1"), "dp_shard", n, [](RunConfig&) {}});
+    all.push_back({n % 2 ? plain.with(kModel, "video") : zero3, "cp_ring", n,
+                   [n](RunConfig& c) { c.parallel.cp_ring = n; }});
+    all.push_back(
+        {plain.with(kModel, n % 2 ? "biased" : "tied"), "tp", n, [n](RunConfig& c) { c.parallel.tp = n; }});
+    all.push_back({n % 2 ? experts : plain.with(kModel, "sigmoid").with(kStrategy, "zero2"), "ep", n,
+                   [n](RunConfig& c) { c.parallel.ep = n; }});
+  }
+  all.push_back({plain, "cp_ulysses", 8, [](RunConfig& c) { c.parallel.cp_ulysses = 8; }});
+  Totals totals;
+  for (const Long& each : all) {
+    RunConfig config = config_for(each.cell);
+    each.change(config);
+    config.model.shape.layers = std::max<std::int64_t>(config.model.shape.layers, config.parallel.pp);
+    const Measured measured = measure(config, each.ranks, wanted_of(config));
+    totals.add(measured, each.name);
+    EXPECT_EQ(wrong_with(measured), "") << each.name << " " << each.ranks;
+  }
+  std::printf("E1: %d long axes; worst gradient %.1e (%s), norm %.1e\n", totals.cells, totals.gradient,
+              totals.worst.c_str(), totals.norm);
+}
+
+// Every value of every factor in bf16, where the bound is four times what one process is off by, the most of
+// up to 16 draws (other values of the parameters, other micro-batches).
+TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
+  const auto rows = covering::cover(factors(), full_tests() ? 2 : 1, possible, kSeed).rows;
+  double worst = 0;
+  std::map<std::string, std::vector<std::map<std::string, double>>>
+      alone;  // by model, mean and layers; by draw
+  for (const covering::Row& row : rows) {
+    const Cell cell{row, "bfloat16"};
+    const RunConfig config = config_for(cell);
+    const Measured found = measure(config, cell.ranks(), wanted(cell), {.look_before = false});
+    auto& draws =
+        alone[fmt::format("{} {} {}", cell.text(kModel), cell.text(kMean), config.model.shape.layers)];
+    std::vector<std::string> outside;
+    for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
+      if (draws.size() <= draw) {
+        RunConfig one = config_for(cell.with(kPacks, draw % 3 == 0 ? "1" : draw % 3 == 1 ? "9" : "2"));
+        one.parallel = RunConfig{}.parallel;
+        draws.push_back(measure(one, 1, wanted(cell, draw), {.look_before = false, .nudge = draw}).errors);
+      }
+      outside.clear();
+      for (const auto& [name, error] : found.errors) {
+        double own = 0;
+        for (std::uint64_t d = 0; d <= draw; ++d) own = std::max(own, draws[d].at(name));
+        const double allowed = 4 * own + 0x1p-24 * std::sqrt(cell.ranks() * 9.0);
+        if (!(error <= allowed))
+          outside.push_back(fmt::format("{} {:.1e} of {:.1e}", name, error, allowed));
+        else
+          worst = std::max(worst, error / allowed);
+      }
+    }
+    EXPECT_THAT(outside, IsEmpty()) << cell.name();
+    EXPECT_LT(found.assembled, kNorm) << cell.name();
+  }
+  std::printf("E2: %zu cells in bf16; worst error %.2f of what is allowed\n", rows.size(), worst);
+}
+
+// For each rule, cells that break it alone, by as few values as can be.
+std::vector<Cell> breaking(const Rule& rule, std::size_t most) {
+  std::vector<Cell> found;
+  const auto breaks_alone = [&](const Cell& cell) {
+    for (const Rule& other : rules())
+      if (other.broken({cell.row}) != (&other == &rule)) return false;
+    return true;
+  };
+  std::vector<Cell> begin;
+  for (const char* model : {"dense", "experts", "video"}) begin.push_back(Cell{}.with(kModel, model));
+  for (int changes = 1; changes <= 4 && found.size() < most; ++changes) {
+    const std::function<void(const Cell&, std::size_t, int)> change = [&](const Cell& cell, std::size_t from,
+                                                                          int left) {
+      if (found.size() >= most) return;
+      if (left == 0) {
+        if (breaks_alone(cell)) found.push_back(cell);
+        return;
+      }
+      for (std::size_t f = from; f < kFactors; ++f)
+        for (std::size_t value = 1; value < factors()[f].values.size(); ++value) {
+          Cell other = cell;
+          if (other.row[f] == static_cast<int>(value)) continue;
+          other.row[f] = static_cast<int>(value);
+          change(other, f + 1, left - 1);
+        }
+    };
+    for (const Cell& cell : begin) change(cell, 0, changes);
+  }
+  return found;
+}
+
+TEST_F(Hybrid, WhatDoesNotGoTogetherIsRefusedByName) {
+  int refused = 0;
+  for (const Rule& rule : rules()) {
+    if (rule.refused.empty()) continue;
+    const auto cells = breaking(rule, 6);
+    EXPECT_THAT(cells, ::testing::Not(IsEmpty())) << rule.what;
+    for (const Cell& cell : cells) {
+      const std::string said = refusal_of(config_for(cell), cell.ranks());
+      for (const char* part : rule.refused)
+        EXPECT_THAT(said, HasSubstr(part)) << rule.what << ": " << cell.name();
+      ++refused;
+    }
+  }
+  std::printf("%d cells refused by name\n", refused);
+}
+
+}  // namespace
+}  // namespace isograd::hybrid
