@@ -236,7 +236,7 @@ inline RunConfig config_of(const Cell& cell, RunConfig base) {
     shape.key_value_heads = DecoderConfig{}.key_value_heads;  // it has none
     shape.max_positions = DecoderConfig{}.max_positions;
   } else {
-    shape.head_dim = 2, shape.key_value_heads = kKeyHeads;
+    shape.head_dim = 4, shape.key_value_heads = kKeyHeads;
     shape.layers = std::max(cell.is(kModel, "experts") ? 4 : 3, cell.stages());  // two that have experts
     shape.initializer_range = 0.3;
     base.loss.fused = "off";
