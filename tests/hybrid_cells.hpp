@@ -111,11 +111,12 @@ struct Known {
 };
 
 // Why values do not go together. With `refused`: what a refusal of it says, and the nearest that is possible.
-// Without: nothing is wrong, but the cell is too large or the same as another.
+// Without: nothing is wrong, but the cell is too large, or with `same` the same as another.
 struct Rule {
   const char* what;
   std::function<bool(const Known&)> broken;  // whatever else is said
   std::vector<const char*> refused{};
+  bool same = false;
 };
 
 inline bool ulysses_fits(int heads, int key_heads, int tp, int ulysses) {
@@ -156,7 +157,9 @@ inline const std::vector<Rule>& rules() {
        },
        {"has no effect: parallel.pp is 1", "Leave parallel."}},
       {"the usual schedule without stages",
-       [](const Known& k) { return k.one(kPp) && k.is(kSchedule, {"1f1b"}); }},
+       [](const Known& k) { return k.one(kPp) && k.is(kSchedule, {"1f1b"}); },
+       {},
+       true},
       {"halves of backwards under zero3",
        [](const Known& k) {
          return k.is(kSchedule, {"zb-h1", "zb-v"}) &&
@@ -164,7 +167,9 @@ inline const std::vector<Rule>& rules() {
        },
        {"parallel.schedule", "under zero3", "1f1b", "zero2"}},
       {"shards of what is not sharded",  // all ranks are replicas
-       [](const Known& k) { return k.said(kStrategy) && !k.shards() && k.above_one(kShard); }},
+       [](const Known& k) { return k.said(kStrategy) && !k.shards() && k.above_one(kShard); },
+       {},
+       true},
       {"one copy under naive",
        [](const Known& k) { return k.is(kShare, {"on"}) && k.is(kStrategy, {"naive"}); },
        {"parallel.share_parameters", "naive", "bucketed"}},
@@ -180,13 +185,17 @@ inline const std::vector<Rule>& rules() {
          const bool ring = k.above_one(kRing) && k.is(kSpread, {"all", "ring_only"});
          const bool ulysses = k.above_one(kUlysses) && k.is(kSpread, {"all", "ulysses_only"});
          return !k.above_one(kShard) && !ring && !ulysses;
-       }},
+       },
+       {},
+       true},
       {"axes of shards that are not there",
        [](const Known& k) {
          if (k.said(kStrategy) && !k.shards()) return k.said(kSpread) && !k.is(kSpread, {"all"});
          if (k.is(kSpread, {"ring_only", "ulysses_only"})) return k.one(kRing) || k.one(kUlysses);
          return k.is(kSpread, {"none"}) && k.one(kRing) && k.one(kUlysses);
-       }},
+       },
+       {},
+       true},
       {"heads that tp does not deal evenly before Ulysses",
        [](const Known& k) {
          if (!k.said(kModel)) return !ulysses_fits(kHeads, kHeads, k.number(kTp), k.number(kUlysses));
@@ -211,6 +220,12 @@ inline const Rule* broken_rule(const covering::Row& row) {
 inline bool possible(const covering::Row& row) {
   return broken_rule(row) == nullptr;
 }
+// Whether it runs, though it may be the same as another.
+inline bool runs(const covering::Row& row) {
+  for (const Rule& rule : rules())
+    if (!rule.same && rule.broken({row})) return false;
+  return true;
+}
 
 // `base` with what the cell says. `base` is of text, or for a cell of videos of videos.
 inline RunConfig config_of(const Cell& cell, RunConfig base) {
@@ -221,7 +236,7 @@ inline RunConfig config_of(const Cell& cell, RunConfig base) {
     shape.key_value_heads = DecoderConfig{}.key_value_heads;  // it has none
     shape.max_positions = DecoderConfig{}.max_positions;
   } else {
-    shape.head_dim = 2, shape.key_value_heads = kKeyHeads;
+    shape.head_dim = 4, shape.key_value_heads = kKeyHeads;
     shape.layers = std::max(cell.is(kModel, "experts") ? 4 : 3, cell.stages());  // two that have experts
     shape.initializer_range = 0.3;
     base.loss.fused = "off";

@@ -81,32 +81,39 @@ inline at::Tensor router_losses(const std::vector<DecoderOutputs>& outputs, cons
          config.loss.router_z * squares / (tokens * over);
 }
 
-inline Wanted text_oracle(const RunConfig& config, const MicroBatches& whole, const Values& values) {
+// `parts`: the whole step; or, where the loss is the mean of replicas' own means, each replica's.
+inline Wanted text_oracle(const RunConfig& config, const std::vector<MicroBatches>& parts,
+                          const Values& values) {
   DecoderLM model(configured_shape(config), at::kDouble, 0);
   copy_values(values, model.named());
   model.set_attention([](const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
     return naive_variable_length_attention(q, k, v, batch.cu_seqlens);
   });
-  const Counts counts = counts_of(whole);
   std::vector<DecoderOutputs> outputs;
   at::Tensor loss = at::zeros({}, at::kDouble);
-  for (const Batch& batch : whole) {
-    outputs.push_back(model.outputs(batch));
-    const at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);
-    const at::Tensor nll = -at::log_softmax(model.logits_of(outputs.back().hidden), 1)
-                                .gather(1, batch.targets.unsqueeze(1).masked_fill(ignored, 0))
-                                .masked_fill(ignored, 0)
-                                .squeeze(1);
-    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
-      const auto own = counts.of_sample.find(batch.sample_ids[f]);
-      if (own == counts.of_sample.end()) continue;
-      const double divisor = config.loss.kind == "token_mean"    ? counts.targets
-                             : config.loss.kind == "sample_mean" ? counts.samples * own->second
-                                                                 : config.loss.denominator;
-      loss = loss + nll.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).sum() / divisor;
+  double counting = 0, tokens = 0;  // parts that have a target
+  for (const MicroBatches& part : parts) counting += counts_of(part).targets > 0;
+  for (const MicroBatches& part : parts) {
+    const Counts counts = counts_of(part);
+    tokens += counts.tokens;
+    for (const Batch& batch : part) {
+      outputs.push_back(model.outputs(batch));
+      const at::Tensor ignored = batch.targets.eq(kIgnoreIndex).unsqueeze(1);
+      const at::Tensor nll = -at::log_softmax(model.logits_of(outputs.back().hidden), 1)
+                                  .gather(1, batch.targets.unsqueeze(1).masked_fill(ignored, 0))
+                                  .masked_fill(ignored, 0)
+                                  .squeeze(1);
+      for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+        const auto own = counts.of_sample.find(batch.sample_ids[f]);
+        if (own == counts.of_sample.end()) continue;
+        const double divisor = config.loss.kind == "token_mean"    ? counts.targets
+                               : config.loss.kind == "sample_mean" ? counts.samples * own->second
+                                                                   : config.loss.denominator;
+        loss = loss + nll.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).sum() / (divisor * counting);
+      }
     }
   }
-  if (!outputs.front().router_logits.empty()) loss = loss + router_losses(outputs, config, counts.tokens);
+  if (!outputs.front().router_logits.empty()) loss = loss + router_losses(outputs, config, tokens);
   std::vector<at::Tensor> leaves;
   std::vector<std::string> names;
   for (const auto& [name, tensor] : model.named())
@@ -146,8 +153,9 @@ inline Wanted video_oracle(const RunConfig& config, const MicroBatches& whole, c
   return wanted;
 }
 
-inline Wanted oracle(const RunConfig& config, const MicroBatches& whole, const Values& values) {
-  return (config.model.kind == "video" ? video_oracle : text_oracle)(config, whole, values);
+inline Wanted oracle(const RunConfig& config, const std::vector<MicroBatches>& parts, const Values& values) {
+  if (config.model.kind == "video") return video_oracle(config, parts.at(0), values);
+  return text_oracle(config, parts, values);
 }
 
 }  // namespace isograd::hybrid

@@ -25,7 +25,13 @@ const std::vector<covering::Factor>& more_factors() {
                                                     {"experts", {"8", "4", "12"}},
                                                     {"per_token", {"2", "1", "3"}},
                                                     {"balance_over", {"layers", "model"}},
-                                                    {"seed", {"17", "18", "19", "20"}}};
+                                                    {"seed", {"17", "18", "19", "20"}},
+                                                    {"times_data_ranks", {"1", "1", "1", "2", "3"}},
+                                                    {"mean_of", {"all", "all", "replicas"}},
+                                                    {"tied", {"as_is", "true"}},
+                                                    {"shared_expert", {"0", "5"}},
+                                                    {"gradients", {"clipped", "free"}},
+                                                    {"first_bucket", {"1048576", "0"}}};
   return all;
 }
 
@@ -59,8 +65,21 @@ struct Drawn {
       config.loss.balance_over = text(10);
     }
     if (!video) config.run.seed = number(11);  // noise of videos is the oracle's
+    auto& packs = video ? config.batch.videos_per_step : config.batch.packs_per_step;
+    packs = std::max<std::int64_t>(packs, cell.data() * number(12));
+    if (text(13) == "replicas" && !video && !cell.has_experts() && cell.is(kMean, "token_mean"))
+      config.loss.normalise_over = {"dp_shard", "cp_ring", "cp_ulysses"};
+    if (text(14) == "true" && !video) config.model.shape.tied_output = true;
+    if (number(15) > 0 && cell.is(kModel, "experts")) {
+      config.model.shape.family = "qwen2_moe";
+      config.model.shape.query_key_norm = false, config.model.shape.attention_bias = true;
+      config.model.shape.experts.shared_feed_forward = number(15);
+    }
+    if (text(16) == "free") config.train.max_norm = 0;
+    config.parallel.first_bucket_bytes = number(17);
     return config;
   }
+  int ranks() const { return cell.ranks() * std::stoi(text(12)); }
 };
 
 Drawn drawn(std::uint64_t seed, std::uint64_t number) {
@@ -77,7 +96,7 @@ Drawn drawn(std::uint64_t seed, std::uint64_t number) {
       std::vector<int> values;
       for (std::size_t value = 0; value < factors()[static_cast<std::size_t>(f)].values.size(); ++value) {
         one.cell.row[static_cast<std::size_t>(f)] = static_cast<int>(value);
-        if (possible(one.cell.row)) values.push_back(static_cast<int>(value));
+        if (runs(one.cell.row)) values.push_back(static_cast<int>(value));
       }
       if (values.empty()) complete = false;
       one.cell.row[static_cast<std::size_t>(f)] =
@@ -93,7 +112,7 @@ Drawn shrunk(Drawn one, const std::function<std::string(const Drawn&)>& wrong_wi
   for (bool again = true; again;) {
     again = false;
     const auto take = [&](const Drawn& smaller) {
-      if (!possible(smaller.cell.row) || wrong_with(smaller).empty()) return;
+      if (!runs(smaller.cell.row) || wrong_with(smaller).empty()) return;
       one = smaller, again = true;
     };
     for (std::size_t f = 0; f < kFactors; ++f)
@@ -101,7 +120,7 @@ Drawn shrunk(Drawn one, const std::function<std::string(const Drawn&)>& wrong_wi
         Drawn smaller = one;
         smaller.cell.row[f] = value;
         take(smaller);
-        if (possible(smaller.cell.row)) continue;
+        if (runs(smaller.cell.row)) continue;
         for (std::size_t g = 0; g < kFactors; ++g) {  // with what goes with it alone: stages and a schedule
           Drawn both = smaller;
           both.cell.row[g] = 0;
@@ -121,12 +140,14 @@ Drawn shrunk(Drawn one, const std::function<std::string(const Drawn&)>& wrong_wi
 class HybridRandom : public HybridCells {
  protected:
   // Empty: it is right, or refused where it is configured (tp that deals no heads evenly for Ulysses).
+  mutable int run = 0;  // not refused
   std::string wrong_with(const Drawn& one) const {
     const RunConfig config = one.in(config_for(one.cell));
-    const int ranks = one.cell.ranks();
+    const int ranks = one.ranks();
     if (refusal_of(config, ranks) != "no error") return {};
+    ++run;
     try {
-      const Measured found = measure(config, ranks, wanted_of(config));
+      const Measured found = measure(config, ranks, wanted_of(config, 0, ranks));
       if (!(found.gradient < 1e-10)) return fmt::format("{} is off by {:.1e}", found.worst, found.gradient);
       if (!(found.loss < 1e-10)) return fmt::format("the loss is off by {:.1e}", found.loss);
       if (!(found.norm < 1e-10 && found.assembled < 1e-12 && found.staged < 1e-12))
@@ -164,8 +185,9 @@ TEST_F(HybridRandom, CellsHaveOneProcesssGradientAndNorm) {
     const Drawn least = shrunk(one, [&](const Drawn& smaller) { return wrong_with(smaller); });
     ADD_FAILURE() << "the smallest: " << least.name() << ": " << wrong_with(least);
   }
-  std::printf("%d random cells from seed %llu, %d failed; %.0f s\n", cells,
-              static_cast<unsigned long long>(seed), failed, passed());
+  EXPECT_GT(run, cells / 2);
+  std::printf("%d random cells from seed %llu, %d of them refused, %d failed; %.0f s\n", cells,
+              static_cast<unsigned long long>(seed), std::max(0, cells - run), failed, passed());
 }
 
 TEST(HybridShrink, LeavesWhatIsWrongAlone) {
@@ -175,7 +197,7 @@ TEST(HybridShrink, LeavesWhatIsWrongAlone) {
   int shrunken = 0;
   for (std::uint64_t number = 0; number < 2000; ++number) {
     const Drawn one = drawn(3, number);
-    EXPECT_TRUE(possible(one.cell.row)) << one.name();
+    EXPECT_TRUE(runs(one.cell.row)) << one.name();
     if (std::string(wrong(one)).empty()) continue;
     EXPECT_EQ(shrunk(one, wrong).cell.name(), "tp=2 strategy=zero1") << one.name();
     ++shrunken;

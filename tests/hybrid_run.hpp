@@ -16,6 +16,7 @@
 #include "hybrid_oracle.hpp"
 #include "isograd/world.hpp"
 #include "planted.hpp"
+#include "train/task.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/replayed_choices.hpp"
 #include "verify/run.hpp"
@@ -218,18 +219,36 @@ inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted
   return all;
 }
 
-// One process of the same configuration: what it has in fp64, by the oracle.
-inline Wanted wanted_of(RunConfig config, std::uint64_t nudge = 0) {
-  config.parallel = RunConfig{}.parallel;
+// What replicas see, where the loss is the mean of their own means: samples are dealt to the ranks that see
+// different ones in order, and neighbours make up a replica.
+inline std::vector<MicroBatches> by_replica(const RunConfig& config, int ranks, World& world) {
+  const Grid grid = grid_of(config, ranks);
+  const int dealt = grid.size(kSampleAxes), replicas = grid.size({"dp_replicate"});
+  std::vector<MicroBatches> parts(static_cast<std::size_t>(replicas));
+  const auto task = make_task(config, world.group);
+  for (int place = 0; place < dealt; ++place)
+    for (const Batch& batch : task->make_loader(place, dealt)->next())
+      parts[static_cast<std::size_t>(place * replicas / dealt)].push_back(batch);
+  return parts;
+}
+
+// One process of the same configuration: what it has in fp64, by the oracle. `ranks` matter to means of
+// replicas alone.
+inline Wanted wanted_of(const RunConfig& config, std::uint64_t nudge = 0, int ranks = 1) {
+  RunConfig alone = config;
+  alone.parallel = RunConfig{}.parallel;
   Wanted wanted;
   run_ranks(1, [&](World& world) {
-    const VerifyProblem problem = configured_problem(config, world);
+    const VerifyProblem problem = configured_problem(alone, world);
     Initial initial(problem.make_model(problem.dtype));
     if (nudge > 0) initial = initial.nudged(nudge);
     Values values;
     for (std::size_t i = 0; i < initial.names.size(); ++i)
       values.emplace_back(initial.names[i], initial.values[i].to(at::kDouble));
-    wanted = oracle(config, problem.whole(), values);
+    wanted = oracle(config,
+                    normalises_by_replica(config) ? by_replica(config, ranks, world)
+                                                  : std::vector<MicroBatches>{problem.whole()},
+                    values);
   });
   return wanted;
 }

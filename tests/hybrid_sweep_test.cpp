@@ -120,7 +120,7 @@ TEST_F(Hybrid, LongAxesHaveOneProcesss) {
 // up to 16 draws (other values of the parameters, other micro-batches).
 TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
   const auto rows = covering::cover(factors(), full_tests() ? 2 : 1, possible, kSeed).rows;
-  double worst = 0;
+  double worst = 0, most = 0;  // of what is allowed; of one process
   std::map<std::string, std::vector<std::map<std::string, double>>>
       alone;  // by model, mean and layers; by draw
   for (const covering::Row& row : rows) {
@@ -140,6 +140,7 @@ TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
       for (const auto& [name, error] : found.errors) {
         double own = 0;
         for (std::uint64_t d = 0; d <= draw; ++d) own = std::max(own, draws[d].at(name));
+        most = std::max(most, own);
         const double allowed = 4 * own + 0x1p-24 * std::sqrt(cell.ranks() * 9.0);
         if (!(error <= allowed))
           outside.push_back(fmt::format("{} {:.1e} of {:.1e}", name, error, allowed));
@@ -150,7 +151,9 @@ TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
     EXPECT_THAT(outside, IsEmpty()) << cell.name();
     EXPECT_LT(found.assembled, kNorm) << cell.name();
   }
-  std::printf("E2: %zu cells in bf16; worst error %.2f of what is allowed\n", rows.size(), worst);
+  std::printf(
+      "E2: %zu cells in bf16; worst error %.2f of what is allowed, where one process is off by up to %.2f\n",
+      rows.size(), worst, most);
 }
 
 // For each rule, cells that break it alone, by as few values as can be.

@@ -29,7 +29,7 @@ PlainRun trained_plainly(const RunConfig& config) {
     const auto loader = task->make_loader(0, 1);
     std::map<std::string, at::Tensor> moved;
     for (std::int64_t step = 0; step < kSteps; ++step) {
-      const Wanted wanted = text_oracle(config, loader->next(), run.values);
+      const Wanted wanted = text_oracle(config, {loader->next()}, run.values);
       double squares = 0;
       for (const auto& [name, gradient] : wanted.gradients) squares += gradient.square().sum().item<double>();
       run.losses.push_back(wanted.loss), run.norms.push_back(std::sqrt(squares));
