@@ -128,7 +128,7 @@ inline double off(double found, double wanted) {
 }
 
 // ‖g − g64‖ / s.
-inline std::map<std::string, double> errors_of(const LayoutRun::Made& made, const Wanted& wanted) {
+inline std::map<std::string, double> errors_of(const LayoutRun::RecordedStep& made, const Wanted& wanted) {
   std::map<std::string, double> errors;
   for (const auto& [name, exact] : wanted.gradients) errors[name] = HUGE_VAL;  // one that is not there
   for (std::size_t i = 0; i < made.names.size(); ++i) {
@@ -172,7 +172,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
     return made;
   });
   LayoutRun run(problem, watched, initial.model(problem, problem.dtype), world.group);
-  const LayoutRun::Made made = run.step(problem.local);
+  const LayoutRun::RecordedStep made = run.step(problem.local);
   measured.errors = errors_of(made, wanted);
   for (const auto& [name, error] : measured.errors)
     if (error > measured.gradient) measured.gradient = error, measured.worst = name;
@@ -189,7 +189,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
   const at::Tensor norms = world.group.all_gather(at::full({1}, made.figures.norm, at::kDouble));
   measured.same_norm = norms.eq(norms[0]).all().item<bool>();
   if (!asked.look_before) return measured;
-  const LayoutRun::Made again = run.step(problem.local);
+  const LayoutRun::RecordedStep again = run.step(problem.local);
   for (std::size_t i = 0; i < made.gradients.size(); ++i)
     measured.repeats = measured.repeats && again.gradients[i].equal(made.gradients[i]);
   return measured;
