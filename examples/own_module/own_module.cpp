@@ -17,7 +17,9 @@ struct Bigram : torch::nn::Module {
     table = register_parameter("table", at::randn({vocabulary, hidden}, generator));
     output = register_parameter("output", at::randn({vocabulary, hidden}, generator) * 0.1);
   }
-  at::Tensor forward(const at::Tensor& tokens) { return at::linear(at::tanh(at::embedding(table, tokens)), output); }
+  at::Tensor forward(const at::Tensor& tokens) {
+    return at::linear(at::tanh(at::embedding(table, tokens)), output);
+  }
 };
 
 // Rank r's part of a batch of uneven documents: 5 + 3 r tokens, each followed by its successor.
@@ -40,7 +42,8 @@ int main() {
     Bigram model(vocabulary, 8);
     isograd::prepare_module(model, world.group);  // rank 0's values on every rank
 
-    // {.stage = 1} or {.stage = 2} shards optimizer state and gradients, {.share_parameters = true} keeps one copy.
+    // {.stage = 1} or {.stage = 2} shards optimizer state and gradients, {.share_parameters = true} keeps one
+    // copy.
     auto layout = isograd::bucketed(isograd::trainable_parameters(model), world.group);
     auto adamw = isograd::adamw({.learning_rate = 0.05});
     isograd::TokenMean mean;  // who divides, by what
