@@ -1,6 +1,5 @@
 // The activations that a rank of a pipeline keeps, against what the table of its schedule says.
 #include "isograd/pipeline_parallel.hpp"
-#include "parallel/pipeline/split_backward.hpp"
 #include "plan/meter.hpp"
 #include "tensor_step.hpp"
 
@@ -36,7 +35,6 @@ std::vector<Bytes> measure(const Kept& kept) {
     // Twice: parameters' gradients and the memory of messages are there in the second step.
     for (int step = 0; step < 2; ++step) {
       std::map<std::pair<std::size_t, std::size_t>, at::Tensor> roots;
-      std::map<std::pair<std::size_t, std::size_t>, WeightsBackward> weights;
       const std::int64_t before = meter.alive();
       own = {};
       pipeline->run(static_cast<std::size_t>(kept.micro_batches),
@@ -52,17 +50,6 @@ std::vector<Bytes> measure(const Kept& kept) {
                          [&](std::size_t i, bool, std::size_t part) {
                            roots.at({i, part}).backward();
                            roots.erase({i, part});
-                         },
-                     .inputs =
-                         [&](std::size_t i, std::size_t part) {
-                           weights[{i, part}] = backward_of_inputs(roots.at({i, part}));
-                           roots.erase({i, part});
-                           own.most = std::max(own.most, meter.alive() - before);
-                         },
-                     .weights =
-                         [&](std::size_t i, bool, std::size_t part) {
-                           weights.at({i, part}).run();
-                           weights.erase({i, part});
                          }});
       EXPECT_LE(meter.alive() - before, step == 0 ? INT64_MAX : own.of_one / 100) << "let go";
     }
@@ -77,10 +64,7 @@ TEST(PipelineMemory, ActivationsAreTheTables) {
                            {"1f1b", 2, 1, 8},
                            {"1f1b", 4, 1, 9},
                            {"interleaved", 2, 2, 4},
-                           {"interleaved", 3, 2, 6},
-                           {"zb-h1", 2, 1, 8},
-                           {"zb-h1", 4, 1, 9},
-                           {"zb-v", 2, 2, 6}}) {
+                           {"interleaved", 3, 2, 6}}) {
     const PipelineTable table =
         make_pipeline(kept.schedule, kept.pp, kept.stages_of_rank, kept.micro_batches);
     const PipelineTimeline timeline = simulate(table, uniform_times(table.stages));

@@ -249,11 +249,7 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
   CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
   bench->require_subcommand(1);
   const auto level = std::make_shared<std::string>();
-  bench
-      ->add_option(
-          "--as", *level,
-          "as on a processor with these instruction sets and no newer ones: isograd, LibTorch, oneDNN "
-          "and MKL of all sides are held to it; may follow the verb")
+  bench->add_option("--as", *level, "hold all sides to these instructions; may follow the verb")
       ->type_name("LEVEL")
       ->check(CLI::IsMember(processor_levels()));
 
