@@ -91,9 +91,8 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_strategies()));
-  step->add_flag(
-      "--compiled", options->compiled,
-      "torch.compile takes part: PyTorch alone, and DDP over compiled blocks; compiling takes minutes");
+  step->add_flag("--compiled", options->compiled,
+                 "torch.compile takes part: one process, and DDP over compiled blocks");
   step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL")
       ->type_name("NAME")
       ->check(CLI::IsMember({"cpu", "cuda"}))
