@@ -79,10 +79,10 @@ def said(call):
     except isograd.ConfigError as error:
         return str(error)
 step = TokenMean().count([torch.tensor([1, -100, 3]), 4])
-assert (step.denominator, step.targets, step.rounds) == (6, 6, 2)
+assert (step.denominator, step.targets, step.global_micro_batches) == (6, 6, 2)
 nothing = TokenMean().count([])
 one = SampleMean().count([torch.zeros(2, dtype=torch.int64)], [torch.ones(2, dtype=torch.int64)])
-one.rounds = 2  # as if another rank had two
+one.global_micro_batches = 2  # as if another rank had two
 assert one.weights(0).tolist() == [0.5, 0.5] and one.weights(1).shape == (0,)
 loss = nothing.scale(torch.zeros((), requires_grad=True))
 loss.backward()

@@ -30,12 +30,12 @@ class Step:
 
     denominator: of the whole step, over all ranks and micro-batches; 0 where nothing carries loss.
     targets:     targets of the whole step, where the mean counts them, else 0.
-    rounds:      most micro-batches of a rank. FSDP2 and pipelines want as many on every rank: go on with empty ones.
+    global_micro_batches: most micro-batches of a rank. FSDP2 and pipelines want as many on every rank: go on with empty ones.
     """
 
-    def __init__(self, group: Group, denominator: float, targets: int, rounds: int,
+    def __init__(self, group: Group, denominator: float, targets: int, global_micro_batches: int,
                  weights: Sequence[torch.Tensor] | None = None) -> None:
-        self.denominator, self.targets, self.rounds = denominator, targets, rounds
+        self.denominator, self.targets, self.global_micro_batches = denominator, targets, global_micro_batches
         self._group, self._weights = group, weights
         self._shares: list[torch.Tensor] = []  # where they are: read one by one they would hold up a GPU
 
@@ -62,8 +62,8 @@ class Step:
         if self._weights is None:
             refuse("Step.weights", "a mean without weights of its own", "the step of a SampleMean",
                    "Take the sum of the losses as it is")
-        if not 0 <= micro_batch < max(self.rounds, 1):
-            refuse("Step.weights", f"micro-batch {micro_batch}", f"one of the {self.rounds} of this step", "Count it too")
+        if not 0 <= micro_batch < max(self.global_micro_batches, 1):
+            refuse("Step.weights", f"micro-batch {micro_batch}", f"one of the {self.global_micro_batches} of this step", "Count it too")
         return self._weights[micro_batch] if micro_batch < len(self._weights) else torch.zeros(0, dtype=torch.float64)
 
     def loss(self) -> float:
@@ -82,7 +82,7 @@ class TokenMean:
         """Of each micro-batch of this rank, in order: its targets, of any shape, or how many are valid. Collective."""
         with _Exchange("TokenMean.count", self.group) as exchange:
             exchange.counts = [self.own(each) for each in targets]
-        return Step(self.group, exchange.targets, int(exchange.targets), exchange.rounds)
+        return Step(self.group, exchange.targets, int(exchange.targets), exchange.global_micro_batches)
 
     def own(self, targets: Union[Counts, float]) -> int:
         """How many targets of a micro-batch are valid."""
@@ -111,7 +111,7 @@ class WeightedMean:
         """
         with _Exchange("WeightedMean.count", self.group) as exchange:
             exchange.weights = [self.own(each) for each in weights]
-        return Step(self.group, exchange.weight, 0, exchange.rounds)
+        return Step(self.group, exchange.weight, 0, exchange.global_micro_batches)
 
     def own(self, weights: Union[torch.Tensor, float]) -> float:
         """The sum of a micro-batch's weights, in fp64."""
@@ -138,7 +138,7 @@ class FixedDenominator:
         if float(exchange.rows[:, _WEIGHED].max()) != float(exchange.rows[:, _WEIGHED].min()):
             refuse("FixedDenominator.count", f"the denominators {exchange.rows[:, _WEIGHED].tolist()} by rank",
                    "one number", "Give every rank the same")
-        return Step(self.group, self.denominator, 0, exchange.rounds)
+        return Step(self.group, self.denominator, 0, exchange.global_micro_batches)
 
 
 class SampleMean:
@@ -171,7 +171,7 @@ class SampleMean:
             names, place = rows[:, 0].unique(return_inverse=True)
             lengths = torch.zeros(len(names), dtype=torch.int64).index_add_(0, place, rows[:, 1])
             here, count = torch.stack([names, lengths], 1), float(len(names))
-        return Step(self.group, count, int(exchange.targets), exchange.rounds,
+        return Step(self.group, count, int(exchange.targets), exchange.global_micro_batches,
                     [self.shares(i, v, here) for i, v in zip(ids, valid)])
 
     def valid(self, samples: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ class _Exchange:
             raise ConfigError(f"ConfigError: {self.where}: found input that rank {refused[0]} refuses; expected input "
                               "that every rank can count. Look at that rank's own message.")
         self.targets, self.weight = float(self.rows[:, _COUNTED].sum()), float(self.rows[:, _WEIGHED].sum())
-        self.rounds = int(self.rows[:, -1].max())
+        self.global_micro_batches = int(self.rows[:, -1].max())
 
 
 def _check_sum(loss_sum: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 #include <ATen/Version.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -66,23 +65,15 @@ int cores_of_process() {
 
 }  // namespace
 
-std::string Processor::text() const {
-  const auto held = [](const char* library, const std::string& to) {
+std::string processor_text() {
+  const auto held = [](const char* library, const char* by) {
+    const std::string to = variable(by);
     return to.empty() ? "" : fmt::format(", {} {}", library, to);
   };
-  return fmt::format("{}, {} cores; kernels: isograd {}, LibTorch {}{}{}", name, cores, level, torch,
-                     held("oneDNN", onednn), held("MKL", mkl));
-}
-
-const Processor& this_processor() {
-  static const Processor processor = {
-      .name = name_of_processor(),
-      .cores = cores_of_process(),
-      .level = levels()[static_cast<std::size_t>(kernels::processor_level())].name,
-      .torch = at::get_cpu_capability(),
-      .onednn = variable("ONEDNN_MAX_CPU_ISA"),
-      .mkl = variable("MKL_ENABLE_INSTRUCTIONS")};
-  return processor;
+  return fmt::format("{}, {} cores; kernels: isograd {}, LibTorch {}{}{}", name_of_processor(),
+                     cores_of_process(), levels()[static_cast<std::size_t>(kernels::processor_level())].name,
+                     at::get_cpu_capability(), held("oneDNN", "ONEDNN_MAX_CPU_ISA"),
+                     held("MKL", "MKL_ENABLE_INSTRUCTIONS"));
 }
 
 std::vector<std::string> processor_levels() {
@@ -94,11 +85,7 @@ std::vector<std::string> processor_levels() {
 void run_as(const std::string& level, const std::vector<std::string>& arguments) {
   const auto found = std::find_if(levels().begin(), levels().end(),
                                   [&](const Level& candidate) { return candidate.name == level; });
-  if (found == levels().end())
-    throw ConfigError({.where = "isograd bench --as",
-                       .found = level,
-                       .expected = fmt::format("{}", fmt::join(processor_levels(), ", ")),
-                       .action = "Choose one of them"});
+  ISOGRAD_INVARIANT(found != levels().end(), level);
   const auto is_set = [](const auto& pair) { return variable(pair.first) == pair.second; };
   if (std::all_of(found->variables.begin(), found->variables.end(), is_set)) return;
   unsetenv(kOwn);

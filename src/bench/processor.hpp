@@ -6,20 +6,13 @@
 
 namespace isograd {
 
-struct Processor {
-  std::string name;   // as the system calls it
-  int cores = 0;      // that this process may run on
-  std::string level;  // of isograd's own kernels: "scalar", "avx2" or "avx512"
-  // Of LibTorch's kernels ("AVX2", "AVX512", ...) and what variables hold oneDNN and MKL to ("" : nothing).
-  std::string torch, onednn, mkl;
-
-  std::string text() const;  // one line for people
-};
-const Processor& this_processor();
+// One line: its name as the system has it, the cores that this process may run on, the level of isograd's and
+// of LibTorch's kernels, and what variables hold oneDNN and MKL to.
+std::string processor_text();
 
 // "avx2" and "scalar" hold isograd, LibTorch, oneDNN and MKL, and so every side of a comparison, to
 // processors that have no more: sets their variables and starts this program again with `arguments` (without
-// its name), unless they are set. ConfigError for a level that the processor lacks.
+// its name), unless they are set. `level` is one of processor_levels(). ConfigError: the processor lacks it.
 void run_as(const std::string& level, const std::vector<std::string>& arguments);
 std::vector<std::string> processor_levels();
 

@@ -105,7 +105,7 @@ nlohmann::ordered_json bench_record(const std::string& bench, const std::string&
                                     double peer, const std::string& peer_name, const std::string& unit,
                                     double ratio) {
   return {{"bench", bench},         {"case", name}, {"ours", ours},   {"peer", peer},
-          {"peer_name", peer_name}, {"unit", unit}, {"ratio", ratio}, {"processor", this_processor().text()}};
+          {"peer_name", peer_name}, {"unit", unit}, {"ratio", ratio}, {"processor", processor_text()}};
 }
 
 }  // namespace isograd

@@ -291,7 +291,7 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
     verb.app->fallthrough();
     verb.run = [run = verb.run, level, arguments = invocation.arguments] {
       if (!level->empty()) run_as(*level, arguments);
-      print(stdout, fmt::format("on {}\n", printable(this_processor().text())));
+      print(stdout, fmt::format("on {}\n", printable(processor_text())));
       std::fflush(stdout);
       return run();
     };

@@ -133,7 +133,7 @@ def train(model, micros, own, kind, group):
         rounds = max(len(deal) for deal in DEALS[dist.get_world_size()])
     else:
         step, value = counted(kind, group, micros, own)
-        rounds = step.rounds
+        rounds = step.global_micro_batches
     for j in range(rounds):
         tokens, targets, weights, _ = micros[j]
         with forward_of(model, j + 1 == rounds):
