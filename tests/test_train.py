@@ -338,7 +338,9 @@ def test_a_folder_removed_in_mid_run_is_an_error(place):
     shutil.rmtree(place.folder / "run")
     status, out = finish(process)
     assert status == 2, out
-    assert "removed or moved while the run wrote to it" in out and out.count("ConfigError") == 1, out
+    # The folder is emptied file by file: a step may end where its metrics are gone and the folder is not yet.
+    removed = r"(a folder that|a folder whose LOCK|a file that) was removed (or moved )?while the run wrote to it"
+    assert re.search(removed, out) and out.count("ConfigError") == 1, out
     assert not (place.folder / "run").exists()
 
 
