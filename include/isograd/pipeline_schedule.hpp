@@ -99,12 +99,18 @@ struct PipelineTimeline {
   double length = 0;
   std::vector<double> busy;    // of each rank
   std::vector<int> most_live;  // micro-batches of stages whose activations a rank keeps at a time, at most
+  // The memory of these, in units of what one forward keeps: those between the halves of their backward count
+  // `between_halves` each.
+  std::vector<double> most_kept;
 
   double bubble() const;  // the part of all ranks' time in which they wait
 };
 
-// As check_pipeline(), and the timeline. Takes time in proportion to the actions.
-PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times);
+// As check_pipeline(), and the timeline. Takes time in proportion to the actions. `between_halves`: what a
+// micro-batch keeps between the halves of its backward (inputs of products, and the gradients of their
+// outputs), in units of what its forward kept: M_W / M_B of Qi et al., "Zero Bubble Pipeline Parallelism"
+// (2023), section 3.
+PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves = 1);
 
 // The timeline as text, a line for each stage of at most 160 columns behind its name; and as a picture.
 std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline);

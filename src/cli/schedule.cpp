@@ -18,7 +18,7 @@ struct Flags {
   std::string kind = "1f1b", load, svg;
   int stages = 4, stages_of_rank = 0, micro_batches = 8;
   std::vector<double> times{1, 1, 1};
-  double transfer = 0;
+  double transfer = 0, between_halves = 1;
   bool json = false, transfers = false;
 };
 
@@ -33,14 +33,20 @@ PipelineTable table_of(const Flags& flags) {
   return make_pipeline(flags.kind, flags.stages / each, each, flags.micro_batches);
 }
 
+template <typename Number>
+std::string range_of(const std::vector<Number>& all) {
+  const auto [least, most] = std::minmax_element(all.begin(), all.end());
+  return *least == *most ? fmt::format("{:.4g}", double(*most))
+                         : fmt::format("{:.4g} to {:.4g}", double(*least), double(*most));
+}
+
 std::string summary(const PipelineTable& table, const PipelineTimeline& timeline) {
-  const auto [least, most] = std::minmax_element(timeline.most_live.begin(), timeline.most_live.end());
+  const std::string live = range_of(timeline.most_live), kept = range_of(timeline.most_kept);
   return fmt::format(
       "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % (bubble)\n"
-      "activations: a rank keeps those of {} micro-batches of a stage at a time\n",
+      "activations: a rank keeps those of {} micro-batches of a stage at a time{}\n",
       printable(table.name), table.stages, table.ranks.size(), table.micro_batches, timeline.length,
-      100 * timeline.bubble(),
-      *least == *most ? std::to_string(*most) : fmt::format("{} to {}", *least, *most));
+      100 * timeline.bubble(), live, live == kept ? "" : fmt::format(", the memory of {}", kept));
 }
 
 int show(const Flags& flags) {
@@ -48,7 +54,8 @@ int show(const Flags& flags) {
   if (flags.transfers) table = with_transfers(table);
   if (flags.json) return print(stdout, to_json(table)), 0;
   const PipelineTimeline timeline = simulate(
-      table, uniform_times(table.stages, flags.times[0], flags.times[1], flags.times[2], flags.transfer));
+      table, uniform_times(table.stages, flags.times[0], flags.times[1], flags.times[2], flags.transfer),
+      flags.between_halves);
   if (!flags.svg.empty()) write_file(flags.svg, to_svg(table, timeline));
   print(stdout, to_picture(table, timeline) + summary(table, timeline));
   if (!flags.svg.empty()) print(stdout, fmt::format("drawn in {}\n", printable(flags.svg)));
@@ -79,6 +86,11 @@ Verb schedule_verb(CLI::App& program) {
       ->capture_default_str();
   verb->add_option("--transfer", flags->transfer, "time from rank to rank, in which both compute")
       ->type_name("T")
+      ->capture_default_str();
+  verb->add_option("--between-halves", flags->between_halves,
+                   "memory kept between the halves of a backward,\nas a part of what the forward keeps")
+      ->type_name("PART")
+      ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
   verb->add_option("--load", flags->load, "a table of one's own, as --json writes it; it is checked")
       ->type_name("FILE");

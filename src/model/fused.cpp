@@ -236,8 +236,9 @@ class LinearOnto : public torch::autograd::Function<LinearOnto> {
   }
 };
 
-const differentiable::Separable<RmsNorm, RmsNormAndResidual, Linears, LinearOnto>
-    kNormsAndLinearsAreSeparable;
+// Norms are not: to compute a weight's gradient in the second half they would keep what they were given and
+// the gradient of what they gave, twice the memory of a product's input, for a pass over both.
+const differentiable::Separable<Linears, LinearOnto> kLinearsAreSeparable;
 
 }  // namespace
 

@@ -147,6 +147,23 @@ TEST(PipelineSchedules, KeepAsMuchAsTheirPapersSay) {
   }
 }
 
+TEST(PipelineSchedules, WhatIsKeptBetweenHalvesHasAWeightOfItsOwn) {
+  // Rank 1 keeps, action by action of F0 I0 F1 I1 W0 W1: 1, h, 1 + h, 2 h, h, 0; rank 0, of F0 F1 I0 W0 I1
+  // W1: 1, 2, 1 + h, 1, h, 0.
+  const PipelineTable table = pipeline_from_json(
+      R"({"name": "two", "stages": 2, "micro_batches": 2,
+          "ranks": [["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]})",
+      "two");
+  const auto most = [&](double h) { return simulate(table, uniform_times(2), h).most_kept; };
+  EXPECT_EQ(most(1), (std::vector<double>{2, 2}));
+  EXPECT_EQ(most(0), (std::vector<double>{2, 1}));
+  EXPECT_EQ(most(0.75), (std::vector<double>{2, 1.75}));
+  EXPECT_EQ(most(1.5), (std::vector<double>{2.5, 3}));
+  EXPECT_EQ(simulate(table, uniform_times(2), 1.5).most_live, (std::vector<int>{2, 2}));
+  for (const double h : {-0.5, std::nan(""), HUGE_VAL})
+    EXPECT_THROW(simulate(table, uniform_times(2), h), ConfigError) << h;
+}
+
 TEST(PipelineSchedules, TimesAreAnybodys) {
   // Two stages of unequal cost, by hand: F 1 and 2, I 1 and 2, W 1 and 1, transfers 0.5.
   const PipelineTable table = make_pipeline("gpipe", 2, 1, 2);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 #include <optional>
 
@@ -148,20 +149,23 @@ class Completeness {
 // what was sent, otherwise what was computed.
 class Play {
  public:
-  Play(const PipelineTable& table, const PipelineTimes& times, bool has_transfers)
+  Play(const PipelineTable& table, const PipelineTimes& times, bool has_transfers, double between_halves)
       : table_(table),
         times_(times),
         at_(table),
         has_transfers_(has_transfers),
         cells_(static_cast<std::size_t>(table.stages) * static_cast<std::size_t>(table.micro_batches)),
         next_(table.ranks.size(), 0),
-        clock_(table.ranks.size(), 0) {
+        clock_(table.ranks.size(), 0),
+        between_halves_(between_halves) {
     ready_.assign((has_transfers ? 4 : 2) * cells_, -1);
     waiting_.assign(ready_.size(), -1);
     result_.spans.resize(table.ranks.size());
     result_.busy.assign(table.ranks.size(), 0);
     result_.most_live.assign(table.ranks.size(), 0);
-    live_.assign(table.ranks.size(), 0);
+    result_.most_kept.assign(table.ranks.size(), 0);
+    whole_.assign(table.ranks.size(), 0);
+    halved_.assign(table.ranks.size(), 0);
     for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
       result_.spans[rank].reserve(table.ranks[rank].size());
   }
@@ -238,13 +242,9 @@ class Play {
       if (waiting_[what] >= 0) able.push_back(waiting_[what]);
     };
     const auto& [kind, stage, i] = action;
-    int& live = live_[index(rank)];
-    if (kind == Kind::kForward) {
-      makes(output(stage, i));
-      result_.most_live[index(rank)] = std::max(result_.most_live[index(rank)], ++live);
-    }
+    if (kind == Kind::kForward) makes(output(stage, i));
     if (kind == Kind::kBackward || kind == Kind::kBackwardInputs) makes(gradient(stage, i));
-    if (kind == Kind::kBackward || kind == Kind::kBackwardWeights) --live;
+    keep(index(rank), kind);
     if (kind == Kind::kSendOutput) makes(2 * cells_ + output(stage, i));
     if (kind == Kind::kSendGradient) makes(2 * cells_ + gradient(stage, i));
     if (!action.is_transfer()) result_.busy[index(rank)] += end - begin;
@@ -252,6 +252,19 @@ class Play {
     clock_[index(rank)] = end;
     ++next_[index(rank)];
     return true;
+  }
+
+  // What the rank keeps when an action is done.
+  void keep(std::size_t rank, Kind kind) {
+    int &whole = whole_[rank], &halved = halved_[rank];
+    if (kind == Kind::kForward) ++whole;
+    if (kind == Kind::kBackward || kind == Kind::kBackwardInputs) --whole;
+    if (kind == Kind::kBackwardInputs) ++halved;
+    if (kind == Kind::kBackwardWeights) --halved;
+    int& live = result_.most_live[rank];
+    live = std::max(live, whole + halved);
+    double& kept = result_.most_kept[rank];
+    kept = std::max(kept, whole + between_halves_ * halved);
   }
 
   double time_of(const PipelineAction& action) const {
@@ -295,7 +308,9 @@ class Play {
   std::vector<double> clock_;
   std::vector<double> ready_{};  // when; -1: not yet
   std::vector<int> waiting_{};   // the rank that does; -1: none
-  std::vector<int> live_{};
+  double between_halves_;
+  std::vector<int> whole_{}, halved_{};  // micro-batches of stages by rank: with all that their forward kept,
+                                         // and with what the second half of their backward needs
   PipelineTimeline result_{};
 };
 
@@ -315,7 +330,7 @@ double PipelineTimeline::bubble() const {
   return all > 0 ? 1 - std::accumulate(busy.begin(), busy.end(), 0.0) / all : 0;
 }
 
-PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times) {
+PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves) {
   Completeness completeness(table);
   completeness.check();
   for (const auto* each : {&times.forward, &times.backward_inputs, &times.backward_weights})
@@ -324,7 +339,11 @@ PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times
         !(times.transfer >= 0))
       refuse_table(table, fmt::format("{} times", each->size()),
                    fmt::format("one for each of {} stages, none below 0", table.stages), "Mend the times");
-  return Play(table, times, completeness.has_transfers()).run();
+  if (!(between_halves >= 0) || !std::isfinite(between_halves))
+    refuse_table(table,
+                 fmt::format("{} of a forward's memory between the halves of a backward", between_halves),
+                 "a finite number, 0 or more", "Mend the number");
+  return Play(table, times, completeness.has_transfers(), between_halves).run();
 }
 
 void check_pipeline(const PipelineTable& table) {
