@@ -177,11 +177,12 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
 
 
 def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
-    result = bench("--case", "shared", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
+    result = bench("--case", "shared-tiny", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
     assert result.returncode == 0, result.stdout + result.stderr
     records = json.loads((tmp_path / "shared.json").read_text())
     assert {record["case"] for record in records} == {
-        "shared, 2 ranks, experts dealt, the shared one meanwhile", "shared, 2 ranks, experts dealt to ranks, in halves"}
+        "shared-tiny, 2 ranks, experts dealt, the shared one meanwhile",
+        "shared-tiny, 2 ranks, experts dealt to ranks, in halves"}
     for record in records:
         assert set(record) == RECORD and record["bench"] == "expert"
         check_ratio(record)

@@ -103,6 +103,7 @@ const std::vector<StepCase>& cases_held_together() {
        .length = 512,
        .steps_per_turn = 4,
        .one_quarter = true},
+      {"expert-shared-tiny", with_shared_expert(shape(64, 2, 4, 2, 16, 128, false)), 2, 32, 3},
       {"expert-shared", with_shared_expert(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4},
       // Stages of a pipeline, with eight micro-batches of one batch for all ranks.
       {.name = "pipeline-tiny",

@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <thread>
 
 #include "comm/shm/backend.hpp"
+#include "full_tests.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
 #include "train/build.hpp"
@@ -135,10 +135,6 @@ TEST(OnAnIdleAxis, StrategiesEqualOneProcess) {
   }
 }
 
-bool whole_product() {
-  return std::getenv("ISOGRAD_FULL_TESTS") != nullptr;
-}
-
 // Five updates in fp64, by each optimizer with a state; all packs at once, or accumulated: by turns, and both
 // with ISOGRAD_FULL_TESTS=1.
 class FiveUpdates : public ::testing::TestWithParam<std::tuple<int, int>> {};
@@ -146,7 +142,7 @@ std::vector<std::tuple<int, int>> ranks_and_packs() {
   std::vector<std::tuple<int, int>> all;
   for (const int ranks : {1, 2, 3, 4, 5, 8})
     for (const int packs : {100, 1})
-      if (whole_product() || (packs == 1) == (ranks % 2 == 0)) all.emplace_back(ranks, packs);
+      if (full_tests() || (packs == 1) == (ranks % 2 == 0)) all.emplace_back(ranks, packs);
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, FiveUpdates, ::testing::ValuesIn(ranks_and_packs()));
@@ -220,7 +216,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, StrategiesDelayed, ::testing::Values(2, 3, 4));
 TEST_P(StrategiesDelayed, EqualOneProcess) {
   const Small small{.packs_per_micro_batch = 1};
   const std::vector<std::uint64_t> seeds =
-      whole_product() ? std::vector<std::uint64_t>{1, 2, 3} : std::vector<std::uint64_t>{1};
+      full_tests() ? std::vector<std::uint64_t>{1, 2, 3} : std::vector<std::uint64_t>{1};
   for (const std::uint64_t seed : seeds) {
     DelayedGroups delayed(GetParam(), seed);
     const MakeMesh mesh = std::ref(delayed);
