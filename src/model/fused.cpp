@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "comm/gradient_place.hpp"
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
@@ -180,6 +181,17 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
 };
 
 // `biases` holds those there are, in order. The gradient of x is summed inside the products.
+// dyᵀ x, where the parameter's gradient is kept if it can be computed there: in fp32 and fp64 by the BLAS,
+// which writes to memory that is there already.
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) {
+  const auto type = dy.scalar_type();
+  if ((type != at::kFloat && type != at::kDouble) || weight.scalar_type() != type)
+    return product(dy.t(), x.t());
+  auto [memory, adds] = differentiable::take_gradient_place(weight);
+  if (!memory.defined()) return at::mm(dy.t(), x);
+  return adds ? memory.addmm_(dy.t(), x) : at::mm_out(memory, dy.t(), x);
+}
+
 class Linears : public torch::autograd::Function<Linears> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
@@ -204,7 +216,8 @@ class Linears : public torch::autograd::Function<Linears> {
     for (std::size_t i = 0; i < n; ++i) {
       const at::Tensor dy = gradients[i].defined() ? gradients[i].contiguous() : at::Tensor();
       if (dy.defined() && ctx->needs_input_grad(0)) results[0] = product(dy, saved[1 + i].t(), results[0]);
-      if (dy.defined() && ctx->needs_input_grad(1 + i)) results[1 + i] = product(dy.t(), saved[0].t());
+      if (dy.defined() && ctx->needs_input_grad(1 + i))
+        results[1 + i] = weight_gradient(dy, saved[0], saved[1 + i]);
       if (has_bias[i] != 0) {
         const bool wanted = dy.defined() && ctx->needs_input_grad(results.size());
         results.push_back(wanted ? dy.sum(0) : at::Tensor());
@@ -230,7 +243,7 @@ class LinearOnto : public torch::autograd::Function<LinearOnto> {
     variable_list results(4);
     results[0] = gradients[0];
     if (ctx->needs_input_grad(1)) results[1] = product(dy, saved[1].t());
-    if (ctx->needs_input_grad(2)) results[2] = product(dy.t(), saved[0].t());
+    if (ctx->needs_input_grad(2)) results[2] = weight_gradient(dy, saved[0], saved[1]);
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(3)) results[3] = dy.sum(0);
     return results;
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
@@ -36,7 +37,10 @@ class Bucketed final : public DataParallel {
   bool needs_even_micro_batches() const override {
     return policy_.reduces_each_micro_batch || cut_along_data_;
   }
-  std::vector<Bucket>& buckets() override { return buckets_; }
+  std::vector<Bucket>& buckets() override {
+    complete();  // for whoever looks in mid-step
+    return buckets_;
+  }
   std::vector<std::size_t> launch_order() override { return launch_order_; }
   const Mesh& mesh() const override { return policy_.mesh; }
   std::int64_t bytes_sent() override {
@@ -70,6 +74,9 @@ class Bucketed final : public DataParallel {
   void refuse_early(const std::vector<NamedParameter>& parameters);
   void add_buckets(std::vector<BucketPlan> plans);
   void connect(std::size_t bucket);
+  void complete() {  // from here on buckets can be read
+    for (auto& flat : flats_) flat->complete(parameters_);
+  }
   void follow();
   void join(const std::vector<NamedParameter>& unfrozen);
   void reduce_joined(std::size_t bucket);
@@ -78,7 +85,7 @@ class Bucketed final : public DataParallel {
   void launch_next();
   void finish_round(const Reduced& reduced = [](const Bucket&, std::optional<double>) {});
   void check_views() const;
-  bool reduces() const { return reduces_; }
+  bool has_hooks() const { return !policy_.reduces_each_micro_batch || (reduces_ && overlap_); }
 
   TrainableParameters parameters_;
   std::vector<Claim> claims_;
@@ -103,20 +110,17 @@ class Bucketed final : public DataParallel {
   std::size_t completed_ = 0, launched_ = 0;
 };
 
-struct Bucketed::Hook final : torch::autograd::PostAccumulateGradHook {
+struct Bucketed::Hook final : differentiable::GradientPlace {
   Hook(Bucketed& owner_, std::size_t bucket_, std::size_t slot_)
       : owner(owner_), bucket(bucket_), slot(slot_) {}
   void operator()(const at::Tensor& parameter) override { owner.on_gradient(bucket, slot, parameter); }
+  Taken take(const at::Tensor& parameter) override { return owner.flats_[bucket]->take(slot, parameter); }
   Bucketed& owner;
   std::size_t bucket, slot;
 };
 
-[[noreturn]] void refuse(const std::string& name, std::string found, std::string expected,
-                         std::string action) {
-  throw ConfigError({.where = fmt::format("parameter '{}'", name),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+std::string named(const std::string& name) {
+  return fmt::format("parameter '{}'", name);
 }
 
 TrainableParameters checked_and_placed(TrainableParameters parameters, const Mesh& mesh) {
@@ -148,7 +152,7 @@ Bucketed::Bucketed(TrainableParameters parameters, const Mesh& mesh, const DataP
 void Bucketed::refuse_early(const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& parameter : parameters)
     if (torch::autograd::impl::post_acc_grad_hooks(parameter.tensor))
-      refuse(parameter.name, "a post-accumulate-gradient hook already there", "none",
+      refuse(named(parameter.name), "a post-accumulate-gradient hook already there", "none",
              "Destroy the other layout of this model first");
   if (offload_)
     for (const NamedParameter& parameter : parameters) check_can_be_offloaded(parameter.tensor.device());
@@ -170,19 +174,18 @@ void Bucketed::add_buckets(std::vector<BucketPlan> plans) {
 }
 
 void Bucketed::connect(std::size_t bucket) {
-  const FlatBucket& flat = *flats_[bucket];
   const auto& slots = buckets_[bucket].plan.slots;
   for (std::size_t s = 0; s < slots.size(); ++s) {
     at::Tensor& parameter = parameters_[slots[s].index].tensor;
-    parameter.mutable_grad() = flat.keeps_gradients() ? slot_view(flat.gradients(), slots[s]) : at::Tensor();
-    if (reduces() && overlap_)
+    if (!flats_[bucket]->keeps_gradients()) parameter.mutable_grad() = at::Tensor();
+    if (has_hooks())
       torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, bucket, s));
   }
 }
 
 Bucketed::~Bucketed() {
   for (NamedParameter& parameter : parameters_) {
-    if (reduces() && overlap_) torch::autograd::impl::post_acc_grad_hooks(parameter.tensor).reset();
+    if (has_hooks()) torch::autograd::impl::post_acc_grad_hooks(parameter.tensor).reset();
     parameter.tensor.mutable_grad() = at::Tensor();  // the bucket's memory goes with the group
   }
 }
@@ -251,7 +254,7 @@ void Bucketed::zero_gradients() {
   in_round_ = in_last_ = may_be_updated_ = false;
   completed_ = launched_ = 0;
   came_.clear();
-  for (auto& flat : flats_) flat->zero();
+  for (auto& flat : flats_) flat->zero(parameters_);
   if (policy_.reduces_each_micro_batch)  // a backward whose gradients nobody has packed
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
   for (NamedParameter& parameter : parameters_.frozen)
@@ -265,7 +268,7 @@ void Bucketed::begin_backward(bool last) {
                        .found = "a backward after the one announced as the last",
                        .expected = "finish_reduction() next",
                        .action = "Pass last = true only before the last micro-batch of a step"});
-  if (!reduces()) return;
+  if (!reduces_) return;
   if (in_round_) finish_round();
   new_backward_ = true;
   in_last_ = last;
@@ -285,7 +288,7 @@ void Bucketed::begin_backward(bool last) {
 
 void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tensor& parameter) {
   const Slot& place = buckets_[bucket].plan.slots[slot];
-  flats_[bucket]->check_gradient(place, parameter);
+  flats_[bucket]->arrived(slot, parameter);
   if (learns_order_) {
     if (std::exchange(new_backward_, false)) came_.clear();
     came_.push_back(place.index);
@@ -293,7 +296,7 @@ void Bucketed::on_gradient(std::size_t bucket, std::size_t slot, const at::Tenso
   if (!in_round_) return;
   Arrivals& arrived = arrivals_[bucket];
   if (arrived.slots[slot])
-    refuse(place.name, "a second gradient in a backward whose gradients are being reduced",
+    refuse(named(place.name), "a second gradient in a backward whose gradients are being reduced",
            "one backward after begin_backward()", "Add the losses up and call backward once");
   arrived.slots[slot] = true;
   --arrived.missing;
@@ -336,7 +339,8 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     for (std::size_t b = first; b < buckets_.size(); ++b) reduced(buckets_[b], std::nullopt);
   };
   const std::size_t known = buckets_.size();
-  if (!reduces()) {
+  if (!reduces_) {
+    complete();
     for (auto& flat : flats_) flat->to_host();
     hand_over_from(0);
   } else {
@@ -355,10 +359,10 @@ void Bucketed::finish_reduction_with(const Reduced& reduced) {
     if (learns_order_) learn_order();
   }
   follow();
-  for (std::size_t b = known; b < buckets_.size(); ++b) reduces() ? reduce_joined(b) : flats_[b]->to_host();
+  for (std::size_t b = known; b < buckets_.size(); ++b) reduces_ ? reduce_joined(b) : flats_[b]->to_host();
   hand_over_from(known);
   // Nobody reads parameters any more, so that their owners may write to them.
-  if (reduces() && policy_.parameters_shared) policy_.meet();
+  if (reduces_ && policy_.parameters_shared) policy_.meet();
   in_round_ = in_last_ = false;
   check_views();
   take_over_writes({});
@@ -383,10 +387,7 @@ void Bucketed::publish_parameters() {
 // A view can be lost silently where no hook looks: an unused parameter, one rank alone, a model that was
 // moved.
 void Bucketed::check_views() const {
-  for (std::size_t b = 0; b < buckets_.size(); ++b)
-    for (const Slot& slot : buckets_[b].plan.slots)
-      flats_[b]->check_gradient(slot, parameters_[slot.index].tensor);
-  for (const auto& flat : flats_) flat->check_in_place();
+  for (const auto& flat : flats_) flat->check_in_place(parameters_);
 }
 
 }  // namespace

@@ -92,6 +92,7 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   bucket_.sharded = sharded;
   held_ = BucketShard(bucket_, policy.offload, keeps_gradients());
   writes_ = Writes(bucket_.plan, parameters);
+  if (keeps_gradients()) slot_gradients_.emplace(bucket_.plan, gradients_, parameters);
 }
 
 void FlatBucket::take_over_writes(const std::set<std::string>& but_of) {
@@ -115,23 +116,13 @@ void FlatBucket::forget_writes(const std::set<std::string>& names) {
   }
 }
 
-void FlatBucket::check_gradient(const Slot& slot, const at::Tensor& parameter) const {
-  if (!keeps_gradients() || is_slot_view(parameter.grad(), gradients_, slot)) return;
-  throw ConfigError(
-      {.where = fmt::format("parameter '{}'", slot.name),
-       .found = "a .grad that is no longer the view of its bucket",
-       .expected = "the gradient left in place",
-       .action = "Call zero_gradients() of the layout, not zero_grad() of the module (it drops gradients), "
-                 "and run backward without create_graph (it replaces them)"});
-}
-
 void FlatBucket::refuse_lost_writes() {
   held_.refuse_lost_writes(bucket_, writes_);
 }
 
-void FlatBucket::zero() {
-  if (keeps_gradients())
-    gradients_.zero_();
+void FlatBucket::zero(const std::vector<NamedParameter>& parameters) {
+  if (slot_gradients_)
+    slot_gradients_->forget(parameters);
   else
     bucket_.gradients.zero_();
 }
@@ -157,6 +148,7 @@ void FlatBucket::pack(const at::Tensor& buffer, const std::vector<NamedParameter
 
 void FlatBucket::launch(std::size_t turn, const std::vector<NamedParameter>& parameters) {
   squares_ = nullptr;
+  complete(parameters);
   if (!policy_.sharded) {
     pending_ = groups_.summed.all_reduce_async(gradients_);
     return;

@@ -11,6 +11,7 @@
 #include "parallel/data/bucket_rules.hpp"
 #include "parallel/data/bucket_shard.hpp"
 #include "parallel/data/role_groups.hpp"
+#include "parallel/data/slot_gradients.hpp"
 #include "parallel/data/wait_clock.hpp"
 #include "parallel/data/written.hpp"
 
@@ -58,7 +59,19 @@ class FlatBucket {
   const at::Tensor& parameters() const { return parameters_; }  // [numel], whole
   const at::Tensor& gradients() const { return gradients_; }    // [numel], whole, where kept
 
-  void zero();
+  // As of SlotGradients, where gradients are kept; otherwise nothing happens.
+  void arrived(std::size_t slot, const at::Tensor& parameter) {
+    if (slot_gradients_) slot_gradients_->arrived(slot, parameter);
+  }
+  differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter) {
+    return slot_gradients_ ? slot_gradients_->take(slot, parameter) : differentiable::GradientPlace::Taken{};
+  }
+  void complete(const std::vector<NamedParameter>& parameters) {
+    if (slot_gradients_) slot_gradients_->complete(parameters);
+  }
+
+  // A step begins, without gradients.
+  void zero(const std::vector<NamedParameter>& parameters);
   // Begins the reduction of the gradients that are there. `turn` counts the launches of a round.
   void launch(std::size_t turn, const std::vector<NamedParameter>& parameters);
   void sum_over_replicas();
@@ -69,9 +82,10 @@ class FlatBucket {
   void take_over_writes(const std::set<std::string>& but_of = {});
   void forget_writes(const std::set<std::string>& names);
   void refuse_lost_writes();
-  void check_in_place() const { writes_.check_in_place(); }
-  // ConfigError where gradients are kept and the parameter's is not the view of them any more.
-  void check_gradient(const Slot& slot, const at::Tensor& parameter) const;
+  void check_in_place(const std::vector<NamedParameter>& parameters) const {
+    if (slot_gradients_) slot_gradients_->check(parameters);
+    writes_.check_in_place();
+  }
   void gather_parameters();
   // What can be done now; true once all that was begun is complete.
   bool progress();
@@ -89,6 +103,7 @@ class FlatBucket {
   BucketShard held_;
   Writes writes_;
   at::Tensor parameters_, gradients_;
+  std::optional<SlotGradients> slot_gradients_{};
   at::Tensor scattered_;  // under reduction: this rank's part of a buffer that is not kept
   bool then_replicas_ = false;
   std::shared_ptr<double> squares_;  // null: the reduction does not take them

@@ -1,0 +1,198 @@
+// Gradients of a step's first micro-batch are written to their slots, later ones are added, and functions may
+// compute them there.
+#include "parallel/data/slot_gradients.hpp"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+#include "isograd/data_parallel.hpp"
+#include "isograd/error.hpp"
+#include "isograd/world.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor sines(at::IntArrayRef shape, double first) {
+  return (at::arange(c10::multiply_integers(shape), at::kDouble) + first)
+      .sin()
+      .view(shape)
+      .requires_grad_(true);
+}
+
+std::vector<NamedParameter> numbered(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<std::string, at::Tensor>> list;
+  for (const at::Tensor& tensor : tensors) list.emplace_back("p" + std::to_string(list.size()), tensor);
+  return trainable_parameters(list);
+}
+
+// x wᵀ; counts how often the gradient of w was computed where it is kept.
+thread_local int in_place = 0;
+struct Product : torch::autograd::Function<Product> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
+    ctx->save_for_backward({x, w});
+    return x.mm(w.t());
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor dw = gradients[0].t().mm(saved[0]);
+    auto [memory, adds] = differentiable::take_gradient_place(saved[1]);
+    if (!memory.defined()) return {at::Tensor(), dw};
+    ++in_place;
+    return {at::Tensor(), adds ? memory.add_(dw) : memory.copy_(dw)};
+  }
+};
+
+const std::vector<std::vector<std::int64_t>> kShapes = {{3, 4}, {5}, {3, 4}, {2, 2}};
+std::vector<at::Tensor> parameters() {
+  std::vector<at::Tensor> all;
+  for (const auto& shape : kShapes) all.push_back(sines(shape, static_cast<double>(all.size())));
+  return all;
+}
+
+// Parameters: in a product, plain, in two products and in a sum, in none.
+at::Tensor loss_of(const std::vector<at::Tensor>& p, int micro_batch, bool plain) {
+  const at::Tensor x = sines({6, 4}, 10 + micro_batch).detach();
+  const auto product = [&](const at::Tensor& w) { return plain ? x.mm(w.t()) : Product::apply(x, w); };
+  return product(p[0]).square().sum() + p[1].exp().sum() * (micro_batch + 1) + product(p[2]).sin().sum() +
+         (product(p[2]) * product(p[2]).detach()).sum() + (p[2] * 3).cos().sum();
+}
+
+std::vector<at::Tensor> wanted(int micro_batches) {
+  const auto p = parameters();
+  for (int i = 0; i < micro_batches; ++i) loss_of(p, i, /*plain=*/true).backward();
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& one : p)
+    gradients.push_back(one.grad().defined() ? one.grad() : at::zeros_like(one.detach()));
+  return gradients;
+}
+
+// Two steps; before each all slots have what nobody should read.
+void expect_steps(int ranks, int micro_batches, const DataParallelOptions& options, int computed_in_place,
+                  const std::function<void(std::vector<at::Tensor>&)>& change = {}) {
+  const auto expected = wanted(micro_batches);
+  run_ranks(ranks, [&](World& world) {
+    auto p = parameters();
+    const auto layout = bucketed(numbered(p), world.group, options);
+    std::vector<at::Tensor> slots;
+    for (const at::Tensor& one : p) slots.push_back(one.grad());
+    if (change) change(p);
+    for (int step = 0; step < 2; ++step) {
+      layout->zero_gradients();
+      for (const at::Tensor& one : p) EXPECT_FALSE(one.grad().defined());
+      for (const at::Tensor& slot : slots) slot.detach().fill_(std::nan(""));
+      in_place = 0;
+      for (int i = 0; i < micro_batches; ++i) {
+        layout->begin_backward(i + 1 == micro_batches);
+        loss_of(p, i, /*plain=*/false).backward();
+      }
+      layout->finish_reduction();
+      EXPECT_EQ(in_place, computed_in_place);
+      for (std::size_t i = 0; i < p.size(); ++i)
+        EXPECT_TRUE(layout->views()[i].gradient.allclose(expected[i] * ranks, 1e-12, 1e-12))
+            << ranks << " ranks, " << micro_batches << " micro-batches, parameter " << i << "\n"
+            << layout->views()[i].gradient << expected[i] * ranks;
+    }
+  });
+}
+
+TEST(SlotGradients, AreThoseOfPlainAutograd) {
+  for (const int ranks : {1, 2, 3})
+    for (const int micro_batches : {1, 2, 3})
+      for (const bool overlap : {true, false})
+        // Of the two uses of the third parameter one.
+        expect_steps(ranks, micro_batches, {.bucket_bytes = 64, .overlap = overlap}, 2 * micro_batches);
+}
+
+// Whoever looks at a gradient on its way must see it alone, not the sum with earlier ones.
+TEST(SlotGradients, AreNotComputedInPlaceWhereAHookLooks) {
+  expect_steps(1, 2, {}, 2, [](std::vector<at::Tensor>& p) {
+    p[0].register_hook([](const at::Tensor& gradient) { return gradient * 1; });
+  });
+}
+
+TEST(SlotGradients, AreLeftAloneByGradientsForACaller) {
+  const auto p = parameters();
+  const auto layout = bucketed(numbered(p), Group::solo(), {});
+  layout->zero_gradients();
+  layout->begin_backward(true);
+  loss_of(p, 0, false).backward();
+  in_place = 0;
+  const auto asked = torch::autograd::grad({loss_of(p, 1, false)}, {p[0], p[2]});
+  EXPECT_EQ(in_place, 0);
+  const auto q = parameters();
+  const auto plain = torch::autograd::grad({loss_of(q, 1, true)}, {q[0], q[2]});
+  for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(asked[i].allclose(plain[i], 1e-12, 1e-12));
+  layout->finish_reduction();
+  for (std::size_t i = 0; i < p.size(); ++i)
+    EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12));
+}
+
+// A planted mistake: the place is taken, and what was there before is not added to.
+TEST(SlotGradients, APlaceThatIsOverwrittenIsSeen) {
+  struct Overwrites : torch::autograd::Function<Overwrites> {
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& w) {
+      ctx->save_for_backward({w});
+      return w * 2;
+    }
+    static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+      return {
+          differentiable::take_gradient_place(ctx->get_saved_variables()[0]).memory.copy_(gradients[0] * 2)};
+    }
+  };
+  const at::Tensor w = sines({3}, 0);
+  const auto layout = bucketed(numbered({w}), Group::solo(), {});
+  layout->zero_gradients();
+  for (int i = 0; i < 2; ++i) {
+    layout->begin_backward(i == 1);
+    Overwrites::apply(w).sum().backward();
+  }
+  layout->finish_reduction();
+  EXPECT_FALSE(layout->views()[0].gradient.allclose(at::full({3}, 4, at::kDouble)));
+}
+
+TEST(SlotGradients, AStepThatIsGivenUpLeavesNothing) {
+  const auto p = parameters();
+  const auto layout = bucketed(numbered(p), Group::solo(), {});
+  for (int step = 0; step < 2; ++step) {
+    layout->zero_gradients();
+    layout->begin_backward(false);
+    loss_of(p, 0, false).backward();
+    if (step == 1) break;
+    layout->begin_backward(true);
+    loss_of(p, 1, false).backward();  // and no finish_reduction()
+  }
+  layout->begin_backward(true);
+  layout->finish_reduction();
+  for (std::size_t i = 0; i < p.size(); ++i)
+    EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12)) << i;
+}
+
+// buckets() in mid-step: whoever asks for them reads gradients, and what comes afterwards is added.
+TEST(SlotGradients, CanBeReadInMidStep) {
+  const auto p = parameters();
+  const auto layout = bucketed(numbered(p), Group::solo(), {});
+  for (int step = 0; step < 2; ++step) {
+    layout->zero_gradients();
+    if (step == 1) {
+      for (const Bucket& bucket : layout->buckets())
+        EXPECT_EQ(bucket.gradients.abs().sum().item<double>(), 0);
+    }
+    layout->begin_backward(true);
+    loss_of(p, 0, false).backward();
+    for (const Bucket& bucket : layout->buckets())
+      EXPECT_TRUE(bucket.gradients.isfinite().all().item<bool>());
+    layout->finish_reduction();
+    for (std::size_t i = 0; i < p.size(); ++i)
+      EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12));
+  }
+}
+
+}  // namespace
+}  // namespace isograd
