@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <numeric>
-#include <optional>
 
 #include "base/refuse.hpp"
 #include "comm/anchor.hpp"
