@@ -116,6 +116,7 @@ struct VideoSetting : Setting {
   std::function<Batch(const Batch&)> seen = [](const Batch& batch) { return batch; };
   double learning_rate = 0;
   bool sequence_parallel = true;  // of axes with tp
+  TensorOverlap overlap = TensorOverlap::kNone;
   std::function<void(isograd::Layout::Named&)> change_placements = [](isograd::Layout::Named&) {};
 };
 
@@ -138,7 +139,8 @@ inline VideoOutcome run_video_steps(const Axes& axes, const std::vector<VideoSte
     sizes.push_back({"tp", axes.tp});
     const Mesh mesh(world, Grid(sizes));
     VideoDiT model(setting.config, setting.dtype, 3);
-    const isograd::Layout placed = cut_video(model, mesh, {.sequence_parallel = setting.sequence_parallel});
+    const isograd::Layout placed =
+        cut_video(model, mesh, {.sequence_parallel = setting.sequence_parallel, .overlap = setting.overlap});
     TrainableParameters parameters = trainable_parameters(model.named());
     parameters.placements = placed.placements();
     setting.change_placements(parameters.placements);

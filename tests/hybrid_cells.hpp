@@ -275,6 +275,8 @@ inline RunConfig config_of(const Cell& cell, RunConfig base) {
   parallel.cp_ring = cell.number(kRing), parallel.cp_ulysses = cell.number(kUlysses);
   parallel.tp = cell.number(kTp), parallel.ep = cell.number(kEp), parallel.pp = cell.number(kPp);
   parallel.sequence_parallel = cell.is(kTokens, "cut");
+  if (parallel.tp > 1 && cell.is(kLoss, "fused"))
+    parallel.tensor_overlap = parallel.sequence_parallel ? "tokens" : "weights";
   if (!cell.is(kSchedule, "none")) {
     parallel.schedule = cell.text(kSchedule);
     parallel.stages_per_rank = cell.stages() / cell.number(kPp);

@@ -94,13 +94,15 @@ TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
 TEST(TensorMemory, ActivationsAreTheFormula) {
   MemoryMeter::install();
   const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kDouble};  // in turn
+  const TensorOverlap overlaps[] = {TensorOverlap::kNone, TensorOverlap::kWeights, TensorOverlap::kTokens};
   std::size_t turn = 0;
   for (const bool by_tokens : {true, false})
     for (const auto& [heads, key_heads] : {std::pair{6, 6}, {6, 3}, {6, 1}})
       for (const int tp : {2, 3, 4, 6}) {
+        const TensorOverlap overlap = overlaps[turn / 3 % (by_tokens ? 3 : 2)];
         const at::ScalarType type = types[turn++ % 3];
         run_ranks(tp, [&, heads = heads, key_heads = key_heads](World& world) {
-          const TensorParallelOptions options{.sequence_parallel = by_tokens};
+          const TensorParallelOptions options{.sequence_parallel = by_tokens, .overlap = overlap};
           const std::vector<std::int64_t> lengths = {301, 83, 128};
           const Batch batch = make_batch(lengths, 1001, 1);
           const auto alive_after = [&](std::int64_t layers) {

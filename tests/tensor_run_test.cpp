@@ -22,6 +22,7 @@ struct Cell {
   int ranks, tp, ring;
   const char* strategy;
   bool sequence_parallel = true, share = true;
+  const char* overlap = "none";
 };
 
 class TensorRun : public testing_runs::TinyRuns {
@@ -47,6 +48,7 @@ class TensorRun : public testing_runs::TinyRuns {
     config.parallel.cp_ring = cell.ring;
     config.parallel.strategy = cell.strategy;
     config.parallel.sequence_parallel = cell.sequence_parallel;
+    config.parallel.tensor_overlap = cell.overlap;
     if (!cell.share) config.parallel.share_parameters = "off";
     return config;
   }
@@ -77,14 +79,14 @@ std::string name_of(const Cell& cell) {
 }
 
 const Cell kCells[] = {{2, 2, 1, "bucketed"},
-                       {2, 2, 1, "zero3"},
-                       {3, 3, 1, "zero1"},
+                       {2, 2, 1, "zero3", true, true, "tokens"},
+                       {3, 3, 1, "zero1", true, true, "weights"},
                        {3, 3, 1, "naive", false, false},
                        {4, 2, 1, "zero3", true, false},
-                       {4, 2, 1, "zero2", false, false},
-                       {4, 2, 2, "bucketed"},
-                       {5, 5, 1, "bucketed"},
-                       {6, 6, 1, "zero3", false},  // key heads along a view of tp
+                       {4, 2, 1, "zero2", false, false, "weights"},
+                       {4, 2, 2, "bucketed", true, true, "tokens"},
+                       {5, 5, 1, "bucketed", true, true, "tokens"},
+                       {6, 6, 1, "zero3", false, true, "weights"},  // key heads along a view of tp
                        {8, 2, 2, "zero1", true, false}};
 
 TEST_F(TensorRun, IsTheRunOfOneProcess) {
@@ -280,8 +282,13 @@ TEST_F(TensorRun, WhatDoesNotFitIsRefused) {
   RunConfig ulysses = cut({4, 2, 1, "bucketed"}, "ulysses");
   ulysses.parallel.cp_ulysses = 2;
   EXPECT_THAT(config_error_of([&] { run(ulysses, 4); }), HasSubstr("parallel.cp_ulysses"));
-  EXPECT_THAT(config_error_of([&] { parse_config("[parallel]\nsequence_parallel = false\n", "a.toml"); }),
-              HasSubstr("parallel.tp is 1"));
+  EXPECT_THAT(refused({2, 2, 1, "bucketed", false, true, "tokens"}, 2),
+              HasSubstr("parallel.tensor_overlap: found tokens, and parallel.sequence_parallel off"));
+  for (const char* key : {"sequence_parallel = false", "tensor_overlap = \"weights\""})
+    EXPECT_THAT(config_error_of([&] { parse_config(fmt::format("[parallel]\n{}\n", key), "a.toml"); }),
+                HasSubstr("parallel.tp is 1"));
+  EXPECT_THAT(config_error_of([&] { parse_config("[parallel]\ntensor_overlap = \"both\"\n", "a.toml"); }),
+              HasSubstr("parallel.tensor_overlap"));
 }
 
 }  // namespace

@@ -97,6 +97,7 @@ struct Cell {
   int tp = 2, data = 1, ring = 1, replicas = 1;
   int accumulation = 3;  // the most micro-batches of a rank
   bool sequence_parallel = true, fused = false, checkpointed = false;
+  TensorOverlap overlap = TensorOverlap::kNone;
   bool view = false, view_turned = false;  // tp as tp_heads x tp_copies, or the other way round
   Mean mean = Mean::kTargets;
   std::string strategy = "bucketed";
@@ -104,6 +105,7 @@ struct Cell {
   bool with_biases = false;
   std::int64_t bucket_bytes = 2000;
   // What a planted mistake changes.
+  std::function<void(ModelSeams&, const Mesh&)> change_seams = [](ModelSeams&, const Mesh&) {};
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, World&)> wrap =
       [](std::unique_ptr<DataParallel> layout, World&) { return layout; };
@@ -119,9 +121,10 @@ struct Cell {
   friend void PrintTo(const Cell& c, std::ostream* out) {
     *out << c.heads << "/" << c.key_heads << " heads, tied " << c.tied << ", tp " << c.tp << ", data "
          << c.data << ", ring " << c.ring << ", " << c.accumulation << " micro-batches"
-         << ", sequence parallel " << c.sequence_parallel << ", fused " << c.fused << ", " << c.strategy
-         << ", " << c10::toString(c.type) << ", sample mean " << (c.mean == Mean::kSamples) << ", view "
-         << c.view << c.view_turned << ", biases " << c.with_biases;
+         << ", sequence parallel " << c.sequence_parallel << ", overlap " << static_cast<int>(c.overlap)
+         << ", fused " << c.fused << ", " << c.strategy << ", " << c10::toString(c.type) << ", sample mean "
+         << (c.mean == Mean::kSamples) << ", view " << c.view << c.view_turned << ", biases "
+         << c.with_biases;
   }
 };
 
@@ -194,7 +197,11 @@ inline Found train(const Cell& cell, int steps = 1) {
   run_ranks(ranks, [&](World& world) {
     const Mesh mesh(world, cell.grid());
     auto model = whole_model(cell.config(), cell.type);
-    const Layout placed = cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel});
+    const Layout placed =
+        cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel, .overlap = cell.overlap});
+    ModelSeams seams = model->seams();
+    cell.change_seams(seams, mesh);
+    model->set_seams(std::move(seams));
     if (cell.ring > 1) model->set_attention(ContextAttention(mesh));
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();

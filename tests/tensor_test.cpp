@@ -4,6 +4,12 @@
 
 #include <gmock/gmock.h>
 
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+
+#include "model/fused.hpp"
+
 namespace isograd::tensor {
 namespace {
 
@@ -12,8 +18,18 @@ using ::testing::HasSubstr;
 
 class TensorParallel : public ::testing::TestWithParam<Cell> {};
 
+constexpr TensorOverlap kOverlaps[] = {TensorOverlap::kNone, TensorOverlap::kWeights, TensorOverlap::kTokens};
+
+// Each overlap in turn.
+std::vector<Cell> with_overlaps(std::vector<Cell> cells) {
+  for (std::size_t i = 0; i < cells.size(); ++i)
+    cells[i].overlap = kOverlaps[(i / 3) % (cells[i].sequence_parallel ? 3 : 2)];
+  return cells;
+}
+
 // With ISOGRAD_FULL_TESTS=1 every tp beside every neighbouring axis, with every mean, strategy, kind of heads
-// and number of micro-batches, fused and unfused by turns; otherwise each of these with some of the others.
+// and number of micro-batches, fused and unfused and overlaps by turns; otherwise each of these with some of
+// the others.
 std::vector<Cell> cells() {
   std::vector<Cell> all;
   if (std::getenv("ISOGRAD_FULL_TESTS")) {
@@ -44,7 +60,7 @@ std::vector<Cell> cells() {
                                    .fused = all.size() % 3 == 0,
                                    .mean = mean,
                                    .strategy = strategy});
-    return all;
+    return with_overlaps(all);
   }
   for (const bool sequence_parallel : {true, false}) {
     for (const int tp : {1, 2, 3, 4, 5, 8}) {
@@ -95,7 +111,7 @@ std::vector<Cell> cells() {
                    .sequence_parallel = sequence_parallel,
                    .mean = Mean::kSamples});
   }
-  return all;
+  return with_overlaps(all);
 }
 INSTANTIATE_TEST_SUITE_P(Cells, TensorParallel, ::testing::ValuesIn(cells()));
 
@@ -189,16 +205,105 @@ TEST(TensorParallelPlanted, AreSeen) {
   unsummed("q_norm");     // norms of this rank's heads
 }
 
+// What is computed while the gradient of a product's input is summed does not depend on it.
+TEST(TensorParallelOverlap, OfWeightsChangesNoBit) {
+  for (const bool sequence_parallel : {true, false})
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      Cell cell{
+          .tp = 3, .sequence_parallel = sequence_parallel, .fused = type == at::kFloat, .with_biases = true};
+      cell.type = type;
+      const Found without = train(cell);
+      cell.overlap = TensorOverlap::kWeights;
+      const Found with = train(cell);
+      EXPECT_EQ(with.gradient.loss, without.gradient.loss);
+      for (const auto& [name, gradient] : with.gradient.of)
+        EXPECT_TRUE(gradient.equal(without.gradient.of.at(name))) << sequence_parallel << ", " << name;
+    }
+}
+
+TEST(TensorParallelOverlap, OfTokensRepeatsItsBits) {
+  const Cell cell{.tp = 3, .overlap = TensorOverlap::kTokens, .strategy = "zero3", .type = at::kBFloat16};
+  const Found once = train(cell), again = train(cell);
+  EXPECT_EQ(once.gradient.loss, again.gradient.loss);
+  for (const auto& [name, gradient] : once.gradient.of)
+    EXPECT_TRUE(gradient.equal(again.gradient.of.at(name))) << name;
+}
+
+// A gradient that is not summed while those of weights are computed, and a product of which own tokens get
+// this rank's part alone.
+TEST(TensorParallelOverlap, PlantedMistakesAreSeen) {
+  Cell cell{.tp = 2, .overlap = TensorOverlap::kTokens};
+  const Gradient wanted = one_process(cell, at::kDouble);
+  ASSERT_LT(largest_error(train(cell).gradient, wanted), 1e-10);
+  cell.change_seams = [](ModelSeams& seams, const Mesh&) {
+    seams.enter_products = [all = seams.all_tokens](const at::Tensor& x, std::int64_t tokens,
+                                                    const std::vector<at::Tensor>& weights,
+                                                    const std::vector<at::Tensor>& biases) {
+      return linears(all(x, tokens), weights, biases);
+    };
+  };
+  EXPECT_GT(largest_error(train(cell).gradient, wanted), 1e-2);
+  cell.change_seams = [](ModelSeams& seams, const Mesh& mesh) {
+    seams.product_leave = [tp = tensor_group(mesh)](const at::Tensor& x, const at::Tensor& weight) {
+      return cut_tokens(tp, linears(x, {weight}, {at::Tensor()})[0]);
+    };
+  };
+  EXPECT_GT(largest_error(train(cell).gradient, wanted), 1e-2);
+}
+
+// In backward, while the others' gradients are on their way: they learn of it at once.
+TEST(TensorParallelOverlap, ARankThatFailsEndsTheOthers) {
+  for (const TensorOverlap overlap : {TensorOverlap::kWeights, TensorOverlap::kTokens}) {
+    Cell cell{.tp = 3, .overlap = overlap};
+    std::atomic<int> ranks_seen = 0;
+    cell.change_seams = [&](ModelSeams& seams, const Mesh&) {
+      if (ranks_seen++ != 1) return;  // one of them
+      seams.enter_products = [right = seams.enter_products](const at::Tensor& x, std::int64_t tokens,
+                                                            const std::vector<at::Tensor>& weights,
+                                                            const std::vector<at::Tensor>& biases) {
+        auto made = right(x, tokens, weights, biases);
+        made.back().register_hook([](const at::Tensor& gradient) {
+          if (gradient.defined()) throw std::runtime_error("a rank in flames");
+          return gradient;
+        });
+        return made;
+      };
+    };
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_THAT(error_testing::error_of<std::exception>([&] { train(cell); }), HasSubstr("a rank in flames"));
+    // Waits have five minutes.
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::minutes(1));
+  }
+}
+
+TEST(TensorParallelOverlap, WhatDoesNotFitIsRefused) {
+  EXPECT_EQ(tensor_overlap_named("none"), TensorOverlap::kNone);
+  EXPECT_EQ(tensor_overlap_named("weights"), TensorOverlap::kWeights);
+  EXPECT_EQ(tensor_overlap_named("tokens"), TensorOverlap::kTokens);
+  EXPECT_THAT(error_testing::error_of([] { tensor_overlap_named("halves"); }),
+              AllOf(HasSubstr("halves"), HasSubstr("none, weights, tokens")));
+  const Cell whole{.sequence_parallel = false, .overlap = TensorOverlap::kTokens};
+  EXPECT_THAT(error_testing::error_of<ConfigError>([&] { train(whole); }),
+              AllOf(HasSubstr("parallel.tensor_overlap"), HasSubstr("parallel.sequence_parallel off")));
+  Cell torn{.tp = 2, .overlap = TensorOverlap::kTokens};
+  torn.change_seams = [](ModelSeams& seams, const Mesh& mesh) {
+    if (mesh.place({"tp"}) == 1) seams.product_leave = {};
+  };
+  EXPECT_THAT(error_testing::error_of<PeerError>([&] { train(torn); }), HasSubstr("the ranks disagreed"));
+}
+
 TEST(TensorParallelTraffic, IsTheFormulas) {
+  int turn = 0;
   for (const int tp : {2, 3, 4, 5})
     for (const bool sequence_parallel : {true, false})
-      for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+      for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+        const TensorOverlap overlap = kOverlaps[turn++ % (sequence_parallel ? 3 : 2)];
         run_ranks(tp, [&](World& world) {
           const Mesh mesh(world, Grid({{"tp", world.size}}));
           DecoderConfig config = shape(8, 2, false);
           config.hidden = 60;  // the ring's share (tp - 1) / tp of every buffer is whole bytes
           auto model = whole_model(config, type);
-          cut_decoder(*model, mesh, {.sequence_parallel = sequence_parallel});
+          cut_decoder(*model, mesh, {.sequence_parallel = sequence_parallel, .overlap = overlap});
           const std::int64_t before = tensor_group(mesh).traffic().bytes();
           std::int64_t tokens = 0;
           for (const Batch& batch : step_of(0, 1, config.vocabulary)) {
@@ -212,8 +317,10 @@ TEST(TensorParallelTraffic, IsTheFormulas) {
           EXPECT_EQ(
               sent.item<std::int64_t>(),
               tensor_traffic_bytes(config, tokens, tp, static_cast<std::int64_t>(c10::elementSize(type))))
-              << tp << " ranks, sequence parallel " << sequence_parallel << ", " << c10::toString(type);
+              << tp << " ranks, sequence parallel " << sequence_parallel << ", overlap "
+              << static_cast<int>(overlap) << ", " << c10::toString(type);
         });
+      }
 }
 
 TEST(TensorParallelRefused, MoreRanksThanHeads) {

@@ -8,6 +8,7 @@
 namespace isograd::context {
 namespace {
 
+constexpr TensorOverlap kOverlaps[] = {TensorOverlap::kNone, TensorOverlap::kWeights, TensorOverlap::kTokens};
 constexpr double kExact = 1e-10;  // E1
 
 std::vector<Axes> meshes() {
@@ -41,6 +42,7 @@ TEST(TensorVideo, GradientIsThatOfOneProcess) {
               VideoSetting setting;
               setting.strategy = cell.strategy, setting.sharded = cell.sharded, setting.samples = samples;
               setting.sequence_parallel = by_tokens;
+              setting.overlap = kOverlaps[turn % (by_tokens ? 3 : 2)];
               const VideoOutcome outcome = run_video_step(axes, step, layout.options, setting);
               const double error = outcome.worst_error(wanted);
               EXPECT_LT(error, kExact)
@@ -83,6 +85,7 @@ TEST(TensorVideo, WithinRoundingInLowerPrecision) {
     for (const Axes& axes : {Axes{.tp = 2}, Axes{.tp = 5}, Axes{.ring = 2, .tp = 2}})
       for (const bool by_tokens : {true, false}) {
         setting.sequence_parallel = by_tokens;
+        setting.overlap = by_tokens ? TensorOverlap::kTokens : TensorOverlap::kWeights;
         const Rounding rounding =
             rounding_of(run_video_step(axes, step, {}, setting), wanted, alone, dtype, axes.ranks() * 2);
         EXPECT_LE(rounding.share, 1) << axes.name() << ", cut tokens " << by_tokens << ", "

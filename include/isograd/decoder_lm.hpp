@@ -99,6 +99,15 @@ struct ModelSeams {
   // each rank's stream may have some.
   std::function<at::Tensor(const at::Tensor& stream, std::int64_t tokens)> enter{};
   Map leave{};  // what a product cut by its inputs gives, before its bias and the residual are added
+  // In place of enter() and the products behind it, and of a product and the leave() behind it, for what
+  // travels while they are computed: the stream with weights [out, in] cut by their outputs and their biases
+  // (undefined: none), and what is cut by features with a weight cut by its inputs. Not given: one after the
+  // other.
+  std::function<std::vector<at::Tensor>(const at::Tensor& stream, std::int64_t tokens,
+                                        const std::vector<at::Tensor>& weights,
+                                        const std::vector<at::Tensor>& biases)>
+      enter_products{};
+  std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)> product_leave{};
   // What is the same on all these ranks, on its way into what each computes for itself: the weights of
   // experts' outputs, of which each rank has a part of a sum.
   Map use{};

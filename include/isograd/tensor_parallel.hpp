@@ -101,10 +101,26 @@ at::Tensor embedding_part(const at::Tensor& weight, const at::Tensor& tokens, co
 class DecoderLM;
 struct DecoderConfig;
 
+// What is computed while tokens or their gradients travel between the ranks of tp.
+enum class TensorOverlap {
+  kNone,
+  // While the gradient of what entered a product is summed: those of its weights. The same bits as kNone.
+  kWeights,
+  // That, and of cut tokens: products of this rank's own while others' come or go, and the gradient of a row
+  // product's weight by tokens that are here while others come. Products of fewer rows, and sums of several
+  // of them: other bits than kNone's, the same in every run. Bytes sent are the same.
+  kTokens
+};
+// ConfigError: another name than none, weights, tokens.
+TensorOverlap tensor_overlap_named(const std::string& name);
+
 struct TensorParallelOptions {
   // Between the products each rank has some of the tokens: norms and residuals work on these, and
   // reduce-scatter and all-gather take the place of all-reduce. Off: every rank has all of them.
   bool sequence_parallel = true;
+  // Of a decoder's attention and dense networks and a video model's blocks. The same on all ranks along tp.
+  // ConfigError: kTokens without sequence_parallel.
+  TensorOverlap overlap = TensorOverlap::kNone;
 };
 
 // Cuts a decoder over the ranks along `tp` of the mesh: queries, gate and up by their outputs, o and down by

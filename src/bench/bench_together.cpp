@@ -94,6 +94,9 @@ const std::vector<BenchCase> kTensorCases = {{"communication", "tensor-64", kOne
                                              {"middle", "tensor-512", kOneBatch},
                                              {"compute", "tensor-2048", kOneBatch},
                                              {"tiny", "tensor-tiny", kTiny}};
+const std::vector<BenchCase> kTensorOverlapCases = {{"overlap-communication", "tensor-64", kOneBatch},
+                                                    {"overlap-middle", "tensor-512", kOneBatch},
+                                                    {"overlap-compute", "tensor-2048", kOneBatch}};
 const std::vector<BenchCase> kExpertCases = {
     {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
     {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
@@ -109,7 +112,9 @@ const std::vector<BenchCase> kPipelineCases = {{"communication", "pipeline-64", 
 }  // namespace
 
 std::vector<std::string> bench_tensor_cases() {
-  return names_of(kTensorCases);
+  std::vector<std::string> names = names_of(kTensorCases);
+  for (const std::string& name : names_of(kTensorOverlapCases)) names.push_back(name);
+  return names;
 }
 std::vector<std::string> bench_expert_cases() {
   std::vector<std::string> names = names_of(kExpertCases);
@@ -122,23 +127,38 @@ std::vector<std::string> bench_pipeline_cases() {
 
 int bench_tensor(const BenchTogetherOptions& options) {
   print_heading("one model on one batch");
-  return compare_sides(
-      {.bench = "tensor",
-       .cases = kTensorCases,
-       .ranks = {options.ranks},
-       .own_batches = false,
-       .sides =
-           [&](const std::filesystem::path& exchange, int ranks) {
-             const auto theirs = [&](const std::string& mode, const std::string& title, int processes) {
-               return peer_side(exchange, options.python, "llama_step.py", mode, title, processes);
-             };
-             return std::vector<Side>{ours(exchange, "tensor", ranks), ours(exchange, "tensor-whole", ranks),
-                                      alone(exchange),
-                                      theirs("tp", "PyTorch tensor parallel over Gloo", ranks),
-                                      theirs("eager", "one PyTorch process", 1)};
-           },
-       .ours = 3,
-       .peers = 2},
+  return compare_all(
+      {{.bench = "tensor",
+        .cases = kTensorCases,
+        .ranks = {options.ranks},
+        .own_batches = false,
+        .sides =
+            [&](const std::filesystem::path& exchange, int ranks) {
+              const auto theirs = [&](const std::string& mode, const std::string& title, int processes) {
+                return peer_side(exchange, options.python, "llama_step.py", mode, title, processes);
+              };
+              return std::vector<Side>{ours(exchange, "tensor", ranks), ours(exchange, "tensor-whole", ranks),
+                                       alone(exchange),
+                                       theirs("tp", "PyTorch tensor parallel over Gloo", ranks),
+                                       theirs("eager", "one PyTorch process", 1)};
+            },
+        .ours = 3,
+        .peers = 2},
+       // Beside one another alone: what an overlap gains, or costs.
+       {.bench = "tensor",
+        .cases = kTensorOverlapCases,
+        .ranks = {options.ranks},
+        .own_batches = false,
+        .sides =
+            [](const std::filesystem::path& exchange, int ranks) {
+              std::vector<Side> sides;
+              for (const char* strategy :
+                   {"tensor-weights", "tensor-tokens", "tensor-whole-weights", "tensor", "tensor-whole"})
+                sides.push_back(ours(exchange, strategy, ranks));
+              return sides;
+            },
+        .ours = 5,
+        .peers = 3}},
       options);
 }
 

@@ -40,6 +40,21 @@ const std::vector<Strategy>& strategies() {
        .title = "tensor, whole tokens",
        .standard = false,
        .together = Strategy::Together::kWholeTokens},
+      {.name = "tensor-weights",
+       .title = "sequence parallel, weights meanwhile",
+       .standard = false,
+       .together = Strategy::Together::kSequenceParallel,
+       .tensor_overlap = TensorOverlap::kWeights},
+      {.name = "tensor-tokens",
+       .title = "sequence parallel, tokens meanwhile",
+       .standard = false,
+       .together = Strategy::Together::kSequenceParallel,
+       .tensor_overlap = TensorOverlap::kTokens},
+      {.name = "tensor-whole-weights",
+       .title = "whole tokens, weights meanwhile",
+       .standard = false,
+       .together = Strategy::Together::kWholeTokens,
+       .tensor_overlap = TensorOverlap::kWeights},
       {.name = "expert",
        .title = "experts dealt to ranks",
        .standard = false,
@@ -122,8 +137,10 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
   if (strategy.together == Strategy::Together::kStages) return prepare_stages(strategy, model, world);
   if (strategy.one_batch()) {
     const Mesh mesh(world, Grid({{"tp", world.size}}));
-    const Layout placed = cut_decoder(
-        model, mesh, {.sequence_parallel = strategy.together == Strategy::Together::kSequenceParallel});
+    const Layout placed =
+        cut_decoder(model, mesh,
+                    {.sequence_parallel = strategy.together == Strategy::Together::kSequenceParallel,
+                     .overlap = strategy.tensor_overlap});
     return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()),
             [&model](const Batch& batch) -> LossTerms {
               return {{"cross_entropy",

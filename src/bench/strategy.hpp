@@ -10,6 +10,7 @@
 #include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
@@ -31,6 +32,7 @@ struct Strategy {
   } together = Together::kNothing;
   std::string schedule{};                                   // of stages
   ExpertOverlap overlap = ExpertParallelOptions().overlap;  // of experts
+  TensorOverlap tensor_overlap = TensorOverlap::kNone;
 
   bool one_batch() const { return together != Together::kNothing && together != Together::kExperts; }
 };

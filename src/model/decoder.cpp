@@ -6,6 +6,7 @@
 #include "attention/attention.hpp"
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
+#include "model/seam_products.hpp"
 
 namespace isograd {
 namespace {
@@ -98,11 +99,10 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   const double epsilon = config.norm_epsilon;
   const Block& block = blocks[static_cast<std::size_t>(layer)];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
-  if (seams.enter) normed = seams.enter(normed, cos.size(0));
+  const std::int64_t count = cos.size(0);  // of all tokens, also where each rank's stream has some of them
   const Linear keys = of_key_heads(block.k), values = of_key_heads(block.v);
-  const auto projected =
-      linears(normed, {block.q.weight, keys.weight, values.weight}, {block.q.bias, keys.bias, values.bias});
-  const std::int64_t count = normed.size(0);  // of all tokens, also where each rank's stream has some of them
+  const auto projected = enter_products(seams, normed, count, {block.q.weight, keys.weight, values.weight},
+                                        {block.q.bias, keys.bias, values.bias});
   const auto by_head = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
   at::Tensor q = by_head(projected[0]), k = by_head(projected[1]), v = by_head(projected[2]);
   if (config.query_key_norm) {
@@ -118,8 +118,12 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
-  const at::Tensor entered = seams.enter ? seams.enter(normed, cos.size(0)) : normed;
-  if (!config.has_experts(layer)) return {feed_forward(block, entered, residual)};
+  if (!config.has_experts(layer)) {
+    const auto inner = enter_products(seams, normed, count, {block.gate.weight, block.up.weight},
+                                      {block.gate.bias, block.up.bias});
+    return {onto(residual, swiglu(inner[0], inner[1]), block.down)};
+  }
+  const at::Tensor entered = seams.enter ? seams.enter(normed, count) : normed;
   const MixtureOutput mixed = compute_mixture(
       block.mixture, config.experts, normed, entered,
       [&](const ExpertScores& scores, const at::Tensor& likeliest) {
@@ -130,16 +134,10 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   return {residual + mixed.sum, mixed.router_logits};
 }
 
-at::Tensor DecoderLM::Impl::feed_forward(const Block& block, const at::Tensor& normed,
-                                         const at::Tensor& residual) const {
-  const auto inner = linears(normed, {block.gate.weight, block.up.weight}, {block.gate.bias, block.up.bias});
-  return onto(residual, swiglu(inner[0], inner[1]), block.down);
-}
-
 at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
                                  const Linear& linear) const {
   if (!seams.leave) return linear_onto(residual, x, linear.weight, linear.bias);
-  const at::Tensor sum = residual + seams.leave(linears(x, {linear.weight}, {at::Tensor()})[0]);
+  const at::Tensor sum = residual + product_leave(seams, x, linear.weight);
   return linear.bias.defined() ? sum + linear.bias : sum;
 }
 

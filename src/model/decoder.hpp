@@ -46,8 +46,6 @@ struct DecoderLM::Impl {
   // The stream and, where the layer has experts, its router's logits.
   std::vector<at::Tensor> block(std::int64_t layer, at::Tensor stream, const BlockPass& pass) const;
   at::Tensor logits(const at::Tensor& hidden) const;
-  // residual + the feed-forward network of the normed tokens.
-  at::Tensor feed_forward(const Block& block, const at::Tensor& normed, const at::Tensor& residual) const;
   // residual + x Wᵀ + b, of a product that ranks may hold together.
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
   // Of k_proj or v_proj, the rows of the heads that are computed here.

@@ -9,6 +9,7 @@
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
 #include "model/parameters.hpp"
+#include "model/seam_products.hpp"
 
 namespace isograd {
 namespace {
@@ -170,16 +171,19 @@ struct VideoDiT::Impl {
                    const Lengths& lengths) const {
     const std::int64_t count = batch.num_tokens(), dim = config.width_of_head();
     const DiTBlock& block = blocks[static_cast<std::size_t>(layer)];
-    const auto entered = [&](const at::Tensor& x) { return seams.enter ? seams.enter(x, count) : x; };
+    const auto entered = [&](const at::Tensor& x, const std::vector<Linear>& with) {
+      std::vector<at::Tensor> weights, biases;
+      for (const Linear& one : with) weights.push_back(one.weight), biases.push_back(one.bias);
+      return enter_products(seams, x, count, weights, biases);
+    };
     const auto onto_stream = [&](const at::Tensor& x, const Linear& with) {
       if (!seams.leave) return linears(x, {with.weight}, {with.bias})[0];
-      return seams.leave(linears(x, {with.weight}, {at::Tensor()})[0]) + with.bias;
+      return product_leave(seams, x, with.weight) + with.bias;
     };
     const auto modulation =
         linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
     const auto projected =
-        linears(entered(modulated(norm(stream), modulation[0], modulation[1], lengths)),
-                {block.q.weight, block.k.weight, block.v.weight}, {block.q.bias, block.k.bias, block.v.bias});
+        entered(modulated(norm(stream), modulation[0], modulation[1], lengths), {block.q, block.k, block.v});
     const auto heads = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
     const at::Tensor q = rms_norm(heads(projected[0]), block.q_norm, config.norm_epsilon),
                      k = rms_norm(heads(projected[1]), block.k_norm, config.norm_epsilon),
@@ -188,8 +192,7 @@ struct VideoDiT::Impl {
                                      : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
     out = onto_stream(out.reshape({count, q.size(1) * dim}), block.o);
     stream = gated(stream, modulation[2], out, lengths);
-    out = linears(entered(modulated(norm(stream), modulation[3], modulation[4], lengths)), {block.in.weight},
-                  {block.in.bias})[0];
+    out = entered(modulated(norm(stream), modulation[3], modulation[4], lengths), {block.in})[0];
     out = onto_stream(at::gelu(out, "tanh"), block.out);
     return gated(stream, modulation[5], out, lengths);
   }

@@ -139,6 +139,10 @@ std::vector<ConfigKey> common_keys() {
           "With `parallel.tp`: between the matrix products each of these ranks has some of the tokens, so "
           "that "
           "norms and residuals are computed once and kept once. Off: each has all of them."),
+      KEY("parallel.tensor_overlap", parallel.tensor_overlap, "", one_of({"none", "weights", "tokens"}),
+          "With `parallel.tp`, what is computed while tokens are on their way between these ranks: "
+          "`weights`, in backward the gradients of weights; `tokens`, that and products of the tokens that "
+          "are here. A speed option (`docs/tensor-parallelism.md`)."),
       KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6),
           "Ranks that experts are dealt to, among those that see different tokens, which travel to their "
           "experts and back (`docs/experts.md`). At most `model.experts`; must divide the ranks."),

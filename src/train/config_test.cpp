@@ -327,7 +327,10 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
   }
   if (config.parallel.strategy == "naive" || config.parallel.strategy == "overlapped")
     config.parallel.share_parameters = "auto";  // these keep no copy that ranks could share
-  if (config.parallel.tp == 1) config.parallel.sequence_parallel = true;  // without effect
+  if (config.parallel.tp == 1) {                // without effect
+    config.parallel.sequence_parallel = true;
+    config.parallel.tensor_overlap = RunConfig{}.parallel.tensor_overlap;
+  }
   if (config.parallel.pp == 1) {
     config.parallel.schedule = RunConfig{}.parallel.schedule;
     config.parallel.stages_per_rank = RunConfig{}.parallel.stages_per_rank;

@@ -115,7 +115,8 @@ class TextModel : public TaskModel {
 
  private:
   TensorParallelOptions cut_options() const {
-    return {.sequence_parallel = config_.parallel.sequence_parallel};
+    return {.sequence_parallel = config_.parallel.sequence_parallel,
+            .overlap = tensor_overlap_named(config_.parallel.tensor_overlap)};
   }
 
   std::shared_ptr<DecoderLM> model_;

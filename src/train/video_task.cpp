@@ -31,7 +31,8 @@ class VideoModel : public TaskModel {
       : model_(std::move(model)),
         store_(std::move(store)),
         seed_(static_cast<std::uint64_t>(config.run.seed)),
-        cut_options_{.sequence_parallel = config.parallel.sequence_parallel} {}
+        cut_options_{.sequence_parallel = config.parallel.sequence_parallel,
+                     .overlap = tensor_overlap_named(config.parallel.tensor_overlap)} {}
 
   VideoDiT& transformer() { return *model_; }
   std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }

@@ -138,6 +138,7 @@ constexpr Simpler kSimpler[] = {
     {kAll, [](RunConfig& c) { c.parallel.cp_ring = 1; }},
     {kAll, [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
     {kAll, [](RunConfig& c) { c.parallel.overlap = false; }},
+    {kAll, [](RunConfig& c) { c.parallel.tensor_overlap = RunConfig().parallel.tensor_overlap; }},
     {kText, [](RunConfig& c) { c.parallel.expert_overlap = RunConfig().parallel.expert_overlap; }},
     {kAll, [](RunConfig& c) { c.parallel.prefetch = false; }},
     {kAll, [](RunConfig& c) { c.parallel.checkpoint_activations = false; }},

@@ -21,21 +21,9 @@ inline bool is_any_of(const std::string& name, std::initializer_list<const char*
                      [&](const char* part) { return name.find(part) != std::string::npos; });
 }
 
-// `enter`, `leave` and `use`; with sequence parallelism the stream of each rank along tp has some of the
-// tokens.
-inline ModelSeams stream_seams(const Group& tp, const TensorParallelOptions& options) {
-  if (!options.sequence_parallel)
-    return {.enter = [tp](const at::Tensor& x, std::int64_t) { return isograd::enter(tp, x); },
-            .leave = [tp](const at::Tensor& part) { return isograd::leave(tp, part); },
-            .use = [tp](const at::Tensor& same) { return isograd::enter(tp, same); }};
-  return {.enter = [tp](const at::Tensor& x,
-                        std::int64_t tokens) { return enter_cut(tp, x, split_rows(tokens, tp.size())); },
-          .leave = [tp](const at::Tensor& part) { return leave_cut(tp, part); },
-          .use = [tp](const at::Tensor& same) { return isograd::enter(tp, same); },
-          .all_tokens =
-              [tp](const at::Tensor& own, std::int64_t tokens) {
-                return gather_tokens(tp, own, split_rows(tokens, tp.size()));
-              }};
-}
+bool seams_are_checked();  // by check_seams()
+
+// The seams of a stream of tokens; with sequence parallelism that of each rank along tp has some of them.
+ModelSeams stream_seams(const Group& tp, const TensorParallelOptions& options);
 
 }  // namespace isograd

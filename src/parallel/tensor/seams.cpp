@@ -11,6 +11,7 @@
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "layout/copies.hpp"
+#include "parallel/tensor/model_seams.hpp"
 
 namespace isograd {
 namespace {
@@ -105,6 +106,10 @@ Group::Rows asked(Group& tp, const at::Tensor& cut) {
 
 void check_seams(bool on) {
   checking = on;
+}
+
+bool seams_are_checked() {
+  return checking;
 }
 
 Group tensor_group(const Mesh& mesh, const std::string& axis) {
