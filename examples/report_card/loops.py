@@ -24,13 +24,18 @@ def arguments(cell, folder, kind, **more):
                 report_to="none", disable_tqdm=True, learning_rate=1e-3, dataloader_pin_memory=False, **more)
 
 
-def huggingface(cell, folder, **more):
+def huggingface(cell, folder, model="llama", **more):
     """transformers.Trainer as it comes."""
-    trainer = transformers.Trainer(make_model(), arguments(cell, folder, transformers.TrainingArguments, **more),
+    trainer = transformers.Trainer(make_model(model), arguments(cell, folder, transformers.TrainingArguments, **more),
                                    train_dataset=cell.documents, data_collator=collator(cell.data))
     check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
     trainer.train()
     return check.verdict
+
+
+def huggingface_gpt2(cell, folder):
+    """The same with a GPT2LMHeadModel."""
+    return huggingface(cell, folder, "gpt2")
 
 
 def huggingface_by_rank(cell, folder):
@@ -38,7 +43,7 @@ def huggingface_by_rank(cell, folder):
     return huggingface(cell, folder, average_tokens_across_devices=False)
 
 
-def sft(cell, folder, **more):
+def sft(cell, folder, model="llama", **more):
     """TRL's SFTTrainer; packed: packing=True."""
     import datasets  # of TRL alone
     import trl
@@ -48,7 +53,7 @@ def sft(cell, folder, **more):
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[PAD]")), pad_token="[PAD]",
         eos_token="[PAD]")
     trainer = trl.SFTTrainer(
-        make_model(), arguments(cell, folder, trl.SFTConfig, packing=cell.data == "packed", max_length=64, bf16=False,
+        make_model(model), arguments(cell, folder, trl.SFTConfig, packing=cell.data == "packed", max_length=64, bf16=False,
                                 gradient_checkpointing=False, **more),
         train_dataset=datasets.Dataset.from_list(cell.documents), processing_class=tokenizer)
     check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
@@ -56,12 +61,17 @@ def sft(cell, folder, **more):
     return check.verdict
 
 
+def sft_gpt2(cell, folder):
+    """The same with a GPT2LMHeadModel."""
+    return sft(cell, folder, "gpt2")
+
+
 def sft_by_rank(cell, folder):
     """The same with average_tokens_across_devices=False."""
     return sft(cell, folder, average_tokens_across_devices=False)
 
 
-def _accelerated(cell, loss_of, starts=lambda accelerator, batches: None):
+def _accelerated(cell, loss_of):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=cell.accumulation)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -93,7 +103,7 @@ class Module(lightning.pytorch.LightningModule):
 
     def configure_model(self):
         if self.shard:
-            for block in self.model.transformer.h:
+            for block in self.model.model.layers:
                 fully_shard(block, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
             self.shard = False
@@ -124,5 +134,5 @@ def lit(cell, folder):
     return check.verdict
 
 
-LOOPS = {"transformers": huggingface, "transformers-by-rank": huggingface_by_rank, "trl": sft, "trl-by-rank": sft_by_rank,
-         "accelerate": accelerated, "lightning": lit}
+LOOPS = {"transformers": huggingface, "transformers-gpt2": huggingface_gpt2, "transformers-by-rank": huggingface_by_rank,
+         "trl": sft, "trl-gpt2": sft_gpt2, "trl-by-rank": sft_by_rank, "accelerate": accelerated, "lightning": lit}

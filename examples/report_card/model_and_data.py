@@ -1,4 +1,4 @@
-"""What every cell trains: a small GPT-2 with random weights, and documents of random tokens. Nothing is downloaded."""
+"""What every cell trains: a small Llama or GPT-2 with random weights, and documents of random tokens. Nothing is downloaded."""
 import dataclasses
 import zlib
 
@@ -35,18 +35,25 @@ class Cell:
 
     @property
     def documents(self):
-        """[{"input_ids": [...]}, ...]: two steps of them; with a remainder one step and three more."""
+        """[{"input_ids": [...]}, ...]: two steps of them; with a remainder one step and two micro-batches."""
         a_step = self.micro_batch * self.ranks * self.accumulation
-        count = a_step + 3 if self.data == "remainder" else 2 * a_step
+        count = a_step + 2 * MICRO_BATCH if self.data == "remainder" else 2 * a_step
+        if self.data == "packed" and self.trainer.startswith("trl"):
+            count *= 4  # some of them make a row
         generator = torch.Generator().manual_seed(3)
         lengths = torch.randint(4, LONGEST, (count,), generator=generator).tolist()
-        if self.data == "even":
+        if self.data in ("even", "remainder"):
             lengths = [24] * count
         return [{"input_ids": torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 
 
-def make_model():
+def make_model(kind="llama"):
     torch.manual_seed(1)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4 * LONGEST, bos_token_id=PAD, eos_token_id=PAD, pad_token_id=PAD,
+            use_cache=False))
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=4 * LONGEST, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, bos_token_id=PAD, eos_token_id=PAD, pad_token_id=PAD, use_cache=False))

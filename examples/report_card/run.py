@@ -33,7 +33,7 @@ def cells():
                 continue
             wraps = ["none"] if ranks == 1 else ["DDP", "FSDP2"] if trainer == "lightning" else ["DDP"]
             for accumulation in (1, 4):
-                for data in ("even", "padded", "packed", "uneven", "remainder"):
+                for data in ("even", "padded", "packed", "uneven", *(["remainder"] if accumulation > 1 else [])):
                     for wrap in wraps:
                         yield Cell(trainer, ranks, accumulation, data, wrap)
 
