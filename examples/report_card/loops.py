@@ -1,4 +1,6 @@
 """The public trainers, each with one step checked: loop(cell, folder) -> what isograd says, on every rank."""
+import contextlib
+
 import accelerate
 import lightning.pytorch
 import tokenizers
@@ -24,10 +26,11 @@ def arguments(cell, folder, kind, **more):
                 report_to="none", disable_tqdm=True, learning_rate=1e-3, dataloader_pin_memory=False, **more)
 
 
-def huggingface(cell, folder, model="llama", **more):
+def huggingface(cell, folder, model="llama", shifts=False, **more):
     """transformers.Trainer as it comes."""
     trainer = transformers.Trainer(make_model(model), arguments(cell, folder, transformers.TrainingArguments, **more),
                                    train_dataset=cell.documents, data_collator=collator(cell.data))
+    trainer._loss_shifts_labels |= shifts
     check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
     trainer.train()
     return check.verdict
@@ -36,6 +39,11 @@ def huggingface(cell, folder, model="llama", **more):
 def huggingface_gpt2(cell, folder):
     """The same with a GPT2LMHeadModel."""
     return huggingface(cell, folder, "gpt2")
+
+
+def huggingface_gpt2_shifts(cell, folder):
+    """The same with a GPT2LMHeadModel and the trainer's _loss_shifts_labels set to True."""
+    return huggingface(cell, folder, "gpt2", True)
 
 
 def huggingface_by_rank(cell, folder):
@@ -71,27 +79,45 @@ def sft_by_rank(cell, folder):
     return sft(cell, folder, average_tokens_across_devices=False)
 
 
-def _accelerated(cell, loss_of):
+def _prepared(cell):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=cell.accumulation)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(cell.documents, cell.micro_batch, shuffle=True, collate_fn=collator(cell.data))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     check = isograd.trainers.accelerate.StepCheck(accelerator, model, optimizer, loss=causal_lm_loss, **told(cell))
-    for batch in check.over(loader):
+    return accelerator, model, optimizer, check, check.over(loader)
+
+
+def accelerated(cell, folder):
+    """Accelerate's loop as its quick tour has it: the model's mean loss, accumulate, backward, clip."""
+    accelerator, model, optimizer, check, batches = _prepared(cell)
+    for batch in batches:
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(accelerator, model, batch))
+            accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
-    accelerator.free_memory()
     return check.verdict
 
 
-def accelerated(cell, folder):
-    """Accelerate's loop as its quick tour has it: the model's mean loss, backward, clip."""
-    return _accelerated(cell, lambda accelerator, model, batch: model(**batch).loss)
+def accelerated_by_counts(cell, folder):
+    """Accelerate's loop as its guide to accumulation has it for samples of other sizes: targets are counted first."""
+    accelerator, model, optimizer, check, batches = _prepared(cell)
+    while micro_batches := [batch for _, batch in zip(range(cell.accumulation), batches)]:
+        count = accelerator.gather(sum((batch["labels"][:, 1:] != -100).sum() for batch in micro_batches)).sum()
+        for j, batch in enumerate(micro_batches):
+            last = j + 1 == len(micro_batches)
+            with contextlib.nullcontext() if last else accelerator.no_sync(model):
+                targets = batch.pop("labels")[:, 1:].flatten()
+                logits = model(**batch).logits[:, :-1].flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+                accelerator.backward(loss * cell.accumulation * accelerator.num_processes / count)
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return check.verdict
 
 
 class Module(lightning.pytorch.LightningModule):
@@ -134,5 +160,8 @@ def lit(cell, folder):
     return check.verdict
 
 
-LOOPS = {"transformers": huggingface, "transformers-gpt2": huggingface_gpt2, "transformers-by-rank": huggingface_by_rank,
-         "trl": sft, "trl-gpt2": sft_gpt2, "trl-by-rank": sft_by_rank, "accelerate": accelerated, "lightning": lit}
+LOOPS = {"transformers": huggingface, "transformers-gpt2": huggingface_gpt2,
+         "transformers-gpt2-shifts": huggingface_gpt2_shifts, "transformers-by-rank": huggingface_by_rank,
+         "trl": sft, "trl-gpt2": sft_gpt2, "trl-by-rank": sft_by_rank, "accelerate": accelerated,
+         "accelerate-by-counts": accelerated_by_counts, "lightning": lit}
+ONLY_ON_2_RANKS = {"transformers-gpt2-shifts", "transformers-by-rank", "trl-by-rank"}

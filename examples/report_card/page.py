@@ -19,9 +19,8 @@ def cell(said):
         return "equal"
     parameters = [one for one in said["json"]["parameters"] if isinstance(one["ratio"], float)]
     ratios = sorted(one["ratio"] for one in parameters)
-    least = min(one["cosine"] for one in parameters)
-    far = f"{ratios[0]:.4f}" if ratios[-1] - ratios[0] < 1e-5 and least > 0.99999 else \
-        f"{ratios[0]:.2f} to {ratios[-1]:.2f}, cosine from {least:.2f}"
+    worst = max(one["error"] for one in parameters if isinstance(one["error"], float))
+    far = f"{ratios[0]:.4f}" if ratios[-1] - ratios[0] < 1e-5 else f"{ratios[0]:.3f} to {ratios[-1]:.3f}, off by {worst:.1e}"
     return f"{far}: {', '.join(f'`{name}`' for name in said['findings'])}"
 
 

@@ -19,7 +19,7 @@ os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PAR
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  once here and not once a rank
-from loops import LOOPS  # noqa: E402
+from loops import LOOPS, ONLY_ON_2_RANKS  # noqa: E402
 from model_and_data import Cell  # noqa: E402
 
 SECONDS = 120
@@ -29,7 +29,7 @@ def cells():
     """All of them, in the table's order."""
     for trainer in LOOPS:
         for ranks in (1, 2):
-            if ranks == 1 and trainer.endswith("-by-rank"):
+            if ranks == 1 and trainer in ONLY_ON_2_RANKS:
                 continue
             wraps = ["none"] if ranks == 1 else ["DDP", "FSDP2"] if trainer == "lightning" else ["DDP"]
             for accumulation in (1, 4):
