@@ -25,6 +25,7 @@ from ._samples import digest, on_cpu
 from ._verdict import Verdict, compare
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
 
 
@@ -240,11 +241,15 @@ class watch:
                 made = error
             if store:
                 store.set(key, pickle.dumps(str(made) if isinstance(made, Exception) else made))
+                with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
+                    store.wait([f"{key}/{other}" for other in range(1, self.size)],
+                               datetime.timedelta(seconds=min(self.timeout, LAST_READ)))
             if isinstance(made, Exception):
                 raise made
             return made
         try:
             made = pickle.loads(_get(store, key, self.timeout))
+            store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
             raise PeerError(f"PeerError: isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
                             f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \
