@@ -1,6 +1,6 @@
 """isograd.trainers in the loops of transformers, TRL, Accelerate and Lightning, by the installed wheel, on two ranks.
 
-The loops are those of the report card (examples/report_card), which make the step; ISOGRAD_FULL_TESTS=1: all its cells.
+The loops are those of the report card (examples/report_card), nine of its cells.
 """
 import json
 import os
@@ -46,6 +46,17 @@ def test_a_public_trainer_is_judged(card, cell):
     assert "error" not in card[cell], card[cell]
     assert (card[cell]["passed"], card[cell]["findings"]) == (not CELLS[cell], CELLS[cell]), card[cell]["text"]
     assert ("cannot be called again" in card[cell]["text"]) == bool(CELLS[cell])
+
+
+def test_the_page_says_the_same():
+    """docs/trainers.md has a cell for each of these, and equal where it passes, else the name."""
+    page = (ROOT / "docs/trainers.md").read_text()
+    for name, said in CELLS.items():
+        trainer, ranks, accumulation, data, wrap = name.rsplit("-", 4)
+        head, _, *rows = page.split(f"\n### {trainer}\n")[1].split("\n\n")[1].splitlines()
+        column = head.split("|").index(f" {ranks} ranks, accumulation {accumulation} ")
+        row, = [row.split("|") for row in rows if row.startswith(f"| {data}{', FSDP2' if wrap == 'FSDP2' else ''} |")]
+        assert row[column].strip() == "equal" if not said else f"`{said[0]}`" in row[column], name
 
 
 @pytest.fixture(scope="module")
