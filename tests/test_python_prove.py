@@ -5,6 +5,7 @@ ISOGRAD_FULL_TESTS=1: all trainers of compare_trials that run as processes.
 import json
 import os
 import re
+import socket
 import subprocess
 
 import pytest
@@ -209,6 +210,57 @@ print(step.verdict.passed)
 
 def test_one_process_and_nothing_but_torch_will_do(installed):
     assert run(installed, "-c", ONLY_TORCH) == "True\n"
+
+
+CLOSURE = """
+import isograd, torch
+model = torch.nn.Linear(3, 2)
+# Micro-batches as they come, and an optimizer whose closure makes the gradient; then one that is not told.
+for told in (True, False):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with isograd.watch(model, optimizer, loss=lambda m, x: (m(x).square().sum(), 1)) as step:
+        def closure():
+            optimizer.zero_grad()
+            for x in (torch.ones(3), torch.zeros(3)):
+                if told or x.sum() > 0:
+                    step.add([x])
+                (model(x).square().sum() / 2).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step(closure)
+    print(step.verdict.passed, " clip 0." in step.verdict.text)
+"""
+
+
+def test_micro_batches_are_told_as_they_come_and_closures_make_gradients(installed):
+    assert run(installed, "-c", CLOSURE).splitlines() == ["True True", "False True"]
+
+
+LEAVES = """
+import os, sys, time, torch, torch.distributed as dist, isograd, isograd.watching as watching
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+if rank == 1:
+    soon = watching._get
+    watching._get = lambda store, key, seconds: (time.sleep(2 * key.endswith("verdict")), soon(store, key, seconds))[1]
+model = torch.nn.Linear(3, 1, bias=False)
+with torch.no_grad():
+    model.weight.fill_(1.0)
+with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=lambda m, x: (m(x).sum(), 1), timeout=30) as step:
+    model(torch.ones(3)).sum().backward()
+print(step.verdict.passed, flush=True)
+os._exit(0)  # with rank 0 its store goes
+"""
+
+
+def test_rank_0_leaves_when_the_others_have_its_verdict(installed):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", LEAVES, str(rank), port], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [output for output, _ in said] == ["True\n", "True\n"], said
 
 
 def test_the_demo_names_the_mistake_and_passes_the_cure(installed):

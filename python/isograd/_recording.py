@@ -48,8 +48,22 @@ class Recording:
         self.clips += 1
         self.max_norm = float(max_norm)
 
-    def stepping(self, *_: Any) -> None:
-        """Before the optimizer updates: what plain SGD with learning rate 1 would take away now."""
+    def stepping(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the optimizer updates; where it is given a closure, which makes the gradient, after that."""
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if closure is None:
+            self.updating()
+            return None
+
+        def made() -> Any:
+            loss = closure()
+            self.updating()
+            return loss
+
+        return given[:1], {**named, "closure": made}
+
+    def updating(self) -> None:
+        """What plain SGD with learning rate 1 would take away now."""
         self.take()
         self.steps += 1
         if self.applied is None:
@@ -71,10 +85,10 @@ class Recording:
             _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._told_by_torch)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
-            for handle in (plain(self.model).register_forward_pre_hook(self.forward),
-                           self.optimizer.register_step_pre_hook(self.stepping) if self.optimizer else None):
-                if handle is not None:
-                    undo.callback(handle.remove)
+            for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
+                undo.callback(module.register_forward_pre_hook(self.forward).remove)
+            if self.optimizer is not None:
+                undo.callback(self.optimizer.register_step_pre_hook(self.stepping).remove)
             yield
 
     def _told_by_torch(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from ._samples import digest, on_cpu
 from ._verdict import Verdict, compare
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
 
 
@@ -38,7 +39,7 @@ class watch:
 
     model:         as you train it: plain, DDP, FSDP2 (fully_shard), DTensors, torch.compile; or a pipeline's stage.
     optimizer:     whose step() the gradient goes to; None: the gradient at the end of the block is taken.
-    micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles.
+    micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles. None: `add` tells it.
     loss:          loss(model, sample) -> the losses of its targets, one for each, or (their sum, how many). Called on
                    rank 0 alone, with a plain model in fp64 and a sample in fp64, on the CPU.
     make_model:    () -> the model before it was wrapped; needed where it is sharded, else a copy is made.
@@ -62,12 +63,14 @@ class watch:
     compares = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-                 micro_batches: Sequence[Sequence[Any]], loss: Loss, make_model: Callable[[], nn.Module] | None = None,
+                 micro_batches: Sequence[Sequence[Any]] | None = None, loss: Loss, make_model: Callable[[], nn.Module] | None = None,
                  mean: Mean = "token", ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False,
                  max_norm: float | None = None, precision: str | None = None,
                  reference: torch.dtype = torch.float64, alone: bool = True, report: str | None = None,
                  folder: str | None = None, timeout: float = 600.0) -> None:
-        self.model, self.optimizer, self.micro_batches, self.loss = model, optimizer, micro_batches, loss
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.micro_batches: Sequence[Sequence[Any]] = [] if micro_batches is None else micro_batches
+        self._come: list[list[Any]] | None = [] if micro_batches is None else None
         self.make_model, self.mean, self.ids, self.data, self.stages = make_model, mean, ids, data, stages
         self.precision, self.reference, self.alone = precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
@@ -85,6 +88,12 @@ class watch:
         for name, value in {"loss": loss, "norm": norm, "targets": targets, "tokens": tokens}.items():
             if value is not None:
                 self._logged[name] = value.item() if isinstance(value, torch.Tensor) else value
+
+    def add(self, micro_batch: Sequence[Any]) -> None:
+        """The samples of a micro-batch as it comes, before its backward, where micro_batches were not given."""
+        if self._come is None:
+            refuse("isograd.watch", "micro_batches and then another by `add`", "one of both", "Leave out micro_batches=")
+        self._come.append([on_cpu(sample) for sample in micro_batch])
 
     def before_clipping(self) -> None:
         """Call it where you clip with code of your own; PyTorch's and isograd's clipping is seen without it."""
@@ -104,7 +113,8 @@ class watch:
                 if plain_name(name) not in parameters}
         self._initial, sums = assembled({**parameters, **rest}, self.stages)
         self._sums = sums[:len(parameters)]
-        self._samples = self._gathered_samples()
+        if self._come is None:
+            self._samples = self._gathered_samples()
         self._hooks.enter_context(self.recording.attached())
         return self
 
@@ -168,6 +178,9 @@ class watch:
         self.recording.take()
         if not self.compares:
             return
+        if self._come is not None:
+            self.micro_batches = self._come
+            self._samples = self._gathered_samples()
         taken = self.recording
         gradients, sums = assembled(taken.gradients or {}, self.stages)
         seen = taken.applied if taken.max_norm is not None or taken.steps > 1 else None
@@ -228,11 +241,15 @@ class watch:
                 made = error
             if store:
                 store.set(key, pickle.dumps(str(made) if isinstance(made, Exception) else made))
+                with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
+                    store.wait([f"{key}/{other}" for other in range(1, self.size)],
+                               datetime.timedelta(seconds=min(self.timeout, LAST_READ)))
             if isinstance(made, Exception):
                 raise made
             return made
         try:
             made = pickle.loads(_get(store, key, self.timeout))
+            store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
             raise PeerError(f"PeerError: isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
                             f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \

@@ -1,0 +1,58 @@
+"""A loop of one's own over accelerate.Accelerator: one step of it beside the same on one device.
+
+    from isograd.trainers.accelerate import StepCheck
+
+    check = StepCheck(accelerator, model, optimizer, loss=sample_loss)   # after accelerator.prepare
+    for batch in check.over(loader):                                     # in place of: for batch in loader
+        ...
+    print(check.verdict)
+"""
+from __future__ import annotations
+
+from typing import Any, Iterable, Iterator
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from .._reference import Loss
+from .._verdict import Verdict
+from ._one_step import OneStep, Split
+
+
+class StepCheck:
+    """Compares one step of a loop with the same step on one device.
+
+    model, optimizer: what accelerator.prepare gave.
+    loss:             loss(model, sample) as `isograd.watch` has it.
+    step:             which update is compared, counted from 1; samples, make_model and options as in
+                      `isograd.trainers.transformers`.
+
+    The step ends, and is compared, inside the optimizer's step(); what the loop logs is its own and is not compared.
+    Errors are those of `watch`. verdict: None until the step was made.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, loss: Loss,
+                 step: int = 1, samples: Split | None = None, **options: Any) -> None:
+        self._step = OneStep("the loop over Accelerator", loss, step, samples, options)
+        self._model, self._optimizer = accelerator.unwrap_model(model, keep_fp32_wrapper=True), optimizer
+        self._made = 0  # updates
+        getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._stepped)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self._step.verdict
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, each a micro-batch of this rank."""
+        for batch in loader:
+            if self._made + 1 == self._step.step and not self._step.open:
+                self._step.begin(self._model, self._optimizer)
+            if self._step.open:
+                self._step.add(batch)
+            yield batch
+
+    def _stepped(self, *_: Any) -> None:
+        self._made += 1
+        if self._step.open:
+            self._step.end()

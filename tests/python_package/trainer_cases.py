@@ -1,0 +1,202 @@
+"""python trainer_cases.py: isograd.trainers in loops of the real libraries, on two ranks: what the report card's cells do
+not show. As JSON, by case and rank."""
+import json
+import os
+import pathlib
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples/report_card"))
+os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+import accelerate  # noqa: E402
+import lightning.pytorch  # noqa: E402
+import loops  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from model_and_data import Cell, make_model, padded  # noqa: E402
+from ranks import on_ranks  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+import isograd.trainers.accelerate  # noqa: E402
+import isograd.trainers.lightning  # noqa: E402
+import isograd.trainers.transformers  # noqa: E402
+from isograd.trainers._one_step import rows  # noqa: E402
+
+CELL = Cell("transformers", 2, 2, "padded", "DDP")
+
+
+def trainer_of(kind=transformers.Trainer, model=None, steps=2, **more):
+    options = dict(output_dir=tempfile.gettempdir(), per_device_train_batch_size=2, max_grad_norm=0.5, max_steps=steps,
+                   gradient_accumulation_steps=2, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+                   logging_steps=1, dataloader_pin_memory=False)
+    return kind(model or make_model(), transformers.TrainingArguments(**{**options, **more}), train_dataset=CELL.documents,
+                data_collator=padded)
+
+
+def of_trainer(trainer, **options):
+    check = isograd.trainers.transformers.StepCheck(trainer, **options)
+    trainer.train()
+    return check.verdict
+
+
+def the_second_step():
+    return of_trainer(trainer_of(), step=2)
+
+
+def no_log_of_one_step():
+    return of_trainer(trainer_of(logging_steps=2), step=2)
+
+
+def a_step_that_is_not_reached():
+    return of_trainer(trainer_of(steps=1), step=2)
+
+
+class LogsTwice(transformers.Trainer):
+    """Its log says twice the loss."""
+
+    def log(self, logs, *arguments, **more):
+        super().log({**logs, "loss": 2 * logs["loss"]} if "loss" in logs else logs, *arguments, **more)
+
+
+def a_wrong_log():
+    return of_trainer(trainer_of(LogsTwice))
+
+
+class Fails(transformers.Trainer):
+    """Rank 1 fails in its second micro-batch."""
+
+    def compute_loss(self, *arguments, **more):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2 and self.args.process_index == 1:
+            raise ValueError("out of cheese")
+        return super().compute_loss(*arguments, **more)
+
+    def training_step(self, *arguments, **more):  # the backward that waits for rank 1 is left out
+        if self.args.process_index == 0 and getattr(self, "calls", 0) == 1:
+            self.calls = 2
+            return torch.tensor(0.0)
+        return super().training_step(*arguments, **more)
+
+
+def a_rank_fails():
+    return of_trainer(trainer_of(Fails, max_grad_norm=0.0, logging_steps=9), timeout=30)
+
+
+def bf16():
+    return of_trainer(trainer_of(bf16=True))
+
+
+def step_zero():
+    return of_trainer(trainer_of(), step=0)
+
+
+def no_loss():
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, input_ids, attention_mask, labels):
+            return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    return of_trainer(trainer_of(model=Other()))
+
+
+def no_tensors():
+    return rows({"text": ["one", "two"]})
+
+
+def a_tuple_and_a_tensor():
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    return [list(map(repr, rows((x, y)))), [tuple(part.shape) for part in rows(x)]]
+
+
+def micro_batches_twice():
+    with isograd.watch(nn.Linear(2, 1), None, micro_batches=[[torch.ones(2)]], loss=None) as step:
+        step.add([torch.ones(2)])
+
+
+def accelerated_by_counts():
+    """The loop with sums over the targets of the whole step: right with lengths of any kind, in bf16."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(CELL.documents, 2, collate_fn=padded))
+    isograd.sum_gradients(model)
+    check = isograd.trainers.accelerate.StepCheck(
+        accelerator, model, optimizer, loss=isograd.trainers.transformers.causal_lm_loss, step=2)
+    for batch in check.over(loader):
+        step = isograd.TokenMean().count([batch["labels"][:, 1:]])
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+        accelerator.backward(step.scale(loss))
+        isograd.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return check.verdict
+
+
+class TwoOptimizers(loops.Module):
+    def __init__(self):
+        super().__init__(False)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+class Logs(loops.Module):
+    """Logs the sum over ranks, which is not the loss."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("train_loss", 2 * loss.detach(), sync_dist=True)
+        return loss
+
+
+def lit(module, **options):
+    check = isograd.trainers.lightning.StepCheck(
+        loss=lambda own, sample: isograd.trainers.transformers.causal_lm_loss(own.model, sample), **options)
+    lightning.pytorch.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[check]
+    ).fit(module, DataLoader(Cell("lightning", 2, 1, "even", "DDP").documents, 2, collate_fn=padded))
+    return check.verdict
+
+
+def two_optimizers():
+    return lit(TwoOptimizers())
+
+
+def lightning_logs():
+    return lit(Logs(False), logged="train_loss")
+
+
+CASES = [the_second_step, no_log_of_one_step, a_step_that_is_not_reached, a_wrong_log, bf16, step_zero, no_loss, no_tensors,
+         a_tuple_and_a_tensor, micro_batches_twice, accelerated_by_counts, two_optimizers, lightning_logs, a_rank_fails]
+
+
+def run(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    found = {}
+    for case in CASES:
+        try:
+            verdict = case()
+        except Exception as error:
+            found[case.__name__] = f"{type(error).__name__} {error}"
+            continue
+        found[case.__name__] = verdict if not isinstance(verdict, isograd.Verdict) else {
+            "passed": verdict.passed, "said": verdict.findings, "text": str(verdict), "notes": verdict.notes}
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=False)
+    return found
+
+
+if __name__ == "__main__":
+    output = os.dup(1)  # the libraries print
+    os.dup2(2, 1)
+    found = on_ranks(2, run)
+    with os.fdopen(output, "w") as file:
+        json.dump(found, file)

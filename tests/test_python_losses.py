@@ -1,0 +1,149 @@
+"""isograd.ranking and isograd.focal on 1 to 3 ranks, beside the C++ losses on one process and the package
+imbalanced-losses, neither of which shares code with them.
+
+ISOGRAD_FULL_TESTS=1: every case in both types, and on one rank too; else every third in each.
+"""
+import itertools
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from conftest import BINARY, ROOT
+
+FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
+# Of the largest element of a value or gradient; of 1 where that is less. fp32: sums of some 40 terms of a unit roundoff.
+ALLOWED = {"float64": 1e-12, "float32": 4e-6}
+
+
+def options_of_ranking():
+    yield "SmoothAPLoss", {"temperature": 0.5}
+    yield "SmoothAPLoss", {"temperature": 0.05}
+    for mode in ("linear", "lower", "higher", "nearest", "midpoint"):
+        yield "RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2, "quantile_interpolation": mode}
+    for surrogate, scale, basis in itertools.product(("trapezoid", "pairwise"), ("iqr", "band"), ("fpr", "population")):
+        yield "PAUCAtBudgetLoss", {"temperature": 0.5, "alpha": 0.05, "beta": 0.5, "n_knots": 4, "surrogate": surrogate,
+                                   "tau_scale": scale, "budget_basis": basis}
+
+
+def made_cases():
+    rng = np.random.default_rng(5)
+
+    def step(shape, targets, weights):
+        scores = np.round(rng.normal(size=shape) * 8) / 8  # with ties
+        found = {"scores": scores.tolist(), "targets": targets.tolist()}
+        return {**found, "weight": rng.random(targets.shape).astype(np.float32).tolist()} if weights else found
+
+    for (loss, options), classes, (reduction, weights) in itertools.product(
+            options_of_ranking(), (1, 3), (("mean", True), ("none", False))):
+        steps = []
+        for rows in (40, 9, 1):
+            targets = (rng.random(rows) < 0.3).astype(int) if classes == 1 else rng.integers(0, classes, rows)
+            targets[rng.random(rows) < 0.2] = -100
+            steps.append(step((rows, classes), targets, weights))
+        yield {"loss": loss, "steps": steps,
+               "options": {"num_classes": classes, "queue_size": 0, "reduction": reduction, **options}}
+    for alpha, gamma, reduction, weights in itertools.product((-1, 0.25), (0.0, 0.5, 2.0), ("mean", "sum", "none"), (False, True)):
+        targets = [rng.integers(0, 2, (9, 3)).astype(float), rng.random((9, 3)).astype(np.float32)]
+        steps = [step((9, 3), of, False) for of in targets]
+        for one in steps if weights else []:
+            one["weight"] = rng.random((9, 1)).astype(np.float32).tolist()
+        yield {"loss": "SigmoidFocalLoss", "steps": steps, "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}}
+    for alpha, gamma, smoothing, reduction, weights in itertools.product(
+            (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 2.0), (0.0, 0.1), ("mean", "none", "mean_positive"), (False, True)):
+        steps = []
+        for shape in ((9, 4), (6, 4, 5)):
+            targets = rng.integers(0, 4, (shape[0], *shape[2:]))
+            targets[rng.random(targets.shape) < 0.2] = -100
+            steps.append(step(shape, targets, weights))
+        yield {"loss": "SoftmaxFocalLoss", "steps": steps,
+               "options": {"gamma": gamma, "reduction": reduction, "label_smoothing": smoothing, "background_class": 1,
+                           **({} if alpha is None else {"alpha": alpha})}}
+
+
+@pytest.fixture(scope="module")
+def found(installed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("losses")
+    cases = [{**case, "dtype": dtype} for number, case in enumerate(made_cases()) for third, dtype in enumerate(ALLOWED)
+             if FULL or number % 3 == third]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([str(installed), "-W", "ignore", str(ROOT / "tests/python_package/losses.py"),
+                           str(folder / "cases.json"), *(["1"] if FULL else []), "2", "3"],
+                          env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run([BINARY.parent / "ranking_probe", folder / "cases.json", folder / "said.json"], check=True, timeout=120)
+    return cases, json.loads((folder / "said.json").read_text()), json.loads(done.stdout)
+
+
+def numbers(values):
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+def test_all_ranks_have_the_loss_and_the_gradient_of_one_process_in_cpp(found, size):
+    cases, wanted, ours = found
+    differentiated = 0
+    for number, (case, steps) in enumerate(zip(cases, wanted)):
+        for at, want in enumerate(steps):
+            where = f"{case['loss']} {case['options']} {case['dtype']} step {at}"
+            ranks = [rank[number][at] for rank in ours["ranks"][str(size)]]
+            value, gradient = numbers(want["loss"]), numbers(want["gradient"])
+            elements = "Focal" in case["loss"] and case["options"]["reduction"] == "none"
+            values = [numbers(sum((rank["loss"] for rank in ranks), []))] if elements else [numbers(r["loss"]) for r in ranks]
+            for mine, other in [*((mine, value) for mine in values), (numbers(sum((r["gradient"] for r in ranks), [])), gradient)]:
+                np.testing.assert_array_equal(np.isnan(mine), np.isnan(other), err_msg=where)
+                scale = max(1, np.nanmax(np.abs(other), initial=0))
+                assert np.nanmax(np.abs(mine - other), initial=0) <= ALLOWED[case["dtype"]] * scale, where
+            differentiated += np.abs(gradient).max(initial=0) > 0
+    assert differentiated > len(cases)
+
+
+def test_the_weight_of_a_scorer_under_ddp_gets_the_gradient_of_one_process(found):
+    imbalanced_losses = pytest.importorskip("imbalanced_losses")
+    for said in found[2]["model"]:
+        weight, bias = torch.tensor([said["weight"]], dtype=torch.float64, requires_grad=True), said["bias"]
+        scores = torch.tensor(said["rows"], dtype=torch.float64) @ weight.T + bias
+        loss = imbalanced_losses.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.3)
+        loss(scores, torch.tensor(said["targets"])).backward()
+        right = weight.grad.flatten()
+        for mode in ("sum", "mean"):
+            assert torch.allclose(torch.tensor(said[mode], dtype=torch.float64), right, rtol=0, atol=1e-12 * float(right.norm()) + 1e-13)
+        apart = torch.tensor(said["apart"], dtype=torch.float64)  # each rank ranks its own rows: another loss
+        assert float((apart - right).norm() / right.norm()) > 0.1
+
+
+@pytest.mark.parametrize("name, text", {
+    "target": "targets from 2 to 3", "shape": "scores of shape (4,)", "weight": "sample_weight that does not fit",
+    "alpha": "2 weights in alpha", "soft": "targets outside [0, 1]"}.items())
+def test_what_one_rank_gives_wrongly_is_refused_on_both(found, name, text):
+    first, second = (rank[name] for rank in found[2]["refused"])
+    assert text in second and "; expected " in second and "found that rank 1 refuses its input" in first
+
+
+@pytest.mark.parametrize("name", ["type", "weights"])
+def test_ranks_that_differ_are_refused(found, name):
+    for rank in found[2]["refused"]:
+        assert "on rank 1 than on rank 0" in rank[name] and "ConfigError" in rank[name]
+
+
+def test_steps_without_a_value_are_zero_and_not_finite_ones_are_said(found):
+    for rank in found[2]["refused"]:
+        assert (rank["none_valid"], rank["no_rows"], rank["elements_0"]) == (0, 0, 0) and np.isnan(rank["not_finite"])
+
+
+@pytest.mark.parametrize("name, options", [
+    ("SmoothAPLoss", {"temperature": 0}), ("SmoothAPLoss", {"reduction": "average"}), ("SmoothAPLoss", {"num_classes": 0}),
+    ("SmoothAPLoss", {"grad_reduction": "max"}), ("RecallAtQuantileLoss", {"quantile": 1.0}),
+    ("RecallAtQuantileLoss", {"interpolation": "next"}), ("PAUCAtBudgetLoss", {"beta": 0.0}),
+    ("PAUCAtBudgetLoss", {"n_knots": 1}), ("PAUCAtBudgetLoss", {"surrogate": "exact"}),
+    ("SigmoidFocalLoss", {"alpha": 2.0}), ("SigmoidFocalLoss", {"gamma": -1.0}), ("SoftmaxFocalLoss", {"label_smoothing": 1.0}),
+    ("SoftmaxFocalLoss", {"alpha": [-1.0]})])
+def test_options_out_of_range_are_refused(installed, name, options):
+    program = (f"from isograd import ConfigError, focal, ranking\ntry:\n"
+               f"    getattr(focal if 'Focal' in {name!r} else ranking, {name!r})(**{options!r})\n"
+               "except ConfigError as error:\n    print(error)")
+    said = subprocess.run([str(installed), "-c", program], capture_output=True, text=True, timeout=60).stdout
+    assert f"ConfigError: {name}: found" in said and "; expected " in said and next(iter(options)) in said

@@ -1,0 +1,116 @@
+"""isograd.trainers in the loops of transformers, TRL, Accelerate and Lightning, by the installed wheel, on two ranks.
+
+The loops are those of the report card (examples/report_card), nine of its cells.
+"""
+import json
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+LIBRARIES = ("accelerate", "lightning", "transformers", "trl")
+# What the trainers do as they come, and with one option or kind of batch that makes the step another one.
+CELLS = {
+    "transformers-2-4-padded-DDP": [], "transformers-by-rank-2-4-padded-DDP": ["mean_of_rank_means"],
+    "trl-2-4-packed-DDP": [], "trl-by-rank-2-1-padded-DDP": ["mean_of_rank_means"],
+    "accelerate-2-4-even-DDP": [], "accelerate-2-4-padded-DDP": ["mean_of_micro_batch_means"],
+    "lightning-2-4-even-DDP": [], "lightning-2-4-uneven-DDP": ["mean_of_micro_batch_means"], "lightning-2-1-even-FSDP2": []}
+
+
+def run(python, program, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([str(python), "-W", "ignore", str(program), *map(str, arguments)], env=environment,
+                          capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def libraries(installed):
+    for name in LIBRARIES:
+        if subprocess.run([str(installed), "-c", f"import importlib.util as u; u.find_spec({name!r}).name"],
+                          capture_output=True).returncode:
+            pytest.skip(f"needs {name}")
+    return installed
+
+
+@pytest.fixture(scope="module")
+def card(libraries, tmp_path_factory):
+    said = tmp_path_factory.mktemp("card") / "said.json"
+    done = run(libraries, ROOT / "examples/report_card/run.py", "--json", said, *CELLS)
+    assert said.exists(), done.stdout + done.stderr
+    return json.loads(said.read_text())
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_public_trainer_is_judged(card, cell):
+    assert "error" not in card[cell], card[cell]
+    assert (card[cell]["passed"], card[cell]["findings"]) == (not CELLS[cell], CELLS[cell]), card[cell]["text"]
+    assert ("cannot be called again" in card[cell]["text"]) == bool(CELLS[cell])
+
+
+def test_the_page_says_the_same():
+    """docs/trainers.md has a cell for each of these, and equal where it passes, else the name."""
+    page = (ROOT / "docs/trainers.md").read_text()
+    for name, said in CELLS.items():
+        trainer, ranks, accumulation, data, wrap = name.rsplit("-", 4)
+        head, _, *rows = page.split(f"\n### {trainer}\n")[1].split("\n\n")[1].splitlines()
+        column = head.split("|").index(f" {ranks} ranks, accumulation {accumulation} ")
+        row, = [row.split("|") for row in rows if row.startswith(f"| {data}{', FSDP2' if wrap == 'FSDP2' else ''} |")]
+        assert row[column].strip() == "equal" if not said else f"`{said[0]}`" in row[column], name
+
+
+@pytest.fixture(scope="module")
+def cases(libraries):
+    done = run(libraries, ROOT / "tests/python_package/trainer_cases.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name, said", {
+    "the_second_step": [], "no_log_of_one_step": [], "a_wrong_log": ["loss_scaled"], "bf16": [],
+    "accelerated_by_counts": [], "lightning_logs": ["loss_scaled"]}.items())
+def test_steps_logs_and_precisions(cases, name, said):
+    for rank in cases:
+        assert isinstance(rank[name], dict), rank[name]
+        assert (rank[name]["passed"], rank[name]["said"]) == (not said, said), rank[name]["text"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "accelerated_by_counts"])
+def test_autocast_inside_the_trainer_is_seen(cases, name):
+    assert "(bf16, " in cases[0][name]["text"].splitlines()[0]
+
+
+def test_the_log_of_several_steps_is_not_compared(cases):
+    assert "  run                 loss" not in cases[0]["no_log_of_one_step"]["text"]
+    assert "  run                 loss" in cases[0]["the_second_step"]["text"]
+
+
+def test_a_step_that_is_not_reached_has_no_verdict(cases):
+    assert [rank["a_step_that_is_not_reached"] for rank in cases] == [None, None]
+
+
+@pytest.mark.parametrize("name, parts", {
+    "step_zero": ["step=0", "from 1 on"], "no_loss": ["a Other and no loss", "Give loss="],
+    "no_tensors": ["a micro-batch as dict", "samples=lambda batch"], "micro_batches_twice": ["another by `add`"],
+    "two_optimizers": ["2 optimizers and manual optimization", "isograd.watch"]}.items())
+def test_what_does_not_fit_is_refused(cases, name, parts):
+    for rank in cases:
+        assert rank[name].startswith("ConfigError ConfigError: "), rank[name]
+        assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
+
+
+def test_rows_of_tuples_and_tensors(cases):
+    pairs, shapes = cases[0]["a_tuple_and_a_tensor"]
+    assert pairs == [f"(tensor([[{2 * i}., {2 * i + 1}.]]), tensor([{i}]))" for i in range(3)] and shapes == [[1, 2]] * 3
+
+
+def test_a_rank_that_fails_tells_the_other(cases):
+    first, second = (rank["a_rank_fails"] for rank in cases)
+    assert second == "ValueError out of cheese"
+    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
+
+
+def test_nothing_is_imported_that_is_not_asked_for(installed):
+    said = subprocess.run([str(installed), "-c", "import sys, isograd, isograd.trainers\n"
+                           f"print([name for name in {LIBRARIES!r} if name in sys.modules])"], capture_output=True, text=True)
+    assert said.stdout == "[]\n", said.stderr
