@@ -64,12 +64,13 @@ TEST(Product, EveryFormIsExactToRounding) {
 }
 
 // Into a part of a larger tensor, whose other rows stay as they are; what was there counts only where it is
-// added to. The last numbers of rows make products that are large enough for oneDNN.
+// added to. The last number of rows makes products of fp32 that are large enough for oneDNN.
 TEST(Product, GoesIntoAPartOfATensor) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
     for (const std::int64_t m : {0, 1, 7, 8, 65, 20400})
       for (const bool turned : {false, true})
         for (const bool adds : {false, true}) {
+          if (m > 65 && type != at::kFloat) continue;
           const auto x = draw({{m, 33}, {50, 33}, {m, 50}}, type, 13);
           const at::Tensor a = turned ? x[0].t().contiguous().t() : x[0];
           const at::Tensor b = turned ? x[1].t().contiguous().t() : x[1];
