@@ -4,6 +4,7 @@
 
 #include "experts_run.hpp"
 #include "isograd/error.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "verify/layouts.hpp"
 #include "verify/run.hpp"
 
@@ -174,6 +175,8 @@ TEST_F(ExpertsDealt, WhatDoesNotFitIsRefused) {
     return config_error_of([&] { parse_config("", "run.toml", set); });
   };
   EXPECT_EQ(refused({}), "no error");
+  EXPECT_EQ(expert_overlap_named(RunConfig().parallel.expert_overlap), ExpertOverlap::kNone);
+  EXPECT_EQ(ExpertParallelOptions().overlap, ExpertOverlap::kNone);
   EXPECT_THAT(refused({"parallel.ep=5"}), AllOf(HasSubstr("parallel.ep"), HasSubstr("at most 4")));
   EXPECT_EQ(refused({"parallel.tp=2"}), "no error");
   EXPECT_THAT(refused({"parallel.expert_overlap=both"}),

@@ -27,7 +27,7 @@ enum class ExpertOverlap {
 // "none", "shared", "halves"; ConfigError: another name.
 ExpertOverlap expert_overlap_named(const std::string& name);
 struct ExpertParallelOptions {
-  ExpertOverlap overlap = ExpertOverlap::kShared;
+  ExpertOverlap overlap = ExpertOverlap::kNone;  // no gain has been measured: docs/experts.md
 };
 
 // Collective over all ranks. ConfigError on each of them, with the first rule, rank and value, where they

@@ -13,4 +13,11 @@ void return_freed_memory() {
 #endif
 }
 
+void keep_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it comes to by itself; larger blocks are mapped
+#endif
+}
+
 }  // namespace isograd

@@ -8,4 +8,9 @@ namespace isograd {
 // for good. For the ends of what allocates much that no step will ask for again: initial values, checkpoints.
 void return_freed_memory();
 
+// For a process that trains: every step asks for the memory that the one before has freed, and glibc, left
+// alone, hands some of it to the system in between, which zeroes it page by page when it is asked for again.
+// From here on it keeps up to 1 GiB of it; return_freed_memory() gives that back too.
+void keep_freed_memory();
+
 }  // namespace isograd

@@ -194,7 +194,7 @@ int bench_expert(const BenchTogetherOptions& options) {
         .own_batches = true,
         .sides = [](const std::filesystem::path& exchange, int ranks) -> std::vector<Side> {
           return {ours(exchange, "expert-shared", ranks), ours(exchange, "expert-halves", ranks),
-                  ours(exchange, "expert-late", ranks)};
+                  ours(exchange, "expert", ranks)};
         }}},
       options);
 }

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 
+#include "base/memory.hpp"
 #include "bench/bench.hpp"
 #include "bench/pipes.hpp"
 #include "bench/rounds.hpp"
@@ -18,6 +19,7 @@ namespace {
 
 void run_step_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
+  keep_freed_memory();  // as `isograd train` does
   const bool on_gpu = read_device(exchange) == "cuda";
   World world = join({.backend = on_gpu ? "nccl" : "shm"});
   const at::Device device =

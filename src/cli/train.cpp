@@ -1,6 +1,7 @@
 // isograd train: a whole run, with verify's proof at its end.
 #include <csignal>
 
+#include "base/memory.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "comm/environment.hpp"
@@ -48,6 +49,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
     const RunConfig config = configuration(*flags, sets);
     if (!read_rank_environment()) RunFolder::check_free(config);  // before ranks are started
     return on_ranks(invocation, *flags, config, [&](World& world) {
+      keep_freed_memory();
       TrainerHooks hooks;
       hooks.check = [](RunningRun& run) { return check_running(run); };
       if (config.verify.at_end)

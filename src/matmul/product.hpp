@@ -12,7 +12,12 @@ namespace isograd {
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 
-// The same by at::addmm alone.
+// result = a bᵀ, or result += a bᵀ with `adds`; result [m, n] with unit stride. For groups of tokens, which
+// have as many rows as there happen to be: small fp32 products go to at::mm, because oneDNN would have to
+// prepare itself for numbers of rows that it has not seen.
+void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds = false);
+
+// The first by at::addmm alone.
 namespace naive_twin {
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});

@@ -63,6 +63,33 @@ TEST(Product, EveryFormIsExactToRounding) {
       }
 }
 
+// Into a part of a larger tensor, whose other rows stay as they are; what was there counts only where it is
+// added to. The last number of rows makes products of fp32 that are large enough for oneDNN.
+TEST(Product, GoesIntoAPartOfATensor) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t m : {0, 1, 7, 8, 65, 20400})
+      for (const bool turned : {false, true})
+        for (const bool adds : {false, true}) {
+          if (m > 65 && type != at::kFloat) continue;
+          const auto x = draw({{m, 33}, {50, 33}, {m, 50}}, type, 13);
+          const at::Tensor a = turned ? x[0].t().contiguous().t() : x[0];
+          const at::Tensor b = turned ? x[1].t().contiguous().t() : x[1];
+          at::Tensor around = at::full({m + 2, 50}, adds ? 3 : NAN, x[0].options());
+          const at::Tensor into = around.narrow(0, 1, m);
+          if (adds) into.copy_(x[2]);
+          around[0].fill_(3), around[m + 1].fill_(3);
+          multiply_into(into, a, b, adds);
+          EXPECT_TRUE(around[0].eq(3).all().item<bool>() && around[m + 1].eq(3).all().item<bool>());
+          for (const std::int64_t first : {std::int64_t{0}, m - std::min<std::int64_t>(m, 65)}) {
+            const std::int64_t rows = std::min<std::int64_t>(m, 65);
+            const auto part = [&](const at::Tensor& of) { return of.narrow(0, first, rows); };
+            EXPECT_LE(worst_error(part(into), {part(x[0]), x[1], part(x[2])}, adds, false), 1)
+                << c10::toString(type) << ", rows " << m << ", turned " << turned << ", adds " << adds
+                << ", seed 13";
+          }
+        }
+}
+
 // What stands between the elements of the bias is no number.
 TEST(Product, ReadsABiasWhereverItsElementsLie) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})

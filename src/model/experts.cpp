@@ -73,7 +73,7 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
     for (const at::Tensor& weight : weights) {
       at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
       for_groups(begin, [&](std::int64_t group, std::int64_t first, std::int64_t rows) {
-        y.narrow(0, first, rows).copy_(product(x.narrow(0, first, rows), weight[group]));
+        multiply_into(y.narrow(0, first, rows), x.narrow(0, first, rows), weight[group]);
       });
       results.push_back(std::move(y));
       saved.push_back(weight);
@@ -96,16 +96,15 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
       const bool first_use = !dx.defined();
       if (ctx->needs_input_grad(0) && first_use) dx = at::empty(x.sizes(), x.options());
       at::Tensor dweight;
-      // An expert without tokens has a gradient of zero, as on one process.
-      if (ctx->needs_input_grad(1 + i)) dweight = at::zeros(weight.sizes(), weight.options());
+      if (ctx->needs_input_grad(1 + i)) dweight = at::empty(weight.sizes(), weight.options());
       for_groups(begin, [&](std::int64_t group, std::int64_t first, std::int64_t rows) {
         const at::Tensor own = dy.narrow(0, first, rows);
-        if (dx.defined()) {
-          at::Tensor to = dx.narrow(0, first, rows);
-          to.copy_(product(own, weight[group].t(), first_use ? at::Tensor() : to));
-        }
-        if (dweight.defined()) dweight[group].copy_(product(own.t(), x.narrow(0, first, rows).t()));
+        if (dx.defined()) multiply_into(dx.narrow(0, first, rows), own, weight[group].t(), !first_use);
+        if (dweight.defined()) multiply_into(dweight[group], own.t(), x.narrow(0, first, rows).t());
       });
+      // An expert without tokens has a gradient of zero, as on one process.
+      for (std::size_t group = 0; dweight.defined() && group + 1 < begin.size(); ++group)
+        if (begin[group] == begin[group + 1]) dweight[static_cast<std::int64_t>(group)].zero_();
       results[1 + i] = dweight;
     }
     results[0] = dx;

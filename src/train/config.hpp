@@ -110,8 +110,8 @@ struct RunConfig {
     std::int64_t cp_ring = 1, cp_ulysses = 1;
     std::int64_t tp = 1;
     bool sequence_parallel = true;
-    std::string tensor_overlap = "none";    // none | weights | tokens
-    std::string expert_overlap = "shared";  // none | shared | halves
+    std::string tensor_overlap = "none";  // none | weights | tokens
+    std::string expert_overlap = "none";  // none | shared | halves
     std::int64_t ep = 1;
     std::int64_t pp = 1, stages_per_rank = 1;
     std::string schedule = "1f1b";          // one of pipeline_schedules()
