@@ -186,11 +186,15 @@ inline const std::vector<Rule>& rules() {
          const bool ulysses = k.above_one(kUlysses) && k.is(kSpread, {"all", "ulysses_only"});
          return !k.above_one(kShard) && !ring && !ulysses;
        },
-       {},
-       true},
+       {"parallel.share_parameters", "none has another one's", "\"auto\" shares wherever"}},
+      {"axes of shards without shards",
+       [](const Known& k) {
+         return k.said(kStrategy) && !k.shards() && k.said(kSpread) && !k.is(kSpread, {"all"});
+       },
+       {"parallel.cp_fsdp_mode", "has no effect", "does not shard", "Leave parallel.cp_fsdp_mode out"}},
       {"axes of shards that are not there",
        [](const Known& k) {
-         if (k.said(kStrategy) && !k.shards()) return k.said(kSpread) && !k.is(kSpread, {"all"});
+         if (k.said(kStrategy) && !k.shards()) return false;
          if (k.is(kSpread, {"ring_only", "ulysses_only"})) return k.one(kRing) || k.one(kUlysses);
          return k.is(kSpread, {"none"}) && k.one(kRing) && k.one(kUlysses);
        },

@@ -17,11 +17,22 @@ def isograd(*arguments, status=0):
     return done.stdout + done.stderr
 
 
+def strategies_and_meshes(verdict):
+    """The layouts of the configured mesh, and the configured strategy on each of those proposed; all are proved."""
+    tried = verdict["meshes"]["tried"]
+    meshes = {name: grade for name, grade in verdict["grades"].items() if " on " in name}
+    assert len(meshes) == len(tried) >= 2 and verdict["meshes"]["guilty"] == []
+    assert all(mesh["proved"] for mesh in tried) and all(grade["passed"] for grade in meshes.values())
+    assert verdict["meshes"]["admissible"] == len(tried) + len(verdict["meshes"]["not_run"])
+    return {name: grade for name, grade in verdict["grades"].items() if name not in meshes}, meshes
+
+
 def test_every_layout_that_four_ranks_allow(config, tmp_path):  # noqa: F811
     text = isograd("verify", config, "--ranks", 4, "--layout", "all", "--json", tmp_path / "v.json", "--report",
                    tmp_path / "v.html")
     assert "parity PASS: 4 ranks = 1 device" in text
-    grades = json.loads((tmp_path / "v.json").read_text())["grades"]
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    grades, meshes = strategies_and_meshes(verdict)
     strategies = {name.split(":")[0].split(" ")[0] for name in grades}
     assert strategies == {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"}
     assert len(grades) == 38  # 19 layouts, each with and without accumulation
@@ -33,7 +44,12 @@ def test_every_layout_that_four_ranks_allow(config, tmp_path):  # noqa: F811
         assert layout["bytes_moved"] == layout["bytes_needed"] > 0, name
     assert "after 1 update of SGD" in text and "after 2 updates of AdamW" in text
     page = (tmp_path / "v.html").read_text()
-    assert page.count("<title>") == 1 + 2 * 38 * 21  # a cell for each parameter, layout and precision
+    assert page.count("<title>") == 1 + 2 * (38 + len(meshes)) * 21  # a cell for each parameter, layout and precision
+    names = {mesh["mesh"] for mesh in verdict["meshes"]["tried"]}
+    assert {"dp_replicate 4", "cp_ring 4", "dp_replicate 2 x tp 2", "cp_ring 2 x tp 2"} <= names, names
+    for said in [text, page]:
+        assert "Meshes of 4 ranks, for this model and batch" in said and "cp_ring 2 x tp 2" in said
+    assert f"{len(names)} of these are proved" in text
 
 
 def test_a_layout_by_name_and_one_that_cannot_be(config, tmp_path):  # noqa: F811
@@ -121,7 +137,7 @@ def test_videos_on_every_layout_and_their_dumps(tmp_path):
     text = isograd("verify", path, "--ranks", 2, "--layout", "all", "--json", tmp_path / "v.json", "--report",
                    tmp_path / "v.html", "--dump", dumps)
     assert "parity PASS: 2 ranks = 1 device" in text
-    grades = json.loads((tmp_path / "v.json").read_text())["grades"]
+    grades, _ = strategies_and_meshes(json.loads((tmp_path / "v.json").read_text()))
     assert len(grades) == 26 and all(layout["passed"] for layout in grades.values())
     assert (tmp_path / "v.html").read_text().count("parity PASS") >= 1
     # What one process and each layout made can be compared again.

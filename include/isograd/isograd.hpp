@@ -4,6 +4,7 @@
 #include "isograd/balance_loss.hpp"
 #include "isograd/batch.hpp"
 #include "isograd/checkpoint.hpp"
+#include "isograd/clip_groups.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"

@@ -271,6 +271,23 @@ struct LayoutVerdict {
   bool passed = false;
 };
 
+// Which meshes of these ranks are proved for this model and batch (`isograd verify --layout all`).
+struct MeshesTried {
+  struct One {
+    std::string name;        // "tp 2 x dp_shard 2"
+    std::vector<Axis> axes;  // of more than one rank
+    std::int64_t layouts = 0, failed = 0;
+    std::string finding{};  // of the first layout that failed: its diagnosis, and what it says
+  };
+  std::vector<One> tried;
+  std::int64_t admissible = 0;  // meshes that the configuration and the model allow on these ranks
+  std::vector<std::string>
+      left{};  // of these, the ones that were not run, because `tried` covers their pairs
+  std::vector<std::string> refused{};  // what is not admissible, and why, each reason once
+  // The axis along which, or the axes together on which, it goes wrong, in sentences; none: none failed.
+  std::vector<std::string> guilty{};
+};
+
 struct Verdict {
   bool passed = false;
   int ranks = 1;
@@ -282,6 +299,7 @@ struct Verdict {
   std::vector<std::int64_t> samples;  // ids seen, sorted, once for each fragment; each should be seen once
   bool documents_apart = true;        // no document in a pack changes another one's logits or gradient
   std::vector<LayoutVerdict> layouts;
+  MeshesTried meshes{};           // nothing tried: they were not asked for
   std::vector<Finding> findings;  // of the run and of all layouts, with their evidence
   std::vector<std::string>
       diagnosis;  // plain statements that follow from the numbers; empty when all is well

@@ -2,6 +2,7 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "base/files.hpp"
@@ -12,6 +13,7 @@
 #include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "verify/layouts.hpp"
+#include "verify/meshes.hpp"
 #include "verify/minimise.hpp"
 #include "verify/present.hpp"
 #include "verify/run.hpp"
@@ -27,7 +29,7 @@ struct Flags : RunFlags {
 // Why a name is refused; empty when it is not.
 std::string no_such_layout(const std::string& name) {
   try {
-    if (name != kAllLayouts) parse_layout(name);
+    if (name != kAllLayouts && name != kAllMeshes) parse_layout(name);
   } catch (const ConfigError& error) {
     return fmt::format("{}; expected {}", error.text().found, error.text().expected);
   }
@@ -76,9 +78,11 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option("--layout", flags->layouts,
-                   "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
-                   ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all")
+  verb->add_option(
+          "--layout", flags->layouts,
+          "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
+          ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
+          "configured strategy on other meshes of the ranks, which all runs too: meshes")
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(no_such_layout);
@@ -110,7 +114,10 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
         if (isatty(STDERR_FILENO))
           problem.progress = [](const std::string& what) { print(stderr, what + "\n"); };
       };
-      const Verdict verdict = verify_run(config, world, flags->layouts, with_progress,
+      std::vector<std::string> layouts = flags->layouts;
+      if (std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end())
+        layouts.push_back(kAllMeshes);
+      const Verdict verdict = verify_run(config, world, layouts, with_progress,
                                          flags->dump.empty() ? TakeDump() : TakeDump(write));
       if (world.rank == 0) {
         Wording wording = verify_wording(verdict);

@@ -20,6 +20,13 @@ void check_but_devices(const RunConfig& config, int ranks) {
   const int dealt = grid.size(kSampleAxes), sharing = ranks / dealt;
   const TaskKind& kind = kind_of(config);
   if (kind.check_ranks) kind.check_ranks(config, ranks);
+  if (config.parallel.share_parameters == "on" && grid.size(sharded_axes(config)) == 1)
+    throw ConfigError(
+        {.where = "parallel.share_parameters",
+         .found = fmt::format("\"on\" for {}, of which none has another one's parameters",
+                              ranks == 1 ? "one rank" : fmt::format("{} ranks", ranks)),
+         .expected = "ranks along an axis that the strategy spreads parameters or their sums over",
+         .action = "Leave it out (\"auto\" shares wherever somebody is there to share with)"});
   const std::int64_t batch = kind.samples_per_step(config);
   const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
   if (dealt > batch)

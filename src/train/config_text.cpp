@@ -60,6 +60,9 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
        {"model.rope_scaling.kind"}});
   for (const char* key : {"parallel.sequence_parallel", "parallel.tensor_overlap"})
     add(config.parallel.tp == 1, {key, "parallel.tp is 1"});
+  for (const char* key : {"parallel.replicas", "parallel.cp_fsdp_mode"})
+    add(stage_of(config.parallel.strategy) == 0,
+        {key, fmt::format("parallel.strategy is \"{}\", which does not shard", config.parallel.strategy)});
   add(config.parallel.ep == 1, {"parallel.expert_overlap", "parallel.ep is 1"});
   for (const char* key : {"parallel.schedule", "parallel.stages_per_rank"})
     add(config.parallel.pp == 1, {key, "parallel.pp is 1"});

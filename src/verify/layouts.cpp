@@ -9,6 +9,7 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "verify/meshes.hpp"
 
 namespace isograd {
 namespace {
@@ -17,8 +18,8 @@ namespace {
   throw ConfigError(
       {.where = "--layout",
        .found = text,
-       .expected = fmt::format("{}, or {}; behind a name :replicas=N and :share=on or :share=off",
-                               fmt::join(strategy_names(), ", "), kAllLayouts),
+       .expected = fmt::format("{}, or {} or {}; behind a name :replicas=N and :share=on or :share=off",
+                               fmt::join(strategy_names(), ", "), kAllMeshes, kAllLayouts),
        .action = "Choose one of them"});
 }
 
@@ -43,6 +44,10 @@ std::string LayoutChoice::text() const {
 RunConfig LayoutChoice::in(RunConfig config) const {
   config.parallel.strategy = strategy;
   if (replicas) config.parallel.replicas = *replicas;
+  if (!shards(strategy)) {  // what only shards have
+    config.parallel.replicas = 1;
+    config.parallel.cp_fsdp_mode = RunConfig{}.parallel.cp_fsdp_mode;
+  }
   if (share_parameters) config.parallel.share_parameters = *share_parameters ? "on" : "off";
   return config;
 }
@@ -105,6 +110,7 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
   std::vector<LayoutChoice> choices;
   const bool host_memory = world.group.has_host_memory() && device_kind(config) == "cpu";
   for (const auto& name : names) {
+    if (name == kAllMeshes) continue;
     if (name != kAllLayouts) {
       choices.push_back(parse_layout(name));
       continue;
@@ -112,7 +118,7 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
     const auto all = layout_matrix(config, world.size, host_memory);
     choices.insert(choices.end(), all.begin(), all.end());
   }
-  if (choices.empty()) choices.push_back({.strategy = config.parallel.strategy});
+  if (names.empty()) choices.push_back({.strategy = config.parallel.strategy});
   return choices;
 }
 

@@ -136,6 +136,7 @@ constexpr Simpler kSimpler[] = {
     {kAll, [](RunConfig& c) { c.parallel.replicas = 1; }},
     {kAll, [](RunConfig& c) { c.parallel.cp_ulysses = 1; }},
     {kAll, [](RunConfig& c) { c.parallel.cp_ring = 1; }},
+    {kAll, [](RunConfig& c) { c.parallel.cp_fsdp_mode = RunConfig().parallel.cp_fsdp_mode; }},
     {kAll, [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
     {kAll, [](RunConfig& c) { c.parallel.overlap = false; }},
     {kAll, [](RunConfig& c) { c.parallel.tensor_overlap = RunConfig().parallel.tensor_overlap; }},

@@ -311,6 +311,11 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
     passed.insert(passed.begin(), std::move(head));
     text += "\n" + aligned(passed);
   }
+  if (ReportTable meshes = meshes_table(verdict); !meshes.rows.empty()) {
+    meshes.rows.insert(meshes.rows.begin(), std::move(meshes.columns));
+    text += "\n" + meshes.title + ": " + printable(meshes.summary) + "\n" + aligned(std::move(meshes.rows));
+  }
+  for (const std::string& guilty : verdict.meshes.guilty) text += "axes: " + printable(guilty) + "\n";
   for (const auto& finding : wording.findings) {
     text += fmt::format("diagnosis{}: {}\n", finding.id.empty() ? "" : " (" + finding.id + ")",
                         printable(finding.sentence));

@@ -32,6 +32,9 @@ std::string words(const Trajectory& trajectory);
 std::vector<std::string> resolution_of(const Grade& grade);
 std::string traffic(const LayoutVerdict& layout);
 
+// Which meshes are proved, which are not, and which were not run; no rows where none was tried.
+ReportTable meshes_table(const Verdict& verdict);
+
 std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows = 8);
 std::string to_json(const Verdict& verdict, const Wording& wording);
 std::string parity_line(const Verdict& verdict, const Wording& wording);

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -23,6 +22,7 @@
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
 #include "verify/layouts.hpp"
+#include "verify/meshes.hpp"
 #include "verify/replicas.hpp"
 
 namespace isograd {
@@ -284,16 +284,6 @@ Verdict verify_step(const KeptTask& task, World& world, const MakeModel& model,
   return verify(problem, world.group);
 }
 
-// Another cut of the same step: its layouts join those of the first.
-void join(Verdict& verdict, Verdict more) {
-  verdict.passed = verdict.passed && more.passed;
-  verdict.batch_agrees = verdict.batch_agrees && more.batch_agrees;
-  verdict.seconds += more.seconds;
-  std::move(more.layouts.begin(), more.layouts.end(), std::back_inserter(verdict.layouts));
-  std::move(more.findings.begin(), more.findings.end(), std::back_inserter(verdict.findings));
-  std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
-}
-
 // Of named(), at this moment. Collective where ranks hold the model together.
 std::vector<at::Tensor> values_of(const FinishedRun& run) {
   std::vector<at::Tensor> values;
@@ -335,7 +325,9 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump) {
   check_same_configuration(config, world.group);
-  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
+  const auto asked = [&](const char* name) {
+    return std::find(layouts.begin(), layouts.end(), name) != layouts.end();
+  };
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
     problem.updates = kUpdates;
     problem.take_dump = take_dump;
@@ -343,14 +335,20 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   };
   const std::unique_ptr<const Task> task = make_task(config, world.group)->repeatable(nullptr);
   const auto choices = chosen_layouts(config, layouts, world);
-  const auto verify_cut = [&](const RunConfig& cut, const std::string& suffix) {
-    return verify_step(task->under(cut), world, fresh_models, choices, followed, suffix);
+  const auto verify_cut = [&](const RunConfig& cut, const std::vector<LayoutChoice>& on,
+                              const std::string& suffix) {
+    return verify_step(task->under(cut), world, fresh_models, on, followed, suffix);
   };
   const TaskKind& kind = kind_of(config);
-  const auto cuts = all ? kind.accumulations(config, world.size) : std::vector<RunConfig>{config};
-  Verdict verdict = verify_cut(cuts[0], "");
-  for (std::size_t i = 1; i < cuts.size(); ++i)
-    join(verdict, verify_cut(cuts[i], " " + kind.accumulation_text(cuts[i])));
+  std::vector<RunConfig> cuts = {config};
+  if (asked(kAllLayouts)) cuts = kind.accumulations(config, world.size);
+  Verdict verdict;
+  for (std::size_t i = 0; i < cuts.size() && !choices.empty(); ++i)
+    join(verdict, verify_cut(cuts[i], choices, i == 0 ? "" : " " + kind.accumulation_text(cuts[i])));
+  if (asked(kAllMeshes))
+    verdict.meshes = try_meshes(config, world.size, task->heads(), verdict, [&](const MeshChoice& mesh) {
+      return verify_cut(mesh.config, {{.strategy = config.parallel.strategy}}, " on " + mesh.name);
+    });
   return verdict;
 }
 

@@ -15,8 +15,8 @@ namespace isograd {
 using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 
 // Collective: one step of the configured batch, from the configured initial weights. `layouts` as
-// parse_layout() reads them, or "all": every one that the ranks allow, with and without accumulation; empty:
-// the configured one. ConfigError on an unknown layout.
+// parse_layout() reads them, "all": every one that the ranks allow, with and without accumulation, or "meshes":
+// the configured one on other meshes of the ranks (meshes.hpp); empty: the configured one. ConfigError on an unknown layout.
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
                    const ChangeProblem& change = {}, const TakeDump& take_dump = {});
 

@@ -68,6 +68,25 @@ json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
           {"checksum", fmt::format("{:016x}", parameter.checksum)}};
 }
 
+json to_json(const MeshesTried& meshes) {
+  json tried = json::array();
+  for (const auto& mesh : meshes.tried) {
+    json axes = json::object();
+    for (const Axis& axis : mesh.axes) axes[axis.name] = axis.size;
+    tried.push_back({{"mesh", mesh.name},
+                     {"axes", axes},
+                     {"proved", mesh.failed == 0},
+                     {"layouts", mesh.layouts},
+                     {"failed", mesh.failed},
+                     {"finding", mesh.finding}});
+  }
+  return {{"admissible", meshes.admissible},
+          {"tried", tried},
+          {"not_run", meshes.left},
+          {"not_admissible", meshes.refused},
+          {"guilty", meshes.guilty}};
+}
+
 }  // namespace
 
 std::string to_json(const Verdict& verdict, const Wording& wording) {
@@ -125,6 +144,7 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
                    {"samples", verdict.samples},
                    {"documents_apart", verdict.documents_apart},
                    {"seconds", verdict.seconds}};
+  if (!verdict.meshes.tried.empty()) document["meshes"] = to_json(verdict.meshes);
   return document.dump(2, ' ', false, json::error_handler_t::replace);
 }
 

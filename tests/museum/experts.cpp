@@ -1,5 +1,7 @@
-// Mistakes on the expert axis: B13 and B22. A small decoder whose experts are dealt to ranks with tokens of
-// their own.
+// Mistakes on the expert axis: B13, B18 and B22. A small decoder whose experts are dealt to ranks with tokens
+// of their own.
+#include <cmath>
+
 #include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "museum/room.hpp"
@@ -88,6 +90,29 @@ double micro_batches(const Grid& grid) {
   return static_cast<double>(most);
 }
 
+bool of_experts(const Bucket& bucket) {
+  return !bucket.plan.slots.empty() && bucket.plan.slots[0].name.find(".experts.") != std::string::npos;
+}
+
+// B18ge: experts' elements are dealt to all data ranks, as dense ones are, of which each has a copy.
+struct OwnedLikeDense : planted::Wrapped {
+  explicit OwnedLikeDense(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {
+    for (Bucket& bucket : buckets())
+      if (of_experts(bucket))
+        bucket.owned = owned_slice(bucket.plan.numel, mesh().all().rank(), mesh().all().size());
+  }
+};
+
+// B18be: dense squares over all ranks, experts' over the copies of the own ones.
+double norm_without_other_experts(const Mesh& mesh, const std::vector<Bucket>& buckets) {
+  double dense = 0, experts = 0;
+  for (const Bucket& bucket : buckets) (of_experts(bucket) ? experts : dense) += owned_squares(bucket);
+  at::Tensor own = at::full({1}, experts, at::kDouble), all = at::full({1}, dense, at::kDouble);
+  mesh.along({"edp"}).all_reduce(own);
+  mesh.all().all_reduce(all);
+  return std::sqrt(own.item<double>() + all.item<double>());
+}
+
 // Experts whose gradient is zero stay as they are, where their weights' decay and their moments go on.
 struct SkipsIdleExperts : planted::WrappedOptimizer {
   using WrappedOptimizer::WrappedOptimizer;
@@ -163,6 +188,31 @@ void add_experts(std::vector<Exhibit>& list) {
                       return std::make_unique<SkipsIdleExperts>(std::move(inner));
                     };
                   }});
+  list.push_back({.id = "B18be",
+                  .title = "experts of other ranks not in the norm",
+                  .mistake = "Squares of experts are summed over the ranks that hold copies of them, and not "
+                             "over ep, whose ranks hold other ones.",
+                  .who = "Norms that leave out the sum over ep that the staged recipe asks for.",
+                  .number = "A norm that is too small by the other ranks' experts, and another one along ep.",
+                  .diagnosis = "norm_of_own_shard",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = expert_problem(world, {});
+                    problem.clipping =
+                        OwnClipping{.norm = [mesh = *problem.mesh](std::vector<Bucket>& buckets, Group&) {
+                          return norm_without_other_experts(mesh, buckets);
+                        }};
+                  }});
+  list.push_back(
+      {.id = "B18ge",
+       .title = "experts under-counted",
+       .mistake = "Each data rank counts its slice of its experts, as it counts one of dense "
+                  "parameters, whose copies count the rest; along ep nobody has a copy.",
+       .who = "Norms that take all data ranks for replicas of every parameter.",
+       .number = "A norm that is too small by most of the experts' squares, the same on all ranks.",
+       .diagnosis = "norm_misses_elements",
+       .plant = plants({.layout = [](auto right, const Grid&) -> std::unique_ptr<DataParallel> {
+         return std::make_unique<OwnedLikeDense>(std::move(right));
+       }})});
   list.push_back(
       {.id = "B22e",
        .title = "a router's loss multiplied by the ranks",

@@ -172,6 +172,12 @@ const std::map<std::string, Plant>& own_plants() {
          const double peers = world.size == 4 ? 2 : world.size;
          divides([peers](const Counted& c) { return c.all * peers; })(p, world, mean);
        }},
+      {"B5p",
+       [](VerifyProblem& p, World& world, Mean mean) {
+         find("B5p")->plant(p, world);
+         const double stages = p.mesh->size({kStageAxis});
+         divides([stages](const Counted& c) { return c.all * stages; })(p, world, mean);
+       }},
       {"B5t",
        [](VerifyProblem& p, World& world, Mean mean) {
          find("B5t")->plant(p, world);

@@ -46,7 +46,8 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
 class OnHybrids : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids,
                          ::testing::Values("B5", "B19", "B20b", "B23", "B8p", "B9p", "B10", "B16p", "B18ap",
-                                           "B18bp", "B18cp", "B18ep"));
+                                           "B18bp", "B18cp", "B18ep", "B5p", "B18ar", "B18fp", "B18be",
+                                           "B18ge"));
 
 TEST_P(OnHybrids, ExhibitsOfTwoAxesAreCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());

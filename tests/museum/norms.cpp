@@ -1,10 +1,18 @@
-// Wrong norms and clips: B18a to B18e. All of them have the right gradient.
+// Wrong norms and clips: B18a to B18f. All of them have the right gradient.
 #include <cmath>
 
 #include "museum/room.hpp"
 
 namespace isograd::museum {
 namespace {
+
+// B18ar: each replica deals the elements to its shards, and all replicas' squares are added up.
+struct OwnedInEachReplica : planted::Wrapped {
+  OwnedInEachReplica(std::unique_ptr<DataParallel> inner_, int shards) : Wrapped(std::move(inner_)) {
+    for (Bucket& bucket : buckets())
+      bucket.owned = owned_slice(bucket.plan.numel, mesh().all().rank() % shards, shards);
+  }
+};
 
 // B18d
 struct NeverClips : planted::WrappedOptimizer {
@@ -32,6 +40,12 @@ double mean_over(Group group, double norm) {
   return sum.item<double>() / group.size();
 }
 
+double largest_over(Group group, double norm) {
+  at::Tensor largest = at::full({1}, norm, at::kDouble);
+  group.all_reduce(largest, ReduceOp::kMax);
+  return largest.item<double>();
+}
+
 void add_norms(std::vector<Exhibit>& list) {
   list.push_back({.id = "B18a",
                   .title = "the norm counts every copy",
@@ -40,6 +54,20 @@ void add_norms(std::vector<Exhibit>& list) {
                   .number = "Norm ratio √k; gradients agree, parameters after a clipped step do not.",
                   .diagnosis = "norm_counts_replicas",
                   .plant = [](VerifyProblem& p, World&) { with_layout<OwnedOnEveryRank>(p); }});
+  list.push_back({.id = "B18ar",
+                  .title = "the norm counts every replica",
+                  .mistake =
+                      "Each replica's shards make up the whole gradient; their squares are summed over "
+                      "the replicas too.",
+                  .who = "Hybrid sharding whose norm is all-reduced over the world: one group for both axes.",
+                  .number = "Norm ratio √R, R the number of replicas; gradients agree, clipped parameters do "
+                            "not.",
+                  .diagnosis = "norm_counts_replicas",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    const int replicas = replicas_of(world.size), shards = world.size / replicas;
+                    with_layout<OwnedInEachReplica>(p, shards);
+                    p.layouts[0].axes = {{"dp_replicate", replicas}, {"dp_shard", shards}};
+                  }});
   list.push_back({.id = "B18b",
                   .title = "the norm of the own shard",
                   .mistake = "Each rank takes the norm of the part it keeps and clips by that.",
@@ -96,6 +124,19 @@ void add_norms(std::vector<Exhibit>& list) {
                        return own;
                      }};
            }});
+  list.push_back({.id = "B18f",
+                  .title = "the largest norm of a shard",
+                  .mistake =
+                      "The norm of the whole is taken to be the maximum over ranks of their parts' norms; "
+                      "that is how the infinity norm goes.",
+                  .who = "An all-reduce with MAX, right for the infinity norm, kept for the 2-norm.",
+                  .number = "A norm that is too small, the same on all ranks, with no constant factor.",
+                  .diagnosis = "norm_of_largest_part",
+                  .plant = [](VerifyProblem& p, World&) {
+                    p.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
+                      return largest_over(group, norm_of_own(buckets));
+                    }};
+                  }});
 }
 
 }  // namespace isograd::museum

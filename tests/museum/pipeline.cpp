@@ -1,5 +1,5 @@
-// Mistakes on the pipeline axis: B8, B9, B10, B16 and B18. A small decoder whose layers lie in stages, beside
-// data ranks where there are ranks for both.
+// Mistakes on the pipeline axis: B5, B8, B9, B10, B16 and B18. A small decoder whose layers lie in stages,
+// beside data ranks where there are ranks for both.
 #include <cmath>
 
 #include "isograd/pipeline_parallel.hpp"
@@ -118,6 +118,21 @@ void lay_in_stages_tied(VerifyProblem& problem, World& world) {
 
 void add_pipeline(std::vector<Exhibit>& list) {
   list.push_back(
+      {.id = "B5p",
+       .title = "tokens counted in every stage",
+       .mistake =
+           "The token count is summed over all ranks, those of other stages too, through which the same "
+           "micro-batches go: each stage has counted them.",
+       .who = "Trainers that split a model into stages under a count over the world.",
+       .number = "Loss and every gradient are 1/pp, the token count in the log is pp times too large.",
+       .diagnosis = "counted_on_peers",
+       .plant = [](VerifyProblem& problem, World& world) {
+         problem = pipeline_problem(world, {}, nullptr);
+         problem.make_normalizer = [stages = grid_of(world.size).size({kStageAxis})] {
+           return std::make_unique<planted::CountsPeers>(stages);
+         };
+       }});
+  list.push_back(
       {.id = "B8p",
        .title = "a pipeline's gradient multiplied, its log right",
        .mistake = "The last stage divides the losses that it collects for the log by the token count; each "
@@ -180,7 +195,7 @@ void add_pipeline(std::vector<Exhibit>& list) {
   list.push_back({.id = "B18bp",
                   .title = "the norm of the own stage",
                   .mistake = "Each stage takes the norm of its own layers and clips by that.",
-                  .who = "clip_grad_norm called on the module of a stage.",
+                  .who = "clip_grad_norm called on the module of a stage: a clip local to it.",
                   .number = "A norm that is too small, and another one in every stage.",
                   .diagnosis = "norm_of_own_shard",
                   .plant = plants({.clipping = [](const Mesh& mesh) {
@@ -197,6 +212,18 @@ void add_pipeline(std::vector<Exhibit>& list) {
                   .plant = plants({.clipping = [](const Mesh& mesh) {
                     return OwnClipping{.norm = [mesh](std::vector<Bucket>& buckets, Group&) {
                       return mean_over(mesh.along({kStageAxis}), norm_of_stage(mesh, buckets));
+                    }};
+                  }})});
+  list.push_back({.id = "B18fp",
+                  .title = "the maximum over stages",
+                  .mistake = "Each stage has its own norm, and the largest of them is taken for that of the "
+                             "model; the squares should be summed.",
+                  .who = "An all-reduce with MAX over the pipeline's ranks, so that all stages clip alike.",
+                  .number = "A norm that is too small, the same on all ranks, with no constant factor.",
+                  .diagnosis = "norm_of_largest_part",
+                  .plant = plants({.clipping = [](const Mesh& mesh) {
+                    return OwnClipping{.norm = [mesh](std::vector<Bucket>& buckets, Group&) {
+                      return largest_over(mesh.along({kStageAxis}), norm_of_stage(mesh, buckets));
                     }};
                   }})});
   list.push_back(

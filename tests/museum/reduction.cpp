@@ -92,11 +92,11 @@ struct NeverReduces : Wrapped {
   void finish_reduction() override {}
 };
 
+}  // namespace
+
 int replicas_of(int ranks) {
   return ranks % 2 == 0 && ranks > 2 ? 2 : ranks;
 }
-
-}  // namespace
 
 void add_reduction(std::vector<Exhibit>& list) {
   list.push_back({.id = "B14",

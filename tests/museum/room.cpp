@@ -277,14 +277,20 @@ const std::vector<ExhibitClass>& shared_classes() {
        "parts that stay on their ranks: of whole gradients, of a tied embedding's ends, of norms, of copied "
        "key heads"},
       {"counted_on_peers",
-       {"B5", "B5t"},
+       {"B5", "B5p", "B5t"},
        "peers that count what another has counted: the axis is another one"},
       {"norm_counts_replicas",
-       {"B18a", "B18ap", "B18at"},
-       "copies counted: of all elements, of those that tp copies, of an embedding in two stages"},
+       {"B18a", "B18ap", "B18ar", "B18at"},
+       "copies counted: of all elements, by each replica of shards, of those that tp copies, of an embedding "
+       "in two stages"},
       {"norm_of_own_shard",
-       {"B18b", "B18bp", "B18bt"},
-       "a part's norm: of a shard, of the rows that tp gives a rank, of a stage"},
+       {"B18b", "B18be", "B18bp", "B18bt"},
+       "a part's norm: of a shard, of the own experts beside what is dense, of the rows that tp gives a "
+       "rank, "
+       "of a stage"},
+      {"norm_of_largest_part",
+       {"B18f", "B18fp", "B18ft"},
+       "a maximum where squares are summed: over shards, stages, or tensor-parallel ranks"},
       {"norms_averaged", {"B18c", "B18cp"}, "norms of parts averaged: of shards, or of stages"},
       {"groups_clipped_apart",
        {"B18e", "B18ep"},

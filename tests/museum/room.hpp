@@ -111,6 +111,11 @@ struct SumsAgain : planted::Wrapped {
 double norm_of_own(const std::vector<Bucket>& buckets);
 // B18c: the mean of what ranks call their norm.
 double mean_over(Group group, double norm);
+// B18f: the largest of them.
+double largest_over(Group group, double norm);
+
+// Of a hybrid of replicas and shards on so many ranks: two replicas, where that leaves shards.
+int replicas_of(int ranks);
 
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>

@@ -85,7 +85,9 @@ void add_tensor(std::vector<Exhibit>& list) {
   list.push_back(
       {.id = "B18at",
        .title = "the norm counts every tensor-parallel copy",
-       .mistake = "Squares are summed over all ranks, those of norm weights too, of which each has a copy.",
+       .mistake =
+           "Squares are summed over all ranks, those of norm weights too, of which each has a copy: they "
+           "count tp times.",
        .who = "Norms taken over the world when some parameters are cut and others copied.",
        .number = "A norm that is too large by the copies' share; gradients agree, clipped parameters do not.",
        .diagnosis = "norm_counts_replicas",
@@ -102,6 +104,20 @@ void add_tensor(std::vector<Exhibit>& list) {
                     problem = tensor_problem(world, {});
                     problem.clipping = OwnClipping{
                         .norm = [](std::vector<Bucket>& buckets, Group&) { return norm_of_own(buckets); }};
+                  }});
+  list.push_back({.id = "B18ft",
+                  .title = "the largest norm of rows",
+                  .mistake =
+                      "The maximum over tensor-parallel ranks of their own parts' norms is taken for the "
+                      "norm of the whole.",
+                  .who = "An all-reduce with MAX over the ranks that hold a model together.",
+                  .number = "A norm that is too small, the same on all ranks, with no constant factor.",
+                  .diagnosis = "norm_of_largest_part",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = tensor_problem(world, {});
+                    problem.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
+                      return largest_over(group, norm_of_own(buckets));
+                    }};
                   }});
   list.push_back(
       {.id = "B21",
