@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "comm/gradient_place.hpp"
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
@@ -95,15 +96,19 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
       const at::Tensor dy = gradients[i].contiguous();
       const bool first_use = !dx.defined();
       if (ctx->needs_input_grad(0) && first_use) dx = at::empty(x.sizes(), x.options());
-      at::Tensor dweight;
-      if (ctx->needs_input_grad(1 + i)) dweight = at::empty(weight.sizes(), weight.options());
+      differentiable::GradientPlace::Taken place;
+      if (ctx->needs_input_grad(1 + i)) place = differentiable::take_gradient_place(weight);
+      at::Tensor dweight = place.memory;
+      if (ctx->needs_input_grad(1 + i) && !dweight.defined())
+        dweight = at::empty(weight.sizes(), weight.options());
       for_groups(begin, [&](std::int64_t group, std::int64_t first, std::int64_t rows) {
         const at::Tensor own = dy.narrow(0, first, rows);
         if (dx.defined()) multiply_into(dx.narrow(0, first, rows), own, weight[group].t(), !first_use);
-        if (dweight.defined()) multiply_into(dweight[group], own.t(), x.narrow(0, first, rows).t());
+        if (dweight.defined())
+          multiply_into(dweight[group], own.t(), x.narrow(0, first, rows).t(), place.adds);
       });
       // An expert without tokens has a gradient of zero, as on one process.
-      for (std::size_t group = 0; dweight.defined() && group + 1 < begin.size(); ++group)
+      for (std::size_t group = 0; dweight.defined() && !place.adds && group + 1 < begin.size(); ++group)
         if (begin[group] == begin[group + 1]) dweight[static_cast<std::int64_t>(group)].zero_();
       results[1 + i] = dweight;
     }

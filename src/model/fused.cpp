@@ -2,11 +2,11 @@
 
 #include <ATen/Parallel.h>
 
-#include "comm/gradient_place.hpp"
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/rows.hpp"
+#include "model/weight_gradient.hpp"
 
 namespace isograd {
 namespace {
@@ -181,17 +181,6 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
 };
 
 // `biases` holds those there are, in order. The gradient of x is summed inside the products.
-// dyᵀ x, where the parameter's gradient is kept if it can be computed there: in fp32 and fp64 by the BLAS,
-// which writes to memory that is there already.
-at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) {
-  const auto type = dy.scalar_type();
-  if ((type != at::kFloat && type != at::kDouble) || weight.scalar_type() != type)
-    return product(dy.t(), x.t());
-  auto [memory, adds] = differentiable::take_gradient_place(weight);
-  if (!memory.defined()) return at::mm(dy.t(), x);
-  return adds ? memory.addmm_(dy.t(), x) : at::mm_out(memory, dy.t(), x);
-}
-
 class Linears : public torch::autograd::Function<Linears> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,

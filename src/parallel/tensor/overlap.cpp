@@ -9,6 +9,7 @@
 #include "comm/anchor.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
+#include "model/weight_gradient.hpp"
 
 namespace isograd {
 namespace {
@@ -123,7 +124,7 @@ struct EnterLinears final : torch::autograd::Function<EnterLinears> {
     }
     for (std::size_t i = 0; i < n; ++i) {
       if (dy[i].defined() && context->needs_input_grad(kFirst + i))
-        results[kFirst + i] = product(dy[i].t(), whole.t());
+        results[kFirst + i] = weight_gradient(dy[i], whole, saved[1 + i]);
       if (has_bias[i] != 0) {
         const bool wanted = dy[i].defined() && context->needs_input_grad(results.size());
         results.push_back(wanted ? dy[i].sum(0) : at::Tensor());
@@ -175,11 +176,11 @@ struct LinearLeaveCut final : torch::autograd::Function<LinearLeaveCut> {
     Pending pending = seam.tp.all_gather_rows_async(dy, own, seam.rows);
     variable_list results(4);
     const bool wanted = context->needs_input_grad(2);
-    if (wanted) results[2] = product(own.t(), seam.own().of(x).t());
+    if (wanted) results[2] = weight_gradient(own, seam.own().of(x), weight);
     pending.wait();
     if (wanted)
       for (const Span& span : seam.others())
-        results[2] = product(span.of(dy).t(), span.of(x).t(), results[2]);
+        multiply_into(results[2], span.of(dy).t(), span.of(x).t(), /*adds=*/true);
     if (context->needs_input_grad(0)) results[0] = product(dy, weight.t());
     return results;
   }
