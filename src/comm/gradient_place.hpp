@@ -10,7 +10,7 @@ namespace isograd::differentiable {
 class GradientPlace : public torch::autograd::PostAccumulateGradHook {
  public:
   struct Taken {
-    at::Tensor memory{};  // of the parameter's shape; undefined: not to be had
+    at::Tensor memory{};  // of the parameter's shape and type; undefined: not to be had
     bool adds = false;    // it has the sum of earlier gradients, to which this one is to be added
   };
   // Whoever is given the memory returns it from its backward as the parameter's gradient: autograd then keeps

@@ -51,7 +51,7 @@ void SlotGradients::arrived(std::size_t slot, const at::Tensor& parameter) {
 
 differentiable::GradientPlace::Taken SlotGradients::take(std::size_t slot, const at::Tensor& parameter) {
   Place& place = places_[slot];
-  if (place.taken) return {};
+  if (place.taken || memory_.scalar_type() != parameter.scalar_type()) return {};
   if (place.written && !is_slot_view(parameter.grad(), memory_, place.slot)) refuse_lost(place);
   place.taken = true;
   at::Tensor(parameter).mutable_grad() = at::Tensor();

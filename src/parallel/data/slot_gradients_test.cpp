@@ -134,6 +134,23 @@ TEST(SlotGradients, AreLeftAloneByGradientsForACaller) {
     EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12));
 }
 
+// Gradients of bf16 parameters are added up in fp32: what is computed in bf16 has no place there.
+TEST(SlotGradients, OfAnotherTypeAreNotComputedInPlace) {
+  const at::Tensor w = sines({3, 4}, 0).detach().to(at::kBFloat16).requires_grad_(true);
+  const at::Tensor x = at::full({6, 4}, 0.5, at::kBFloat16);
+  const auto layout = bucketed(numbered({w}), Group::solo(), {});
+  in_place = 0;
+  layout->zero_gradients();
+  for (int i = 0; i < 3; ++i) {
+    layout->begin_backward(i == 2);
+    Product::apply(x, w).sum().backward();
+  }
+  layout->finish_reduction();
+  EXPECT_EQ(in_place, 0);
+  EXPECT_EQ(layout->views()[0].gradient.scalar_type(), at::kFloat);
+  EXPECT_TRUE(layout->views()[0].gradient.equal(at::full({3, 4}, 9.f)));
+}
+
 // A planted mistake: the place is taken, and what was there before is not added to.
 TEST(SlotGradients, APlaceThatIsOverwrittenIsSeen) {
   struct Overwrites : torch::autograd::Function<Overwrites> {
