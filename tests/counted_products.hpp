@@ -10,14 +10,15 @@
 
 namespace isograd {
 
-// Matrix products made by all threads while it lives, by at::mm and at::addmm: in fp64 there are no others.
+// Matrix products made by all threads while it lives, by at::mm, at::addmm and addmm_(): in fp64 there are no
+// others.
 class CountedProducts {
  public:
   CountedProducts() {
     count = 0;
     handle_ = at::addGlobalCallback(at::RecordFunctionCallback([](const at::RecordFunction& called)
                                                                    -> std::unique_ptr<at::ObserverContext> {
-                                      for (const char* name : {"aten::mm", "aten::addmm"})
+                                      for (const char* name : {"aten::mm", "aten::addmm", "aten::addmm_"})
                                         if (std::strcmp(called.name(), name) == 0) ++count;
                                       return nullptr;
                                     }).scopes({at::RecordScope::FUNCTION}));
