@@ -74,8 +74,12 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
   Layout layout(mesh, stage_placements(model, mesh.grid(), rank_of_stage, std::move(others)));
   if (pipeline->stages() == 1) return layout;
   const at::NoGradGuard no_grad;
+  at::Tensor held;  // any one: where it lies is where the stage computes
   for (auto [name, tensor] : model.named())
-    if (!layout.parameter(name).held) tensor.set_data(at::empty({0}, tensor.options()));
+    if (layout.parameter(name).held)
+      held = tensor;
+    else
+      tensor.set_data(at::empty({0}, tensor.options()));
   ModelSeams seams = model.seams();
   seams.stages = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
     std::vector<ModelSeams::Stage> stages;
@@ -92,9 +96,9 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
   const auto turn_to = [pipeline](const ModelSeams::Stage& stage) {
     if (!pipeline->in_step()) pipeline->look_at(stage.index);
   };
-  seams.receive = [pipeline, turn_to, hidden = model.config().hidden](const ModelSeams::Stage& stage) {
+  seams.receive = [pipeline, turn_to, held, hidden = model.config().hidden](const ModelSeams::Stage& stage) {
     turn_to(stage);
-    return pipeline->receive({-1, hidden});
+    return pipeline->receive({-1, hidden}).to(held.device());
   };
   seams.pass_on = [pipeline, turn_to](const ModelSeams::Stage& stage, const at::Tensor& stream) {
     turn_to(stage);
