@@ -84,7 +84,8 @@ at::Tensor slot_view(const at::Tensor& flat, const Slot& slot) {
 }
 
 bool is_slot_view(const at::Tensor& tensor, const at::Tensor& flat, const Slot& slot) {
-  if (!tensor.defined() || tensor.scalar_type() != flat.scalar_type() || tensor.sizes() != slot.shape)
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.scalar_type() != flat.scalar_type() ||
+      tensor.sizes() != slot.shape)
     return false;
   if (slot.numel == 0) return true;
   const auto* place = static_cast<const char*>(flat.const_data_ptr()) + slot.offset * flat.element_size();

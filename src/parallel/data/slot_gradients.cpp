@@ -37,7 +37,8 @@ void SlotGradients::forget(const std::vector<NamedParameter>& parameters) {
 void SlotGradients::arrived(std::size_t slot, const at::Tensor& parameter) {
   Place& place = places_[slot];
   const at::Tensor& gradient = parameter.grad();
-  const bool replaces = !place.written || place.taken;  // and does not add to what is there
+  if (!gradient.defined() && !place.written && !place.taken) return;  // a backward without one: nothing yet
+  const bool replaces = !place.written || place.taken;                // and does not add to what is there
   if (!is_slot_view(gradient, memory_, place.slot)) {
     if (!replaces || !gradient.defined() || gradient.requires_grad()) refuse_lost(place);
     const at::NoGradGuard no_grad;

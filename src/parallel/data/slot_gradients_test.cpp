@@ -134,6 +134,25 @@ TEST(SlotGradients, AreLeftAloneByGradientsForACaller) {
     EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12));
 }
 
+// As embeddings give them: the first one sparse, or none.
+TEST(SlotGradients, MayBeSparseOrMissing) {
+  const at::Tensor table = sines({5, 3}, 0);
+  const at::Tensor rows = at::tensor({1, 3, 1}, at::kLong);
+  const auto layout = bucketed(numbered({table}), Group::solo(), {});
+  for (int step = 0; step < 2; ++step) {
+    layout->zero_gradients();
+    for (int i = 0; i < 3; ++i) {
+      layout->begin_backward(i == 2);
+      const at::Tensor values = at::embedding(table, rows, -1, false, /*sparse=*/i != 1);
+      if (i > 0 || step == 0) (values.exp().sum() * (i + 1)).backward();
+    }
+    layout->finish_reduction();
+    const at::Tensor plain = sines({5, 3}, 0);
+    (at::embedding(plain, rows).exp().sum() * (step == 0 ? 6 : 5)).backward();
+    EXPECT_TRUE(layout->views()[0].gradient.allclose(plain.grad(), 1e-12, 1e-12));
+  }
+}
+
 // Gradients of bf16 parameters are added up in fp32: what is computed in bf16 has no place there.
 TEST(SlotGradients, OfAnotherTypeAreNotComputedInPlace) {
   const at::Tensor w = sines({3, 4}, 0).detach().to(at::kBFloat16).requires_grad_(true);
