@@ -6,32 +6,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
 
-#include "isograd/error.hpp"
+#include "base/pattern.hpp"
+#include "base/refuse.hpp"
 #include "isograd/norm.hpp"
 
 namespace isograd {
 namespace {
 
-// Whether the pattern, with * for any text, is the whole name.
-bool fits(std::string_view pattern, std::string_view name) {
-  if (pattern.empty()) return name.empty();
-  if (pattern[0] == '*') {
-    for (std::size_t skipped = 0; skipped <= name.size(); ++skipped)
-      if (fits(pattern.substr(1), name.substr(skipped))) return true;
-    return false;
-  }
-  return !name.empty() && name[0] == pattern[0] && fits(pattern.substr(1), name.substr(1));
-}
-
-[[noreturn]] void refuse(const std::string& found, const std::string& expected, const std::string& action) {
-  throw ConfigError({.where = "clip groups", .found = found, .expected = expected, .action = action});
-}
-
 void check_limit(const std::string& pattern, double limit) {
   if (std::isfinite(limit) && limit >= 0) return;
-  refuse(fmt::format("the limit {} of {}", limit, pattern), "a number, 0 for no clip",
+  refuse("clip groups", fmt::format("the limit {} of {}", limit, pattern), "a number, 0 for no clip",
          "Give it a limit of 0 or more");
 }
 
@@ -55,7 +40,8 @@ ClipsGroups::ClipsGroups(std::unique_ptr<Optimizer> inner, std::vector<ClipGroup
     const auto same = [&](const ClipGroup& group) { return group.pattern == pattern; };
     if (pattern.empty() ||
         std::any_of(groups_.begin(), groups_.begin() + static_cast<std::ptrdiff_t>(i), same))
-      refuse(pattern.empty() ? std::string("an empty pattern") : fmt::format("{}, given twice", pattern),
+      refuse("clip groups",
+             pattern.empty() ? std::string("an empty pattern") : fmt::format("{}, given twice", pattern),
              "patterns of parameters' names, each once", "Leave it out");
   }
   groups_.push_back({.pattern = "others", .max_norm = others});
@@ -63,8 +49,8 @@ ClipsGroups::ClipsGroups(std::unique_ptr<Optimizer> inner, std::vector<ClipGroup
 
 int ClipsGroups::group_of(const std::string& name) const {
   const auto last = groups_.end() - 1;
-  const auto own =
-      std::find_if(groups_.begin(), last, [&](const ClipGroup& group) { return fits(group.pattern, name); });
+  const auto own = std::find_if(groups_.begin(), last,
+                                [&](const ClipGroup& group) { return matches(group.pattern, name); });
   return static_cast<int>(own - groups_.begin());
 }
 
@@ -76,7 +62,8 @@ void ClipsGroups::check_patterns(const std::vector<Bucket>& buckets) {
   if (all_.size() > 1) all_.all_reduce(held);
   for (std::size_t i = 0; i + 1 < groups_.size(); ++i)
     if (held[static_cast<std::int64_t>(i)].item<std::int64_t>() == 0)
-      refuse(fmt::format("{}, which fits no parameter that an earlier pattern does not have",
+      refuse("clip groups",
+             fmt::format("{}, which fits no parameter that an earlier pattern does not have",
                          groups_[i].pattern),
              "patterns of names such as model.layers.0.mlp.up_proj.weight", "Change it, or leave it out");
   checked_ = true;

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/paths.hpp"
+#include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "isograd/tensor_parallel.hpp"
 
@@ -14,15 +15,6 @@ namespace isograd {
 namespace {
 
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-bool matches(std::string_view pattern, std::string_view name) {
-  if (pattern.empty()) return name.empty();
-  if (pattern[0] != '*')
-    return !name.empty() && name[0] == pattern[0] && matches(pattern.substr(1), name.substr(1));
-  for (std::size_t skipped = 0; skipped <= name.size(); ++skipped)
-    if (matches(pattern.substr(1), name.substr(skipped))) return true;
-  return false;
-}
 
 [[noreturn]] void refuse_rule(const CutRule& rule, std::string found, std::string expected,
                               std::string action) {
