@@ -75,10 +75,11 @@ struct LayoutUnderTest {
   // Instead of `make`, for layouts that need more than the trainable parameters.
   std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
   std::vector<Axis> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
-  // Bytes that a rank should send for gradients and parameters in a step, for this many elements (with the
-  // padding of their flat storage) and rounds of micro-batches, in the given precision; not given: not
-  // claimed.
-  std::function<double(std::int64_t numel, std::int64_t rounds, at::ScalarType dtype)> traffic{};
+  // Bytes that this rank should send for gradients and parameters in a step of so many rounds of
+  // micro-batches in the given precision, of the layout that was made: with the padding of its flat storage,
+  // and without, as not every layout sends that. {0, 0} or not given: not claimed.
+  std::function<std::pair<double, double>(DataParallel& layout, std::int64_t rounds, at::ScalarType dtype)>
+      traffic{};
   // The same step with all ranks along this axis and the others of size 1, this layout being the only one,
   // for experiments; null where that is impossible. Called on every rank, with the same answer.
   std::function<std::shared_ptr<VerifyProblem>(const std::string& axis)> along{};

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "isograd/fully_shard.hpp"
+#include "train/traffic.hpp"
 
 namespace isograd {
 namespace {
@@ -162,7 +163,8 @@ std::string symbols(const DataParallelPlan& plan) {
   return text;
 }
 
-std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group, bool cut) {
+std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
+                         DataParallel& layout, Group& group) {
   const Outcome::Sent to_experts = use.to_experts.value_or(Outcome::Sent{});
   const at::Tensor own =
       at::tensor({use.kept.parameters, use.kept.gradients, use.kept.master, use.kept.state, use.other,
@@ -184,10 +186,15 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Gro
     add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]}, megabytes(static_cast<double>(at[4])),
         megabytes(static_cast<double>(at[5])), megabytes(static_cast<double>(at[6])));
   }
-  add("formula", persistent_bytes(plan), "", "", cut ? "" : megabytes(traffic_bytes(plan).total()));
+  const TrafficBytes sent =
+      traffic_bytes(plan, summed_elements(layout, true), layout.mesh().grid(), sharded_axes(config));
+  // How often a stage of a pipeline gathers what stays whole depends on the schedule.
+  const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
+  add("formula", persistent_bytes(plan), "", "", by_schedule ? "" : megabytes(sent.total()));
   text += kept_by_formula(plan);
   // Along tp parameters of one rank are summed over different ranks.
-  text += cut ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
+  text +=
+      config.parallel.tp > 1 ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
   text += ", " + symbols(plan);
   if (use.to_experts) {
     text += "\nto other ranks' experts and back, with gradients, bytes sent (and by formula):";

@@ -78,8 +78,9 @@ ElementBytes element_bytes(at::ScalarType parameters, int states);
 std::string kept_by_formula(const DataParallelPlan& plan);
 std::string symbols(const DataParallelPlan& plan);
 
-// The table of `isograd train --memory`, a line for each rank, then the formulas: with `cut`, of a model that
-// ranks hold together, those of rank 0's part, and none of what is sent. Collective; the text is on rank 0.
-std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, Group& group, bool cut);
+// The table of `isograd train --memory`, a line for each rank, then the formulas, of a model that ranks hold
+// together along tp those of rank 0's part. Collective; the text is on rank 0.
+std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
+                         DataParallel& layout, Group& group);
 
 }  // namespace isograd

@@ -363,8 +363,7 @@ struct Trainer::Impl {
     std::vector<Showing::Picture> stages;
     if (const Pipeline* pipeline = model->pipeline())
       stages = show_stages(*pipeline, *mesh, config.run.directory);
-    const std::string bytes =
-        memory ? memory_table(memory->use(), plan(), world.group, config.parallel.tp > 1) : "";
+    const std::string bytes = memory ? memory_table(memory->use(), plan(), config, *layout, world.group) : "";
     Showing showing;
     const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
     if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them

@@ -271,10 +271,8 @@ std::vector<std::string> LayoutRun::differing_buffers() {
   return differing;
 }
 
-std::int64_t LayoutRun::numel() {
-  std::int64_t sum = 0;
-  for (const Bucket& bucket : layout_->buckets()) sum += bucket.plan.numel;
-  return sum;
+DataParallel& LayoutRun::layout() {
+  return *layout_;
 }
 
 void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64_t>& initial,

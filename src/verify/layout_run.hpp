@@ -52,7 +52,7 @@ class LayoutRun {
   // Collective over the group.
   RecordedStep step(const MicroBatches& local);
   std::vector<at::Tensor> parameters();  // copies on the CPU, whole
-  std::int64_t numel();                  // of the flat storage, with its padding
+  DataParallel& layout();
   // Names of the model's buffers that are not the same on all ranks by now. Collective.
   std::vector<std::string> differing_buffers();
 

@@ -220,6 +220,7 @@ MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, V
   ProposedMeshes proposed = propose_meshes(config, ranks, heads);
   MeshesTried meshes;
   meshes.left = std::move(proposed.left), meshes.refused = std::move(proposed.refused);
+  std::vector<std::string> ended;  // in an error, without a verdict on any layout
   for (const MeshChoice& mesh : proposed.run) {
     Verdict own;
     try {
@@ -239,7 +240,15 @@ MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, V
     meshes.tried.push_back(std::move(one));
     for (Finding& finding : own.findings) finding.sentence = mesh.name + ": " + finding.sentence;
     for (std::string& statement : own.diagnosis) statement = mesh.name + ": " + statement;
-    join(verdict, std::move(own));
+    if (own.layouts.empty())
+      std::move(own.diagnosis.begin(), own.diagnosis.end(), std::back_inserter(ended));
+    else
+      join(verdict, std::move(own));
+  }
+  if (!ended.empty()) {
+    verdict.passed = false;
+    verdict.ranks = ranks;
+    std::move(ended.begin(), ended.end(), std::back_inserter(verdict.diagnosis));
   }
   meshes.admissible = static_cast<std::int64_t>(meshes.tried.size() + meshes.left.size());
   meshes.guilty = guilty_axes(meshes.tried);

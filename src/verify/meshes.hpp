@@ -41,8 +41,9 @@ using Heads = std::pair<std::int64_t, std::int64_t>;
 ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads,
                               std::size_t most = kMostMeshes);
 
-// Runs what is proposed, in order, and adds each verdict to `verdict`. What is refused only when it is made
-// counts as not admissible. Collective, as `verify_mesh` is; rank 0's MeshesTried is complete.
+// Runs what is proposed, in order, and adds each verdict to `verdict`. What `verify_mesh` refuses by a
+// ConfigError counts as not admissible; a verdict without layouts, on a step that ended in an error, fails
+// all. Collective, as `verify_mesh` is; rank 0's MeshesTried is complete.
 MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, Verdict& verdict,
                        const std::function<Verdict(const MeshChoice&)>& verify_mesh);
 

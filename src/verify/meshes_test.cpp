@@ -9,6 +9,7 @@
 #include <set>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "train/trainer_testing.hpp"
 #include "verify/present.hpp"
 #include "verify/run.hpp"
@@ -173,6 +174,36 @@ TEST_F(MeshesVerified, TheRightOnesAreProved) {
   EXPECT_EQ(verdict.layouts.size(), 5u);
   EXPECT_THAT(verdict.meshes.guilty, IsEmpty());
   EXPECT_THAT(to_text(verdict), HasSubstr("5 of 5 that are possible were run, 5 of these are proved"));
+}
+
+// A mesh that cannot be made of this model is no failure; one that was made and then cannot make its step is.
+TEST_F(MeshesVerified, AnErrorInAStepIsNoRefusal) {
+  for (const bool made : {false, true}) {
+    const Verdict verdict = on(2, [made](VerifyProblem& problem, World&) {
+      problem.make_model = [make = problem.make_model, made](at::ScalarType dtype) {
+        VerifyModel model = make(dtype);
+        if (!model.cut || !model.loss_terms) return model;  // not cut, or a stage of a pipeline
+        const auto along_tp = std::make_shared<bool>(false);
+        model.cut = [cut = model.cut, along_tp, made](const Mesh& mesh) {
+          *along_tp = mesh.size({"tp"}) > 1;
+          if (*along_tp && !made) refuse("the planted model", "tp 2", "no tp", "Take it off");
+          return cut(mesh);
+        };
+        model.loss_terms = [loss = model.loss_terms, along_tp](const Batch& batch) {
+          if (*along_tp) refuse("the planted step", "tp 2", "no tp", "Take it off");
+          return loss(batch);
+        };
+        return model;
+      };
+    });
+    EXPECT_EQ(verdict.passed, !made) << to_text(verdict);
+    EXPECT_EQ(verdict.meshes.tried.size(), made ? 5u : 4u);
+    EXPECT_EQ(std::ranges::count_if(verdict.meshes.tried, [](const One& one) { return one.failed > 0; }),
+              made);
+    EXPECT_THAT(to_text(verdict), HasSubstr(made ? "its step ended in an error" : "the planted model: tp 2"));
+    EXPECT_EQ(verdict.meshes.guilty.size(), made ? 1u : 0u);
+    EXPECT_THAT(to_text(verdict), ::testing::Conditional(made, HasSubstr("wrong along tp"), Not(HasSubstr("wrong along"))));
+  }
 }
 
 TEST_F(MeshesVerified, TwoAxesThatAreWrongTogetherAreNamed) {

@@ -3,8 +3,6 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
-#include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -13,8 +11,6 @@
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/plan.hpp"
-#include "layout/flat.hpp"
-#include "parallel/data/unit_handle.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/peers.hpp"
@@ -24,6 +20,7 @@
 #include "verify/layouts.hpp"
 #include "verify/meshes.hpp"
 #include "verify/replicas.hpp"
+#include "verify/traffic.hpp"
 
 namespace isograd {
 namespace {
@@ -35,69 +32,21 @@ std::vector<Axis> used_axes(const Grid& grid) {
   return axes;
 }
 
-// What ZeRO-3 gathers: elements of all units and of the root alone, with the padding of their flat storage.
-// Counted here and not asked of the layout, because the layout is what is checked.
-struct Gathered {
-  std::int64_t all = 0, root = 0;
-};
-
-// Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that forward
-// uses several times.
-std::optional<Gathered> gathered_by(const VerifyModel& model, int shards) {
-  const auto& blocks = model.units->blocks;
-  std::map<const c10::TensorImpl*, std::vector<std::size_t>> units_of;  // blocks from 1
-  std::set<const void*> seen;
-  for (std::size_t block = 0; block < blocks.size(); ++block) {
-    if (!seen.insert(blocks[block].binding().get()).second) return std::nullopt;
-    for (const at::Tensor& tensor : blocks[block].binding()->parameters()) {
-      auto& own = units_of[tensor.unsafeGetTensorImpl()];
-      if (own.empty() || own.back() != block + 1) own.push_back(block + 1);
-    }
-  }
-  std::vector<std::vector<NamedParameter>> units(blocks.size() + 1);
-  for (const auto& [name, tensor] : model.named)
-    if (!tensor.requires_grad()) return std::nullopt;
-  for (const NamedParameter& parameter : trainable_parameters(model.named)) {
-    const auto own = units_of.find(parameter.tensor.unsafeGetTensorImpl());
-    // What several blocks have belongs to the root.
-    units[own != units_of.end() && own->second.size() == 1 ? own->second[0] : 0].push_back(parameter);
-  }
-  Gathered gathered;
-  for (const auto& unit : units) {
-    for (BucketPlan& plan : plan_buckets(unit, std::numeric_limits<std::int64_t>::max())) {
-      pad_for(plan, shards);
-      gathered.all += plan.numel;
-    }
-    if (&unit == &units.front()) gathered.root = gathered.all;
-  }
-  return gathered;
-}
-
-// What the plan says of gradients and parameters. 0: not claimed.
-double traffic_of(const RunConfig& chosen, const Group& group, std::int64_t numel,
-                  const std::optional<Gathered>& gathered, std::int64_t rounds, at::ScalarType dtype) {
-  const bool units = stage_of(chosen.parallel.strategy) == 3;
-  if (units && !gathered) return 0;
-  DataParallelPlan plan = make_plan(chosen, units ? gathered->all : numel, group);
-  plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
-  plan.micro_batches = rounds;
-  if (units) plan.whole = chosen.parallel.reshard_after_forward ? gathered->root : gathered->all;
-  return traffic_bytes(plan).total();
-}
-
 LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, const std::string& suffix,
                           World& world, at::Device device, const MakeMesh& make_mesh) {
   const RunConfig chosen = choice.in(config);
-  const auto gathered = std::make_shared<std::optional<Gathered>>();  // by the layout made last
+  // By the layout made last.
+  const auto gathered = std::make_shared<std::optional<std::vector<SummedElements>>>();
   return {.name = choice.text() + suffix,
           .make = nullptr,
           .make_from_model =
               [chosen, &world, gathered, device, make_mesh](const VerifyModel& model, const Group& group) {
                 if (group.size() == world.size) {
-                  if (!model.placed) *gathered = gathered_by(model, make_plan(chosen, 0, group).shards);
-                  return make_layout(chosen, model.named, *model.units,
-                                     make_mesh(world, grid_of(chosen, world.size)), model.placed.get(), {},
-                                     device);
+                  const Mesh mesh = make_mesh(world, grid_of(chosen, world.size));
+                  // How often a stage of a pipeline gathers what stays whole depends on the schedule.
+                  if (chosen.parallel.pp == 1)
+                    *gathered = gathered_by(model, chosen, mesh.grid(), world.rank);
+                  return make_layout(chosen, model.named, *model.units, mesh, model.placed.get(), {}, device);
                 }
                 World fewer;  // in an experiment: one replica, whole samples
                 fewer.rank = group.rank();
@@ -112,8 +61,8 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
               },
           .axes = used_axes(grid_of(chosen, world.size)),
           .traffic =
-              [chosen, &world, gathered](std::int64_t numel, std::int64_t rounds, at::ScalarType dtype) {
-                return traffic_of(chosen, world.group, numel, *gathered, rounds, dtype);
+              [chosen, &world, gathered](DataParallel& layout, std::int64_t rounds, at::ScalarType dtype) {
+                return traffic_by_plan(chosen, world.group, layout, *gathered, rounds, dtype);
               }};
 }
 
@@ -246,11 +195,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device, meshes.layouts));
-  if (held_together(config)) {
-    problem.mesh = *mesh;
-    // What crosses tp, ep or pp is in no plan yet.
-    for (LayoutUnderTest& layout : problem.layouts) layout.traffic = {};
-  }
+  if (held_together(config)) problem.mesh = *mesh;
   if (problem.loss.global) {
     // Its forward is a collective of all ranks: no experiment on fewer or other ones, no claim of traffic.
     for (LayoutUnderTest& layout : problem.layouts) layout.axes.clear(), layout.traffic = {};
@@ -336,18 +281,39 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const std::unique_ptr<const Task> task = make_task(config, world.group)->repeatable(nullptr);
   const auto choices = chosen_layouts(config, layouts, world);
   const auto verify_cut = [&](const RunConfig& cut, const std::vector<LayoutChoice>& on,
-                              const std::string& suffix) {
-    return verify_step(task->under(cut), world, fresh_models, on, followed, suffix);
+                              const std::string& suffix, const ChangeProblem& own) {
+    return verify_step(task->under(cut), world, fresh_models, on, own, suffix);
   };
   const TaskKind& kind = kind_of(config);
   std::vector<RunConfig> cuts = {config};
   if (asked(kAllLayouts)) cuts = kind.accumulations(config, world.size);
   Verdict verdict;
   for (std::size_t i = 0; i < cuts.size() && !choices.empty(); ++i)
-    join(verdict, verify_cut(cuts[i], choices, i == 0 ? "" : " " + kind.accumulation_text(cuts[i])));
+    join(verdict,
+         verify_cut(cuts[i], choices, i == 0 ? "" : " " + kind.accumulation_text(cuts[i]), followed));
   if (asked(kAllMeshes))
     verdict.meshes = try_meshes(config, world.size, task->heads(), verdict, [&](const MeshChoice& mesh) {
-      return verify_cut(mesh.config, {{.strategy = config.parallel.strategy}}, " on " + mesh.name);
+      // Until its layout is made, a mesh may be refused for this model or batch.
+      bool made = false;
+      const ChangeProblem watched = [&](VerifyProblem& problem, World& own) {
+        followed(problem, own);
+        for (LayoutUnderTest& layout : problem.layouts)
+          layout.make_from_model = [&made, make = layout.make_from_model](const VerifyModel& model,
+                                                                          Group group) {
+            auto result = make(model, std::move(group));
+            made = true;
+            return result;
+          };
+      };
+      try {
+        return verify_cut(mesh.config, {{.strategy = config.parallel.strategy}}, " on " + mesh.name, watched);
+      } catch (const ConfigError& error) {
+        if (!made) throw;
+        Verdict ended;
+        ended.passed = false;
+        ended.diagnosis = {fmt::format("its step ended in an error: {}", error.what())};
+        return ended;
+      }
     });
   return verdict;
 }

@@ -1,6 +1,7 @@
 // Bytes moved by configured runs are those of the plan's formula, and what moves more is found.
 #include <gmock/gmock.h>
 
+#include "full_tests.hpp"
 #include "train/video_testing.hpp"
 #include "verify/run.hpp"
 
@@ -32,6 +33,13 @@ class Traffic : public testing_runs::TinyVideos {
     return config;
   }
 };
+
+void with_experts(RunConfig& config) {
+  config.model.shape.family = "qwen3_moe";
+  config.model.shape.query_key_norm = true;
+  config.model.shape.experts.count = 5;
+  config.model.shape.experts.feed_forward = 12;
+}
 
 struct Option {
   const char* name;
@@ -87,6 +95,48 @@ TEST_F(Traffic, OfStage3OnContextRanksAndOfVideosIsTheFormulas) {
       }
 }
 
+// Parameters cut along tp, experts along ep, layers along pp: each is summed and sharded along its own axes.
+TEST_F(Traffic, OfModelsThatRanksHoldTogetherIsTheFormulas) {
+  struct Axes {
+    const char* name;
+    int ranks;
+    void (*set)(RunConfig&);
+  };
+  const Axes meshes[] = {
+      {"tp 2", 2, [](RunConfig& c) { c.parallel.tp = 2; }},
+      {"dp 2 x tp 2", 4, [](RunConfig& c) { c.parallel.tp = 2; }},
+      {"dp 3 x tp 2", 6, [](RunConfig& c) { c.parallel.tp = 2; }},
+      {"dp 2 x tp 2, whole tokens", 4,
+       [](RunConfig& c) { c.parallel.tp = 2, c.parallel.sequence_parallel = false; }},
+      {"replicas 2 x dp 2 x tp 2", 8, [](RunConfig& c) { c.parallel.tp = 2, c.parallel.replicas = 2; }},
+      {"ring 2 x tp 2", 4, [](RunConfig& c) { c.parallel.tp = 2, c.parallel.cp_ring = 2; }},
+      {"ep 2 of 4", 4, [](RunConfig& c) { with_experts(c), c.parallel.ep = 2; }},
+      {"dp 2 x ep 2 x tp 2", 4, [](RunConfig& c) { with_experts(c), c.parallel.ep = 2, c.parallel.tp = 2; }},
+      {"pp 3", 3, [](RunConfig& c) { c.parallel.pp = 3; }},
+      {"pp 2 x dp 2", 4, [](RunConfig& c) { c.parallel.pp = 2; }},
+      {"pp 2 x dp 2 x tp 2", 8, [](RunConfig& c) { c.parallel.pp = 2, c.parallel.tp = 2; }},
+  };
+  int turn = 0;
+  for (const Axes& mesh : meshes)
+    for (const char* strategy : {"naive", "bucketed", "zero1", "zero2", "zero3"})
+      for (const bool tied : {false, true}) {
+        if (!full_tests() && ++turn % 3 != 0) continue;
+        RunConfig config = sharded("together");
+        mesh.set(config);
+        config.parallel.strategy = strategy;
+        config.model.shape.tied_output = tied;
+        if (stage_of(strategy) == 0) config.parallel.replicas = 1;
+        if (stage_of(strategy) == 1 && tied) config.parallel.share_parameters = "on";
+        SCOPED_TRACE(::testing::Message() << mesh.name << ", " << strategy << ", tied " << tied);
+        const Verdict verdict = verified(config, mesh.ranks);
+        EXPECT_TRUE(verdict.passed) << to_text(verdict);  // so that bytes are those that are claimed
+        const LayoutVerdict& layout = verdict.layouts.at(0);
+        // How often a stage gathers what stays whole depends on the schedule.
+        const bool claimed = layout.bytes_moved > 0 && !(config.parallel.pp > 1 && stage_of(strategy) == 3);
+        EXPECT_EQ(layout.bytes_needed > 0, claimed);
+      }
+}
+
 // Planted: a unit that is gathered once more than it has to be. All values stay right.
 TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
   struct Fault {
@@ -99,11 +149,12 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
   };
   for (const bool video : {false, true})
     for (const Fault& fault : faults)
-      for (const int ranks : {2, 3}) {
+      for (const int ranks : {2, 3, 4}) {
         RunConfig config = video ? videos("twice") : sharded("twice");
         config.model.shape.layers = 3;
         config.parallel.strategy = "zero3";
         config.parallel.share_parameters = "off";
+        config.parallel.tp = ranks == 4 ? 2 : 1;
         config.parallel.reshard_after_forward = fault.name != std::string("a block");
         const Verdict verdict = verified(config, ranks, [&](VerifyProblem& problem, World&) {
           problem.make_model = [make = problem.make_model, &fault](at::ScalarType dtype) {

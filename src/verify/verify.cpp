@@ -87,21 +87,17 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   };
   const auto fp64_run = run_in(at::kDouble);
   LayoutRun& exact = *fp64_run;
-  const std::int64_t padded = exact.numel();
+  const auto needed = [&]() -> std::pair<double, double> {
+    if (!layout.traffic) return {0, 0};
+    return layout.traffic(exact.layout(), most.item<std::int64_t>(), at::kDouble);
+  };
+  const double before = needed().first;  // a step may end with other buckets than it began with
   const LayoutRun::RecordedStep in_fp64 = exact.step(problem.local);
   Investigation investigation(problem, layout, initial, exact, group);
   investigation.describe(in_fp64, found);
   result.bytes_moved = in_fp64.bytes_moved;
-  if (layout.traffic) {
-    // Not every layout sends its padding.
-    std::int64_t elements = 0;
-    for (const at::Tensor& gradient : in_fp64.gradients) elements += gradient.numel();
-    const auto needed = [&](std::int64_t numel) {
-      return layout.traffic(numel, most.item<std::int64_t>(), at::kDouble);
-    };
-    result.bytes_needed =
-        std::clamp(result.bytes_moved, needed(elements), needed(std::max(padded, exact.numel())));
-  }
+  const auto [padded, least] = needed();
+  result.bytes_needed = std::clamp(result.bytes_moved, least, std::max(before, padded));
   WholeScale whole;
   {
     // In fp64 the same layout is asked twice; otherwise the run's own precision is.

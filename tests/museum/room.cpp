@@ -110,8 +110,15 @@ VerifyProblem right_problem(World& world) {
       {.name = "data parallel",
        .make = [](auto parameters, Group group) { return plain_layout(std::move(parameters), group); },
        .axes = {{"dp_shard", world.size}},
-       .traffic = [ranks = world.size](std::int64_t numel, std::int64_t,
-                                       at::ScalarType dtype) { return plain_traffic(numel, ranks, dtype); }}};
+       .traffic =
+           [ranks = world.size](DataParallel& layout, std::int64_t, at::ScalarType dtype) {
+             std::int64_t padded = 0, numel = 0;
+             for (const Bucket& bucket : layout.buckets()) {
+               padded += bucket.plan.numel;
+               for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
+             }
+             return std::pair(plain_traffic(padded, ranks, dtype), plain_traffic(numel, ranks, dtype));
+           }}};
   return problem;
 }
 
