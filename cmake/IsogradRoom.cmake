@@ -93,3 +93,17 @@ function(isograd_test_at_levels name)
       WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
   endforeach()
 endfunction()
+
+# isograd_test_by_products(NAME [FILTER pattern]): the tests of an executable once more with each library that can
+# multiply in fp32 (src/matmul), as NAME_by_LIBRARY.
+function(isograd_test_by_products name)
+  cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
+  if(NOT TARGET test_${name})
+    return()
+  endif()
+  foreach(_library blas onednn)
+    add_test(NAME ${name}_by_${_library} COMMAND test_${name} --gtest_color=no --gtest_filter=${TEST_FILTER})
+    set_tests_properties(${name}_by_${_library} PROPERTIES TIMEOUT 1800
+      ENVIRONMENT "OMP_NUM_THREADS=1;ISOGRAD_PRODUCTS=${_library}" WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
+  endforeach()
+endfunction()

@@ -36,7 +36,8 @@ def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--json", tmp_path / "step.json")
     assert result.returncode == 0, result.stdout + result.stderr
     (record,) = json.loads((tmp_path / "step.json").read_text())
-    assert set(record) == RECORD | {"exposed_ms"} and record["bench"] == "step" and record["unit"] == "tokens/s"
+    assert set(record) == RECORD | {"exposed_ms", "products_ms"} and record["bench"] == "step"
+    assert record["unit"] == "tokens/s" and record["products_ms"] > 0
     assert record["exposed_ms"] == 0  # nobody to wait for
     assert record["peer_name"] == "PyTorch eager"
     check_ratio(record)
@@ -86,7 +87,7 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
     assert len(records) == len(strategies) * len(peers)
     for record in records:
-        assert set(record) == RECORD | {"exposed_ms"} and record["unit"] == peers[record["peer_name"]]
+        assert set(record) == RECORD | {"exposed_ms", "products_ms"} and record["unit"] == peers[record["peer_name"]]
         assert record["exposed_ms"] > 0
         check_ratio(record)
 
@@ -164,7 +165,7 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" not in result.stdout
     records = json.loads((tmp_path / "expert.json").read_text())
     assert {record["peer_name"] for record in records} == {
-        "transformers' Mixtral", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
+        "transformers' Mixtral", "transformers' Mixtral, looping", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
         "experts dealt to ranks, in halves"}
     for record in records:
         assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"

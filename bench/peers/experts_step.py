@@ -1,6 +1,8 @@
 """The training step of `isograd bench expert` in PyTorch, of a mixture of experts in Mixtral's form.
 
-`transformers`: one process with the library's own model as it comes. `ep`: ranks with data of their own, each with its part of every
+`transformers`: one process with the library's own model as it comes, which multiplies all experts by one grouped
+product (`experts_implementation` "grouped_mm") where PyTorch has it; `transformers-loop`: with its loop over experts
+("eager"). `ep`: ranks with data of their own, each with its part of every
 layer's experts; tokens travel by all-to-all with autograd over Gloo and FSDP2 shards the rest, as a careful PyTorch user
 would write it. Files and arguments as in llama_step.py.
 """
@@ -74,10 +76,11 @@ def own_experts(state, c, rank, ranks):
 
 
 def make_model(exchange, c, mode, rank, ranks):
-    if mode == "transformers":
+    if mode.startswith("transformers"):
         from transformers import AutoModelForCausalLM
+        chosen = {"experts_implementation": "eager"} if mode == "transformers-loop" else {}
         model = AutoModelForCausalLM.from_pretrained(exchange / "model", dtype=torch.float32,
-                                                     attn_implementation="sdpa")
+                                                     attn_implementation="sdpa", **chosen)
         model.config.use_cache = False
         return model.train()
     os.environ["ISOGRAD_BENCH_RANKS"] = str(ranks)
@@ -93,7 +96,7 @@ def experts_of(model):
 
 
 def wrap(model, mode, ranks, c):
-    if mode == "transformers":
+    if mode.startswith("transformers"):
         return lambda tokens: model(input_ids=tokens).logits
     from torch.distributed.fsdp import fully_shard
     own = set(experts_of(model))
@@ -121,7 +124,7 @@ def clip(model, max_norm):
 
 
 def optimizer_for(model, c, mode):
-    if mode == "transformers":
+    if mode.startswith("transformers"):
         return llama_step.optimizer_for(model, c, mode)
     own = experts_of(model)
     ids = set(map(id, own))

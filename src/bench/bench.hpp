@@ -30,6 +30,19 @@ std::vector<std::string> bench_strategies();
 // Returns 0 whatever the ratios are; 1 when losses or norms differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
 
+struct BenchProductOptions {
+  std::vector<std::string> cases;  // empty: all but "tiny"
+  std::filesystem::path json;
+};
+
+// Those of bench_step, and "expert-even".
+std::vector<std::string> bench_product_cases();
+
+// `isograd bench product`: each matrix product of a step by BLAS and by oneDNN, which of them isograd takes,
+// and what a step's products take by that rule and by the faster library of each. Records as bench_step's, in
+// milliseconds.
+int bench_product(const BenchProductOptions& options);
+
 // Of ranks that hold one model together.
 struct BenchTogetherOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"

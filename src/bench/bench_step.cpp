@@ -9,6 +9,7 @@
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
 #include "bench/step_case.hpp"
+#include "bench/step_products.hpp"
 #include "bench/strategy.hpp"
 
 namespace isograd {
@@ -54,6 +55,7 @@ struct Run {
   std::vector<SideResult> ours{}, peers{};
   std::vector<Agreement> agreements{};  // of ours, then of the peers
   std::vector<Peer> described{};        // the peers
+  double products = 0;                  // seconds of a rank's matrix products alone; 0: not timed
 
   bool comparable() const {
     return std::all_of(agreements.begin(), agreements.end(),
@@ -90,6 +92,7 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
     run.agreements.push_back(other_tokens ? Agreement{} : compare(results[i].first, reference));
     (i < count ? run.ours : run.peers).push_back(std::move(results[i]));
   }
+  if (options.device == "cpu") run.products = fastest_products(step_case);  // now that all sides are gone
   return run;
 }
 
@@ -113,6 +116,10 @@ void print(const Run& run) {
   };
   for (const SideResult& result : run.ours) line(result, true);
   for (const SideResult& result : run.peers) line(result, false);
+  if (run.products > 0)
+    fmt::print("  {:<26} {:>8.2f} {}\n", "a rank's products alone", run.products * 1e3,
+               fmt::format(" {:.0f} % of the step of {}", 100 * run.products / run.ours.front().median(),
+                           run.ours.front().side.title));
   for (std::size_t i = 0; i < run.agreements.size(); ++i) {
     const Agreement& found = run.agreements[i];
     if (found.good()) continue;
@@ -135,6 +142,7 @@ void add_records(const Run& run, nlohmann::ordered_json& records) {
                                        peer.side.title, "ms", ratio)
                         : bench_record("step", name, tokens / ours.median(), tokens / peer.median(),
                                        peer.side.title, "tokens/s", ratio);
+      if (run.products > 0) record["products_ms"] = run.products * 1e3;
       if (!ours.exposed.empty()) record["exposed_ms"] = quantile(ours.exposed, 0.5) * 1e3;
       records.push_back(std::move(record));
     }

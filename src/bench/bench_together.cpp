@@ -9,6 +9,7 @@
 #include "bench/exchange.hpp"
 #include "bench/side_table.hpp"
 #include "bench/step_case.hpp"
+#include "bench/step_products.hpp"
 #include "bench/strategy.hpp"
 #include "isograd/error.hpp"
 
@@ -26,7 +27,7 @@ struct Compared {
   std::vector<int> ranks;
   bool own_batches;  // of each rank; otherwise all see one
   std::function<std::vector<Side>(const std::filesystem::path& exchange, int ranks)> sides;
-  std::size_t ours = 0, peers = 0;  // as SideTable's; `ours` 0: all but the last
+  std::size_t ours = 0, peers = 0;  // as SideTable's; `ours` 0: isograd's, but not the last
 };
 
 std::vector<std::string> names_of(const std::vector<BenchCase>& cases) {
@@ -47,18 +48,25 @@ bool compare_sides(const Compared& compared, const BenchTogetherOptions& options
       write_exchange(exchange.path(), step_case, compared.own_batches ? ranks : 1);
       const auto results =
           take_turns(compared.sides(exchange.path(), ranks), exchange.path(), options.seconds);
+      const auto of_isograd = std::count_if(results.begin(), results.end(), [](const SideResult& result) {
+        return result.side.command.front() == bench_self();
+      });
       const std::string name = fmt::format("{}, {} rank{}", one.name, ranks, ranks == 1 ? "" : "s");
       fmt::print("{}, {}: {}\n", name,
                  step_case.micro_batches == 1 ? fmt::format("{} tokens", step_case.tokens())
                                               : fmt::format("{} micro-batches of {} tokens",
                                                             step_case.micro_batches, step_case.tokens()),
                  one.text);
-      comparable = print_sides({.bench = compared.bench,
-                                .name = name,
-                                .ours = compared.ours > 0 ? compared.ours : results.size() - 1,
-                                .peers = compared.peers},
-                               results, records) &&
-                   comparable;
+      comparable =
+          print_sides(
+              {.bench = compared.bench,
+               .name = name,
+               .ours = compared.ours > 0 ? compared.ours
+                                         : std::min(static_cast<std::size_t>(of_isograd), results.size() - 1),
+               .peers = compared.peers,
+               .products = compared.own_batches ? fastest_products(step_case, ranks) : 0},
+              results, records) &&
+          comparable;
     }
   }
   return comparable;
@@ -180,7 +188,9 @@ int bench_expert(const BenchTogetherOptions& options) {
                 return peer_side(exchange, options.python, "experts_step.py", mode, title, ranks);
               };
               if (ranks == 1)
-                return std::vector<Side>{alone(exchange), theirs("transformers", "transformers' Mixtral")};
+                return std::vector<Side>{alone(exchange),
+                                         theirs("transformers-loop", "transformers' Mixtral, looping"),
+                                         theirs("transformers", "transformers' Mixtral")};
               return std::vector<Side>{
                   ours(exchange, "expert", ranks), ours(exchange, "expert-halves", ranks),
                   our_side(exchange, "stage-0", "isograd, all experts on each rank", ranks),

@@ -50,6 +50,10 @@ bool print_sides(const SideTable& table, const std::vector<SideResult>& results,
     }
     fmt::print("\n");
   }
+  if (table.products > 0)
+    fmt::print("  {:<40} {:>9.2f}  {:.0f} % of the step of {}\n", "a rank's products alone",
+               table.products * 1e3, 100 * table.products / results.front().median(),
+               results.front().side.title);
   bool comparable = true;
   for (const SideResult& result : results) {
     const Agreement found = compare(result.first, results.back().first);

@@ -21,6 +21,7 @@ struct SideTable {
   std::string bench, name;  // of records
   std::size_t ours = 1;     // the first sides, in rows with ratios
   std::size_t peers = 1;    // from this side on they are what others are compared with
+  double products = 0;      // seconds of a rank's matrix products alone; 0: not timed
 };
 
 // Prints each side's step and how much faster each of ours is than each peer, and adds records. False where

@@ -113,6 +113,23 @@ Verb step_verb(CLI::App& bench) {
   return {step, [options] { return bench_step(*options); }};
 }
 
+Verb product_verb(CLI::App& bench) {
+  CLI::App* verb = bench.add_subcommand(
+      "product", "Each matrix product of a step by BLAS and by oneDNN, and which of them isograd takes");
+  auto options = std::make_shared<BenchProductOptions>();
+  verb->add_option("--case", options->cases, "whose step; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_product_cases()));
+  verb->add_option("--json", options->json,
+                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
+      ->type_name("FILE");
+  verb->footer(
+      "ISOGRAD_PRODUCTS=blas or =onednn has one library multiply in fp32, in every verb.\n"
+      "Status: 0 measured, 2 bad input.");
+  return {verb, [options] { return bench_product(*options); }};
+}
+
 Verb together_verb(CLI::App& bench, const std::string& name, const std::string& about,
                    const std::string& axis, const std::vector<std::string>& cases,
                    int (*run)(const BenchTogetherOptions&)) {
@@ -274,6 +291,7 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
       comm_verb(*bench),
       wrapped_verb(*bench),
       step_verb(*bench),
+      product_verb(*bench),
       together_verb(*bench, "tensor",
                     "Ranks that hold one model together, beside PyTorch's parallelize_module and one process",
                     "tp", bench_tensor_cases(), bench_tensor),

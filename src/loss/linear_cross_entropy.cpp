@@ -61,13 +61,12 @@ Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
 }
 
 // to += gradientᵀ rows, the columns' part of the weight's gradient [columns, H]; written the first time.
+// `turned`: rows in the other order, where the sum is wider than they are.
 void accumulate(const at::Tensor& gradient, const at::Tensor& rows, const at::Tensor& turned, bool first,
                 at::Tensor to) {
-  if (!to.is_cpu() || to.scalar_type() == at::kDouble) {
-    if (to.scalar_type() == gradient.scalar_type())
-      to.addmm_(gradient.t(), rows, first ? 0 : 1);
-    else
-      to.add_(at::mm(gradient.t(), rows));
+  if (to.scalar_type() == gradient.scalar_type()) return multiply_into(to, gradient.t(), rows.t(), !first);
+  if (!to.is_cpu()) {
+    to.add_(at::mm(gradient.t(), rows));
     return;
   }
   // In slices whose partial result is still in the cache when it is added.
@@ -159,7 +158,8 @@ class Sweep {
   void gradients(std::int64_t begin, const at::Tensor& rows, const at::Tensor& targets,
                  const at::Tensor& coefficients, at::Tensor& made) {
     const std::int64_t vocabulary = p_.weight.size(0);
-    const at::Tensor turned = p_.of_weight ? rows.t().contiguous() : at::Tensor();  // [H, tile]
+    const bool widens = p_.of_weight && result_.weight.scalar_type() != rows.scalar_type();
+    const at::Tensor turned = widens ? rows.t().contiguous() : at::Tensor();  // [H, tile]
     at::Tensor of_rows;
     for (std::int64_t first = 0; first < vocabulary; first += tiles_.vocabulary) {
       const std::int64_t columns = std::min(tiles_.vocabulary, vocabulary - first);

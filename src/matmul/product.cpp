@@ -3,7 +3,11 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstdlib>
 #include <exception>
+#include <string_view>
+
+#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
@@ -34,9 +38,11 @@ const std::optional<OneDnn>& one_dnn() {
 }
 
 constexpr std::int64_t kFewRows = 8;  // below, preparing the operands costs more than it saves
-// For a shape that it has not seen lately oneDNN prepares some 0.6 ms, in which a core multiplies 2^25 pairs:
-// below, that is more than at::mm can lose even if it is half as fast.
-constexpr double kFewMultiplications = 1 << 25;
+// For a shape that it has not seen lately oneDNN prepares some 0.6 ms and keeps kernels that it has made, in
+// which time a core multiplies 2^25 pairs: it must gain that before it is asked for groups of tokens, which
+// have another shape in each layer and step.
+constexpr double kManyMultiplications = 1 << 29;
+constexpr const char* kVariable = "ISOGRAD_PRODUCTS";
 
 at::Tensor by_one_dnn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                       const at::Tensor& bias) {
@@ -92,20 +98,48 @@ at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 
 }  // namespace
 
+Multiplier multiplier_of_variable() {
+  const char* variable = std::getenv(kVariable);
+  const std::string_view text = variable ? variable : "";
+  if (text.empty() || text == "rule") return Multiplier::kByRule;
+  if (text == "blas") return Multiplier::kBlas;
+  if (text == "onednn") return Multiplier::kOneDnn;
+  throw ConfigError({.where = kVariable,
+                     .found = variable,
+                     .expected = "rule, blas or onednn",
+                     .action = "Unset the variable, or correct it"});
+}
+
+Multiplier& multiplier() {
+  static Multiplier chosen = multiplier_of_variable();
+  return chosen;
+}
+
+Multiplier multiplier_of(const at::Tensor& a) {
+  if (multiplier() != Multiplier::kByRule) return multiplier();
+  const bool sums_over_rows = a.stride(0) == 1 && a.stride(1) != 1;
+  return sums_over_rows ? Multiplier::kBlas : Multiplier::kOneDnn;
+}
+
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                    const at::Tensor& bias) {
+  const auto type = a.scalar_type();
   if (a.is_cpu() && a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 &&
       at::globalContext().userEnabledMkldnn()) {
-    if (takes_one_dnn(a.scalar_type())) return by_one_dnn(a, b, addend, bias);
-    if (a.scalar_type() == at::kBFloat16) return widened(a, b, addend, bias);
+    const bool wanted = type == at::kBFloat16 || multiplier_of(a) == Multiplier::kOneDnn;
+    if (wanted && takes_one_dnn(type)) return by_one_dnn(a, b, addend, bias);
+    if (type == at::kBFloat16) return widened(a, b, addend, bias);
   }
   return naive_twin::product(a, b, addend, bias);
 }
 
 void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds) {
-  const bool few = static_cast<double>(result.numel()) * static_cast<double>(a.size(1)) < kFewMultiplications;
+  const bool many =
+      static_cast<double>(result.numel()) * static_cast<double>(a.size(1)) >= kManyMultiplications;
+  const bool by_one_dnn = a.scalar_type() == at::kFloat && multiplier_of(a) == Multiplier::kOneDnn &&
+                          (many || multiplier() == Multiplier::kOneDnn);
   at::Tensor to = result;
-  if (a.is_cpu() && (a.scalar_type() == at::kBFloat16 || !few))
+  if (a.is_cpu() && (a.scalar_type() == at::kBFloat16 || by_one_dnn))
     to.copy_(product(a, b, adds ? result : at::Tensor()));
   else if (adds)
     to.addmm_(a, b.t());

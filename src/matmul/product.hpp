@@ -6,16 +6,31 @@
 namespace isograd {
 
 // a bᵀ (+ addend) (+ bias over rows); a [m, k], b [n, k], addend [m, n], bias [n]; a and b may be transposed
-// views, addend and bias undefined. On the CPU in fp32 and bf16 by oneDNN, which on many processors is twice
-// as fast as the BLAS behind at::mm; bf16 in fp32 where oneDNN has no bf16 for the processor; in fp64, for
-// few rows and on other devices by at::mm. Accumulates in fp32 (fp64 for fp64); the same bits run to run.
+// views, addend and bias undefined. On the CPU bf16 by oneDNN, or in fp32 where oneDNN has no bf16 for the
+// processor; fp32 as multiplier_of() says; in fp64, for few rows and on other devices by at::mm. Accumulates
+// in fp32 (fp64 for fp64); the same bits run to run.
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 
-// result = a bᵀ, or result += a bᵀ with `adds`; result [m, n] with unit stride. For groups of tokens, which
-// have as many rows as there happen to be: small fp32 products go to at::mm, because oneDNN would have to
-// prepare itself for numbers of rows that it has not seen.
+// result = a bᵀ, or result += a bᵀ with `adds`; result [m, n] with unit stride. For results that have a
+// place, and for groups of tokens, which have as many rows as there happen to be: fp32 products go to the
+// BLAS unless they are so large that oneDNN may prepare itself for a number of rows that it has not seen.
 void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds = false);
+
+// Who multiplies in fp32 on the CPU.
+enum class Multiplier { kByRule, kBlas, kOneDnn };
+
+// What the variable ISOGRAD_PRODUCTS (rule, blas, onednn) says, kByRule where it is not set; ConfigError
+// where it says anything else.
+Multiplier multiplier_of_variable();
+// The same at the first call, and later what tests and benches write.
+Multiplier& multiplier();
+
+// Of product(a, b) in fp32: what multiplier() says; by the rule kBlas where a's rows are summed over, as in a
+// weight's gradient dyᵀ x, and kOneDnn elsewhere. It knows the shapes, the order of the elements and nothing
+// that is measured, so that all ranks, and a run that is resumed, choose alike. `isograd bench product` shows
+// what it costs on a processor.
+Multiplier multiplier_of(const at::Tensor& a);
 
 // The first by at::addmm alone.
 namespace naive_twin {

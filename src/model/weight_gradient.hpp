@@ -5,9 +5,9 @@
 
 namespace isograd {
 
-// In mid-backward: dyᵀ x, [n, k], for a weight of that shape; dy [m, n], x [m, k]. In fp32 and fp64 by the
-// BLAS, and where the parameter's gradient is kept if it can be had (comm/gradient_place.hpp); in other types
-// by product(). To be returned as the weight's gradient.
+// In mid-backward: dyᵀ x, [n, k], for a weight of that shape; dy [m, n], x [m, k]. In fp32 and fp64
+// where the parameter's gradient is kept if it can be had (comm/gradient_place.hpp). To be returned as the
+// weight's gradient.
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight);
 
 }  // namespace isograd

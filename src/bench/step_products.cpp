@@ -1,0 +1,168 @@
+#include "bench/step_products.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <utility>
+
+#include "bench/exchange.hpp"
+#include "matmul/product.hpp"
+
+namespace isograd {
+namespace {
+
+at::Tensor operand(std::int64_t rows, std::int64_t columns, bool turned) {
+  return turned ? at::randn({columns, rows}).t() : at::randn({rows, columns});
+}
+
+// Equal ones count together.
+void add(std::vector<StepProduct>& products, const StepProduct& another) {
+  for (StepProduct& one : products)
+    if (one.name == another.name && one.m == another.m && one.n == another.n && one.k == another.k) {
+      one.times += another.times;
+      return;
+    }
+  products.push_back(another);
+}
+
+// Of a layer [out, in] over so many tokens.
+void add_linear(std::vector<StepProduct>& products, std::int64_t tokens, std::int64_t out, std::int64_t in,
+                std::int64_t times) {
+  add(products, {.name = "forward", .m = tokens, .n = out, .k = in, .times = times});
+  add(products, {.name = "of inputs", .m = tokens, .n = in, .k = out, .b_turned = true, .times = times});
+  add(products, {.name = "of weights",
+                 .m = out,
+                 .n = in,
+                 .k = tokens,
+                 .a_turned = true,
+                 .b_turned = true,
+                 .times = times});
+}
+
+void add_attention(std::vector<StepProduct>& products, std::int64_t length, std::int64_t dim,
+                   std::int64_t times) {
+  // at::_scaled_dot_product_flash_attention_for_cpu's blocks of queries; each sees the keys up to its end.
+  const std::int64_t block = std::min<std::int64_t>(length, length >= 768 ? 256 : length >= 192 ? 64 : 32);
+  for (std::int64_t begin = 0; begin < length; begin += block) {
+    const std::int64_t rows = std::min(block, length - begin), keys = begin + rows;
+    // Scores, again in backward, and the gradient of the probabilities; outputs and the queries' gradient;
+    // the keys' and the values'.
+    add(products,
+        {.name = "scores", .m = rows, .n = keys, .k = dim, .times = 3 * times, .in_attention = true});
+    add(products, {.name = "outputs",
+                   .m = rows,
+                   .n = dim,
+                   .k = keys,
+                   .b_turned = true,
+                   .times = 2 * times,
+                   .in_attention = true});
+    add(products, {.name = "of keys",
+                   .m = keys,
+                   .n = dim,
+                   .k = rows,
+                   .a_turned = true,
+                   .b_turned = true,
+                   .times = 2 * times,
+                   .in_attention = true});
+  }
+}
+
+double seconds_of(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void time_product(StepProduct& product_of) {
+  constexpr double kCache = 48e6;  // bytes; more than a core's share of any
+  constexpr double kSeconds = 0.02;
+  constexpr std::size_t kFewest = 5;
+  const auto bytes = 4.0 * static_cast<double>((product_of.m + product_of.n) * product_of.k);
+  const int copies = std::clamp(static_cast<int>(kCache / bytes), 2, 24);
+  std::vector<std::pair<at::Tensor, at::Tensor>> operands;
+  for (int i = 0; i < copies; ++i)
+    operands.emplace_back(operand(product_of.m, product_of.k, product_of.a_turned),
+                          operand(product_of.n, product_of.k, product_of.b_turned));
+  at::Tensor into = at::empty({product_of.m, product_of.n});
+  const auto sweep = [&](Multiplier by) {
+    multiplier() = by;
+    return seconds_of([&] {
+             for (const auto& [a, b] : operands)
+               if (by == Multiplier::kBlas)
+                 multiply_into(into, a, b);
+               else
+                 into = product(a, b);
+           }) /
+           copies;
+  };
+  std::vector<double> blas, one_dnn;
+  sweep(Multiplier::kBlas), sweep(Multiplier::kOneDnn);  // prepare themselves
+  for (double spent = 0; spent < 2 * kSeconds || blas.size() < kFewest;) {
+    const bool first = blas.size() % 2 == 0;
+    for (const bool by_blas : {first, !first})
+      (by_blas ? blas : one_dnn).push_back(sweep(by_blas ? Multiplier::kBlas : Multiplier::kOneDnn));
+    spent += copies * (blas.back() + one_dnn.back());
+  }
+  product_of.blas = quantile(blas, 0.5), product_of.one_dnn = quantile(one_dnn, 0.5);
+}
+
+}  // namespace
+
+bool StepProduct::one_dnn_by_rule() const {
+  if (in_attention) return false;
+  const Multiplier before = std::exchange(multiplier(), Multiplier::kByRule);
+  const Multiplier chosen = multiplier_of(operand(m, k, a_turned));
+  multiplier() = before;
+  return chosen == Multiplier::kOneDnn;
+}
+
+std::vector<StepProduct> step_products(const StepCase& step_case, int expert_ranks) {
+  const DecoderConfig& c = step_case.shape;
+  std::vector<StepProduct> products;
+  const std::int64_t tokens = step_case.tokens(), batches = step_case.micro_batches;
+  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
+    add_linear(products, tokens, c.heads * c.head_dim, c.hidden, batches);
+    add_linear(products, tokens, c.key_value_heads * c.head_dim, c.hidden, 2 * batches);
+    add_linear(products, tokens, c.hidden, c.heads * c.head_dim, batches);
+    add_attention(products, step_case.length, c.head_dim, step_case.sequences * c.heads * batches);
+    if (!c.has_experts(layer)) {
+      add_linear(products, tokens, c.feed_forward, c.hidden, 2 * batches);
+      add_linear(products, tokens, c.hidden, c.feed_forward, batches);
+      continue;
+    }
+    // A quarter of the experts may lie on one rank: of the mean rank, as all of them have.
+    const std::int64_t busy = step_case.one_quarter ? c.experts.count / 4 : c.experts.count,
+                       places = std::min<std::int64_t>(expert_ranks, busy), own = busy / places,
+                       rows = tokens * c.experts.per_token / own;
+    add_linear(products, tokens, c.experts.count, c.hidden, batches);
+    add_linear(products, rows, c.experts.feed_forward, c.hidden, 2 * batches * own);
+    add_linear(products, rows, c.hidden, c.experts.feed_forward, batches * own);
+    if (const std::int64_t shared = c.experts.shared_feed_forward; shared > 0) {
+      add_linear(products, tokens, shared, c.hidden, 2 * batches);
+      add_linear(products, tokens, c.hidden, shared, batches);
+    }
+  }
+  add_linear(products, tokens, c.vocabulary, c.hidden, batches);
+  return products;
+}
+
+void time_products(std::vector<StepProduct>& products) {
+  const at::NoGradGuard no_grad;
+  at::set_num_threads(1);
+  const Multiplier before = multiplier();
+  for (StepProduct& one : products) time_product(one);
+  multiplier() = before;
+}
+
+double fastest_products(const StepCase& step_case, int expert_ranks) {
+  std::vector<StepProduct> products = step_products(step_case, expert_ranks);
+  time_products(products);
+  double seconds = 0;
+  for (const StepProduct& one : products) seconds += one.fastest() * static_cast<double>(one.times);
+  return seconds;
+}
+
+}  // namespace isograd
