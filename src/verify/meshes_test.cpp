@@ -197,7 +197,7 @@ TEST_F(MeshesVerified, AnErrorInAStepIsNoRefusal) {
       };
     });
     EXPECT_EQ(verdict.passed, !made) << to_text(verdict);
-    EXPECT_EQ(verdict.meshes.tried.size(), made ? 5u : 4u);
+    EXPECT_EQ(verdict.meshes.tried.size(), made ? 5u : 4u) << ::testing::PrintToString(verdict.meshes.refused);
     EXPECT_EQ(std::ranges::count_if(verdict.meshes.tried, [](const One& one) { return one.failed > 0; }),
               made);
     EXPECT_THAT(to_text(verdict), HasSubstr(made ? "its step ended in an error" : "the planted model: tp 2"));
