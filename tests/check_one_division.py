@@ -32,7 +32,7 @@ ALLOWED = [
     ("src/comm/mpi/numbers.cpp", "ReduceOp::AVG", "PyTorch asks backends for means; Group refuses them"),
     ("src/comm/mpi/numbers.cpp", "ReduceOp::PREMUL_SUM", "PyTorch asks backends for it; Group cannot say it"),
     ("src/comm/mpi/numbers.cpp", "combined.div_(size", "the mean that PyTorch asked for"),
-    ("src/comm/group_impl.hpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
+    ("src/comm/traffic.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),
     ("src/bench/bench_context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
     ("src/parallel/pipeline/schedules.cpp", "shape.micro_batches / shape.ranks", "whole rounds of micro-batches"),

@@ -17,6 +17,7 @@
 #include "isograd/gather.hpp"
 #include "isograd/grid.hpp"
 #include "isograd/group.hpp"
+#include "isograd/hosts.hpp"
 #include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/mesh.hpp"

@@ -40,6 +40,8 @@ struct StepEvent {
       {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs
   // Of each layer with experts, ascending. Empty: there is none, or the step had no tokens or was not finite.
   std::vector<ExpertLoad> expert_loads{};
+  // Sent in this step from one host to another, by all ranks together; absent where there is one host.
+  std::optional<std::int64_t> bytes_across_hosts{};
 };
 
 // Σ of the validation targets' losses over their number, over all ranks, without gradient.

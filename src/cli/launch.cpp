@@ -27,14 +27,15 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->type_name("S")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  verb->add_option("--backend", flags->backend,
-                   "what the ranks talk through: shm or nccl (started by this program), mpi (by mpirun)")
+  verb->add_option(
+          "--backend", flags->backend,
+          "what the ranks talk through: shm or nccl (started by this program), mpi or shm+mpi (by mpirun)")
       ->type_name("NAME")
       ->capture_default_str();
   verb->footer(
       fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
       "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which\n"
-      "isograd::join() and torch.distributed read; with --backend mpi, mpirun's variables instead.\n"
+      "isograd::join() and torch.distributed read; with --backend mpi or shm+mpi, mpirun's instead.\n"
       "What stands behind -- is the command.\n\n"
       "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
       "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else the first "

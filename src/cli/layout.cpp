@@ -13,7 +13,7 @@ Verb layout_verb(CLI::App& program) {
   struct Flags {
     std::string config;
     std::vector<std::string> sets;
-    int ranks = 1, rank = 0;
+    int ranks = 1, rank = 0, hosts = 1;
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
@@ -23,6 +23,9 @@ Verb layout_verb(CLI::App& program) {
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   verb->add_option("--rank", flags->rank, "whose view is printed")->type_name("R")->capture_default_str();
+  verb->add_option("--hosts", flags->hosts, "that the ranks lie on in their order, as evenly as possible")
+      ->type_name("H")
+      ->capture_default_str();
   verb->add_option("--set", flags->sets, "goes before the file, as in train; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
@@ -34,7 +37,8 @@ Verb layout_verb(CLI::App& program) {
       "  isograd layout examples/first_light.toml --ranks 4 --set parallel.strategy=zero2\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
-    const RunLayout run = lay_out(load_config(flags->config, flags->sets), flags->ranks, flags->rank);
+    const RunLayout run =
+        lay_out(load_config(flags->config, flags->sets), flags->ranks, flags->rank, flags->hosts);
     print(stdout, flags->json ? to_json(run) : to_text(run));
     return 0;
   };

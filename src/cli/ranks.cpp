@@ -29,7 +29,7 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("--device", flags.device, "where a rank computes (parallel.device): cpu, cuda, auto")
       ->type_name("NAME");
   verb.add_option("--backend", flags.backend,
-                  "what carries data between ranks (parallel.backend): auto, shm, mpi, nccl")
+                  "what carries data between ranks (parallel.backend): auto, shm, mpi, shm+mpi, nccl")
       ->type_name("NAME");
 }
 

@@ -192,11 +192,11 @@ void check_mpi(const RankEnvironment& environment) {
 void check_one_host(const RankEnvironment& environment) {
   if (environment.local_size != 0 && environment.local_size != environment.size) {
     refuse(fmt::format("{} of {} ranks on this host", environment.local_size, environment.size),
-           "all ranks on one host, which the shm backend needs (--backend mpi does not)");
+           "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
   }
   if (environment.hosts > 1) {
     refuse(fmt::format("{} hosts", environment.hosts),
-           "all ranks on one host, which the shm backend needs (--backend mpi does not)");
+           "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
   }
   const bool address = !environment.address.empty(), port = environment.port != 0;
   if ((address && port) || !local_store_name(environment, 0).empty()) return;

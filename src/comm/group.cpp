@@ -6,6 +6,7 @@
 
 #include "base/account.hpp"
 #include "comm/group_impl.hpp"
+#include "comm/hosts/backend.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "comm/self_test.hpp"
 #include "comm/shm/backend.hpp"
@@ -98,6 +99,7 @@ Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::c
   impl_->size = backend->getSize();
   impl_->backend = std::move(backend);
   impl_->shm = dynamic_cast<ShmBackend*>(impl_->backend.get());
+  impl_->over_hosts = dynamic_cast<HostsBackend*>(impl_->backend.get());
   impl_->name = std::move(name);
   impl_->timeout = timeout;
   if (options.self_test) self_test(*this, impl_->device);
@@ -121,6 +123,7 @@ at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype, at::Dev
     count_shared(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
     return impl_->shm->empty_shared(numel, dtype);
   }
+  if (impl_->over_hosts && device.is_cpu()) return impl_->over_hosts->empty_shared(numel, dtype);
   return at::zeros({numel}, at::TensorOptions(dtype).device(device));
 }
 
@@ -148,6 +151,7 @@ Traffic Group::traffic() const {
 void Group::poison(const std::string& reason) noexcept {
   if (!impl_->backend) return;
   if (impl_->shm) return impl_->shm->poison(reason);
+  if (impl_->over_hosts) return impl_->over_hosts->give_up(reason);
   try {
     impl_->backend->abort();
   } catch (...) {  // a backend without abort(): its peers have its own timeout

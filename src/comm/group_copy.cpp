@@ -152,16 +152,17 @@ Started Group::Impl::gather(const Call& call, at::Tensor output, at::Tensor inpu
   check(call, input, "input");
   check_root(call, root);
   Started started;
-  const bool here = rank == root;
-  if (here) {
+  const bool here_is_root = rank == root;
+  if (here_is_root) {
     check(call, output, "output");
     check_stack(call, output, "output", size, input, 0);
   }
   if (alone()) started.copies.push_back({output, input.unsqueeze(0)});
   if (alone() || nothing_to_send(input)) return started;
-  traffic.add(TrafficCounter::kGather, rank == root ? 0 : static_cast<std::int64_t>(input.nbytes()));
+  const std::int64_t sent = here_is_root ? 0 : static_cast<std::int64_t>(input.nbytes());
+  count_bytes(TrafficCounter::kGather, sent, here(root) ? 0 : sent);
   std::vector<std::vector<at::Tensor>> lists;
-  if (here) {
+  if (here_is_root) {
     const at::NoGradGuard no_graph;
     lists.push_back(writable(call, std::move(output), false, started).unbind(0));
   }
@@ -170,7 +171,7 @@ Started Group::Impl::gather(const Call& call, at::Tensor output, at::Tensor inpu
   options.rootRank = root;
   options.timeout = timeout;
   started.work = guarded(call, [&] { return backend->gather(lists, started.kept, options); });
-  if (here) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
+  if (here_is_root) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
   return started;
 }
 
@@ -178,17 +179,22 @@ Started Group::Impl::scatter(const Call& call, at::Tensor output, at::Tensor inp
   check(call, output, "output");
   check_root(call, root);
   Started started;
-  const bool here = rank == root;
-  if (here) {
+  const bool here_is_root = rank == root;
+  if (here_is_root) {
     check(call, input, "input");
     check_stack(call, input, "input", size, output, 0);
   }
   if (alone()) started.copies.push_back({output, input.squeeze(0)});
   if (alone() || nothing_to_send(output)) return started;
-  traffic.add(TrafficCounter::kScatter,
-              rank == root ? static_cast<std::int64_t>(output.nbytes()) * (size - 1) : 0);
+  std::int64_t others = 0, elsewhere = 0;
+  for (int other = 0; here_is_root && other < size; ++other) {
+    if (other != rank) ++others;
+    if (!here(other)) ++elsewhere;
+  }
+  const auto one = static_cast<std::int64_t>(output.nbytes());
+  count_bytes(TrafficCounter::kScatter, one * others, one * elsewhere);
   std::vector<std::vector<at::Tensor>> lists;
-  if (here) {
+  if (here_is_root) {
     const at::NoGradGuard no_graph;
     lists.push_back(readable(std::move(input)).unbind(0));
   }
@@ -197,7 +203,7 @@ Started Group::Impl::scatter(const Call& call, at::Tensor output, at::Tensor inp
   options.rootRank = root;
   options.timeout = timeout;
   started.work = guarded(call, [&] { return backend->scatter(started.kept, lists, options); });
-  if (here) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
+  if (here_is_root) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
   return started;
 }
 
@@ -234,8 +240,13 @@ Started Group::Impl::all_to_all(const Call& call, at::Tensor output, at::Tensor 
   const std::int64_t rows = input.size(0), staying = input_rows.empty()
                                                          ? rows_of_part(rows, size, rank)
                                                          : input_rows[static_cast<std::size_t>(rank)];
-  traffic.add(TrafficCounter::kAllToAll,
-              rows == 0 ? 0 : static_cast<std::int64_t>(input.nbytes()) / rows * (rows - staying));
+  std::int64_t leaving = 0;
+  for (int other = 0; other < size; ++other)
+    if (!here(other))
+      leaving +=
+          input_rows.empty() ? rows_of_part(rows, size, other) : input_rows[static_cast<std::size_t>(other)];
+  const std::int64_t row = rows == 0 ? 0 : static_cast<std::int64_t>(input.nbytes()) / rows;
+  count_bytes(TrafficCounter::kAllToAll, row * (rows - staying), row * leaving);
   at::Tensor from = readable(std::move(input)), to = writable(call, std::move(output), false, started);
   c10d::AllToAllOptions options;
   options.timeout = timeout;

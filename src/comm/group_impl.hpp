@@ -17,6 +17,8 @@
 
 namespace isograd {
 
+class HostsBackend;
+class HostsOfGroup;
 class ShmBackend;
 
 // A call of the user's, kept for messages. Nothing is formatted before there is something to say.
@@ -90,6 +92,8 @@ class TrafficCounter {
 struct Group::Impl {
   c10::intrusive_ptr<c10d::Backend> backend;  // null: alone
   ShmBackend* shm = nullptr;                  // the same, where it is ours
+  HostsBackend* over_hosts = nullptr;         // the same, where it sums within hosts and between them
+  std::shared_ptr<HostsOfGroup> hosts{};      // null: of a world that does not know them
   // Whose memory the backend moves: a tensor elsewhere travels by way of a twin there.
   at::Device device = at::kCPU;
   std::string name;
@@ -98,10 +102,12 @@ struct Group::Impl {
   int size = 1;
   mutable TrafficCounter traffic;
 
-  // `turns` times (N - 1)/N of the whole buffer.
-  void count(TrafficCounter::Kind kind, const at::Tensor& whole, std::int64_t turns = 1) const {
-    traffic.add(kind, turns * static_cast<std::int64_t>(whole.nbytes()) * (size - 1) / size);
-  }
+  // `turns` times (N - 1)/N of the whole buffer; the next rank of the ring may be on another host. What sums
+  // within hosts counts itself what it sends between them.
+  void count(TrafficCounter::Kind kind, const at::Tensor& whole, std::int64_t turns = 1) const;
+  // `across`: of these bytes those that leave the host.
+  void count_bytes(TrafficCounter::Kind kind, std::int64_t bytes, std::int64_t across) const;
+  bool here(int other) const;  // on this rank's host, as far as is known
 
   bool alone() const { return size == 1; }
   // Other backends are spared empty tensors, which some of them do not know.

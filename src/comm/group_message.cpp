@@ -8,7 +8,8 @@ Started Group::Impl::send(const Call& call, at::Tensor tensor, int to, int tag) 
   check_peer(call, to, tag);
   Started started;
   if (nothing_to_send(tensor)) return started;
-  traffic.add(TrafficCounter::kSend, static_cast<std::int64_t>(tensor.nbytes()));
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  count_bytes(TrafficCounter::kSend, bytes, here(to) ? 0 : bytes);
   started.kept.push_back(readable(std::move(tensor)));
   started.work = guarded(call, [&] { return backend->send(started.kept, to, tag); });
   return started;
@@ -27,7 +28,7 @@ Started Group::Impl::recv(const Call& call, at::Tensor tensor, int from, int tag
 Started Group::Impl::barrier(const Call& call) const {
   Started started;
   if (alone()) return started;
-  traffic.add(TrafficCounter::kBarrier, 0);
+  count_bytes(TrafficCounter::kBarrier, 0, 0);
   c10d::BarrierOptions options;
   options.timeout = timeout;
   started.work = guarded(call, [&] { return backend->barrier(options); });

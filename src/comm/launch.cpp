@@ -12,6 +12,7 @@
 
 #include "base/print.hpp"
 #include "comm/environment.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/launch_mpi.hpp"
 #include "comm/launch_output.hpp"
 #include "comm/launch_process.hpp"
@@ -221,12 +222,12 @@ int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& o
                        .expected = "a command and 1 rank or more",
                        .action = "Use -n N -- COMMAND"});
   }
-  if (options.backend == "mpi") return launch_through_mpirun(command, options);
+  if (through_mpi(options.backend)) return launch_through_mpirun(command, options);
   if (options.backend != "shm" && options.backend != "nccl") {
     throw ConfigError({.where = "starting ranks",
                        .found = fmt::format("the backend '{}'", options.backend),
-                       .expected = "'shm', 'mpi' or 'nccl'",
-                       .action = "Use --backend shm, --backend mpi or --backend nccl"});
+                       .expected = "'shm', 'mpi', 'shm+mpi' or 'nccl'",
+                       .action = "Use --backend shm, mpi, shm+mpi or nccl"});
   }
   return Launch(command, options).run();
 }

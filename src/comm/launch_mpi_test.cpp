@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "comm/group_testing.hpp"
 #include "comm/launch_testing.hpp"
 #include "isograd/error.hpp"
 
@@ -13,7 +14,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-class EachBackend : public Launch, public testing::WithParamInterface<std::string> {
+class EachBackend : public Launch, public ::testing::WithParamInterface<std::string> {
  protected:
   void all_right(int ranks, const std::string& mode, const std::string& said = "right") {
     ASSERT_EQ(launch(ranks, {mode, folder_}, 3000, GetParam()), 0) << mode << " on " << ranks;
@@ -36,7 +37,13 @@ TEST_P(EachBackend, SubgroupsOverlapAndCoexist) {
   for (const int ranks : {2, 3, 4}) all_right(ranks, "subgroups");
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, EachBackend, ::testing::ValuesIn(backends()));
+// shm+mpi is either of them where the group has one host, and has tests of its own where it has several.
+std::vector<std::string> plain_backends() {
+  std::vector<std::string> plain = backends();
+  std::erase(plain, "shm+mpi");
+  return plain;
+}
+INSTANTIATE_TEST_SUITE_P(Backends, EachBackend, ::testing::ValuesIn(plain_backends()));
 
 class Mpi : public Launch {
  protected:
@@ -47,7 +54,7 @@ class Mpi : public Launch {
     Launch::SetUp();
   }
   void TearDown() override {
-    if (backends().size() == 2) Launch::TearDown();
+    if (backends().size() >= 2) Launch::TearDown();
   }
   static int shell(int ranks, const std::string& script, const std::string& argument = "") {
     return launch_ranks({"sh", "-c", script, argument}, {.ranks = ranks, .backend = "mpi"});
@@ -88,12 +95,12 @@ TEST_F(Mpi, LateRankIsAPeerErrorAtTheTimeoutAndThenAtOnce) {
 TEST_F(Mpi, KilledRankEndsTheJob) {
   for (const int victim : {0, 1}) {
     const auto begin = std::chrono::steady_clock::now();
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     EXPECT_NE(
         launch(3, {"lose", folder_, std::to_string(victim), std::to_string(SIGKILL), "50", "staged", "60000"},
                1000, "mpi"),
         0);
-    testing::internal::GetCapturedStderr();
+    ::testing::internal::GetCapturedStderr();
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
   }
 }
@@ -114,21 +121,21 @@ TEST_F(Mpi, RankThatThrowsEndsTheJobWithItsStatus) {
 TEST_F(Mpi, StatusSaysWhatHappened) {
   EXPECT_EQ(shell(3, "exit 0"), 0);
   EXPECT_EQ(shell(3, "[ $OMPI_COMM_WORLD_RANK$PMI_RANK != 1 ] || exit 7"), 7);
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   EXPECT_EQ(shell(2, "[ $OMPI_COMM_WORLD_RANK = 0 ] || kill -11 $$"), 3);
-  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("signal 11"));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("signal 11"));
   EXPECT_THROW(launch_ranks({"no-such-program-here"}, {.ranks = 2, .backend = "mpi"}), ConfigError);
   EXPECT_THROW(launch_ranks({"true"}, {.ranks = 2, .backend = "carrier-pigeon"}), ConfigError);
 }
 
 TEST_F(Mpi, OutputCarriesTheRank) {
-  testing::internal::CaptureStdout();
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
   EXPECT_EQ(launch_ranks({"sh", "-c", "printf o; printf 'ne\\nno '; echo to stderr >&2; printf end"},
                          {.ranks = 2, .prefix_output = true, .backend = "mpi"}),
             0);
-  const std::string out = testing::internal::GetCapturedStdout(),
-                    err = testing::internal::GetCapturedStderr();
+  const std::string out = ::testing::internal::GetCapturedStdout(),
+                    err = ::testing::internal::GetCapturedStderr();
   for (const std::string rank : {"[0] ", "[1] "}) {
     EXPECT_THAT(out, AllOf(HasSubstr(rank + "one\n"), HasSubstr(rank + "no end\n")));
     EXPECT_THAT(err, HasSubstr(rank + "to stderr\n"));
@@ -158,6 +165,68 @@ TEST_F(Mpi, RanksEndedByAPassedOnSignalGiveItsStatus) {
   EXPECT_EQ(shell(2, "echo > \"$0\"/$OMPI_COMM_WORLD_RANK$PMI_RANK.pid; exec sleep 60", folder_),
             128 + SIGINT);
   user.join();
+}
+
+// Ranks of one machine that say they are on several.
+class SeveralHosts : public Mpi {
+ protected:
+  void TearDown() override {
+    ::unsetenv("ISOGRAD_HOST");
+    Mpi::TearDown();
+  }
+  int on(const std::string& hosts, int ranks, const std::vector<std::string>& command,
+         const std::string& backend = "shm+mpi") {
+    ::setenv("ISOGRAD_HOST", hosts.c_str(), 1);
+    return launch(ranks, command, 1000, backend);
+  }
+};
+
+TEST_F(SeveralHosts, SharedMemoryWithinAndMpiAcross) {
+  ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}), 0);
+  // Sums within (memory that both reach), across and over all; bytes across of each: none within, half of the
+  // 8000 there and back across; of all, as one of two lanes of two hosts, half of that.
+  EXPECT_EQ(left("0.done"), "0011 a/b 1 memory 2 6 0 8000 12000");
+  EXPECT_EQ(left("3.done"), "0011 a/b 5 memory 4 6 0 8000 12000");
+  if (!isograd::testing::full_tests()) return;
+  ASSERT_EQ(on("alpha", 4, {"hosts", folder_}), 0);  // one host: shared memory alone
+  EXPECT_EQ(left("3.done"), "0000 alpha 5 memory 4 memory 6 memory 0 0 0");
+  ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}, "mpi"), 0);  // as a ring: rank 1 and rank 3 send across
+  EXPECT_EQ(left("2.done"), "0011 a/b 5 2 6 0 8000 8000");
+  EXPECT_EQ(left("3.done"), "0011 a/b 5 4 6 0 8000 20000");
+}
+
+TEST_F(SeveralHosts, EveryOperationAndSubgroupsOfEveryOrder) {
+  ASSERT_EQ(on("a,a,b,b,b", 5, {"operations", folder_}), 0);
+  for (int rank = 0; rank < 5; ++rank)
+    EXPECT_THAT(left(std::to_string(rank) + ".done"), AllOf(HasSubstr("right"), HasSubstr("host=")));
+  if (!isograd::testing::full_tests()) return;
+  ASSERT_EQ(on("a,b,a", 3, {"subgroups", folder_}), 0);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(left(std::to_string(rank) + ".done"), "right");
+}
+
+TEST_F(SeveralHosts, HostThatIsLateIsNamed) {
+  EXPECT_EQ(on("a,a,b", 3, {"late", folder_}), 3);
+  EXPECT_THAT(left("0.late"),
+              AllOf(HasSubstr("group 'world' (shm+mpi)"), HasSubstr("nothing from host b (rank 2)")));
+}
+
+TEST_F(SeveralHosts, SharedMemoryAloneRefusesThem) {
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(on("a,b", 2, {"operations", folder_}, "shm"), 2);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("rank 0 on host a and rank 1 on host b"), HasSubstr("--backend shm+mpi")));
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(on("a,b,c", 2, {"operations", folder_}), 2);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("3 names for 2 ranks"));
+}
+
+TEST_F(SeveralHosts, RanksThatWereStartedWithDifferentBackendsAreRefused) {
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(
+      shell(2, "b=mpi; [ $OMPI_COMM_WORLD_RANK$PMI_RANK = 0 ] || b=shm+mpi; exec \"$0\" $b operations /tmp",
+            kProgram),
+      2);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("'shm+mpi' on rank 1"));
 }
 
 }  // namespace

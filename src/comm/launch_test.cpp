@@ -128,9 +128,9 @@ TEST_F(Launch, StatusSaysWhatHappened) {
   EXPECT_EQ(shell(3, "[ $RANK != 1 ] || exit 7"), 7);
   EXPECT_EQ(shell(2, "[ $RANK = 1 ] && sleep 0.2 && exit 3; exit 4"), 3)
       << "a lost peer says more than its consequences";
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   EXPECT_EQ(shell(2, "[ $RANK = 0 ] || kill -11 $$"), 3);
-  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 11")));
 }
 
@@ -142,11 +142,11 @@ TEST_F(Launch, CommandThatCannotRunIsAConfigError) {
 
 TEST_F(Launch, OutputCarriesTheRank) {
   const char* kPrint = "printf 'one\\ntwo'; echo to stderr >&2; printf ' and a half\\nno end'";
-  testing::internal::CaptureStdout();
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
   EXPECT_EQ(launch_ranks({"sh", "-c", kPrint}, {.ranks = 2, .prefix_output = true}), 0);
-  const std::string out = testing::internal::GetCapturedStdout(),
-                    err = testing::internal::GetCapturedStderr();
+  const std::string out = ::testing::internal::GetCapturedStdout(),
+                    err = ::testing::internal::GetCapturedStderr();
   for (const char* rank : {"[0] ", "[1] "}) {
     EXPECT_THAT(
         out, AllOf(HasSubstr(std::string(rank) + "one\n"), HasSubstr(std::string(rank) + "two and a half\n"),

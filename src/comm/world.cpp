@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +10,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <thread>
@@ -19,12 +19,17 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/environment.hpp"
+#include "comm/group_impl.hpp"
+#include "comm/hosts/backend.hpp"
+#include "comm/hosts/identity.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/listen.hpp"
 #include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
+#include "isograd/hosts.hpp"
 
 namespace isograd {
 namespace {
@@ -32,10 +37,10 @@ namespace {
 constexpr const char* kWorldName = "world";
 
 void check(const JoinOptions& options) {
-  if (options.backend != "shm" && options.backend != "mpi" && options.backend != "nccl") {
+  if (options.backend != "shm" && !through_mpi(options.backend) && options.backend != "nccl") {
     throw ConfigError({.where = "the backend of the world's group",
                        .found = fmt::format("'{}'", options.backend),
-                       .expected = "'shm', 'mpi' or 'nccl'",
+                       .expected = "'shm', 'mpi', 'shm+mpi' or 'nccl'",
                        .action = "Use --backend shm, or wrap a backend of your own in a Group"});
   }
   if (options.timeout.count() < 1) {
@@ -44,12 +49,6 @@ void check(const JoinOptions& options) {
                        .expected = "1 ms or more",
                        .action = "Raise it"});
   }
-}
-
-std::string host_name() {
-  char name[256] = {};
-  ::gethostname(name, sizeof(name) - 1);
-  return name;
 }
 
 c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int join,
@@ -103,34 +102,108 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
 }  // namespace
 
 struct World::Membership {
-  c10::intrusive_ptr<c10d::Store> store;  // null: over MPI
+  c10::intrusive_ptr<c10d::Store> store;  // of all ranks of this host; null: over MPI alone
+  HostsOfWorld hosts;
+  std::shared_ptr<WorldBytes> bytes = std::make_shared<WorldBytes>();
   std::string backend;
   std::mutex mutex;
   std::map<std::string, int> groups_made;  // by ranks and name, which their members count alike
 };
 
 struct WorldMaker {
-  // Over shared memory where there is a store, else over MPI.
+  // Over shared memory or NCCL, whose ranks meet in the store; over MPI, whose ranks tell their hosts first.
   static World make(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const JoinOptions& options) {
     World world;
     world.rank = rank;
     world.size = size;
-    world.host = host_name();
+    const HostIdentity host = identify_host();
+    world.host = host.name;
     world.membership_ = std::make_shared<World::Membership>();
-    world.membership_->store = store;
-    world.membership_->backend = options.backend;
-    c10::intrusive_ptr<c10d::Backend> backend;
-    if (options.backend == "nccl") {
-      backend = nccl::make(std::move(store), rank, size, kWorldName, options.timeout);
-    } else if (store) {
-      backend = c10::make_intrusive<ShmBackend>(std::move(store), rank, size, kWorldName, options.timeout);
+    World::Membership& membership = *world.membership_;
+    membership.store = std::move(store);
+    membership.backend = options.backend;
+    c10::intrusive_ptr<c10d::Backend> over_mpi;
+    if (through_mpi(options.backend)) {
+      over_mpi = mpi::make_world(kWorldName, options.timeout);
+      membership.hosts = exchange_hosts(*over_mpi, host, options.backend);
+      if (options.backend == "shm+mpi")
+        membership.store = meet_on_host(membership.hosts, rank, options.timeout);
     } else {
-      backend = mpi::make_world(kWorldName, options.timeout);
+      membership.hosts.hosts = {std::vector<int>(static_cast<std::size_t>(size), 0), {host.name}};
     }
-    world.group = Group(std::move(backend), kWorldName, options.timeout);
+    std::vector<int> all(static_cast<std::size_t>(size));
+    std::iota(all.begin(), all.end(), 0);
+    world.group = make_group(membership, all, rank, "", kWorldName, options.timeout, {}, std::move(over_mpi));
     return world;
   }
+
+  // Of these ranks of the world, of which `place` is this one. `key`: of every other group another;
+  // `over_mpi`: of these ranks, if it is made already.
+  static Group make_group(World::Membership& membership, const std::vector<int>& ranks, int place,
+                          const std::string& key, const std::string& name, std::chrono::milliseconds timeout,
+                          GroupOptions options, c10::intrusive_ptr<c10d::Backend> over_mpi = nullptr) {
+    const std::vector<int>& host_of = membership.hosts.hosts.of_rank;
+    std::vector<int> of_rank, here;  // hosts of the group's ranks; places of those on this one's
+    for (const int rank : ranks) of_rank.push_back(host_of[static_cast<std::size_t>(rank)]);
+    const int host = of_rank[static_cast<std::size_t>(place)];
+    for (int other = 0; other < static_cast<int>(ranks.size()); ++other)
+      if (of_rank[static_cast<std::size_t>(other)] == host) here.push_back(other);
+    const int size = static_cast<int>(ranks.size());
+    const bool one_host = here.size() == ranks.size();
+    auto hosts = std::make_shared<HostsOfGroup>(of_rank, place, membership.bytes);
+
+    // Each group has its own part of the store; the world's is the store itself.
+    const auto store = [&](const std::string& part) -> c10::intrusive_ptr<c10d::Store> {
+      const std::string prefix = (key.empty() ? "" : "group " + key) + part;
+      if (prefix.empty()) return membership.store;
+      return c10::make_intrusive<c10d::PrefixStore>(prefix, membership.store);
+    };
+    c10::intrusive_ptr<c10d::Backend> backend;
+    if (membership.backend == "nccl") {
+      backend = nccl::make(store(""), place, size, name, timeout);
+    } else if (membership.backend == "shm" || (membership.backend == "shm+mpi" && one_host)) {
+      backend = c10::make_intrusive<ShmBackend>(store(""), place, size, name, timeout);
+    } else {
+      if (!over_mpi) over_mpi = mpi::make_subgroup(ranks, name, key, timeout);
+      backend = over_mpi;
+    }
+    if (membership.backend == "shm+mpi" && !one_host) {
+      HostsBackend::Parts parts{std::move(over_mpi), nullptr, nullptr};
+      const int on_host = static_cast<int>(std::ranges::find(here, place) - here.begin());
+      const auto within = [&](const std::string& use) -> c10::intrusive_ptr<ShmBackend> {
+        if (here.size() == 1) return nullptr;
+        return c10::make_intrusive<ShmBackend>(
+            store(" " + use), on_host, static_cast<int>(here.size()),
+            fmt::format("{}, {} on host {}", name, use,
+                        membership.hosts.hosts.names[static_cast<std::size_t>(host)]),
+            timeout);
+      };
+      parts.reducing = within("summing"), parts.gathering = within("gathering");
+      backend = c10::make_intrusive<HostsBackend>(std::move(parts), hosts, membership.hosts.hosts.names, name,
+                                                  timeout);
+    }
+    Group group(std::move(backend), name, timeout, options);
+    hosts->restart();
+    Group::Impl::of(group)->hosts = std::move(hosts);
+    return group;
+  }
+
+  static const World::Membership* of(const World& world) { return world.membership_.get(); }
 };
+
+Hosts hosts_of(const World& world) {
+  const auto* membership = WorldMaker::of(world);
+  return membership ? membership->hosts.hosts : Hosts{{0}, {world.host}};
+}
+
+HostBytes host_bytes(const World& world) {
+  HostBytes bytes;
+  const auto* membership = WorldMaker::of(world);
+  if (!membership) return bytes;
+  bytes.across = membership->bytes->across;
+  bytes.within = std::max<std::int64_t>(0, membership->bytes->all - bytes.across);
+  return bytes;
+}
 
 Group World::subgroup(const std::vector<int>& ranks, const std::string& name, GroupOptions options) const {
   const auto own = std::find(ranks.begin(), ranks.end(), rank);
@@ -148,39 +221,29 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
     const std::lock_guard lock(membership_->mutex);
     key += fmt::format(" {}", membership_->groups_made[key]++);
   }
-  const auto timeout = group.timeout();
-  c10::intrusive_ptr<c10d::Backend> backend;
-  if (membership_->store) {
-    auto store = c10::make_intrusive<c10d::PrefixStore>("group " + key, membership_->store);
-    const int place = static_cast<int>(own - ranks.begin()), members = static_cast<int>(ranks.size());
-    if (membership_->backend == "nccl")
-      backend = nccl::make(std::move(store), place, members, name, timeout);
-    else
-      backend = c10::make_intrusive<ShmBackend>(std::move(store), place, members, name, timeout);
-  } else {
-    backend = mpi::make_subgroup(ranks, name, key, timeout);
-  }
-  return Group(std::move(backend), name, timeout, options);
+  return WorldMaker::make_group(*membership_, ranks, static_cast<int>(own - ranks.begin()), key, name,
+                                group.timeout(), options);
 }
 
 std::vector<std::string> backends() {
   std::vector<std::string> built = {"shm"};
-  if (mpi::built()) built.emplace_back("mpi");
+  if (mpi::built()) built.insert(built.end(), {"mpi", "shm+mpi"});
   if (nccl::built()) built.emplace_back("nccl");
   return built;
 }
 
 World join(const JoinOptions& options) {
   check(options);
-  if (options.backend == "mpi") mpi::require();
+  if (through_mpi(options.backend)) mpi::require();
   const auto environment = read_rank_environment();
   if (!environment || environment->size == 1) {
     World world;
-    world.host = host_name();
+    world.host = identify_host().name;
     return world;
   }
   if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);  // the ranks share the cores
-  if (options.backend == "mpi") {
+  if (through_mpi(options.backend)) {
+    identify_host();  // before anybody waits, should it be refused
     check_mpi(*environment);
     const mpi::Rank found = mpi::start(options.timeout);
     if (found.rank != environment->rank || found.size != environment->size) {
@@ -226,7 +289,7 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
   const auto run = [&](int rank) {
     at::set_num_threads(1);  // before anything else: it is kept per thread
     World world;
-    world.host = host_name();
+    world.host = identify_host().name;
     try {
       if (size > 1) world = WorldMaker::make(store, rank, size, options);
       body(world);

@@ -127,7 +127,7 @@ struct RunConfig {
     std::int64_t gather_limit_bytes = 0;
     double timeout_seconds = 300;
     std::string device = "cpu";    // cpu | cuda | auto
-    std::string backend = "auto";  // auto | shm | mpi | nccl
+    std::string backend = "auto";  // auto | shm | mpi | shm+mpi | nccl
     bool offload = false;          // gradients, masters and state in host memory
   } parallel;
   struct {

@@ -195,9 +195,10 @@ std::vector<ConfigKey> common_keys() {
       KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}),
           "Where models, gradients and the optimizer's state lie and are computed with (`docs/gpu.md`): "
           "`cpu`; `cuda`, a GPU for each rank of a host; `auto`, `cuda` where LibTorch finds a GPU."),
-      KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "nccl"}),
+      KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "shm+mpi", "nccl"}),
           "What carries data between ranks: `shm`, the shared memory of one host; `mpi`, over several hosts "
-          "as well, in a build that found an MPI; `nccl`, between the GPUs of one host. `auto`: `nccl` where "
+          "as well, in a build that found an MPI; `shm+mpi`, shared memory within each host and MPI between "
+          "them (`docs/hosts.md`); `nccl`, between the GPUs of one host. `auto`: `nccl` where "
           "ranks are on GPUs, else `shm`."),
       KEY("parallel.offload", parallel.offload, "", any(),
           "On a GPU: what a rank holds of summed gradients, masters and the optimizer's state lies in host "

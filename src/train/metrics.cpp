@@ -95,6 +95,7 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "mfu", row.mfu);
   put(json, "seconds", row.seconds);
   put(json, "exposed_seconds", row.exposed_seconds);
+  put(json, "bytes_across_hosts", row.bytes_across_hosts);
   put(json, "updated", row.updated);
   put(json, "validation_loss", row.validation_loss);
   put(json, "validation_perplexity", row.validation_perplexity);
@@ -135,6 +136,7 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "mfu", row.mfu);
       get(json, "seconds", row.seconds);
       get(json, "exposed_seconds", row.exposed_seconds);
+      get(json, "bytes_across_hosts", row.bytes_across_hosts);
       get(json, "updated", row.updated);
       get(json, "validation_loss", row.validation_loss);
       get(json, "validation_perplexity", row.validation_perplexity);
@@ -201,6 +203,8 @@ void Metrics::step(const StepEvent& event) {
   if (event.mfu) events_.scalar("speed/mfu", event.step, *event.mfu);
   events_.scalar("speed/seconds", event.step, event.seconds);
   events_.scalar("speed/exposed_seconds", event.step, event.exposed_seconds);
+  if (event.bytes_across_hosts)
+    events_.scalar("speed/bytes_across_hosts", event.step, static_cast<double>(*event.bytes_across_hosts));
   idle_.step(event.expert_loads);
   const DeadExperts dead = event.expert_loads.empty() ? DeadExperts() : idle_.dead();
   for (const ExpertLoad& load : event.expert_loads)
@@ -220,6 +224,7 @@ void Metrics::step(const StepEvent& event) {
           .mfu = event.mfu,
           .seconds = event.seconds,
           .exposed_seconds = event.exposed_seconds,
+          .bytes_across_hosts = event.bytes_across_hosts,
           .updated = report.updated,
           .expert_loads = event.expert_loads,
           .dead = dead});

@@ -89,6 +89,14 @@ struct Presenter::Impl {
     return fmt::format("{} of {}FLOP/s, {}", percent(mfu), peak, facts.peak.source);
   }
 
+  // Of the last step that was made.
+  std::string across_hosts() const {
+    for (auto row = metrics->rows().rbegin(); row != metrics->rows().rend(); ++row)
+      if (row->bytes_across_hosts)
+        return fmt::format("{} bytes in step {}, by all ranks together", *row->bytes_across_hosts, row->step);
+    return "no step";
+  }
+
   // `text` with how far below and below what; empty without a baseline.
   std::string against_baseline(double loss, const char* text) const {
     if (facts.baseline.value <= 0) return {};
@@ -123,6 +131,7 @@ struct Presenter::Impl {
     row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
     if (outcome.mfu) row("MFU", utilisation(*outcome.mfu));
     if (facts.ranks > 1) row("communication", exposed_share(outcome));
+    if (!facts.hosts.empty()) row("across hosts", across_hosts());
     if (outcome.balance)
       row("context ranks", fmt::format("highest cost {}", over_the_mean(*outcome.balance)));
     if (const auto loads = rows_with_loads(metrics->rows()); !loads.empty()) {
@@ -205,6 +214,10 @@ struct Presenter::Impl {
                  {"skipped steps", std::to_string(outcome.skipped)},
                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
     if (facts.ranks > 1) about.rows.push_back({"communication", exposed_share(outcome)});
+    if (!facts.hosts.empty()) {
+      about.rows.push_back({"hosts", facts.hosts});
+      about.rows.push_back({"bytes across hosts", across_hosts()});
+    }
     if (outcome.balance)
       about.rows.push_back({"context ranks", "highest cost " + over_the_mean(*outcome.balance)});
     if (outcome.mfu)

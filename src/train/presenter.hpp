@@ -24,6 +24,7 @@ struct RunFacts {
   Peak peak{};  // of all ranks
   std::int64_t steps_per_epoch = 0;
   std::int64_t first_step = 0;  // after a resume; metrics of later steps are dropped
+  std::string hosts{};          // HostTraffic::said(), the first of it; empty: one host
 };
 
 // What is said where train.on_non_finite stops a run, of whatever task.

@@ -135,15 +135,21 @@ RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const
   return {.layout = std::move(layout),
           .config = config,
           .plan = plan,
-          .description = describe_layout(config, ranks)};
+          .description = describe_layout(config, ranks),
+          .hosts = planned_hosts(ranks.size, 1)};
 }
 
-RunLayout lay_out(const RunConfig& config, int ranks, int rank) {
+RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts) {
   check_but_devices(config, ranks);
   if (rank < 0 || rank >= ranks)
     refuse(fmt::format("--rank {}", rank), fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s"),
            fmt::format("0 to {}", ranks - 1), "Name one of them, or more ranks with --ranks");
-  const RanksOfRun on(ranks, ranks == 1 || backend_of(config, ranks) == "shm");
+  const std::string backend = backend_of(config, ranks);
+  Hosts planned = planned_hosts(ranks, hosts);
+  if (hosts > 1 && (backend == "shm" || backend == "nccl"))
+    refuse(fmt::format("--hosts {}", hosts), fmt::format("the backend \"{}\"", backend),
+           "one that spans hosts", "Set parallel.backend = \"shm+mpi\" (docs/hosts.md)");
+  const RanksOfRun on(ranks, ranks == 1 || backend == "shm" || (backend == "shm+mpi" && hosts == 1));
   const Grid grid = grid_of(config, ranks);
   const auto model = model_without_values(config);
   const auto named = model->named();
@@ -152,7 +158,9 @@ RunLayout lay_out(const RunConfig& config, int ranks, int rank) {
   for (std::size_t i = 0; i < placements.size(); ++i)
     at::Tensor(named[i].second)
         .set_data(at::empty(local_shape(placements[i].second, grid, rank), named[i].second.options()));
-  return lay_out(config, named, model->make_units(), on, rank, placements);
+  RunLayout run = lay_out(config, named, model->make_units(), on, rank, placements);
+  run.hosts = std::move(planned);
+  return run;
 }
 
 }  // namespace isograd

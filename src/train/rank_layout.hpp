@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/hosts.hpp"
 #include "isograd/layout.hpp"
 #include "isograd/plan.hpp"
 #include "parallel/data/planned_bucket.hpp"
@@ -59,10 +60,12 @@ struct RunLayout {
   RunConfig config;
   DataParallelPlan plan;    // whose formulas `train --memory` prints
   std::string description;  // describe_layout()
+  Hosts hosts{};            // of the ranks; one where nobody knows of several
 };
 // No weights, no ranks. ConfigError: ranks that the configured axes do not divide, a rank that is none of
-// them, whatever check() refuses but for devices that this machine does not have.
-RunLayout lay_out(const RunConfig& config, int ranks, int rank);
+// them, hosts that ranks cannot be on, whatever check() refuses but for devices that this machine does not
+// have.
+RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts = 1);
 
 // The same of a model that is there: parameters of the rank's local shapes, before a layout is made of them.
 RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const ModelUnits& units,

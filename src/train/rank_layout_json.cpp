@@ -1,4 +1,5 @@
 // A rank's layout for programs: docs/layout.md has the keys.
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "train/rank_layout.hpp"
@@ -34,16 +35,19 @@ std::vector<std::string> several(const Grid& grid, const AxisSet& axes) {
   return result;
 }
 
-LayoutJson mesh_of(const RankLayout& layout) {
+LayoutJson mesh_of(const RankLayout& layout, const Hosts& hosts) {
   LayoutJson axes = LayoutJson::array();
+  const std::vector<std::string> across = axes_across(layout.grid, hosts);
   for (const Axis& axis : layout.grid.axes())
     axes.push_back({{"name", axis.name},
                     {"size", axis.size},
                     {"place", layout.grid.place({axis.name}, layout.rank)},
                     {"ranks", layout.grid.ranks_along({axis.name}, layout.rank)},
                     {"samples_differ", kSampleAxes.contains(axis.name)},
-                    {"tokens_differ", kContextAxes.contains(axis.name)}});
+                    {"tokens_differ", kContextAxes.contains(axis.name)},
+                    {"across_hosts", std::find(across.begin(), across.end(), axis.name) != across.end()}});
   return {{"ranks", layout.grid.ranks()},
+          {"host_of_rank", hosts.of_rank},
           {"axes", axes},
           {"counted_along", several(layout.grid, data_axes(layout.grid))}};
 }
@@ -88,7 +92,7 @@ std::string to_json(const RunLayout& run) {
                                {"strategy", run.config.parallel.strategy},
                                {"dtype", run.config.train.dtype},
                                {"rank", layout.rank},
-                               {"mesh", mesh_of(layout)},
+                               {"mesh", mesh_of(layout, run.hosts)},
                                {"parameters", parameters},
                                {"buckets", buckets},
                                {"totals",

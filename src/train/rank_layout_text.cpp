@@ -142,6 +142,9 @@ std::string mesh_text(const RunLayout& run) {
   for (const LaidParameter& parameter : layout.parameters)
     for (const Cut& one : parameter.placement.cuts) cut.insert(one.axis);
   Rows rows{{"axis", "size", "data", "parameters", "ranks"}};
+  const bool several_hosts = run.hosts.count() > 1;
+  const std::vector<std::string> across = axes_across(layout.grid, run.hosts);
+  if (several_hosts) rows[0].insert(rows[0].begin() + 4, "hosts");
   for (const Axis& axis : layout.grid.axes()) {
     const std::vector<int> ranks = layout.grid.ranks_along({axis.name}, layout.rank);
     std::string seen = "the same", kept = "copies";
@@ -151,11 +154,17 @@ std::string mesh_text(const RunLayout& run) {
     if (cut.contains(axis.name)) kept = "cut";
     if (axis.size == 1) seen = kept = "-";
     rows.push_back({axis.name, std::to_string(axis.size), seen, kept, ranks_text(ranks, 2)});
+    if (!several_hosts) continue;
+    const bool is_across = std::find(across.begin(), across.end(), axis.name) != across.end();
+    rows.back().insert(rows.back().begin() + 4, axis.size == 1 ? "-" : is_across ? "across" : "within");
   }
   std::string text = wrapped(printable(run.description));
   text += fmt::format("{} rank{}, seen from rank {}\n\n", layout.grid.ranks(),
                       layout.grid.ranks() == 1 ? "" : "s", layout.rank);
-  text += table(std::move(rows), {0, 2, 3, 4});
+  text += table(std::move(rows), {0, 2, 3, 4, 5});
+  if (several_hosts) text += wrapped(printable(hosts_text(layout.grid, run.hosts) + "."));
+  for (const std::string& said : said_of_hosts(layout.grid, run.hosts))
+    text += wrapped(printable(said) + ".");
   const int counting = layout.grid.size(data);
   text += counting == 1
               ? std::string("Targets are counted on the one rank that has them.\n")

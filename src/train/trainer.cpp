@@ -14,6 +14,7 @@
 #include "train/cut_batches.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
+#include "train/host_traffic.hpp"
 #include "train/memory.hpp"
 #include "train/peers.hpp"
 #include "train/presenter.hpp"
@@ -75,6 +76,7 @@ struct Trainer::Impl {
   std::unique_ptr<Presenter> presenter{};
   std::optional<ErrorText> trouble{};   // of rank 0 with its files, until the others are told
   std::optional<MemoryWatch> memory{};  // run.memory
+  std::optional<HostTraffic> hosts{};
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
@@ -96,6 +98,7 @@ struct Trainer::Impl {
     optimizer = make_optimizer(config);
     mean = make_normalizer(config, world.size);
     mesh.emplace(world, grid_of(config, world.size));
+    hosts.emplace(world, mesh->grid());
     parts.emplace(*task, *mesh, group);
     loader = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
     validation = task->make_validation_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
@@ -130,6 +133,7 @@ struct Trainer::Impl {
       presenter = std::make_unique<Presenter>(config, facts(baseline));
       for (const std::string& text : {folder->notice(), learning_rates})
         if (!text.empty()) presenter->notice(text);
+      for (const std::string& text : hosts->said()) presenter->notice(text);
       if (!validation)
         presenter->notice("no " + one_of(task->facts().documents) +
                           " is held out, so there is no validation loss (data.validation_fraction)");
@@ -182,7 +186,8 @@ struct Trainer::Impl {
                     .baseline = baseline,
                     .peak = peak,
                     .steps_per_epoch = loader->steps_per_epoch(),
-                    .first_step = state.step};
+                    .first_step = state.step,
+                    .hosts = hosts->said().empty() ? "" : hosts->said()[0]};
   }
 
   // Every step until the last, a stop or a divergence. What happens after a step depends only on its report
@@ -198,6 +203,7 @@ struct Trainer::Impl {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
       if (memory) memory->before_step(*layout);
+      hosts->before_step();
       optimizer->set_learning_rate(schedule.at(state.step));
       if (peak.flops_per_second > 0) flops = task->step_flops(*loader, loader->position());
       const MicroBatches own = parts->of_step(loader->next());
@@ -256,7 +262,8 @@ struct Trainer::Impl {
                     .exposed_seconds = exposed,
                     .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
                     .mfu = {},
-                    .expert_loads = {}};
+                    .expert_loads = {},
+                    .bytes_across_hosts = hosts->across_in_step()};
     if (report.finite) event.expert_loads = model->expert_loads(report.tally);
     if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;
     present([&] { presenter->step(event); });
@@ -363,7 +370,8 @@ struct Trainer::Impl {
     std::vector<Showing::Picture> stages;
     if (const Pipeline* pipeline = model->pipeline())
       stages = show_stages(*pipeline, *mesh, config.run.directory);
-    const std::string bytes = memory ? memory_table(memory->use(), plan(), config, *layout, world.group) : "";
+    const std::string bytes =
+        memory ? memory_table(memory->use(), plan(), config, *layout, world.group) + hosts->by_rank() : "";
     Showing showing;
     const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
     if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them

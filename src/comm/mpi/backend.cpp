@@ -7,6 +7,7 @@
 
 #include "comm/mpi/mpi.hpp"
 #include "comm/mpi/runtime.hpp"
+#include "comm/poll.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -25,7 +26,7 @@ void complete(std::vector<MPI_Request>& requests, const std::string& where,
     check(MPI_Testall(static_cast<int>(requests.size()), requests.data(), &flag, MPI_STATUSES_IGNORE), where);
     return flag != 0;
   };
-  if (poll(done, timeout)) return;
+  if (poll_until(done, timeout)) return;
   abandon();
   throw PeerError({.where = where,
                    .found = fmt::format("not all of its ranks within {} ms", timeout.count()),

@@ -1,7 +1,6 @@
 #include "comm/mpi/runtime.hpp"
 
 #include <fmt/format.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,8 +16,6 @@
 
 namespace isograd::mpi {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // A rank that is done waits for those that still write reports; mpirun ends it should one fail.
 constexpr std::chrono::milliseconds kLeastFinish = std::chrono::minutes(5);
@@ -120,28 +117,6 @@ bool running() {
 
 void abandon() {
   keeper().abandoned = true;
-}
-
-bool poll(const std::function<bool()>& done, std::chrono::milliseconds timeout) {
-  constexpr int kSpins = 64;
-  constexpr auto kYieldTime = std::chrono::milliseconds(1);
-  constexpr auto kLongestNap = std::chrono::microseconds(1000);
-  for (int i = 0; i < kSpins; ++i) {
-    if (done()) return true;
-  }
-  const auto begin = Clock::now();
-  auto nap = std::chrono::microseconds(20);
-  for (;;) {
-    if (done()) return true;
-    const auto waited = Clock::now() - begin;
-    if (waited >= timeout) return false;
-    if (waited < kYieldTime) {
-      ::sched_yield();
-    } else {
-      std::this_thread::sleep_for(nap);
-      nap = std::min(2 * nap, kLongestNap);
-    }
-  }
 }
 
 Rank start(std::chrono::milliseconds timeout) {

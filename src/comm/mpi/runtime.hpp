@@ -4,7 +4,6 @@
 #include <mpi.h>
 
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <string>
 
@@ -34,9 +33,5 @@ bool running();
 // Something did not complete: MPI_Finalize would wait for it, so the process will end without. mpirun then
 // ends the other ranks and returns a status that is not 0.
 void abandon();
-
-// Calls `done` until it is true: spins, yields, then naps (MPI has nothing to sleep on). False when `timeout`
-// is over.
-bool poll(const std::function<bool()>& done, std::chrono::milliseconds timeout);
 
 }  // namespace isograd::mpi

@@ -7,6 +7,7 @@
 
 #include "comm/call_site.hpp"
 #include "comm/mpi/runtime.hpp"
+#include "comm/poll.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::mpi {
@@ -103,7 +104,7 @@ bool Channel::advance(Operation& operation) {
 }
 
 void Channel::wait(Operation& operation, std::chrono::milliseconds timeout) {
-  if (poll([&] { return advance(operation); }, timeout)) return;
+  if (poll_until([&] { return advance(operation); }, timeout)) return;
   const PeerError error(
       {.where = operation.where,
        .found = fmt::format("not complete within {} ms", timeout.count()),

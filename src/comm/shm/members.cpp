@@ -13,6 +13,7 @@
 #include <sstream>
 #include <thread>
 
+#include "comm/hosts/identity.hpp"
 #include "comm/local_store.hpp"
 #include "comm/relayed.hpp"
 #include "isograd/error.hpp"
@@ -92,14 +93,9 @@ constexpr const char* kGivenUp = "given-up";
 
 MemberInfo describe_self() {
   MemberInfo info;
-  char name[256] = {};
-  ::gethostname(name, sizeof(name) - 1);
-  info.host = name;
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  struct stat space {};
-  ::stat("/proc/self/ns/pid", &space);
-  info.machine = fmt::format("{}/{}", boot, space.st_ino);
+  HostIdentity host = identify_host();
+  info.host = std::move(host.name);
+  info.machine = std::move(host.machine);
   info.pid = ::getpid();
   info.started = status_of(info.pid).started;
   return info;
@@ -156,7 +152,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
          .found = fmt::format("rank 0 on host {} and rank {} on host {}{}", members[0].host, r, other.host,
                               other.host == members[0].host ? " in another container" : ""),
          .expected = "all ranks on one host, which the shm backend needs",
-         .action = "Start all ranks on one host, or give the group a backend that spans hosts"});
+         .action = "Start all ranks on one host, or use --backend shm+mpi"});
   }
   return members;
 }

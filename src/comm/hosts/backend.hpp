@@ -1,0 +1,101 @@
+// HostsBackend: collectives of ranks on several hosts, within each host over shared memory and between hosts
+// by messages of any backend that has them all.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "comm/hosts/members.hpp"
+#include "comm/hosts/queue.hpp"
+#include "comm/shm/backend.hpp"
+
+namespace isograd {
+
+// A sum (maximum, ...) is made in rank order within each host, of these in the order of the hosts' first
+// ranks: the same bits on all ranks, run to run, whatever the time it takes. 16-bit floats travel as float32
+// and are rounded once. all_reduce, reduce_scatter and all_gather send each host no more than it needs; other
+// operations go to `all` as they are.
+//
+// Ranks of a host whose place on it is below that of every host's last one are lanes: only they send, each
+// its part, to the rank at its place on each other host. Hosts may have different numbers of ranks, and ranks
+// may lie in any order.
+class HostsBackend final : public c10d::Backend {
+ public:
+  using Works = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+  using Splits = std::vector<std::int64_t>;
+
+  struct Parts {
+    c10::intrusive_ptr<c10d::Backend> all;               // of all ranks: messages between hosts, and the rest
+    c10::intrusive_ptr<ShmBackend> reducing, gathering;  // of this host's, in rank order; null: one rank
+  };
+  // `names`: of the hosts, for errors. `hosts`: of several hosts; what leaves this one is added to it.
+  HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts, const std::vector<std::string>& names,
+               std::string group, std::chrono::milliseconds timeout);
+
+  const std::string getBackendName() const override { return "shm+mpi"; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void abort() override { give_up("this rank has given the group up"); }
+  void give_up(const std::string& reason) noexcept;
+
+  Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override;
+  // Equal parts.
+  Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                             const c10d::ReduceScatterOptions& options = {}) override;
+  Works _allgather_base(at::Tensor& output, at::Tensor& input,
+                        const c10d::AllgatherOptions& options = {}) override;
+
+  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override;
+  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override;
+  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override;
+  Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options = {}) override;
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
+                      const c10d::AllToAllOptions& options = {}) override;
+  Works send(Tensors& tensors, int to, int tag) override;
+  Works recv(Tensors& tensors, int from, int tag) override;
+  Works barrier(const c10d::BarrierOptions& options = {}) override;
+
+  // Collective: zero-filled, in memory that the ranks of this host reach, so that they sum it in place.
+  at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
+
+ private:
+  // What stages keep beyond the life of the backend.
+  struct Links {
+    Parts parts;
+    std::shared_ptr<HostsOfGroup> hosts;
+    std::vector<std::vector<int>> members;  // ranks of each host
+    std::vector<std::string> names;
+    int host = 0, place = 0;  // of this rank, and on it
+    int lanes = 0;            // the fewest ranks that a host has
+    bool even = true;         // all have as many
+
+    int host_count() const { return static_cast<int>(members.size()); }
+    int here() const { return static_cast<int>(members[static_cast<std::size_t>(host)].size()); }
+    bool sends() const { return place < lanes; }
+    // How `numel` elements are cut over the ranks of this host: over its lanes.
+    Splits cut(std::int64_t numel) const;
+    // Sends to_hosts[h] to this lane's rank on each other host h and receives from_hosts[h] from it.
+    std::vector<hosts::Part> exchange(const Tensors& to_hosts, const Tensors& from_hosts, int tag) const;
+  };
+
+  std::string where(const char* operation);
+  Works work(std::shared_ptr<hosts::Operation> operation, std::chrono::milliseconds timeout);
+  Works staged(std::string where, std::vector<hosts::Stage> stages, std::chrono::milliseconds timeout);
+  Works followed(const char* operation, const std::function<Works()>& begin,
+                 std::chrono::milliseconds timeout);
+  shm::Reduction reduction(const char* operation, const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  void check_tag(const char* operation, int tag) const;
+
+  std::string group_;
+  std::chrono::milliseconds timeout_;
+  std::shared_ptr<const Links> links_;
+  std::shared_ptr<hosts::Queue> queue_;
+  std::uint64_t sequence_ = 0;
+  std::mutex sequence_mutex_;
+};
+
+}  // namespace isograd

@@ -1,0 +1,235 @@
+// Sums and gathers over several hosts: within each host over shared memory, each lane's part between them.
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+#include "comm/hosts/backend.hpp"
+#include "comm/hosts/tags.hpp"
+#include "kernels/reduce.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace hosts;
+using Tensors = std::vector<at::Tensor>;
+
+// 16-bit floats as float32: itself otherwise.
+at::Tensor widened(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kBFloat16 || type == at::kHalf ? tensor.to(at::kFloat) : tensor;
+}
+
+// Of each host in their order. `into` may be one of them.
+void combine(const shm::Reduction& reduction, const Tensors& of_hosts, const at::Tensor& into) {
+  std::vector<const void*> inputs;
+  for (const at::Tensor& one : of_hosts) inputs.push_back(one.const_data_ptr());
+  void* output = into.data_ptr();
+  kernels::reduce_slices(reduction.number, reduction.combine, inputs.data(), static_cast<int>(inputs.size()),
+                         0, into.numel(), &output, 1);
+}
+
+std::vector<Part> of(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
+  std::vector<Part> parts;
+  for (auto& work : works) parts.push_back({std::move(work), ""});
+  return parts;
+}
+
+Tensors cut_up(const at::Tensor& flat, const std::vector<std::int64_t>& pieces) {
+  const at::NoGradGuard no_graph;
+  return flat.split_with_sizes(pieces);
+}
+
+}  // namespace
+
+// Each lane sums its piece of this host's tensors, then a part of that of all hosts'; and back.
+HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("all_reduce", group_, rank_, size_);
+  const at::Tensor tensor = check.only(tensors);
+  check.piece(tensor);
+  const at::Tensor flat = widened(tensor).view(-1);
+  const auto reduction = this->reduction("all_reduce", flat, options.reduceOp);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const Tensors pieces = cut_up(flat, links->cut(flat.numel()));
+  const at::Tensor piece = pieces[place];
+  const Tensors parts = cut_up(piece, split_rows(piece.numel(), links->host_count()));
+  const at::Tensor own = parts[host];
+
+  std::vector<Stage> stages;
+  if (links->here() > 1)
+    stages.push_back({kReduceWithin, [links, pieces, piece, op = options.reduceOp] {
+                        Lists inputs{pieces};
+                        Tensors output{piece};
+                        c10d::ReduceScatterOptions asked;
+                        asked.reduceOp = op;
+                        return of({links->parts.reducing->reduce_scatter(output, inputs, asked)});
+                      }});
+  if (links->sends()) {
+    Tensors received(parts.size());
+    for (at::Tensor& one : received) one = at::empty_like(own);
+    received[host] = own;
+    stages.push_back(
+        {kExchange, [links, parts, received] { return links->exchange(parts, received, tag_of(kExchange)); },
+         [reduction, received, own] { combine(reduction, received, own); }});
+    stages.push_back({kReturn, [links, parts, own] {
+                        return links->exchange(Tensors(parts.size(), own), parts, tag_of(kReturn));
+                      }});
+  }
+  if (links->here() > 1)
+    stages.push_back({kGatherWithin, [links, pieces, piece] {
+                        Lists outputs{pieces};
+                        Tensors input{piece};
+                        return of({links->parts.gathering->allgather(outputs, input)});
+                      }});
+  if (!flat.is_alias_of(tensor)) {
+    if (stages.empty()) stages.push_back({kGatherWithin, [] { return std::vector<Part>{}; }});
+    stages.back().end = [tensor, flat, before = stages.back().end] {
+      before();
+      tensor.view(-1).copy_(flat);
+    };
+  }
+  return staged(where("all_reduce"), std::move(stages), options.timeout);
+}
+
+// Where all hosts have as many ranks, a lane's piece of another host is the part of the rank at its place
+// there, and done with the exchange. Otherwise a host's parts are cut anew over the lanes, and its ranks
+// gather them in the end.
+HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::ReduceScatterOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("reduce_scatter", group_, rank_, size_);
+  check.piece(input), check.piece(output);
+  check.cut(input, output);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const std::int64_t part = output.numel();
+  const at::Tensor flat = widened(input).view(-1);
+  const auto reduction = this->reduction("reduce_scatter", flat, options.reduceOp);
+  const Tensors slices = flat.split(part);
+
+  Lists pieces;  // of each host: of its parts, by rank of this host
+  for (const std::vector<int>& ranks : links->members) {
+    Tensors of_host;
+    for (const int rank : ranks) of_host.push_back(slices[static_cast<std::size_t>(rank)]);
+    if (links->even) {
+      pieces.push_back(std::move(of_host));
+    } else {
+      const at::Tensor whole = of_host.size() == 1 ? of_host[0] : at::cat(of_host);
+      pieces.push_back(cut_up(whole, links->cut(whole.numel())));
+    }
+  }
+  Tensors sums;  // of this host's ranks, for each host
+  for (const Tensors& of_host : pieces)
+    sums.push_back(links->here() > 1 ? at::empty_like(of_host[place]) : of_host[place]);
+  const bool gathers = !links->even && links->here() > 1;
+  const bool direct = !gathers && output.scalar_type() == flat.scalar_type();
+  const at::Tensor own = direct ? output.view(-1) : at::empty_like(sums[host]);
+
+  std::vector<Stage> stages;
+  if (links->here() > 1)
+    stages.push_back({kReduceWithin, [links, pieces, sums, op = options.reduceOp] {
+                        std::vector<Works> works;
+                        for (std::size_t i = 0; i < pieces.size(); ++i) {
+                          Lists inputs{pieces[i]};
+                          Tensors result{sums[i]};
+                          c10d::ReduceScatterOptions asked;
+                          asked.reduceOp = op;
+                          works.push_back(links->parts.reducing->reduce_scatter(result, inputs, asked));
+                        }
+                        return of(std::move(works));
+                      }});
+  if (links->sends()) {
+    Tensors received(sums.size());
+    for (at::Tensor& one : received) one = at::empty_like(own);
+    received[host] = sums[host];
+    stages.push_back({kExchange,
+                      [links, sums, received] { return links->exchange(sums, received, tag_of(kExchange)); },
+                      [reduction, received, own] { combine(reduction, received, own); }});
+  }
+  if (gathers) {
+    const at::Tensor whole = at::empty({part * links->here()}, flat.options());
+    stages.push_back({kGatherWithin,
+                      [links, whole, own] {
+                        Lists outputs{cut_up(whole, links->cut(whole.numel()))};
+                        Tensors mine{own};
+                        return of({links->parts.gathering->allgather(outputs, mine)});
+                      },
+                      [whole, output, part, place] {
+                        output.view(-1).copy_(whole.narrow(0, static_cast<std::int64_t>(place) * part, part));
+                      }});
+  } else if (!direct) {
+    stages.back().end = [output, own, before = stages.back().end] {
+      before();
+      output.view(-1).copy_(own);
+    };
+  }
+  return staged(where("reduce_scatter"), std::move(stages), options.timeout);
+}
+
+// The way back: a host's parts between hosts, by lanes, and from there to all ranks of each host.
+HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::AllgatherOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("all_gather", group_, rank_, size_);
+  check.piece(input), check.piece(output);
+  check.cut(output, input);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const std::int64_t part = input.numel();
+  const Tensors slices = output.view(-1).split(part);
+
+  Lists parts, pieces;  // of each host: its ranks' parts; the same, by rank of this host
+  Tensors wholes;       // of each host, where its parts are cut anew
+  for (const std::vector<int>& ranks : links->members) {
+    Tensors of_host;
+    for (const int rank : ranks) of_host.push_back(slices[static_cast<std::size_t>(rank)]);
+    if (!links->even) {
+      const at::Tensor whole = at::empty({part * static_cast<std::int64_t>(ranks.size())}, output.options());
+      pieces.push_back(cut_up(whole, links->cut(whole.numel())));
+      wholes.push_back(whole);
+    } else {
+      pieces.push_back(of_host);
+    }
+    parts.push_back(std::move(of_host));
+  }
+  const at::Tensor mine = input.view(-1);
+  slices[static_cast<std::size_t>(rank_)].copy_(mine);
+
+  std::vector<Stage> stages;
+  if (!links->even && links->here() > 1)
+    stages.push_back({kReduceWithin, [links, mine, part, whole = wholes[host]] {
+                        Lists outputs{whole.split(part)};
+                        Tensors own{mine};
+                        return of({links->parts.reducing->allgather(outputs, own)});
+                      }});
+  else if (!links->even)
+    wholes[host].copy_(mine);
+  if (links->sends()) {
+    Tensors received;
+    for (const Tensors& of_host : pieces) received.push_back(of_host[place]);
+    stages.push_back({kReturn, [links, received, own = received[host]] {
+                        return links->exchange(Tensors(received.size(), own), received, tag_of(kReturn));
+                      }});
+  }
+  if (links->here() > 1)
+    stages.push_back({kGatherWithin, [links, pieces, host, place] {
+                        std::vector<Works> works;
+                        for (std::size_t i = 0; i < pieces.size(); ++i) {
+                          if (!links->even && i == host) continue;  // there already
+                          Lists outputs{pieces[i]};
+                          Tensors own{pieces[i][place]};
+                          works.push_back(links->parts.gathering->allgather(outputs, own));
+                        }
+                        return of(std::move(works));
+                      }});
+  if (!links->even)
+    stages.back().end = [parts, wholes, part] {
+      for (std::size_t i = 0; i < parts.size(); ++i)
+        for (std::size_t j = 0; j < parts[i].size(); ++j)
+          parts[i][j].copy_(wholes[i].narrow(0, static_cast<std::int64_t>(j) * part, part));
+    };
+  return staged(where("all_gather"), std::move(stages), options.timeout);
+}
+
+}  // namespace isograd

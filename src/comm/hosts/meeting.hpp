@@ -1,0 +1,30 @@
+// How ranks under MPI learn which of them share a host, and how those of one host find one another.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "comm/hosts/identity.hpp"
+#include "isograd/hosts.hpp"
+
+namespace isograd {
+
+struct HostsOfWorld {
+  Hosts hosts{};
+  std::vector<std::string> stores{};  // of each host: the name of its ranks' store
+};
+
+// Whether mpirun starts the ranks of this backend.
+bool through_mpi(const std::string& backend);
+
+// Collective over `all`. ConfigError on every rank when they were started with different backends.
+HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend);
+
+// The store of this rank's host, which its first rank serves; null where the rank is alone there.
+c10::intrusive_ptr<c10d::Store> meet_on_host(const HostsOfWorld& world, int rank,
+                                             std::chrono::milliseconds timeout);
+
+}  // namespace isograd

@@ -1,0 +1,265 @@
+// HostsBackend on thread ranks, which say that they are on several hosts.
+#include "comm/hosts/backend.hpp"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <numeric>
+
+#include "comm/group_testing.hpp"
+#include "comm/hosts_testing.hpp"
+#include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+using namespace std::chrono_literals;
+using isograd::testing::check_operations;
+using isograd::testing::Garbles;
+using isograd::testing::HostGroups;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+using Placing = std::vector<int>;  // the host of each rank
+
+struct Rank {
+  Group group;
+  std::shared_ptr<HostsOfGroup> hosts;
+  int rank, size;
+};
+
+void on_hosts(const Placing& placing, const std::function<void(Rank)>& body,
+              const HostGroups::Options& options = {}) {
+  const HostGroups groups(placing, options);
+  run_ranks(groups.ranks(), [&](World& world) {
+    auto [group, hosts] = groups.all(world.rank, "hosts");
+    body({group, hosts, world.rank, world.size});
+    world.group.barrier();  // memory that others read stays until they have
+  });
+}
+
+// Even, one rank each, uneven, interleaved, both; five and eight ranks; three hosts.
+const std::vector<Placing> kPlacings = {{0, 1},
+                                        {0, 0, 1, 1},
+                                        {0, 1, 0, 1},
+                                        {0, 0, 1},
+                                        {0, 1, 1, 2, 2, 2},
+                                        {0, 1, 0, 0, 1},
+                                        {0, 0, 0, 1, 1, 1},
+                                        {0, 0, 1, 2, 2, 1, 0, 2}};
+
+std::string text(const Placing& placing) {
+  std::string text;
+  for (const int host : placing) text += static_cast<char>('a' + host);
+  return text;
+}
+
+TEST(HostsBackend, EveryOperationOfEveryTypeAndSize) {
+  for (const Placing& placing : kPlacings)
+    on_hosts(placing, [&](const Rank& own) {
+      const auto failures = check_operations(
+          own.group, {.numels = {0, 1, 7, 301}, .dtypes = {at::kFloat, at::kBFloat16, at::kLong, at::kBool}});
+      for (std::size_t i = 0; i < failures.size() && i < 3; ++i)
+        ADD_FAILURE() << text(placing) << ": " << failures[i];
+    });
+}
+
+at::Tensor numbers(int rank, std::int64_t numel) {  // whose float32 sums depend on their order
+  return at::sin(at::arange(numel, at::kDouble).add(rank * 77.0))
+      .mul(std::pow(10.0, rank % 3))
+      .to(at::kFloat);
+}
+
+// In rank order within each host, hosts in the order of their first ranks.
+at::Tensor summed_by_host(const Placing& placing, std::int64_t numel) {
+  std::vector<int> order;
+  for (const int host : placing)
+    if (std::find(order.begin(), order.end(), host) == order.end()) order.push_back(host);
+  at::Tensor total;
+  for (const int host : order) {
+    at::Tensor sum;
+    for (int rank = 0; rank < static_cast<int>(placing.size()); ++rank)
+      if (placing[static_cast<std::size_t>(rank)] == host)
+        sum = sum.defined() ? sum + numbers(rank, numel) : numbers(rank, numel);
+    total = total.defined() ? total + sum : sum;
+  }
+  return total;
+}
+
+TEST(HostsBackend, SumsInTheOrderThatItPromisesAndInSharedMemoryToo) {
+  constexpr std::int64_t kNumel = 8 * 9 * 5 * 60;
+  for (const Placing& placing : kPlacings) {
+    const at::Tensor expected = summed_by_host(placing, kNumel);
+    if (placing.size() > 4) {
+      EXPECT_FALSE(at::equal(expected, summed_by_host(Placing(placing.size(), 0), kNumel)));
+    }
+    on_hosts(placing, [&](Rank own) {
+      at::Tensor shared = own.group.empty_shared(kNumel, at::kFloat), plain = numbers(own.rank, kNumel);
+      shared.copy_(plain);
+      Pending first = own.group.all_reduce_async(shared);
+      Pending second = own.group.all_reduce_async(plain);
+      own.rank % 2 == 0 ? first.wait() : second.wait();  // in any order
+      own.group.barrier();                               // while one of them is under way
+      own.rank % 2 == 0 ? second.wait() : first.wait();
+      EXPECT_TRUE(at::equal(shared, expected)) << text(placing);
+      EXPECT_TRUE(at::equal(plain, expected)) << text(placing);
+      if (kNumel % own.size != 0) return;
+      const at::Tensor part = own.group.reduce_scatter(numbers(own.rank, kNumel));
+      const std::int64_t rows = kNumel / own.size;
+      EXPECT_TRUE(at::equal(part, expected.narrow(0, own.rank * rows, rows))) << text(placing);
+      EXPECT_TRUE(at::equal(own.group.all_gather(part).view(-1), expected)) << text(placing);
+    });
+  }
+}
+
+// Many at once, in stages that overtake one another.
+TEST(HostsBackend, ManyOperationsUnderWay) {
+  for (const Placing& placing : {Placing{0, 0, 1, 1}, Placing{0, 1, 1, 2, 2, 2}})
+    on_hosts(placing, [&](Rank own) {
+      constexpr int kMany = 60;
+      std::vector<at::Tensor> sums, gathered(kMany), mine(kMany);
+      std::vector<Pending> pending;
+      for (int i = 0; i < kMany; ++i) {
+        sums.push_back(at::full({1 + 37 * i}, own.rank + i, at::kDouble));
+        pending.push_back(own.group.all_reduce_async(sums.back()));
+        const auto at = static_cast<std::size_t>(i);
+        mine[at] = at::full({3}, 100 * i + own.rank, at::kLong);
+        gathered[at] = at::zeros({own.size, 3}, at::kLong);
+        pending.push_back(own.group.all_gather_async(gathered[at], mine[at]));
+        if (i % 7 == own.rank % 3) pending[at].progress();
+      }
+      for (std::size_t i = 0; i < pending.size(); ++i)
+        pending[own.rank % 2 == 0 ? i : pending.size() - 1 - i].wait();
+      for (int i = 0; i < kMany; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        const double sum = own.size * (own.size - 1) / 2.0 + own.size * i;
+        EXPECT_TRUE(at::equal(sums[at], at::full_like(sums[at], sum)));
+        for (int rank = 0; rank < own.size; ++rank)
+          EXPECT_TRUE(at::equal(gathered[at][rank], at::full({3}, 100 * i + rank, at::kLong)));
+      }
+    });
+}
+
+// A rank on each host sends what the others lack and no more: over H hosts, of a buffer of n bytes,
+// 2(H - 1)n for a sum on all of them, (H - 1)n for one that is cut over ranks, or for a gather of n bytes.
+TEST(HostsBackend, BytesAcrossHostsAreTheFewest) {
+  constexpr std::int64_t kNumel = 8 * 9 * 5;
+  for (const Placing& placing : kPlacings) {
+    const std::int64_t others = *std::max_element(placing.begin(), placing.end()), bytes = kNumel * 8;
+    std::mutex mutex;
+    std::map<std::string, std::int64_t> sent;
+    on_hosts(placing, [&](Rank own) {
+      std::int64_t before = own.hosts->across();
+      const auto count = [&](const std::string& what) {
+        const std::lock_guard lock(mutex);
+        sent[what] += own.hosts->across() - before;
+        before = own.hosts->across();
+      };
+      const at::Tensor whole = at::ones({kNumel}, at::kDouble);
+      own.group.all_reduce(whole);
+      count("all_reduce");
+      const std::int64_t rows = kNumel / own.size * own.size;
+      const at::Tensor part = own.group.reduce_scatter(whole.narrow(0, 0, rows));
+      count("reduce_scatter");
+      own.group.all_gather(part);
+      count("all_gather");
+    });
+    const std::int64_t even =
+        kNumel / static_cast<std::int64_t>(placing.size()) * static_cast<std::int64_t>(placing.size()) * 8;
+    EXPECT_EQ(sent["all_reduce"], 2 * others * bytes) << text(placing);
+    EXPECT_EQ(sent["reduce_scatter"], others * even) << text(placing);
+    EXPECT_EQ(sent["all_gather"], others * even) << text(placing);
+  }
+}
+
+// Rounded between host and host too, what rounds away would be missing: 514, which is 512, in place of 515.8.
+TEST(HostsBackend, SixteenBitsAreRoundedOnce) {
+  on_hosts({0, 0, 1, 1}, [](Rank own) {
+    const auto rank = static_cast<std::size_t>(own.rank);
+    const double brain[] = {256, 0.9, 258, 0.9}, half[] = {256, 0.1, 256.25, 0.1};
+    at::Tensor sum = at::full({5}, brain[rank], at::kBFloat16);
+    own.group.all_reduce(sum);
+    EXPECT_TRUE(at::equal(sum, at::full({5}, 516, at::kBFloat16)));
+    const at::Tensor part = own.group.reduce_scatter(at::full({8}, half[rank], at::kHalf));
+    EXPECT_TRUE(at::equal(part, at::full({2}, 512.5, at::kHalf)));
+  });
+}
+
+TEST(HostsBackend, PlantedFaultBetweenHostsIsFoundAtTheStart) {
+  HostGroups::Options garbled;
+  garbled.wrapped = [](auto all) { return c10::make_intrusive<Garbles>(std::move(all), 2); };
+  try {
+    on_hosts(
+        {0, 0, 1, 1}, [](const Rank&) { ADD_FAILURE() << "no error"; }, garbled);
+  } catch (const PeerError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("all_reduce"));
+  }
+}
+
+TEST(HostsBackend, TimeoutNamesTheHostThatDoesNotCome) {
+  std::mutex mutex;
+  std::map<int, std::string> said;
+  HostGroups::Options short_wait;
+  short_wait.timeout = 400ms, short_wait.self_test = false;
+  on_hosts(
+      {0, 0, 1, 1, 2},
+      [&](Rank own) {
+        if (own.rank == 2 || own.rank == 3) return;
+        for (int i = 0; i < 2; ++i) try {
+            own.group.all_reduce(at::ones({64}));
+            ADD_FAILURE() << "no error";
+          } catch (const PeerError& error) {
+            const std::lock_guard lock(mutex);
+            said[own.rank] += error.what();
+          }
+      },
+      short_wait);
+  // Which of the two waits longest is chance; it tells the other one.
+  EXPECT_THAT(said[0] + said[4], AllOf(HasSubstr("all_reduce #0 of group 'hosts' (shm+mpi) on rank "),
+                                       HasSubstr("nothing from host b (rank 2) within 400 ms")));
+  for (const int rank : {0, 4}) EXPECT_THAT(said[rank], HasSubstr("failed earlier"));
+}
+
+TEST(HostsBackend, BadInputIsRefused) {
+  on_hosts({0, 0, 1, 1}, [](Rank own) {
+    const auto said = [](const std::function<void()>& call) {
+      try {
+        call();
+      } catch (const ConfigError& error) {
+        return std::string(error.what());
+      }
+      return std::string("no error");
+    };
+    EXPECT_THAT(said([&] { own.group.send(at::ones({1}), (own.rank + 1) % 4, 32760); }),
+                HasSubstr("0 to 32759"));
+    EXPECT_THAT(said([&] { own.group.host_shared(5, at::kFloat); }), HasSubstr("shm+mpi"));
+    EXPECT_THAT(said([&] { own.group.all_reduce(at::ones({1}), ReduceOp::kAverage); }), HasSubstr("sum"));
+    EXPECT_THAT(said([&] { own.group.all_reduce(at::ones({2}, at::kComplexFloat)); }), HasSubstr("Complex"));
+  });
+}
+
+TEST(HostsBackend, RankThatFailsTellsThoseOfItsHostAtOnce) {
+  HostGroups::Options untested;
+  untested.self_test = false;
+  std::mutex mutex;
+  std::map<int, std::string> said;
+  on_hosts(
+      {0, 0, 1},
+      [&](Rank own) {
+        if (own.rank == 0) return own.group.poison("rank 0's disk is full");
+        if (own.rank == 2) return;
+        try {
+          own.group.all_reduce(at::ones({64}));
+        } catch (const PeerError& error) {
+          said[own.rank] = error.what();
+        }
+      },
+      untested);
+  EXPECT_THAT(said[1], HasSubstr("disk is full"));
+}
+
+}  // namespace
+}  // namespace isograd

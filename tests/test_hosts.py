@@ -1,0 +1,143 @@
+"""Several hosts on one machine, under mpirun: runs, proofs, bytes across, and what is refused."""
+import json
+import math
+import re
+
+import pytest
+from conftest import built_backends
+from test_cli import ROOT, isograd
+from test_docs import said
+
+CONFIG = """
+[run]
+directory = "{folder}/run"
+[data]
+text = ["{folder}/text"]
+cache = "{folder}/cache"
+pack_length = 48
+[batch]
+packs_per_step = 8
+packs_per_micro_batch = 2
+[model]
+hidden = 48
+layers = 2
+heads = 6
+key_value_heads = 3
+head_dim = 8
+feed_forward = 48
+[train]
+steps = 3
+dtype = "float64"
+[optimizer]
+kind = "sgd"
+[schedule]
+kind = "constant"
+peak = 0.1
+warmup = 0
+[verify]
+at_end = false
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    if "mpi" not in built_backends():
+        pytest.skip("needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without")
+    (tmp_path / "text").mkdir()
+    for i in range(16):
+        (tmp_path / f"text/{i:02}.txt").write_text(f"document {i} counts " + " ".join(map(str, range(10 * i))))
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+def on(hosts, verb, config, *arguments, sets=(), backend="shm+mpi"):
+    ranks = len(hosts.split(","))
+    return isograd(verb, config, "--ranks", ranks, "--backend", backend, *arguments, *[f"--set={one}" for one in sets],
+                   ISOGRAD_HOST=hosts)
+
+
+def steps(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("loss") is not None]
+
+
+def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_path):
+    """Two hosts of two: replicas across, tp within; then the same ranks dealt in turns, which puts tp across."""
+    assert isograd("train", config, f"--set=run.directory={tmp_path}/one").returncode == 0
+    alone = steps(tmp_path / "one")
+    assert all("bytes_across_hosts" not in row for row in alone)
+    across = {}
+    for hosts in ("a,a,b,b", "a,b,a,b"):
+        done = on(hosts, "train", config, "--memory", sets=["parallel.tp=2", f"run.directory={tmp_path}/{hosts}"])
+        assert done.returncode == 0, done.stderr
+        rows = steps(tmp_path / hosts)
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-10)
+        assert [row["norm"] for row in rows] == pytest.approx([row["norm"] for row in alone], rel=1e-10)
+        across[hosts] = [row["bytes_across_hosts"] for row in rows]
+        by_rank = [tuple(map(int, one)) for one in re.findall(r"rank \d: (\d+) bytes across hosts, (\d+) within", done.stderr)]
+        assert len(by_rank) == 4 and sum(bytes_ for bytes_, _ in by_rank) == across[hosts][-1]
+        told = re.search(r"2 hosts \((.*)\), across: (.*), within: (.*)", done.stderr)
+        assert told[1] == ("a: ranks 0-1; b: ranks 2-3" if hosts == "a,a,b,b" else "a: ranks 0, 2; b: ranks 1, 3")
+        assert (told[2], told[3]) == (("dp_replicate", "tp") if hosts == "a,a,b,b" else ("tp", "dp_replicate"))
+        assert ("tp lies across hosts (rank 0 on a, rank 1 on b)" in done.stderr) == (hosts == "a,b,a,b")
+    # Of the gradient each element crosses there and back, 8 bytes each time: once for both tp ranks where it is cut or
+    # summed over them, else for each. And a few KB of counts, losses and norms.
+    told = json.loads(isograd("layout", config, "--ranks", 4, "--set=parallel.tp=2", "--json").stdout)
+    formula = sum(2 * 8 * math.prod(one["whole_shape"]) * (1 if one["cuts"] or "tp" in one["summed_along"] else 2)
+                  for one in told["parameters"])
+    assert formula <= across["a,a,b,b"][-1] < formula + 8192
+    assert across["a,b,a,b"][-1] != across["a,a,b,b"][-1]
+
+
+@pytest.mark.parametrize("hosts, sets", [
+    ("a,a,a,b,b,b", ["parallel.pp=2"]),  # stages across
+    pytest.param("a,a,a,b,b,b", ["parallel.tp=3"], marks=pytest.mark.full),  # replicas across
+    pytest.param("a,a,a,b", ["parallel.pp=2", "parallel.tp=2"], marks=pytest.mark.full)])  # a stage torn apart
+def test_verify_proves_steps_on_several_hosts(config, hosts, sets):
+    done = on(hosts, "verify", config, sets=[*sets, "batch.packs_per_step=7"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"parity PASS: {len(hosts.split(','))} ranks" in done.stdout
+
+
+@pytest.mark.full
+def test_verify_proves_every_layout_on_two_hosts(config, tmp_path):
+    done = on("a,a,b,b", "verify", config, "--layout", "all", "--json", tmp_path / "v.json",
+              sets=["train.dtype=float32"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    grades = json.loads((tmp_path / "v.json").read_text())["grades"]
+    assert len(grades) > 8
+    assert all(grade["E1"]["state"] == grade["E3"]["state"] == "pass" for grade in grades.values())
+
+
+def test_the_layout_that_is_documented():
+    shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / "docs/hosts.md").read_text(), re.S)
+    printed = [said(line) for line in isograd(*shown[1].split(), cwd=ROOT).stdout.splitlines()]
+    for line in shown[2].splitlines():
+        assert line == "..." or said(line) in printed, f"not printed: {line}"
+
+
+def test_layout_shows_hosts(config):
+    arguments = ["--ranks", 8, "--hosts", 2, "--set=parallel.backend=shm+mpi", "--set=parallel.tp=2", "--set=parallel.strategy=zero1"]
+    text = isograd("layout", config, *arguments, "--set=parallel.replicas=2").stdout
+    assert re.search(r"^dp_replicate .* across ", text, re.M) and re.search(r"^tp .* within ", text, re.M)
+    assert "2 hosts (host0: ranks 0-3; host1: ranks 4-7), across: dp_replicate, within: dp_shard, tp." in text
+    assert "lies across" not in text
+    text = " ".join(isograd("layout", config, *arguments).stdout.split())  # the sentence goes over lines
+    assert "dp_shard lies across hosts (rank 0 on host0, rank 4 on host1)" in text
+    mesh = json.loads(isograd("layout", config, *arguments, "--json").stdout)["mesh"]
+    assert mesh["host_of_rank"] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {axis["name"]: axis["across_hosts"] for axis in mesh["axes"]}["dp_shard"] is True
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--ranks", 2, "--hosts", 3], "a rank for each"), (["--ranks", 2, "--hosts", 0], "at least one host"),
+    (["--ranks", 4, "--hosts", 2], "parallel.backend = \"shm+mpi\"")])
+def test_hosts_that_cannot_be_are_refused(config, arguments, said):
+    done = isograd("layout", config, *arguments)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_what_one_host_alone_can_do_is_refused(config):
+    done = on("a,b", "train", config, sets=["parallel.strategy=zero1", "parallel.share_parameters=on"])
+    assert done.returncode == 2 and "share" in done.stderr, done.stderr
