@@ -364,11 +364,13 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
     good = json.loads(steps_file.read_text())
     good["ranks"] = [{"initial": ["0" * 16] * 16, "norm": 2.0, "spread": 0, "owned_norm": 1, "bytes_moved": 3}]
     good["owners"] = [[1, 1]] * 16
+    good["moves"], good["rounding"] = [0.5] * 16, [0] * 16
     changes = [{}, {"loss": "nan"}, {"loss": "inf"}, {"precision": "fp16"}]
     bad = [{"loss": "NaN"}, {"losses": 1}, {"version": 2}, {"format": "other"}, {"targets": -1}, {"targets": 1.5},
            {"targets": "3"}, {"tokens": 2 ** 60}, {"samples": [1.5]}, {"samples": 3}, {"counts": [1, 2]},
            {"counts": [[-1]]}, {"axes": {"dp": 0}}, {"axes": [3]}, {"precision": 32}, {"precision": "float64"}, {"parameters": "x"}, {"loss": None},
            {"terms": [1]}, {"scales": {"learning_rate": "fast"}}, {"owners": [[1]]}, {"owners": [[1, 2, 3]]},
+           {"moves": [-1] * 16}, {"moves": []}, {"moves": ["inf"] * 16}, {"rounding": 0.5}, {"rounding": [None] * 16},
            {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]},
            {"ranks": [{"norm": None}]},
            {"samples": []}, {"counts": []}, {"ranks": []}, {"owners": []}, {"ranks": [{"initial": []}]}, {"ranks": [{"gradients": []}]},

@@ -31,20 +31,23 @@ def options_of_ranking():
 def made_cases():
     rng = np.random.default_rng(5)
 
-    def step(shape, targets, weights):
+    def step(shape, targets, weights, iid=False):
         scores = np.round(rng.normal(size=shape) * 8) / 8  # with ties
         found = {"scores": scores.tolist(), "targets": targets.tolist()}
+        if iid:
+            found["iid"] = (rng.random(targets.shape) < 0.7).astype(int).tolist()
         return {**found, "weight": rng.random(targets.shape).astype(np.float32).tolist()} if weights else found
 
-    for (loss, options), classes, (reduction, weights) in itertools.product(
-            options_of_ranking(), (1, 3), (("mean", True), ("none", False))):
+    for (loss, options), classes, (reduction, weights, queue) in itertools.product(
+            options_of_ranking(), (1, 3), (("mean", True, 0), ("none", False, 32))):
         steps = []
         for rows in (40, 9, 1):
             targets = (rng.random(rows) < 0.3).astype(int) if classes == 1 else rng.integers(0, classes, rows)
             targets[rng.random(rows) < 0.2] = -100
-            steps.append(step((rows, classes), targets, weights))
+            steps.append(step((rows, classes), targets, weights, iid=queue > 0))
+        live = {"pos_numerator": "live"} if queue and loss == "PAUCAtBudgetLoss" else {}
         yield {"loss": loss, "steps": steps,
-               "options": {"num_classes": classes, "queue_size": 0, "reduction": reduction, **options}}
+               "options": {"num_classes": classes, "queue_size": queue, "reduction": reduction, **live, **options}}
     for alpha, gamma, reduction, weights in itertools.product((-1, 0.25), (0.0, 0.5, 2.0), ("mean", "sum", "none"), (False, True)):
         targets = [rng.integers(0, 2, (9, 3)).astype(float), rng.random((9, 3)).astype(np.float32)]
         steps = [step((9, 3), of, False) for of in targets]
@@ -117,10 +120,27 @@ def test_the_weight_of_a_scorer_under_ddp_gets_the_gradient_of_one_process(found
 
 @pytest.mark.parametrize("name, text", {
     "target": "targets from 2 to 3", "shape": "scores of shape (4,)", "weight": "sample_weight that does not fit",
-    "alpha": "2 weights in alpha", "soft": "targets outside [0, 1]"}.items())
+    "iid": "iid_mask of shape (4,)", "alpha": "2 weights in alpha", "soft": "targets outside [0, 1]"}.items())
 def test_what_one_rank_gives_wrongly_is_refused_on_both(found, name, text):
     first, second = (rank[name] for rank in found[2]["refused"])
     assert text in second and "; expected " in second and "found that rank 1 refuses its input" in first
+
+
+def test_a_mesh_of_two_axes_ranks_what_a_group_does(found):
+    """All rows go to each rank there: the same value, gradient and queue, whoever averages."""
+    for said in found[2]["mesh"]:
+        (value, gradient, queue), *others = said
+        assert queue == 8
+        for other in others:
+            np.testing.assert_allclose(other[0], value, rtol=1e-13)
+            np.testing.assert_allclose(other[1], gradient, rtol=1e-11, atol=1e-15)
+            assert other[2] == queue
+
+
+def test_a_state_goes_on_where_it_was_left(found):
+    for said in found[2]["state"]:
+        assert said["rows"] == [8, 8] and said["loaded"] == said["went_on"] == said["copied"] != said["fresh"]
+        assert said["temperature"] == 0.125
 
 
 @pytest.mark.parametrize("name", ["type", "weights"])
@@ -139,6 +159,8 @@ def test_steps_without_a_value_are_zero_and_not_finite_ones_are_said(found):
     ("SmoothAPLoss", {"grad_reduction": "max"}), ("RecallAtQuantileLoss", {"quantile": 1.0}),
     ("RecallAtQuantileLoss", {"interpolation": "next"}), ("PAUCAtBudgetLoss", {"beta": 0.0}),
     ("PAUCAtBudgetLoss", {"n_knots": 1}), ("PAUCAtBudgetLoss", {"surrogate": "exact"}),
+    ("SmoothAPLoss", {"queue_size": -1}), ("SmoothAPLoss", {"thresholds": "sort"}), ("SmoothAPLoss", {"max_pool_size": -1}),
+    ("PAUCAtBudgetLoss", {"pos_numerator": "none"}), ("SmoothAPLoss", {"seed": -1}),
     ("SigmoidFocalLoss", {"alpha": 2.0}), ("SigmoidFocalLoss", {"gamma": -1.0}), ("SoftmaxFocalLoss", {"label_smoothing": 1.0}),
     ("SoftmaxFocalLoss", {"alpha": [-1.0]})])
 def test_options_out_of_range_are_refused(installed, name, options):

@@ -110,6 +110,16 @@ def test_a_rank_that_fails_tells_the_other(cases):
     assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
 
 
+@pytest.mark.parametrize("name, fails, told", [
+    ("an_accelerated_rank_fails", "ValueError out of cheese", "the loop ended before the step did"),
+    ("an_accelerated_rank_leaves", None, "the loop ended before the step did"),
+    ("an_accelerated_rank_cannot_cut", "KeyError 'no rows'", "KeyError: 'no rows'")])
+def test_a_rank_that_leaves_a_loop_over_accelerate_tells_the_other(cases, name, fails, told):
+    first, second = (rank[name] for rank in cases)
+    assert second == fails
+    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ") and told in first, first
+
+
 def test_nothing_is_imported_that_is_not_asked_for(installed):
     said = subprocess.run([str(installed), "-c", "import sys, isograd, isograd.trainers\n"
                            f"print([name for name in {LIBRARIES!r} if name in sys.modules])"], capture_output=True, text=True)

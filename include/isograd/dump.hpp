@@ -57,6 +57,16 @@ struct StepDump {
   // where each has one owner.
   std::vector<std::pair<std::int64_t, std::int64_t>> owners;
 
+  // By parameter, of a reference: how far its gradient moves where the parameters move by no more than
+  // rounding in the precision of the run is worth, the largest ‖g64(p + Δp) − g64(p)‖ of several Δp. Of a
+  // loss whose derivative jumps (ReLU) that is far more than the rounding of sums: no run in that precision
+  // can tell these gradients apart, so that it may be off by as much. Empty: it is held to what gradients
+  // without jumps are.
+  std::vector<double> moves{};
+  // By parameter, of one process in a lower precision: the largest distance of several runs from the same
+  // step in fp64.
+  std::vector<double> rounding{};
+
   // What a rank says for itself.
   struct RankView {
     // xxHash of the bits of each parameter before the step, and of each gradient as this rank has it.

@@ -16,12 +16,13 @@ _load()  # gives torch.distributed the backend "isograd"
 from ._errors import ConfigError, PeerError  # noqa: E402
 from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
 from .clip import clip_grad_norm_  # noqa: E402
+from .cross_entropy import LinearCrossEntropy, linear_cross_entropy  # noqa: E402
 from .means import Deferred, FixedDenominator, SampleMean, Step, TokenMean, WeightedMean  # noqa: E402
 from .proving import prove  # noqa: E402
 from .reduction import all_reduce_gradients, sum_gradients  # noqa: E402
 from ._verdict import Verdict  # noqa: E402
 from .watching import watch  # noqa: E402
 
-__all__ = ["ConfigError", "Deferred", "FixedDenominator", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
+__all__ = ["ConfigError", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
            "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
-           "prove", "sum_gradients", "watch"]
+           "linear_cross_entropy", "prove", "sum_gradients", "watch"]

@@ -1,10 +1,12 @@
 """What has to hold before a step can be compared, said on every rank."""
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
-from typing import TYPE_CHECKING, Any, Sequence
+import socket
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,32 @@ if TYPE_CHECKING:
 
 _WHERE = "isograd.watch"
 Told = dict[str, tuple[int, ...]]
+
+
+Place = tuple[str, int]
+
+
+def place() -> Place:
+    """The host that this rank runs on, and with how many threads."""
+    return socket.gethostname(), torch.get_num_threads()
+
+
+def idle_threads(places: Sequence[Place]) -> int:
+    """Of this rank and of the ranks beside it on its host while they wait for it, at most as many as it has processors."""
+    host = socket.gethostname()
+    return max(torch.get_num_threads(), min(sum(threads for where, threads in places if where == host),
+                                            len(os.sched_getaffinity(0))))
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """PyTorch works on so many threads, then on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def of_rank(step: watch) -> Told:

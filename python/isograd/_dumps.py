@@ -55,6 +55,14 @@ def write_dump(folder: pathlib.Path, gradients: Mapping[str, torch.Tensor], step
         write_safetensors(folder / "peers.safetensors", peers)
     for (rank, micro_batch), share in (shares or {}).items():
         write_safetensors(folder / f"share-{rank}-{micro_batch}.safetensors", share)
+    write_step(folder, {"format": "isograd-dump", "version": 1, **step})
+
+
+def write_step(folder: pathlib.Path, step: Mapping[str, Any]) -> None:
     known = {key: value for key, value in step.items() if value is not None}
-    text = json.dumps(as_json({"format": "isograd-dump", "version": 1, **known}), allow_nan=False)
-    (folder / "step.json").write_text(text)
+    (folder / "step.json").write_text(json.dumps(as_json(known), allow_nan=False))
+
+
+def add_to_step(folder: pathlib.Path, **more: Any) -> None:
+    """Further keys of a dump that is written."""
+    write_step(folder, {**json.loads((folder / "step.json").read_text()), **more})

@@ -62,7 +62,7 @@ def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[
     cells = [(rank, j) for rank, micros in enumerate(dealt) for j in range(len(micros))]
     shares = shares and len(cells) * sum(p.nbytes for p in named.values()) <= LARGEST_SHARES
     parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    total: dict[str, torch.Tensor] = {name: torch.zeros_like(p) for name, p in named.items()}
+    total: dict[str, torch.Tensor] = {}
     counts = [[0] * len(micros) for micros in dealt]
     value, with_loss = 0.0, 0
     for rank, j in cells:
@@ -76,11 +76,16 @@ def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[
             part = losses / count if mean == "sample" else losses
             part.backward()
             value += float(part.detach())
-        part_of = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in named.items()}
-        for name, grad in part_of.items():
-            total[name] += grad
+        # Taken, not copied: the next micro-batch's are new ones.
+        part_of = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in named.items()}
         if shares:
             parts[rank, j] = part_of
+        if not total:
+            total = {name: grad.clone() for name, grad in part_of.items()} if shares else part_of
+            continue
+        for name, grad in part_of.items():
+            total[name] += grad
+    total = total or {name: torch.zeros_like(p) for name, p in named.items()}
     divisor = {"token": sum(map(sum, counts)), "sample": with_loss}.get(str(mean)) if isinstance(mean, str) else mean
     scale = 1.0 / divisor if divisor else 0.0
     for some in (total, *parts.values()):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import ConfigError, refuse
-from ._groups import Group, gather, gather_rows, groups_of
+from ._groups import Group, device_of, gather, gather_rows, groups_of
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,6 +20,7 @@ class Pool:
     scores: torch.Tensor  # [M, C], of the type that is computed in
     targets: torch.Tensor  # [M]
     weights: torch.Tensor  # [M], fp64
+    iid: torch.Tensor  # [M] bool
     own: torch.Tensor  # [M] bool
     kept: torch.Tensor
     ranks: int
@@ -66,19 +67,31 @@ def computed(scores: torch.Tensor) -> torch.Tensor:
     return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
 
 
-def pooled(scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, ignore_index: int,
-           group: Group) -> Pool:
-    """Two collectives of the group; rows travel as fp64, which holds all types. scores [n, C], targets [n], weights [n]."""
+def backend_of(group: Group) -> tuple[bool, Any]:
+    """Whether a loss in C++ can talk over this group, and the backend; None where it has nobody to talk to."""
+    groups = [each for each in groups_of(group) if dist.get_world_size(each) > 1]
+    if not groups:
+        return True, None
+    if len(groups) > 1 or device_of(groups[0]).type != "cpu":
+        return False, None
+    backend = groups[0]._get_backend(torch.device("cpu"))
+    return True, getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def pooled(scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, iid: torch.Tensor | None,
+           ignore_index: int, group: Group) -> Pool:
+    """Two collectives of the group; rows travel as fp64, which holds all types. scores [n, C], the others [n]."""
     held = computed(scores.detach())
     kept = targets != ignore_index
     rank = dist.get_rank() if groups_of(group) else 0
-    columns = [held[kept].double(), targets[kept].double().unsqueeze(1),
-               (torch.ones_like(targets[kept], dtype=torch.float64) if weights is None else weights[kept].double()).unsqueeze(1),
-               torch.full((int(kept.sum()), 1), float(rank), dtype=torch.float64, device=held.device)]
+    one = torch.ones_like(targets[kept], dtype=torch.float64)
+    columns = [held[kept].double(), *(column.unsqueeze(1) for column in (
+        targets[kept].double(), one if weights is None else weights[kept].double(), one if iid is None else iid[kept].double(),
+        one * rank))]
     rows = gather_rows(torch.cat(columns, 1), group).to(held.device)
     classes = held.size(1)
-    return Pool(rows[:, :classes].to(held.dtype), rows[:, classes].long(), rows[:, classes + 1], rows[:, classes + 2] == rank,
-                kept, size_of(group))
+    label, weight, flag, owner = rows[:, classes:].unbind(1)
+    return Pool(rows[:, :classes].to(held.dtype), label.long(), weight, flag > 0, owner == rank, kept, size_of(group))
 
 
 class Given(torch.autograd.Function):

@@ -21,6 +21,7 @@ class Verdict:
     findings: names of the diagnoses, as docs/museum.md has them: "mean_of_rank_means".
     notes:    what was not compared, or seen beside it.
     folder:   the dumps, where they were to be kept.
+    bounded:  the step of one process in the run's precision was a bound, or was not asked to be one.
     """
 
     passed: bool
@@ -28,6 +29,7 @@ class Verdict:
     json: dict[str, Any]
     notes: list[str] = dataclasses.field(default_factory=list)
     folder: str | None = None
+    bounded: bool = True
 
     @property
     def findings(self) -> list[str]:
@@ -40,16 +42,17 @@ class Verdict:
         return self.text.rstrip("\n") + "".join(f"\nnote: {note}" for note in self.notes)
 
 
-def compare(folder: pathlib.Path, alone: bool, report: str | None) -> Verdict:
+def compare(folder: pathlib.Path, alone: bool, report: str | None, threads: int = 1) -> Verdict:
     """The dumps `run`, `one_process` and perhaps `alone` of that folder, by the program. RuntimeError: it refuses them."""
     program, environment = _isograd_command.command()
     words = ["compare", "run", "one_process", "--json", "verdict.json", *(["--alone", "alone"] if alone else []),
              *(["--report", str(pathlib.Path(report).resolve())] if report else [])]
     # Beside ranks that compute, threads that spin while they wait for one another take twenty times as long.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **environment}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **environment, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*program, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode == 2 and alone:  # rounding of one process that the command cannot use: the wider bound holds
-        verdict = compare(folder, False, report)
+        verdict = compare(folder, False, report, threads)
+        verdict.bounded = False
         verdict.notes.append("the step of one process in the run's precision is no bound: " + done.stderr.strip())
         return verdict
     if done.returncode not in (0, 1):

@@ -7,6 +7,7 @@ import datetime
 import pathlib
 import pickle
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Sequence
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _checks
 from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
-from ._dumps import write_dump
+from ._dumps import add_to_step, write_dump
 from ._errors import ConfigError, PeerError, refuse
 from ._groups import Group
+from ._jumps import measure
 from ._recording import Recording
 from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process
 from ._samples import digest, on_cpu
@@ -103,9 +105,10 @@ class watch:
     def __enter__(self) -> watch:
         self.rank, self.size = ranks()
         everyone = self._agreed(self._prepared)
-        _checks.same_models([told for told, _ in everyone], self.stages)
+        _checks.same_models([told for told, _, _ in everyone], self.stages)
         global _turns
-        _turns = max(turn for _, turn in everyone)  # a rank may have watched something alone
+        _turns = max(turn for _, turn, _ in everyone)  # a rank may have watched something alone
+        self._threads = _checks.idle_threads([place for _, _, place in everyone])
         self._turn = f"isograd/watch/{_turns}"
         parameters = {name: held(p) for name, p in trained(self.model).items()}
         rest = {plain_name(name): value for name, value in
@@ -118,11 +121,11 @@ class watch:
         self._hooks.enter_context(self.recording.attached())
         return self
 
-    def _prepared(self) -> tuple[_checks.Told, int]:
+    def _prepared(self) -> tuple[_checks.Told, int, _checks.Place]:
         told = _checks.of_rank(self)
         if self.rank == 0 and self.make_model is None:
             self._copy = copy.deepcopy(plain(self.model))
-        return told, _turns + 1
+        return told, _turns + 1, _checks.place()
 
     def _agreed(self, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank; what one rank cannot do ends it on all. Collective."""
@@ -272,7 +275,8 @@ class watch:
         assert model is not None
         model = fill(model.cpu(), self._initial, names).train(self.model.training)
         _checks.fits_in_memory(model, self.reference)
-        right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference)
+        with _checks.threads(self._threads):  # in fp64 their number makes no difference that is looked at
+            right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference)
         counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
         limit = self.recording.max_norm
         axes = self._axes(len(batch))
@@ -285,18 +289,32 @@ class watch:
                 "tokens": self._logged.get("tokens"), "axes": axes, "norm": norm,
                 "peers": dict.fromkeys(peers, list(axes)[-1]) or None,
                 "clip_coefficient": _coefficient(limit, norm), "ranks": None if self.stages else said}
-        with tempfile.TemporaryDirectory(prefix="isograd-") as scratch:
+        own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        alone = self.alone and own != self.reference
+
+        def rounded(of: nn.Module) -> Reference:
+            autocast = own if self.recording.autocast else None
+            return one_process(of, self.loss, once, self.mean, torch.float32 if autocast else own, autocast, shares=False)
+
+        with tempfile.TemporaryDirectory(prefix="isograd-") as scratch, ThreadPoolExecutor(1) as writer:
             folder = pathlib.Path(scratch) / "step"
-            write_dump(folder / "run", gradients, step, applied, peers=peers)
-            self._write(folder / "one_process", right, once, numbers, limit, applied is not None, self.reference)
-            own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-            alone = self.alone and own != self.reference
+            written = [writer.submit(write_dump, folder / "run", gradients, step, applied, peers=peers), writer.submit(
+                self._write, folder / "one_process", right, once, numbers, limit, applied is not None, self.reference)]
             if alone:
-                autocast = own if self.recording.autocast else None
-                held_in = torch.float32 if autocast else own
-                rounded = one_process(model, self.loss, once, self.mean, held_in, autocast, shares=False)
-                self._write(folder / "alone", rounded, once, numbers, limit, applied is not None, own)
-            verdict = compare(folder, alone, self.report)
+                self._write(folder / "alone", rounded(model), once, numbers, limit, applied is not None, own)
+            for each in written:
+                each.result()
+            right.shares.clear()
+            verdict = compare(folder, alone, self.report, self._threads)
+            if alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
+                fresh = fill(model.double(), self._initial, names)
+                measured = measure(fresh, lambda of, dtype: (
+                    rounded(of) if dtype != torch.float64 else
+                    one_process(of, self.loss, once, self.mean, dtype, shares=False)).gradients, own, gradients, right.gradients)
+                if measured is not None:
+                    add_to_step(folder / "one_process", moves=measured[0])
+                    add_to_step(folder / "alone", rounding=measured[1])
+                    verdict = compare(folder, alone, self.report, self._threads)
             if self.folder:
                 kept = pathlib.Path(self.folder)
                 kept.mkdir(parents=True, exist_ok=True)

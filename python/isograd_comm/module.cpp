@@ -120,6 +120,8 @@ PYBIND11_MODULE(isograd_comm, module) {
   module.def("checksum", &checksum_of, py::arg("tensor"),
              "XXH3-64 of a tensor's bits, row after row, as 16 hex digits. Of any dtype, on any device.");
   bind_timing(module);
+  bind_losses(module);
+  bind_ranking(module);
 
   // Futures call Python functions from a thread of ours, which must not need the interpreter once it ends.
   py::module_::import("atexit").attr("register")(

@@ -11,15 +11,26 @@ namespace {
 
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
 
-Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
+Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale, double allowed) {
   Comparison result;
-  const double own = norm_of(gradient), wanted = norm_of(reference);
-  // Of length 1 both: their product is a number, whatever theirs would be.
-  const auto cosine = [&] { return ((gradient / own) * (reference / wanted)).sum().item<double>(); };
+  const PairSums sums = pair_sums(gradient, reference);
+  const auto root = [](double squares, const at::Tensor& of) {
+    return holds(squares) ? std::sqrt(squares) : norm_of(of);
+  };
+  const double own = root(sums.own, gradient), wanted = root(sums.other, reference);
+  // Of length 1 both, where a square of their own size is no number.
+  const auto cosine = [&] {
+    return holds(sums.own) && holds(sums.other)
+               ? sums.product / (own * wanted)
+               : ((gradient / own) * (reference / wanted)).sum().item<double>();
+  };
   result.cosine = wanted > 0 && own > 0 ? cosine() : kNothing;
   result.ratio = !(wanted > 0) ? kNothing : own == 0 ? 0 : result.cosine * (own / wanted);
-  result.error = relative_error(gradient, reference, scale);
-  result.residual = wanted > 0 ? relative_error(gradient, reference * result.ratio, scale) : result.error;
+  result.error = in_scales(holds(sums.apart) ? std::sqrt(sums.apart) : distance(gradient, reference), scale);
+  result.residual = wanted > 0 ? in_scales(distance(gradient, reference, result.ratio), scale) : result.error;
+  result.allowed = allowed;
+  result.passed = result.error <= result.allowed;
+  result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale, sums);
   return result;
 }
 
@@ -42,10 +53,13 @@ void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& com
 
 }  // namespace
 
-double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
-  const double difference = norm_of(gradient - reference);
+double in_scales(double difference, double scale) {
   if (!std::isfinite(scale)) return kNothing;         // nothing is small beside it
   return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
+}
+
+double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
+  return in_scales(distance(gradient, reference), scale);
 }
 
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
@@ -60,12 +74,15 @@ Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
 }
 
 std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor) {
-  double elements = 0;
   std::vector<double> norms;
-  for (const auto& gradient : reference) {
-    norms.push_back(norm_of(gradient));
-    elements += static_cast<double>(gradient.numel());
-  }
+  for (const auto& gradient : reference) norms.push_back(norm_of(gradient));
+  return error_scales(reference, norms, floor);
+}
+
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference, const std::vector<double>& norms,
+                                 double floor) {
+  double elements = 0;
+  for (const auto& gradient : reference) elements += static_cast<double>(gradient.numel());
   const double root_mean_square = elements > 0 ? norm_of(norms) / std::sqrt(elements) : 0;
   std::vector<double> scales;
   for (std::size_t i = 0; i < reference.size(); ++i)
@@ -80,20 +97,13 @@ bool held_to_floor(double norm, double scale) {
 
 Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                          const Bounds& bounds) {
-  Comparison result = compare(gradient, reference, scale);
-  result.allowed = bounds.exact;
-  result.passed = result.error <= result.allowed;
-  result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale);
-  return result;
+  return compare(gradient, reference, scale, bounds.exact);
 }
 
 Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
                            double alone_error, const Bounds& bounds) {
-  Comparison result = compare(gradient, reference, scale);
-  result.allowed = kRoundingFactor * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length);
-  result.passed = result.error <= result.allowed;
-  result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale);
-  return result;
+  return compare(gradient, reference, scale,
+                 kRoundingFactor * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length));
 }
 
 double error_that_allows(double error, const Bounds& bounds) {

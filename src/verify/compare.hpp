@@ -25,6 +25,8 @@ Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches);
 // s of each parameter: max(‖g64‖, floor · RMS · √numel).
 constexpr double kFloor = 1e-3;
 std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor = kFloor);
+std::vector<double> error_scales(const std::vector<at::Tensor>& reference, const std::vector<double>& norms,
+                                 double floor);  // norms: of them
 // s is not ‖g64‖ but its floor; also where both are zero.
 bool held_to_floor(double norm, double scale);
 
@@ -39,6 +41,7 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
 // The alone_error under which an error is just allowed.
 double error_that_allows(double error, const Bounds& bounds);
 double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
+double in_scales(double difference, double scale);  // 0 where there is none; NaN beside infinity
 
 // One run of one process is a sample of what rounding costs, and a poor one: a parameter's elements share the
 // rounding of what lies behind them, so that many may count as few. Two runs' errors over n independent

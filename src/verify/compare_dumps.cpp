@@ -172,6 +172,15 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   return of(found) == of(expected);
 }
 
+// Of a parameter's scale, by how much the reference itself moves (StepDump::moves).
+double largest_move(const ComparedStep& one) {
+  double largest = 0;
+  for (std::size_t i = 0; i < one.parameters().size(); ++i)
+    if (one.parameters()[i].scale > 0)
+      largest = std::max(largest, one.moves()[i] / one.parameters()[i].scale);
+  return largest;
+}
+
 // What `--alone` gives says what A may be off by: it must be the same step, of A's precision, and right
 // within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
@@ -188,9 +197,11 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
   if (alone.precision != found.precision)
     refuse(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
   if (names_of(alone) != names_of(expected)) refuse("other parameters than in " + names.expected);
-  const auto findings = diagnose({.found = alone, .expected = expected});
+  const RunAgain never;
+  ComparedStep one({.found = alone, .expected = expected}, {}, never);
+  const auto findings = diagnose(one);
   if (!findings.empty()) refuse("no right step of one process: " + findings[0].sentence);
-  if (!ComparedStep({.found = alone, .expected = expected}, {}, RunAgain()).same())
+  if (!one.same())
     refuse("a gradient that is further from that of " + names.expected + " than rounding explains");
 }
 
@@ -198,10 +209,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
 
 RunAgain again_from_shares(const StepDump& expected) {
   if (expected.shares.empty() || expected.counts.empty()) return {};
-  double targets = 0;
-  for (const auto& rank : expected.counts)
-    for (const auto count : rank) targets += static_cast<double>(count);
-  return [&expected, targets](const Experiment& experiment) -> std::optional<RunPair> {
+  return [&expected](const Experiment& experiment) -> std::optional<RunPair> {
     Experiment recorded;
     recorded.only_rank = experiment.only_rank;
     recorded.only_micro_batch = experiment.only_micro_batch;
@@ -214,11 +222,9 @@ RunAgain again_from_shares(const StepDump& expected) {
     if (rank >= expected.shares.size() || micro_batch >= expected.shares[rank].size() ||
         expected.shares[rank][micro_batch].empty())
       return std::nullopt;
-    // Alone, its mean is over its own targets.
-    const auto own = static_cast<double>(expected.counts[rank][micro_batch]);
     RunPair pair;
-    for (const auto& [name, share] : expected.shares[rank][micro_batch])
-      pair.expected.gradients.emplace_back(name, share * (targets / own));
+    pair.expected.gradients = expected.shares[rank][micro_batch];
+    pair.of_whole = true;
     return pair;
   };
 }
@@ -234,7 +240,15 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
       take_off(prefix, expected), take_off(prefix, found);
   if (alone) expect_alone(*alone, found, expected, names);
   RunPair pair{.found = std::move(found), .expected = expected};
-  if (alone) pair.alone = alone->gradients;
+  if (alone) {
+    pair.alone = alone->gradients;
+    std::map<std::string, double> rounding;
+    for (std::size_t i = 0; i < alone->rounding.size(); ++i)
+      rounding[alone->gradients[i].first] = alone->rounding[i];
+    if (!rounding.empty())
+      for (const auto& [name, gradient] : expected.gradients)
+        pair.alone_rounding.push_back(rounding.at(name));
+  }
   const bool both = !pair.found.counts.empty() && !expected.counts.empty();
   if (both && pair.found.counts != expected.counts) {
     if (auto dealt = dealt_as(expected, pair.found.counts)) {
@@ -251,7 +265,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     }
   }
   const RunAgain again = again_from_shares(pair.expected);
-  const ComparedStep one(pair, {}, again);
+  ComparedStep one(pair, {}, again);
 
   LayoutVerdict layout;
   layout.name = names.found;
@@ -262,7 +276,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     ParameterVerdict parameter;
     parameter.name = compared.name;
     parameter.elements = compared.expected.numel();
-    parameter.norm = norm_of(compared.expected);
+    parameter.norm = compared.norm;
     parameter.by_floor = compared.by_floor;
     parameter.alone_error = compared.alone_error;
     parameter.exact = parameter.rounded = compared.comparison;
@@ -275,6 +289,15 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
         "{} is in {}, coarser than {} in {}: its precision limits the verdict, and what is smaller than "
         "its rounding does not show{} (make the reference in fp64)",
         names.expected, precision, names.found, pair.found.precision, unseen_in(layout.e2)));
+  const double moved = largest_move(one);
+  if (one.allowance().moved)
+    result.notices.push_back(
+        fmt::format("the right gradient itself moves, by up to {:.2g} of a parameter's scale, where "
+                    "parameters move by what "
+                    "rounding in {} is worth: its loss has jumps in its derivative (ReLU), of which no run "
+                    "in {} is sure; what is "
+                    "smaller does not show (a run in fp64 tells)",
+                    moved, precision, precision));
   if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
     result.notices.push_back(fmt::format(
         "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,
@@ -295,19 +318,25 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     result.notices.push_back(fmt::format("{} tokens in {}, {} in {}: padding, or others that carry no loss",
                                          pair.found.figures.tokens, names.found, expected.figures.tokens,
                                          names.expected));
-  result.findings = diagnose(pair, again, &result.notices);
+  result.findings = diagnose(one, again, &result.notices);
   // Whatever is known to be wrong fails, and what fails is said.
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
                    result.findings.empty();
   if (!verdict.passed && result.findings.empty())
     result.findings.push_back({"unknown", "the step is not the expected one, in no way that has a name", {}});
+  const auto unknown = [](const Finding& finding) { return finding.id == "unknown"; };
+  if (!one.allowance().exact && expected.moves.empty() &&
+      std::any_of(result.findings.begin(), result.findings.end(), unknown))
+    result.notices.push_back(
+        fmt::format("if the loss has jumps in its derivative (ReLU, max, abs), rounding in {} alone turns "
+                    "units on and off, and no "
+                    "bound on rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md)",
+                    precision));
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));
 
   if (expected.shares.empty()) {
-    const bool uneven_weights = std::any_of(result.findings.begin(), result.findings.end(),
-                                            [](const Finding& finding) { return finding.id == "unknown"; });
-    if (uneven_weights)
+    if (std::any_of(result.findings.begin(), result.findings.end(), unknown))
       result.notices.push_back(
           names.expected +
           " holds no shares of ranks and micro-batches; with them wrong weights can be named "
@@ -317,7 +346,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
           fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move "
                       "the gradient by less than {:.1g} of its norm are not told from the right "
                       "ones",
-                      names.expected, one.allowance().whole / norm_of(one.right().gradient)));
+                      names.expected, one.allowance().whole / one.norm()));
   }
   for (const auto& finding : result.findings) verdict.diagnosis.push_back(finding.sentence);
   verdict.findings = result.findings;

@@ -38,11 +38,6 @@ constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor =
 // right, and turned by 7 %, so that no such bound holds there.
 constexpr double kUnitsOfMatrix = 32;
 
-double share(const at::Tensor& difference, double scale) {
-  const double norm = norm_of(difference);
-  return norm == 0 ? 0 : norm / scale;
-}
-
 }  // namespace
 
 const std::string& coarser_precision(const StepDump& one, const StepDump& other) {
@@ -62,9 +57,13 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
   allowance_.bounds = bounds_of(found(), type);
   const bool measured = !allowance_.exact && !by_one.empty();
   Tensors reference;
-  for (const auto& [name, tensor] : expected().gradients) reference.push_back(tensor.to(at::kDouble));
-  const auto unmeasured = error_scales(reference, kUnmeasuredFloor);
-  const auto scales = allowance_.exact || measured ? error_scales(reference, kFloor) : unmeasured;
+  std::vector<double> norms;
+  for (const auto& [name, tensor] : expected().gradients) {
+    reference.push_back(tensor.to(at::kDouble));
+    norms.push_back(norm_of(reference.back()));
+  }
+  const auto unmeasured = error_scales(reference, norms, kUnmeasuredFloor);
+  const auto scales = allowance_.exact || measured ? error_scales(reference, norms, kFloor) : unmeasured;
   double most_alone = 0;  // over few elements one run measures rounding badly: the worst of all counts
   for (std::size_t i = 0; i < reference.size(); ++i) {
     const auto match = own.find(expected().gradients[i].first);
@@ -72,15 +71,20 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
     Parameter parameter{.name = match->first,
                         .found = match->second.to(at::kDouble),
                         .expected = reference[i],
+                        .norm = norms[i],
                         .scale = scales[i],
                         .unmeasured_scale = unmeasured[i],
-                        .by_floor = held_to_floor(norm_of(reference[i]), scales[i]),
+                        .by_floor = held_to_floor(norms[i], scales[i]),
                         .comparison = {}};
     if (measured) {
       alone_.push_back(by_one.at(parameter.name).to(at::kDouble));
-      parameter.alone_error = relative_error(alone_.back(), parameter.expected, parameter.scale);
+      alone_apart_.push_back(distance(alone_.back(), parameter.expected));
+      if (i < pair_.alone_rounding.size())  // the worst of several runs
+        alone_apart_.back() = std::fmax(alone_apart_.back(), pair_.alone_rounding[i]);
+      parameter.alone_error = in_scales(alone_apart_.back(), parameter.scale);
       most_alone = std::max(most_alone, parameter.alone_error);
     }
+    moves_.push_back(i < expected().moves.size() ? expected().moves[i] : 0);
     parameters_.push_back(std::move(parameter));
   }
   allow(most_alone);
@@ -114,22 +118,32 @@ void ComparedStep::allow(double most_alone) {
   // A sum of n parts in one type is off by at most n u of itself where none cancel.
   if (type_of(precision()) == at::kBFloat16)
     allowance_.matrix = (kUnitsOfMatrix + bounds.sum_length) * bounds.unit;
-  Tensors own, wanted, alone_errors;
+  Tensors own, wanted;
+  std::vector<double> norms;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     own.push_back(parameter.found);
     wanted.push_back(parameter.expected);
+    norms.push_back(parameter.norm);
     double allowed = Bounds{}.exact;
-    if (!allowance_.exact) allowed = kUnitsOfParameter * bounds.unit;
-    if (!allowance_.exact && !alone_.empty()) {
-      const bool few = parameter.expected.numel() < kMeasurable;
+    if (!allowance_.exact) {
+      const bool measured = !alone_.empty();
       // What one process is off by, or the run says of itself, makes the bound sharper and never wider.
-      const double widest = parameter.scale > 0 ? allowed * parameter.unmeasured_scale / parameter.scale : 0;
-      allowed = std::min(4 * (few ? most_alone : parameter.alone_error) + sums, widest);
-      alone_errors.push_back(alone_[i] - parameter.expected);
+      double widest = kUnitsOfParameter * bounds.unit;
+      if (measured) widest = in_scales(widest * parameter.unmeasured_scale, parameter.scale);
+      const double moved = parameter.scale > 0 ? in_scales(kRoundingFactor * moves_[i], parameter.scale) : 0;
+      if (moved > widest) {
+        allowance_.moved = true;
+        widest = moved;
+      }
+      const bool few = parameter.expected.numel() < kMeasurable;
+      allowed = measured ? std::min(4 * (few ? most_alone : parameter.alone_error) + sums, widest) : widest;
     }
     parameter.comparison =
         compare_exact(parameter.found, parameter.expected, parameter.scale, Bounds{.exact = allowed});
+    apart_.push_back(parameter.scale > 0 && std::isfinite(parameter.scale)
+                         ? parameter.comparison.error * parameter.scale
+                         : distance(parameter.found, parameter.expected));
     allowance_.parameter.push_back(allowed * parameter.scale);
     if (scale_told(parameter)) {
       const WholeScale matrix =
@@ -139,19 +153,19 @@ void ComparedStep::allow(double most_alone) {
       comparison.scale_found = matrix.passed ? std::min(comparison.scale_found, matrix.found_from) : 0;
     }
   }
+  norm_ = norm_of(norms);
   if (allowance_.exact) return;
-  Tensors errors;
-  for (std::size_t i = 0; i < own.size(); ++i) errors.push_back(own[i] - wanted[i]);
-  whole_error_ = norm_of(errors);
-  allowance_.whole = kUnitsOfWhole * bounds.unit * norm_of(wanted);
+  whole_error_ = norm_of(apart_);
+  allowance_.whole =
+      std::max(kUnitsOfWhole * bounds.unit * norm_, allowance_.moved ? kRoundingFactor * norm_of(moves_) : 0);
   if (!alone_.empty())
-    allowance_.whole = std::min(4 * norm_of(alone_errors) + sums * norm_of(wanted), allowance_.whole);
+    allowance_.whole = std::min(4 * norm_of(alone_apart_) + sums * norm_, allowance_.whole);
   scale_ = test_scale(own, wanted, bounds.unit);
 }
 
 bool ComparedStep::scale_told(const Parameter& parameter) const {
   return allowance_.matrix > 0 && parameter.expected.dim() > 1 &&
-         !held_to_floor(norm_of(parameter.expected), parameter.unmeasured_scale);
+         !held_to_floor(parameter.norm, parameter.unmeasured_scale);
 }
 
 std::vector<std::string> ComparedStep::off() const {
@@ -160,33 +174,55 @@ std::vector<std::string> ComparedStep::off() const {
     if (!parameter.comparison.passed) names.push_back(parameter.name);
   if (names.empty() && !allowance_.exact && (!scale_.passed || !(whole_error_ <= allowance_.whole)))
     for (const auto& parameter : parameters_)
-      if (parameter.expected.ne(0).any().item<bool>()) names.push_back(parameter.name);
+      if (parameter.norm != 0) names.push_back(parameter.name);
   return names;
 }
 
-bool ComparedStep::is(const Prediction& prediction) const {
-  double off = 0, allowed = 0;
-  Tensors gradient;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
-    const at::Tensor& wanted = prediction.gradient[i];
-    const double error = norm_of(parameter.found - wanted);
-    const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(wanted))
-                                          : allowance_.parameter[i] * prediction.growth[i];
-    if (!(error <= limit)) return false;
-    off += error * error;
-    const double grown = prediction.growth[i] * norm_of(parameter.expected), own = norm_of(wanted);
-    if (own > 0 && scale_told(parameter) &&
-        !scale_of_one_agrees(parameter.found, wanted, allowance_.bounds.unit,
-                             allowance_.matrix * grown / own))
-      return false;
-    allowed += grown * grown;
-    gradient.push_back(parameter.found);
-  }
+bool ComparedStep::is_one(std::size_t i, const Prediction& prediction, double& off, double& grown) const {
+  const Parameter& parameter = parameters_[i];
+  const at::Tensor& wanted = prediction.gradient[i];
+  const double error = distance(parameter.found, wanted);
+  const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(wanted))
+                                        : allowance_.parameter[i] * prediction.growth[i];
+  if (!(error <= limit)) return false;
+  off += error * error;
+  const double more = prediction.growth[i] * parameter.norm;
+  grown += more * more;
+  if (!scale_told(parameter)) return true;
+  const double own = norm_of(wanted);
+  return own <= 0 ||
+         scale_of_one_agrees(parameter.found, wanted, allowance_.bounds.unit, allowance_.matrix * more / own);
+}
+
+bool ComparedStep::is_whole(const Prediction& prediction, double off, double grown) const {
   if (allowance_.exact) return true;
-  const double unit = allowance_.whole / norm_of(right().gradient);  // 0 / 0: nothing to be near to
-  return std::sqrt(off) <= unit * std::sqrt(allowed) &&
+  Tensors gradient;
+  for (const Parameter& parameter : parameters_) gradient.push_back(parameter.found);
+  const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
+  return std::sqrt(off) <= unit * std::sqrt(grown) &&
          scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit);
+}
+
+bool ComparedStep::is(const Prediction& prediction) const {
+  double off = 0, grown = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (!is_one(i, prediction, off, grown)) return false;
+  return is_whole(prediction, off, grown);
+}
+
+std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
+                                     const std::vector<std::string>& names, Prediction* made) {
+  if (!can_weight(weights)) return std::nullopt;
+  Prediction prediction = right();
+  double off = 0, grown = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (std::find(names.begin(), names.end(), parameters_[i].name) != names.end())
+      weight_one(i, weights, prediction);
+    if (!is_one(i, prediction, off, grown)) return false;
+  }
+  if (!is_whole(prediction, off, grown)) return false;
+  if (made) *made = std::move(prediction);
+  return true;
 }
 
 Prediction ComparedStep::right() const {
@@ -211,47 +247,56 @@ Along ComparedStep::between(const Prediction& from, const Prediction& to) const 
   return against.scatter < plain.scatter ? against : plain;
 }
 
-std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weights,
-                                                 const std::vector<std::string>& names) {
-  const bool uniform = std::all_of(weights.begin(), weights.end(), [&](double weight) {
+static bool uniform(const std::vector<double>& weights) {
+  return std::all_of(weights.begin(), weights.end(), [&](double weight) {
     return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]);
   });
-  if (!uniform && !find_parts()) return std::nullopt;
-  Prediction prediction = right();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (std::find(names.begin(), names.end(), parameters_[i].name) == names.end()) continue;
+}
+
+bool ComparedStep::can_weight(const std::vector<double>& weights) {
+  return uniform(weights) || find_parts();
+}
+
+void ComparedStep::weight_one(std::size_t i, const std::vector<double>& weights,
+                              Prediction& prediction) const {
+  if (uniform(weights)) {
     prediction.growth[i] = std::abs(weights[0]);
-    if (uniform) {
-      prediction.gradient[i] = parameters_[i].expected * weights[0];
-      continue;
-    }
-    at::Tensor sum = at::zeros_like(parameters_[i].expected);
-    double squares = 0, grown = 0;
-    for (std::size_t c = 0; c < weights.size(); ++c) {
-      sum += cells_[c].part[i] * weights[c];
-      const double part = norm_of(cells_[c].part[i]);
-      squares += part * part;
-      grown += part * part * weights[c] * weights[c];
-    }
-    prediction.gradient[i] = sum;
-    prediction.growth[i] = squares > 0 ? std::sqrt(grown / squares) : 1;
+    prediction.gradient[i] = parameters_[i].expected * weights[0];
+    return;
   }
+  at::Tensor sum = at::zeros_like(parameters_[i].expected);
+  double squares = 0, grown = 0;
+  for (std::size_t c = 0; c < weights.size(); ++c) {
+    sum.add_(cells_[c].part[i], weights[c]);
+    const double part = cells_[c].norm[i];
+    squares += part * part;
+    grown += part * part * weights[c] * weights[c];
+  }
+  prediction.gradient[i] = sum;
+  prediction.growth[i] = squares > 0 ? std::sqrt(grown / squares) : 1;
+}
+
+std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weights,
+                                                 const std::vector<std::string>& names) {
+  if (!can_weight(weights)) return std::nullopt;
+  Prediction prediction = right();
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (std::find(names.begin(), names.end(), parameters_[i].name) != names.end())
+      weight_one(i, weights, prediction);
   return prediction;
 }
 
 bool ComparedStep::finite() const {
-  return std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
-    return parameter.found.isfinite().all().item<bool>();
-  });
+  return std::all_of(parameters_.begin(), parameters_.end(),
+                     [](const Parameter& parameter) { return all_finite(parameter.found); });
 }
-
 bool ComparedStep::finite_loss() const {
   const auto& broken = found().not_numbers;
   return !std::isinf(found().figures.loss) && std::find(broken.begin(), broken.end(), "loss") == broken.end();
 }
 
 int ComparedStep::holders() const {
-  return static_cast<int>(std::count_if(by_rank_.begin(), by_rank_.end(), [](double n) { return n > 0; }));
+  return static_cast<int>(std::count_if(by_rank_.begin(), by_rank_.end(), [](auto n) { return n > 0; }));
 }
 int ComparedStep::home_of(int rank) const {
   const auto& [one, other] = setting_.swapped;
@@ -266,7 +311,6 @@ double ComparedStep::size_of(const std::string& axis) const {
   if (axis == kAllRanks && found().axes.empty()) return ranks();
   return grid_.size(axis_set(axis));
 }
-
 int ComparedStep::micro_batches(int rank) const {
   return static_cast<int>(counts_.at(static_cast<std::size_t>(rank)).size());
 }
@@ -282,7 +326,7 @@ int ComparedStep::most_micro_batches() const {
 }
 bool ComparedStep::shows(std::size_t parameter) const {
   const Parameter& one = parameters_.at(parameter);
-  return !one.comparison.passed || norm_of(one.expected) > allowance_.parameter.at(parameter);
+  return !one.comparison.passed || one.norm > allowance_.parameter.at(parameter);
 }
 bool ComparedStep::silent() const {
   return static_cast<int>(cells_.size()) < micro_batches();
@@ -302,24 +346,32 @@ bool ComparedStep::find_parts() {
     std::map<std::string, at::Tensor> gradients;
     for (const auto& [name, tensor] : pair->expected.gradients) gradients[name] = tensor;
     // Alone, its tokens are all there are: its mean is over its own.
-    for (const auto& parameter : parameters_)
-      cell.part.push_back(gradients.at(parameter.name).to(at::kDouble) * (cell.targets / targets_));
+    for (const auto& parameter : parameters_) {
+      const at::Tensor part = gradients.at(parameter.name).to(at::kDouble);
+      cell.part.push_back(pair->of_whole ? part : part * (cell.targets / targets_));
+      cell.norm.push_back(norm_of(cell.part.back()));
+    }
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor sum = at::zeros_like(parameters_[i].expected);
-    for (const Cell& cell : cells_) sum += cell.part[i];
-    if (!(share(sum - parameters_[i].expected, parameters_[i].scale) <= limit())) return false;
+    Tensors parts;
+    for (const Cell& cell : cells_) parts.push_back(cell.part[i]);
+    const double missing = missing_in(parts, parameters_[i].expected);
+    if (!(missing == 0 || missing / parameters_[i].scale <= limit())) return false;
   }
   parts_ = Parts::kFound;
   return true;
 }
 
-std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
-                                        const std::vector<std::string>& names) {
+std::vector<double> weights_of(const ComparedStep& one, const Cause& cause) {
   std::vector<double> weights;
   for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));
-  if (weights.empty()) weights.push_back(cause.weight(one, {}));  // nothing known of counts: one weight
-  return one.weighted(weights, names);
+  if (weights.empty()) weights.push_back(cause.weight(one, {}));
+  return weights;
+}
+
+std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
+                                        const std::vector<std::string>& names) {
+  return one.weighted(weights_of(one, cause), names);
 }
 
 std::string text_of(const ComparedStep& one, const Experiment& experiment) {

@@ -26,6 +26,7 @@ struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
+  bool moved = false;             // some are wider, for the reference itself moves (StepDump::moves)
   // By how much the scale of a matrix may be off, beside what its own pieces say (test_scale_of_one); 0: not
   // told.
   double matrix = 0;
@@ -48,6 +49,7 @@ class ComparedStep {
   struct Parameter {
     std::string name;
     at::Tensor found, expected;   // fp64
+    double norm = 0;              // ‖expected‖
     double scale = 0;             // s
     double unmeasured_scale = 0;  // s without a gradient of one process
     bool by_floor = false;        // s is not its own norm
@@ -58,8 +60,10 @@ class ComparedStep {
     int rank = 0, micro_batch = 0;
     double targets = 0;
     std::vector<at::Tensor> part;  // by parameters(): what it adds to the right gradient
+    std::vector<double> norm{};    // of these
   };
 
+  const RunPair& pair() const { return pair_; }
   const StepDump& found() const { return pair_.found; }
   const StepDump& expected() const { return pair_.expected; }
   const Experiment& setting() const { return setting_; }
@@ -74,14 +78,20 @@ class ComparedStep {
   bool finite() const;       // the gradient found
   bool finite_loss() const;  // the loss found; one that was not recorded is
   const Allowance& allowance() const { return allowance_; }
-  const WholeScale& scale() const { return scale_; }   // tested unless exact
-  double whole_error() const { return whole_error_; }  // ‖found − expected‖ of all parameters
+  const WholeScale& scale() const { return scale_; }           // tested unless exact
+  double whole_error() const { return whole_error_; }          // ‖found − expected‖ of all parameters
+  const std::vector<double>& moves() const { return moves_; }  // StepDump::moves, by parameters()
+  double norm() const { return norm_; }                        // ‖expected‖ of all parameters
   // The share by which loss, norm and coefficients may be off: 1e-10 in fp64, 1e-4 in fp32, 1e-2 in bf16.
   double limit() const { return allowance_.exact ? Bounds{}.exact : allowance_.bounds.figures; }
   // How far replicas may be apart, of their norm, where each adds up in its own order.
   double spread_allowed() const { return allowance_.exact ? Bounds{}.exact : 256 * allowance_.bounds.unit; }
   // Whether the gradient found is this one, within what rounding may do.
   bool is(const Prediction& prediction) const;
+  // The same of weighted(weights, names), which is made no further than to the first parameter that is
+  // another. `made`: the whole prediction where it is the gradient found.
+  std::optional<bool> is(const std::vector<double>& weights, const std::vector<std::string>& names,
+                         Prediction* made = nullptr);
   // How far the gradient found lies from one prediction towards another one. Against a run of one process in
   // the same precision, where that is known and tells more.
   Along between(const Prediction& from, const Prediction& to) const;
@@ -125,6 +135,12 @@ class ComparedStep {
  private:
   void allow(double most_alone);
   bool scale_told(const Parameter& parameter) const;
+  // Where the parts are known, if they are needed.
+  bool can_weight(const std::vector<double>& weights);
+  void weight_one(std::size_t parameter, const std::vector<double>& weights, Prediction& prediction) const;
+  // Of one parameter, with what is left and what the whole is held to, both squared.
+  bool is_one(std::size_t parameter, const Prediction& prediction, double& off, double& grown) const;
+  bool is_whole(const Prediction& prediction, double off, double grown) const;
 
   RunPair pair_;
   Grid grid_;
@@ -133,7 +149,10 @@ class ComparedStep {
   Allowance allowance_;
   WholeScale scale_;
   double whole_error_ = 0;
-  Tensors alone_;  // by parameters(); empty: not known
+  double norm_ = 0;                          // of the gradient expected
+  Tensors alone_;                            // by parameters(); empty: not known
+  std::vector<double> alone_apart_, apart_;  // ‖alone − expected‖, ‖found − expected‖, by parameters()
+  std::vector<double> moves_;
   std::vector<Parameter> parameters_;
   std::vector<std::vector<double>> counts_;
   std::string counted_ = "targets";
@@ -157,6 +176,9 @@ std::vector<Cause> causes_of(const ComparedStep& one);
 // Where ranks hold different gradients: rank 0's is the sum over those ranks alone that share its place along
 // an axis.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);
+
+// Of each of cells(); where nothing is known of counts, one weight.
+std::vector<double> weights_of(const ComparedStep& one, const Cause& cause);
 
 // What the cause would make of the named parameters, the others being right.
 std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,

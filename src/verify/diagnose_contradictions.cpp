@@ -12,9 +12,9 @@ namespace isograd {
 namespace {
 
 double norm_recorded_for(const StepDump& dump) {
-  Tensors gradient;
-  for (const auto& [name, tensor] : dump.gradients) gradient.push_back(tensor.to(at::kDouble));
-  return norm_of(gradient);
+  std::vector<double> norms;
+  for (const auto& [name, tensor] : dump.gradients) norms.push_back(norm_of(tensor));
+  return norm_of(norms);
 }
 
 // Each norm of the whole gradient that was recorded is that of the gradient recorded.
@@ -42,7 +42,7 @@ struct Update {
   double norm = 0, applied_norm = 0;  // of them
   double floor = 0;                   // what is applied to as many elements of the usual size
   bool small = false;                 // next to no gradient: of that there is no ratio
-  double off(double multiple) const { return norm_of(applied - multiple * gradient); }
+  double off(double multiple) const { return distance(applied, gradient, multiple); }
   // Whether it is that multiple of the gradient, as far as the rounding of parameters lets one see.
   bool is(double multiple, double limit) const {
     return off(multiple) <= limit * std::max(std::abs(multiple) * norm, floor);
@@ -66,7 +66,7 @@ std::vector<Update> updates_in(const ComparedStep& one, bool of_found, double co
                   .applied = own->second.to(at::kDouble)};
     update.norm = norm_of(update.gradient);
     update.applied_norm = norm_of(update.applied);
-    update.small = update.norm == 0 || norm_of(parameter.expected) < parameter.scale / 2;
+    update.small = update.norm == 0 || parameter.norm < parameter.scale / 2;
     elements += static_cast<double>(update.gradient.numel());
     norms.push_back(update.norm);
     taken.push_back(update.applied_norm);
@@ -107,7 +107,7 @@ const Update* whose(const Update& update, const std::vector<Update>& all, double
   candidates.resize(std::min(kNearest, candidates.size()));
   for (const auto& [apart, other] : candidates)
     for (const double sign : {1.0, -1.0})
-      if (norm_of(update.applied - sign * coefficient * other->gradient) <= limit * update.applied_norm)
+      if (distance(update.applied, other->gradient, sign * coefficient) <= limit * update.applied_norm)
         return other;
   return nullptr;
 }
@@ -147,14 +147,11 @@ std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& du
   std::vector<std::string> others, blurred;
   double worst = 0;
   for (const ComparedStep::Parameter& parameter : one.parameters()) {
-    at::Tensor left = -(of_found ? parameter.found : parameter.expected);
-    std::vector<double> sizes = {parameter.scale};
-    for (const at::Tensor& part : parts[parameter.name]) {
-      left = left + part;
-      sizes.push_back(norm_of(part));
-    }
-    const double off = norm_of(left);
+    const Tensors& own = parts[parameter.name];
+    const double off = missing_in(own, of_found ? parameter.found : parameter.expected);
     if (off <= one.limit() * parameter.scale) continue;
+    std::vector<double> sizes = {parameter.scale};
+    for (const at::Tensor& part : own) sizes.push_back(norm_of(part));
     // Each share is rounded by itself, and may be larger than their sum.
     const bool rounded = off <= one.limit() * norm_of(sizes);
     (rounded ? blurred : others).push_back(parameter.name);
@@ -308,7 +305,7 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
 
 double norm_to_expect(const ComparedStep& one, double limit) {
   const double recorded = one.expected().figures.norm, own = norm_recorded_for(one.expected());
-  return close_together(recorded, own, limit) ? recorded : norm_of(one.right().gradient);  // not for NaN
+  return close_together(recorded, own, limit) ? recorded : one.norm();  // not for NaN
 }
 
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,

@@ -33,7 +33,7 @@ std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
         if (std::isinf(value)) keys.push_back(fmt::format("ranks.{}.{}", r, key));
     }
     for (const auto& [name, applied] : dump->applied)
-      if (!applied.isfinite().all().item<bool>()) keys.push_back("applied " + name);
+      if (!all_finite(applied)) keys.push_back("applied " + name);
     for (const auto& key : keys) broken.push_back(key + side);
   }
   if (broken.empty()) return {};
@@ -93,11 +93,10 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
   for (const auto& [name, tensor] : one.expected().applied)
     if (std::find(unbelieved.begin(), unbelieved.end(), name) == unbelieved.end())
       taken.push_back(references[name] = tensor.to(at::kDouble));
-  const Tensors gradient = one.right().gradient;
   double elements = 0;
-  for (const at::Tensor& tensor : gradient) elements += static_cast<double>(tensor.numel());
+  for (const auto& parameter : one.parameters()) elements += static_cast<double>(parameter.expected.numel());
   // What a parameter with next to no gradient is held to: an update is known to the rounding of parameters.
-  const double usual = (taken.empty() ? std::abs(coefficient) * norm_of(gradient) : norm_of(taken)) /
+  const double usual = (taken.empty() ? std::abs(coefficient) * one.norm() : norm_of(taken)) /
                        std::sqrt(std::max(elements, 1.0));
   std::vector<std::string> others;
   for (const auto& [name, tensor] : one.found().applied)
@@ -108,7 +107,7 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
       if (!known && std::isnan(coefficient)) continue;
       const at::Tensor wanted = known ? reference->second : parameter.found * coefficient;
       const double scale = std::fmax(norm_of(wanted), usual * std::sqrt(static_cast<double>(wanted.numel())));
-      if (!(norm_of(tensor.to(at::kDouble) - wanted) <= limit * scale)) others.push_back(name);
+      if (!(distance(tensor, wanted) <= limit * scale)) others.push_back(name);
     }
   return others;
 }
@@ -139,8 +138,7 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
                                 [&](const auto& g) { return close_together(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
-      if (norm_of(applied - ratio * parameter.found) >
-          10 * limit * std::abs(ratio) * norm_of(parameter.found))
+      if (distance(applied, parameter.found, ratio) > 10 * limit * std::abs(ratio) * norm_of(parameter.found))
         bent.push_back(name);
     }
   }

@@ -167,6 +167,12 @@ std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again,
 }  // namespace
 
 std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::vector<std::string>* untold) {
+  ComparedStep one(pair, {}, again);
+  return diagnose(one, again, untold);
+}
+
+std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vector<std::string>* untold) {
+  const RunPair& pair = one.pair();
   std::vector<Finding> findings = diagnose_names(pair);
   const auto ended_by = [&](std::vector<Finding> more) {
     const bool ends = !more.empty();
@@ -181,10 +187,8 @@ std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::v
     return findings;
   }
   if (ended_by(diagnose_start(pair.found, pair.expected))) return findings;
-  ComparedStep one(pair, {}, again);
-  const bool nothing =
-      std::all_of(one.parameters().begin(), one.parameters().end(),
-                  [](const auto& parameter) { return parameter.expected.eq(0).all().template item<bool>(); });
+  const bool nothing = std::all_of(one.parameters().begin(), one.parameters().end(),
+                                   [](const auto& parameter) { return parameter.norm == 0; });
   if (nothing) {
     ended_by(
         {{"no_gradient",

@@ -48,6 +48,10 @@ struct RunPair {
   // Both say how their targets lie on ranks and micro-batches, and it is not alike: the parts of `expected`
   // are not those of the ranks of `found`.
   bool dealt_otherwise = false;
+  // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
+  std::vector<double> alone_rounding{};
+  // What was asked for alone is weighted as a part of the whole step is.
+  bool of_whole = false;
 };
 
 // Makes the step again; nothing: this cannot be run.
@@ -57,6 +61,10 @@ using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
 // are wrong. ids are those of kDiagnoses, and "unknown".
 // `untold` hears of mistakes that this precision does not tell from the right gradient.
 std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {},
+                              std::vector<std::string>* untold = nullptr);
+// The same of a pair that is compared already.
+class ComparedStep;
+std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = {},
                               std::vector<std::string>* untold = nullptr);
 
 struct Diagnosis {

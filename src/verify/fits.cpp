@@ -30,9 +30,9 @@ bool logs_as(const Cause& cause, const ComparedStep& one) {
 }
 
 std::optional<bool> explains(ComparedStep& one, const Cause& cause, const std::vector<std::string>& names) {
-  const auto prediction = prediction_of(one, cause, names);
-  if (!prediction) return std::nullopt;
-  return one.is(*prediction) && logs_as(cause, one);
+  const auto is = one.is(weights_of(one, cause), names);
+  if (!is) return std::nullopt;
+  return *is && logs_as(cause, one);
 }
 
 std::string subject(const ComparedStep& one, const std::vector<std::string>& names) {
@@ -198,10 +198,10 @@ std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std
   std::map<int, std::vector<int>> missing;  // micro-batches by rank
   std::map<int, std::size_t> all;
   for (std::size_t c = 0; c < fitted.weights.size(); ++c) {
-    const auto& [rank, micro_batch, targets, part] = one.cells()[c];
-    ++all[rank];
+    const ComparedStep::Cell& cell = one.cells()[c];
+    ++all[cell.rank];
     if (std::abs(fitted.weights[c]) <= near)
-      missing[rank].push_back(micro_batch);
+      missing[cell.rank].push_back(cell.micro_batch);
     else if (!(std::abs(fitted.weights[c] - 1) <= near))
       return std::nullopt;
   }
@@ -253,17 +253,17 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
   std::vector<Cause> nearer;
   std::vector<std::string> evidence, hidden;
   for (auto& cause : causes_of(one)) {
-    const auto prediction = prediction_of(one, cause, names);
-    if (!prediction || !one.is(*prediction) || !logs_as(cause, one)) continue;
-    const Along along = one.between(right, *prediction);
+    Prediction prediction;
+    if (!logs_as(cause, one) || !one.is(weights_of(one, cause), names, &prediction).value_or(false)) continue;
+    const Along along = one.between(right, prediction);
     if (std::isinf(along.scatter)) continue;  // the same gradient
-    Tensors moved;
+    std::vector<double> moved;
     for (std::size_t i = 0; i < names.size(); ++i)
-      moved.push_back(prediction->gradient[i] - right.gradient[i]);
+      moved.push_back(distance(prediction.gradient[i], right.gradient[i]));
     const auto numbers = fmt::format(
         "{} would move the gradient by {:.2g} of its norm; found {:.2g} +- {:.2g} "
         "of that way",
-        cause.id, norm_of(moved) / norm_of(right.gradient), along.share, along.scatter);
+        cause.id, norm_of(moved) / one.norm(), along.share, along.scatter);
     if (along.scatter <= kLeans && along.share > 0.5) {
       evidence.push_back(numbers);
       nearer.push_back(std::move(cause));

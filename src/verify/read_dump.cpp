@@ -123,6 +123,8 @@ class StepReader {
         dump.owners.emplace_back(two[0], two[1]);
       }
     }
+    dump.moves = lengths("moves");
+    dump.rounding = lengths("rounding");
     if (const auto* value = find("ranks")) {
       if (!value->is_array() || value->size() > kMostRanks)
         bad("ranks", show(*value), "what each rank says for itself");
@@ -193,6 +195,21 @@ class StepReader {
     for (const auto& value : values) {
       result.push_back(whole(key, value));
       if (result.back() < least) bad(key, show(value), "0 or more");
+    }
+    return result;
+  }
+
+  // For each parameter a finite length, 0 or more.
+  std::vector<double> lengths(const char* key) {
+    const json* value = find(key);
+    if (!value) return {};
+    if (!value->is_array()) bad(key, show(*value), "a list of numbers, one for each parameter");
+    expect_entries(key, *value);
+    std::vector<double> result;
+    for (const auto& entry : *value) {
+      result.push_back(real(key, entry));
+      if (!(result.back() >= 0) || std::isinf(result.back()))
+        bad(key, show(entry), "a finite number, 0 or more");
     }
     return result;
   }
@@ -305,7 +322,7 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
     wide = wide && type == at::kDouble;
     bf16 = bf16 || type == at::kBFloat16;
     fp16 = fp16 || type == at::kHalf;
-    gradients.emplace_back(name, place->second.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true));
+    gradients.emplace_back(name, place->second.to(at::kDouble));  // F64 stays in the file, mapped
   }
   if (precision->empty()) *precision = wide ? "fp64" : bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
   return gradients;
@@ -349,6 +366,8 @@ StepDump read_dump(const fs::path& directory) {
                  fmt::format("one for each of {} parameters", names.size()));
   };
   expect_all("owners", dump.owners.size());
+  expect_all("moves", dump.moves.size());
+  expect_all("rounding", dump.rounding.size());
   for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
     expect_all(fmt::format("ranks.{}.initial", r), dump.ranks[r].initial.size());
     expect_all(fmt::format("ranks.{}.gradients", r), dump.ranks[r].gradients.size());

@@ -9,32 +9,40 @@ namespace {
 
 constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
 
-// The products that a fit takes from one piece of a parameter.
-struct FitSums {
-  double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
-  double elements = 0;
-};
-
-double product(const at::Tensor& a, const at::Tensor& b) {
-  return (a * b).sum().item<double>();
+// Of the pieces that each parameter is cut into: `sums_of(parameter, begin, end)`.
+template <typename SumsOf>
+std::vector<FitSums> cut(const Tensors& parameters, const SumsOf& sums_of) {
+  std::vector<FitSums> pieces;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const std::int64_t numel = parameters[i].numel();
+    if (numel == 0) continue;
+    const std::int64_t number = std::clamp<std::int64_t>(numel / kLeastPiece, 1, kPieces);
+    std::int64_t begin = 0;
+    for (std::int64_t p = 0; p < number; ++p) {
+      const std::int64_t end = begin + numel / number + (p < numel % number ? 1 : 0);
+      pieces.push_back(sums_of(i, begin, end));
+      begin = end;
+    }
+  }
+  return pieces;
 }
 
 std::vector<FitSums> pieces_of(const Tensors& errors, const Tensors& direction, const Tensors& values) {
-  std::vector<FitSums> pieces;
-  for (std::size_t i = 0; i < errors.size(); ++i) {
-    const std::int64_t numel = errors[i].numel();
-    if (numel == 0) continue;
-    const std::int64_t number = std::clamp<std::int64_t>(numel / kLeastPiece, 1, kPieces);
-    const auto cut = [&](const at::Tensor& tensor) { return tensor.reshape({-1}).tensor_split(number); };
-    const auto e = cut(errors[i]), d = cut(direction[i]), v = cut(values[i]);
-    for (std::size_t p = 0; p < e.size(); ++p)
-      pieces.push_back({.error_direction = product(e[p], d[p]),
-                        .direction = product(d[p], d[p]),
-                        .error = product(e[p], e[p]),
-                        .value = product(v[p], v[p]),
-                        .elements = static_cast<double>(e[p].numel())});
-  }
-  return pieces;
+  return cut(errors, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    return fit_sums(errors[i], direction[i], values[i], begin, end);
+  });
+}
+
+// Of gradient − reference along the reference.
+std::vector<FitSums> pieces_between(const Tensors& gradient, const Tensors& reference) {
+  return cut(reference, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const PairSums sums = pair_sums(gradient[i], reference[i], begin, end);
+    return FitSums{.error_direction = sums.along_other,
+                   .direction = sums.other,
+                   .error = sums.apart,
+                   .value = sums.other,
+                   .elements = static_cast<double>(end - begin)};
+  });
 }
 
 Along fit(const std::vector<FitSums>& pieces, double unit) {
@@ -61,12 +69,6 @@ Along fit(const std::vector<FitSums>& pieces, double unit) {
   // Few pieces may agree by chance: no better than elements that are off each by itself.
   result.scatter = std::max(std::sqrt(squares) / all, 1 / std::sqrt(all));
   return result;
-}
-
-Tensors minus(const Tensors& a, const Tensors& b) {
-  Tensors difference;
-  for (std::size_t i = 0; i < a.size(); ++i) difference.push_back(a[i] - b[i]);
-  return difference;
 }
 
 double scale_allowed(const Along& fitted, double unit, double alone = 0) {
@@ -120,12 +122,12 @@ Along along(const Tensors& errors, const Tensors& direction, const Tensors& valu
 }
 
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit) {
-  const Along fitted = along(minus(gradient, reference), reference, reference, unit);
+  const Along fitted = fit(pieces_between(gradient, reference), unit);
   return std::abs(fitted.share) <= scale_allowed(fitted, unit);
 }
 
 WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone) {
-  const auto pieces = pieces_of(minus(gradient, reference), reference, reference);
+  const auto pieces = pieces_between(gradient, reference);
   const Along fitted = fit(pieces, unit);
   WholeScale result{.tested = true, .error = fitted.share, .allowed = scale_allowed(fitted, unit, alone)};
   result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
@@ -138,7 +140,7 @@ WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double 
 
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                              double allowed) {
-  const auto pieces = pieces_of({gradient - reference}, {reference}, {reference});
+  const auto pieces = pieces_between({gradient}, {reference});
   WholeScale result = test_one(pieces, unit, allowed);
   result.found_from =
       found_from(pieces, unit, [&](const auto& other) { return test_one(other, unit, allowed).passed; });
@@ -147,36 +149,61 @@ WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& refer
 
 bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                          double allowed) {
-  return test_one(pieces_of({gradient - reference}, {reference}, {reference}), unit, allowed).passed;
+  return test_one(pieces_between({gradient}, {reference}), unit, allowed).passed;
 }
 
-double smallest_scale_error(const at::Tensor& gradient_, const at::Tensor& reference, double allowed) {
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
+                            const PairSums& sums) {
   // Relative to the gradient: a square of its own size may be no number.
-  const double unit = norm_of(gradient_);
+  const bool known = holds(sums.own) && holds(std::max({sums.own, sums.other, sums.apart}));
+  const double unit = known ? std::sqrt(sums.own) : norm_of(gradient);
   if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
-  const at::Tensor gradient = gradient_ / unit, error = gradient - reference / unit;
+  const PairSums relative =
+      known ? PairSums{.own = 1, .apart = sums.apart / sums.own, .along_own = sums.along_own / sums.own}
+            : pair_sums(gradient / unit, reference / unit);
+  const double square = relative.own, cross = relative.along_own;
   allowed /= unit;
-  const double square = product(gradient, gradient), cross = product(gradient, error);
   // ‖e + δ g‖² = allowed²
-  const double rest = product(error, error) - allowed * allowed;
+  const double rest = relative.apart - allowed * allowed;
   if (!(rest <= 0)) return 0;  // fails as it is
   if (!(square > 0)) return std::numeric_limits<double>::infinity();
   return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
 }
 
-// Between these a sum of squares has neither overflown nor lost anything but what is far below its last bit.
-static bool holds(double squares) {
-  constexpr double kLeast = 1e-270, kMost = 1e300;
-  return squares >= kLeast && squares <= kMost;
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed) {
+  return smallest_scale_error(gradient, reference, allowed, pair_sums(gradient, reference));
+}
+
+// The root of a sum of squares; where that is no number, of what `made` gives, relative to its largest
+// element.
+template <typename Made>
+static double root_of(double squares, const Made& made) {
+  if (holds(squares)) return std::sqrt(squares);
+  const at::Tensor tensor = made();
+  if (tensor.numel() == 0) return 0;
+  const double largest = tensor.abs().max().template item<double>();  // NaN where there is one
+  if (!(largest > 0) || !std::isfinite(largest)) return largest;
+  return largest * std::sqrt((tensor / largest).square().sum().template item<double>());
 }
 
 double norm_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  const double squares = tensor.square().sum().item<double>();
-  if (holds(squares)) return std::sqrt(squares);
-  const double largest = tensor.abs().max().item<double>();  // NaN where there is one
-  if (!(largest > 0) || !std::isfinite(largest)) return largest;
-  return largest * std::sqrt((tensor / largest).square().sum().item<double>());
+  return root_of(squares(tensor), [&] { return tensor; });
+}
+
+double distance(const at::Tensor& a, const at::Tensor& b, double factor) {
+  return root_of(squares_apart(a, b, factor), [&] { return a - factor * b; });
+}
+
+double missing_in(const Tensors& parts, const at::Tensor& whole) {
+  return root_of(squares_missing(whole, parts), [&] {
+    at::Tensor left = -whole;
+    for (const at::Tensor& part : parts) left = left + part;
+    return left;
+  });
+}
+
+bool all_finite(const at::Tensor& tensor) {
+  return std::isfinite(squares(tensor)) || tensor.isfinite().all().item<bool>();
 }
 
 double norm_of(const std::vector<double>& norms) {

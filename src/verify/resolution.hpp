@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isograd/verify.hpp"
+#include "verify/sums.hpp"
 
 namespace isograd {
 
@@ -44,10 +45,15 @@ bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference
 // The smallest δ for which (1 + δ) g or (1 − δ) g is further than `allowed` (a norm) from the reference;
 // infinity where the reference is zero.
 double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed);
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
+                            const PairSums& sums);  // of both
 
 // Also where a square would over- or underflow.
 double norm_of(const at::Tensor& tensor);
 double norm_of(const Tensors& tensors);
-double norm_of(const std::vector<double>& norms);  // of all parts together
+double norm_of(const std::vector<double>& norms);                              // of all parts together
+double distance(const at::Tensor& a, const at::Tensor& b, double factor = 1);  // ‖a − factor · b‖
+double missing_in(const Tensors& parts, const at::Tensor& whole);              // ‖Σ parts − whole‖
+bool all_finite(const at::Tensor& tensor);
 
 }  // namespace isograd

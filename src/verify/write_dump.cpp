@@ -46,6 +46,8 @@ json describe(const StepDump& dump) {
   for (const auto& [name, value] : dump.terms) object["terms"][name] = number(value);
   for (const auto& [name, value] : dump.scales) object["scales"][name] = number(value);
   if (!dump.owners.empty()) object["owners"] = dump.owners;
+  if (!dump.moves.empty()) object["moves"] = dump.moves;
+  if (!dump.rounding.empty()) object["rounding"] = dump.rounding;
   for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
     const StepDump::RankView& rank = dump.ranks[r];
     json view = json::object();

@@ -139,6 +139,50 @@ def accelerated_by_counts():
     return check.verdict
 
 
+def accelerated(body, **options):
+    """A loop of two micro-batches, of which `body` makes one; what it raises, on the rank that it raises on."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(CELL.documents, 2, collate_fn=padded))
+    check = isograd.trainers.accelerate.StepCheck(
+        accelerator, model, optimizer, loss=isograd.trainers.transformers.causal_lm_loss, timeout=30, **options)
+    for batch in check.over(loader):
+        if body(accelerator, model, batch):
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    return check.verdict
+
+
+def only_on_rank_1(fails):
+    """Rank 0 comes to the end of its step without the backward that would wait for rank 1."""
+    def body(accelerator, model, batch):
+        if accelerator.process_index == 1:
+            return fails()
+        accelerator.gradient_state._set_sync_gradients(True)
+        return None
+    return body
+
+
+def an_accelerated_rank_fails():
+    def fails():
+        raise ValueError("out of cheese")
+    return accelerated(only_on_rank_1(fails))
+
+
+def an_accelerated_rank_leaves():
+    return accelerated(only_on_rank_1(lambda: True))
+
+
+def an_accelerated_rank_cannot_cut():
+    def samples(batch):
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("no rows")
+        return rows(batch)
+    return accelerated(only_on_rank_1(lambda: None), samples=samples)
+
+
 class TwoOptimizers(loops.Module):
     def __init__(self):
         super().__init__(False)
@@ -176,7 +220,8 @@ def lightning_logs():
 
 
 CASES = [the_second_step, no_log_of_one_step, a_step_that_is_not_reached, a_wrong_log, bf16, step_zero, no_loss, no_tensors,
-         a_tuple_and_a_tensor, micro_batches_twice, accelerated_by_counts, two_optimizers, lightning_logs, a_rank_fails]
+         a_tuple_and_a_tensor, micro_batches_twice, accelerated_by_counts, two_optimizers, lightning_logs, a_rank_fails,
+         an_accelerated_rank_fails, an_accelerated_rank_leaves, an_accelerated_rank_cannot_cut]
 
 
 def run(rank):

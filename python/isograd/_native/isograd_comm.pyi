@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -6,3 +8,28 @@ class PeerError(RuntimeError): ...
 
 def empty_shared(numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor: ...
 def checksum(tensor: torch.Tensor) -> str: ...
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+class RankingLoss:
+    temperature: float
+    def __init__(self, name: str, options: dict[str, Any], backend: Any = None, timeout: float = 600.0) -> None: ...
+    def evaluate(
+        self,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        sample_weight: torch.Tensor | None = None,
+        iid_mask: torch.Tensor | None = None,
+        training: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def reset_queue(self) -> None: ...
+    def queue_rows(self) -> int: ...
+    def state(self) -> list[tuple[str, torch.Tensor]]: ...
+    def load_state(self, state: list[tuple[str, torch.Tensor]]) -> None: ...

@@ -44,13 +44,24 @@ class StepCheck:
         return self._step.verdict
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, each a micro-batch of this rank."""
-        for batch in loader:
-            if self._made + 1 == self._step.step and not self._step.open:
-                self._step.begin(self._model, self._optimizer)
-            if self._step.open:
-                self._step.add(batch)
-            yield batch
+        """The loader's batches, each a micro-batch of this rank.
+
+        Where the loop ends inside the step (an exception in it or in the loader, `break`), the other ranks are told, and
+        end with PeerError.
+        """
+        try:
+            for batch in loader:
+                if self._made + 1 == self._step.step and not self._step.open:
+                    self._step.begin(self._model, self._optimizer)
+                if self._step.open:
+                    self._step.add(batch)
+                yield batch
+        except GeneratorExit:  # what raised in the loop's body is not told to its iterator
+            self._step.abandon(RuntimeError("the loop ended before the step did (see that rank's own error)"))
+            raise
+        except BaseException as error:
+            self._step.abandon(error)
+            raise
 
     def _stepped(self, *_: Any) -> None:
         self._made += 1
