@@ -258,7 +258,8 @@ TEST(LinearCrossEntropy, NeverHoldsTheLogits) {
   };
   EXPECT_LT(fused(64, 0), 1.0 / 32 + 0.05);
   EXPECT_LT(fused(512, 64), 1.0 / 128 + 0.05);
-  EXPECT_GT(fused(2048, 0), 1);
+  // A tile of all tokens that count is seen whole.
+  EXPECT_GE(fused(2048, 0), p.targets.ne(kIgnoreIndex).sum().item<double>() / 2048);
   EXPECT_GT(in_logits([&] {
               return at::cross_entropy_loss(at::linear(p.hidden, p.weight), p.targets, {}, at::Reduction::Sum,
                                             kIgnoreIndex);
