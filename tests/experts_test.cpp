@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "experts_step.hpp"
+#include "full_tests.hpp"
 
 namespace isograd {
 namespace {
@@ -140,28 +141,46 @@ TEST_P(ExpertParallel, GradientLossAndNormAreOneProcesss) {
   }
 }
 
-TEST_P(ExpertParallel, InLowerPrecisionNoWorseThanOneProcess) {
-  const Cell cell = GetParam();
+// fp32 or bf16: cells take turns, and each takes both with ISOGRAD_FULL_TESTS=1.
+struct Lower {
+  Cell cell;
+  at::ScalarType type;
+  friend void PrintTo(const Lower& lower, std::ostream* out) {
+    PrintTo(lower.cell, out);
+    *out << ", " << c10::toString(lower.type);
+  }
+};
+std::vector<Lower> lower_cells() {
+  std::vector<Lower> all;
+  const auto every = cells();
+  for (std::size_t i = 0; i < every.size(); ++i)
+    for (const auto type : {at::kFloat, at::kBFloat16})
+      if (full_tests() || takes_first(i) == (type == at::kFloat)) all.push_back({every[i], type});
+  return all;
+}
+class ExpertParallelLower : public ::testing::TestWithParam<Lower> {};
+INSTANTIATE_TEST_SUITE_P(Cells, ExpertParallelLower, ::testing::ValuesIn(lower_cells()));
+
+TEST_P(ExpertParallelLower, NoWorseThanOneProcess) {
+  const auto& [cell, type] = GetParam();
   Choices choices;
   const Gradient exact = one_process(cell, at::kDouble, recorded(choices));
-  for (const auto type : {at::kFloat, at::kBFloat16}) {
-    const Errors found = tensor::errors(train(cell, type, replayed(choices)).gradient, exact);
-    // E2: four times what one process has, the most of up to 16 at other values (tensor_test.cpp).
-    Errors alone;
-    std::vector<std::string> outside;
-    for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
-      outside.clear();
-      Choices of_draw;
-      const Gradient exact_here = draw == 0 ? exact : one_process(cell, at::kDouble, recorded(of_draw), draw);
-      const Choices& here = draw == 0 ? choices : of_draw;
-      for (const auto& [name, error] :
-           tensor::errors(one_process(cell, type, replayed(here), draw), exact_here))
-        alone[name] = std::max(alone[name], error);
-      for (const auto& [name, error] : found)
-        if (!(error <= 4 * alone.at(name))) outside.push_back(name);
-    }
-    EXPECT_THAT(outside, ::testing::IsEmpty()) << c10::toString(type);
+  const Errors found = tensor::errors(train(cell, type, replayed(choices)).gradient, exact);
+  // E2: four times what one process has, the most of up to 16 at other values (tensor_test.cpp).
+  Errors alone;
+  std::vector<std::string> outside;
+  for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
+    outside.clear();
+    Choices of_draw;
+    const Gradient exact_here = draw == 0 ? exact : one_process(cell, at::kDouble, recorded(of_draw), draw);
+    const Choices& here = draw == 0 ? choices : of_draw;
+    for (const auto& [name, error] :
+         tensor::errors(one_process(cell, type, replayed(here), draw), exact_here))
+      alone[name] = std::max(alone[name], error);
+    for (const auto& [name, error] : found)
+      if (!(error <= 4 * alone.at(name))) outside.push_back(name);
   }
+  EXPECT_THAT(outside, ::testing::IsEmpty()) << c10::toString(type);
 }
 
 // What works on this rank's part alone is summed along tp: routers where the tokens are cut, and nothing of

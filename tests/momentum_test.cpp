@@ -7,6 +7,7 @@
 #include <map>
 
 #include "convolution_net.hpp"
+#include "full_tests.hpp"
 #include "isograd/step.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
@@ -179,6 +180,7 @@ double share_of_rounding(const Tensors& found, const Tensors& alone, const Refer
 class Momentum : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Momentum, ::testing::Values(1, 2, 3, 4, 5, 8));
 
+// Accumulated or not by turns, and both with ISOGRAD_FULL_TESTS=1.
 TEST_P(Momentum, GoesTheWayOfOneProcessInLowPrecision) {
   const int ranks = GetParam();
   const MakeLayout one = [](const VerifyModel& model, const World& world) {
@@ -192,6 +194,9 @@ TEST_P(Momentum, GoesTheWayOfOneProcessInLowPrecision) {
   for (const int accumulation : {1, 3})
     for (const bool is_decoder : {false, true})
       for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+        const bool in_turn =
+            takes_first(static_cast<std::size_t>(4 * ranks + 2 * is_decoder + (dtype == at::kFloat)));
+        if (!full_tests() && in_turn != (accumulation == 1)) continue;
         const Kind kind = is_decoder ? decoder(accumulation) : convolution_of(ranks, accumulation);
         const Reference wanted = reference(kind, dtype);
         const Tensors alone = trained(1, kind, dtype, one);

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "full_tests.hpp"
 #include "model/fused.hpp"
 
 namespace isograd::tensor {
@@ -126,27 +127,39 @@ TEST_P(TensorParallel, GradientLossAndNormAreOneProcesss) {
   }
 }
 
-TEST_P(TensorParallel, InLowerPrecisionNoWorseThanOneProcess) {
-  Cell cell = GetParam();
+// fp32 or bf16: cells take turns, and each takes both with ISOGRAD_FULL_TESTS=1.
+std::vector<Cell> lower_cells() {
+  std::vector<Cell> all;
+  const auto every = cells();
+  for (std::size_t i = 0; i < every.size(); ++i)
+    for (const auto type : {at::kFloat, at::kBFloat16})
+      if (full_tests() || takes_first(i) == (type == at::kFloat)) {
+        all.push_back(every[i]);
+        all.back().type = type;
+      }
+  return all;
+}
+class TensorParallelLower : public ::testing::TestWithParam<Cell> {};
+INSTANTIATE_TEST_SUITE_P(Cells, TensorParallelLower, ::testing::ValuesIn(lower_cells()));
+
+TEST_P(TensorParallelLower, NoWorseThanOneProcess) {
+  const Cell cell = GetParam();
   const Gradient exact = one_process(cell, at::kDouble);
-  for (const auto type : {at::kFloat, at::kBFloat16}) {
-    cell.type = type;
-    const Errors found = errors(train(cell).gradient, exact);
-    // E2: four times what one process has. One step measures that poorly where a parameter has few elements
-    // (a norm of 4), so that it is the most of up to 16, each at other values; verify's own way
-    // (compare.hpp).
-    Errors alone;
-    std::vector<std::string> outside;
-    for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
-      outside.clear();
-      for (const auto& [name, error] :
-           errors(one_process(cell, type, draw), draw == 0 ? exact : one_process(cell, at::kDouble, draw)))
-        alone[name] = std::max(alone[name], error);
-      for (const auto& [name, error] : found)
-        if (!(error <= 4 * alone.at(name))) outside.push_back(name);
-    }
-    EXPECT_THAT(outside, ::testing::IsEmpty()) << c10::toString(type);
+  const Errors found = errors(train(cell).gradient, exact);
+  // E2: four times what one process has. One step measures that poorly where a parameter has few elements
+  // (a norm of 4), so that it is the most of up to 16, each at other values; verify's own way
+  // (compare.hpp).
+  Errors alone;
+  std::vector<std::string> outside;
+  for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
+    outside.clear();
+    for (const auto& [name, error] :
+         errors(one_process(cell, cell.type, draw), draw == 0 ? exact : one_process(cell, at::kDouble, draw)))
+      alone[name] = std::max(alone[name], error);
+    for (const auto& [name, error] : found)
+      if (!(error <= 4 * alone.at(name))) outside.push_back(name);
   }
+  EXPECT_THAT(outside, ::testing::IsEmpty()) << c10::toString(cell.type);
 }
 
 // Ranks with unequal parts fill their buckets differently: reductions launched within backward are in no

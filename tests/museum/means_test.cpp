@@ -256,8 +256,8 @@ Verdict shown(const std::string& id, const Setting& setting, int ranks) {
   return show(&crossing, ranks);
 }
 
-// Every exhibit in every setting, at one of the numbers of ranks at which it exists: they take turns.
-// ISOGRAD_FULL_TESTS=1: at all of them.
+// At one of the numbers of ranks at which it exists: settings and exhibits take turns. ISOGRAD_FULL_TESTS=1:
+// at all of them.
 std::vector<int> ranks_of(const std::string& id, const Setting& setting) {
   std::vector<int> all = setting.cut ? std::vector<int>{2, 4} : std::vector<int>{2, 3, 5};
   if (const Exhibit* exhibit = find(id))
@@ -269,11 +269,21 @@ std::vector<int> ranks_of(const std::string& id, const Setting& setting) {
   return {all[static_cast<std::size_t>(turn) % all.size()]};
 }
 
+// An exhibit whose mistake is made here in terms of the mean stands in every setting; one that never looks at
+// the mean stands in one of them, by turns. ISOGRAD_FULL_TESTS=1: each in every setting.
+bool stands_in(const std::string& id, const Setting& setting) {
+  if (full_tests() || id == "B25" || own_plants().contains(id)) return true;
+  const auto ids = crossed();
+  const auto turn = static_cast<std::size_t>(std::find(ids.begin(), ids.end(), id) - ids.begin());
+  return turn % std::size(kSettings) == static_cast<std::size_t>(&setting - kSettings);
+}
+
 class OtherMeans : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Exhibits, OtherMeans, ::testing::ValuesIn(crossed()));
 
 TEST_P(OtherMeans, EveryMistakeIsNamedRightly) {
-  for (const Setting& setting : kSettings)
+  for (const Setting& setting : kSettings) {
+    if (!stands_in(GetParam(), setting)) continue;
     for (const int ranks : ranks_of(GetParam(), setting)) {
       // Half of a sample is not one rank's data.
       if (setting.cut && GetParam() == "missing_data_part") continue;
@@ -288,6 +298,7 @@ TEST_P(OtherMeans, EveryMistakeIsNamedRightly) {
       EXPECT_FALSE(verdict.passed);
       EXPECT_EQ(first_finding(verdict), expected_of(GetParam()));
     }
+  }
 }
 
 TEST(OtherMeansRight, Pass) {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -79,15 +80,34 @@ std::uint64_t available_in_control_groups() {
   return available;
 }
 
+// Rank threads ask at the same moment, each before it takes anything, and reading a dozen files of /proc and
+// /sys takes longer than small buffers do: one answer serves them, until one of them takes.
+constexpr auto kMeasuredFor = std::chrono::milliseconds(2);
+struct Measured {
+  std::uint64_t available = 0;
+  std::chrono::steady_clock::time_point until{};
+};
+std::mutex measured_mutex;
+Measured measured;
+
+void forget_measured() {
+  const std::lock_guard lock(measured_mutex);
+  measured = {};
+}
+
 }  // namespace
 
 std::uint64_t available_memory() {
+  const std::lock_guard lock(measured_mutex);
+  const auto now = std::chrono::steady_clock::now();
+  if (now < measured.until) return measured.available;
   std::uint64_t available = std::numeric_limits<std::uint64_t>::max();
   std::ifstream file("/proc/meminfo");
   for (std::string line; std::getline(file, line);) {
     if (line.rfind("MemAvailable:", 0) == 0) available = std::stoull(line.substr(13)) * 1024;
   }
-  return std::min(available, available_in_control_groups());
+  measured = {std::min(available, available_in_control_groups()), now + kMeasuredFor};
+  return measured.available;
 }
 
 void require_memory(std::uint64_t bytes, std::uint64_t available, const std::string& purpose) {
@@ -123,6 +143,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string&
     if (error != 0 && error != EINTR) refuse("reserving the pages failed", error);
     if (error == 0) done += piece;
   }
+  forget_measured();
   ::fcntl(segment->descriptor_, F_ADD_SEALS, kSeals);
   struct stat status {};
   if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);
