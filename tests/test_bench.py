@@ -1,10 +1,13 @@
 """`isograd bench` measures both sides, checks that they compute the same, and writes its records."""
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -223,6 +226,29 @@ def test_a_python_without_torch_is_named(tmp_path):
     result = bench("--case", "tiny", "--ranks", 1, "--python", "/bin/false")
     assert result.returncode == 2
     assert "side 'eager' (/bin/false)" in result.stderr and "PYTHON" in result.stderr
+
+
+def test_a_bench_that_is_ended_leaves_no_side_behind(tmp_path):
+    """Sides that still start wait for nobody: two of ours and one of PyTorch's, in process groups of their own."""
+    def sides():
+        found = 0
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found += str(tmp_path).encode() in path.read_bytes()
+        return found
+
+    bench = subprocess.Popen([BUILD / "bin/isograd", "bench", "step", "--case", "tiny", "--ranks", "2"], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(ENVIRONMENT, TMPDIR=str(tmp_path)))
+    until = time.monotonic() + 60
+    while sides() < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert sides() >= 2
+    bench.send_signal(signal.SIGTERM)
+    bench.communicate(timeout=60)
+    assert bench.returncode == -signal.SIGTERM
+    while sides() > 0 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert sides() == 0
 
 
 def test_an_unknown_case_is_refused():

@@ -87,3 +87,11 @@ def test_a_choice_of_products_that_does_not_exist_is_named(config):  # noqa: F81
     done = isograd("verify", config, "--ranks", 2, ISOGRAD_PRODUCTS="mkl")
     assert done.returncode == 2
     assert "mkl" in done.stderr and "rule, blas or onednn" in done.stderr
+
+
+def test_ranks_that_multiply_otherwise_are_refused(config):  # noqa: F811
+    """Copies of one parameter would be apart after an update."""
+    otherwise = f"export ISOGRAD_PRODUCTS=$([ $RANK = 0 ] && echo blas || echo onednn); exec '{BUILD}/bin/isograd' verify '{config}'"
+    done = isograd("launch", "-n", 2, "--", "bash", "-c", otherwise)
+    assert done.returncode == 2
+    assert "ISOGRAD_PRODUCTS" in done.stderr and "onednn on rank 1, blas on rank 0" in done.stderr

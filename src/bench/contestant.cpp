@@ -8,6 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -53,6 +55,29 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return result;
 }
 
+// Process groups of the sides that run. A signal that ends this program ends them: a side that still starts
+// would wait at its pipe for ever.
+std::array<std::atomic<pid_t>, 64> sides{};
+constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
+
+void end_sides(int signal) {
+  for (const auto& side : sides)
+    if (const pid_t group = side.load(); group > 0) kill(-group, SIGKILL);
+  raise(signal);  // SA_RESETHAND: as if nobody had handled it
+}
+
+void exchange_side(pid_t from, pid_t to) {
+  static const bool handled = [] {
+    struct sigaction action {};
+    action.sa_handler = end_sides;
+    action.sa_flags = SA_RESETHAND;
+    for (const int signal : kEnding) sigaction(signal, &action, nullptr);
+    return true;
+  }();
+  for (auto& side : sides)
+    if (pid_t expected = from; handled && side.compare_exchange_strong(expected, to)) return;
+}
+
 }  // namespace
 
 Contestant::Contestant(std::string name, std::vector<std::string> command, std::filesystem::path exchange,
@@ -84,6 +109,7 @@ Contestant::Contestant(std::string name, std::vector<std::string> command, std::
                        .expected = "a program",
                        .action = "Name the Python interpreter that has torch in the variable PYTHON"});
   }
+  exchange_side(0, process_);
 }
 
 Contestant::~Contestant() {
@@ -94,6 +120,7 @@ Contestant::~Contestant() {
   if (running()) {
     kill(-process_, SIGKILL);
     waitpid(process_, nullptr, 0);
+    exchange_side(process_, 0);
   }
   if (done_ >= 0) close(done_);
 }
@@ -102,6 +129,7 @@ bool Contestant::running() {
   if (process_ <= 0) return false;
   if (waitpid(process_, nullptr, WNOHANG) == 0) return true;
   kill(-process_, SIGKILL);  // ranks that outlived the process that started them
+  exchange_side(process_, 0);
   process_ = -1;
   return false;
 }

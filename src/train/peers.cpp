@@ -3,6 +3,7 @@
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
+#include <cstdlib>
 #include <sstream>
 
 #include "base/refuse.hpp"
@@ -64,6 +65,10 @@ void check_same_configuration(const RunConfig& config, Group& world) {
     own.emplace_back(key.name, toml_text(key.get(config)));
     text += own.back().second + '\n';
   }
+  // No key: who multiplies (src/matmul). Ranks that differ would round differently, and copies be apart.
+  const char* products = std::getenv("ISOGRAD_PRODUCTS");
+  own.emplace_back("ISOGRAD_PRODUCTS", products && *products ? products : "rule");
+  text += own.back().second + '\n';
   const std::string first = broadcast_text(world, text);
   on_every_rank(world, [&] {
     std::istringstream values(first);
@@ -71,7 +76,7 @@ void check_same_configuration(const RunConfig& config, Group& world) {
     for (const auto& [name, here] : own)
       if (std::getline(values, value); value != here)
         refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value),
-               "one configuration on all ranks", "Start every rank with the same file and the same --set");
+               "one configuration on all ranks", "Start every rank with the same file, --set and environment");
   });
 }
 
