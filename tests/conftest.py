@@ -1,4 +1,7 @@
-"""The backends that process ranks talk through: every test of process ranks runs once with each."""
+"""The backends that process ranks talk through, and what the default suite leaves out.
+
+Tests of process ranks take turns with the backends; with ISOGRAD_FULL_TESTS=1, and where a backend decides what is
+seen (`both_backends`: lost ranks), each runs once with each."""
 import functools
 import os
 import pathlib
@@ -63,11 +66,29 @@ def installed(wheel, tmp_path_factory):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: left out of the default suite, for time (docs/testing.md)")
+    config.addinivalue_line("markers", "both_backends: runs with each backend in the default suite too")
+
+
+def out_of_turn(items):
+    """The tests whose turn it is with the other backend. Functions take turns, and their other parameters, by the
+    sequence of Thue and Morse: not in step with a list of two values."""
+    backends, places, left_out = built_backends(), {}, []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "backend" not in item.fixturenames or parameters.get("backend") not in backends:
+            continue
+        if item.get_closest_marker("both_backends"):
+            continue
+        others = tuple(str(value) for name, value in sorted(parameters.items()) if name != "backend")
+        place = places.setdefault((item.module.__name__, item.originalname, others), len(places))
+        if parameters["backend"] != backends[bin(place).count("1") % len(backends)]:
+            left_out.append(item)
+    return left_out
 
 
 def pytest_collection_modifyitems(config, items):
     if os.environ.get("ISOGRAD_FULL_TESTS"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    left_out = [item for item in items if item.get_closest_marker("full")] + out_of_turn(items)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -47,6 +47,7 @@ def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     assert "NOT COMPARABLE" not in result.stdout
 
 
+@pytest.mark.full
 def test_compiled_pytorch_takes_part(tmp_path):
     """One process, compiled whole; its losses and norms agree as the others' do."""
     result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--compiled", "--json", tmp_path / "step.json")
@@ -180,6 +181,7 @@ def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_a
     assert "NOT COMPARABLE" in result.stdout
 
 
+@pytest.mark.full
 def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
     result = bench("--case", "shared-tiny", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -220,6 +220,7 @@ def test_launch_gives_ranks_and_passes_the_status_on():
     assert isograd("launch", "-n", 1, "--", "/no/such/program").returncode != 0
 
 
+@pytest.mark.both_backends
 def test_launch_through_mpirun(backend):
     """What mpirun's ranks see, their output with the rank in front, and what becomes of their status."""
     name = {"shm": "RANK", "mpi": "OMPI_COMM_WORLD_RANK"}[backend]
@@ -241,6 +242,7 @@ def test_mpi_is_there_or_the_build_says_how_to_get_it(config):
         assert "libopenmpi-dev" in said and "--backend shm" in said
 
 
+@pytest.mark.both_backends
 def test_mpirun_by_hand(config, backend):
     """Ranks that mpirun starts find one another over either backend, without a MASTER_ADDR."""
     if "mpi" not in built_backends():

@@ -64,7 +64,7 @@ def test_the_mean_of_rank_means_is_guilty_and_named(tmp_path, trainer, ranks, dt
     assert not any(parameter["passed"] for parameter in document["parameters"])
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("trainer", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_bf16_parameters_are_no_false_alarm(tmp_path, trainer):
     verdict(tmp_path, dump(trainer, 3, "sum", "bfloat16"), dump("one_device", 3), status=0)
     alone = dump("one_device", 3, dtype="bfloat16")

@@ -76,7 +76,7 @@ def outcomes(size, faulty=False, names=None):
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
 def test_gives_what_gloo_gives(name, size):
     problems = outcomes(size)[name]

@@ -151,15 +151,18 @@ def test_ranking_losses_without_a_queue(tmp_path, classes, ties):
     print("worst", compare(tmp_path, cases))
 
 
+STEPS_WITH_QUEUE = 50 if os.environ.get("ISOGRAD_FULL_TESTS") else 20  # 20 turn a queue of 37 rows over three times
+
+
 @pytest.mark.parametrize("classes", [1, 3])
-def test_ranking_losses_with_a_queue_over_50_steps(tmp_path, classes):
+def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     rng = np.random.default_rng(2)
     cases = []
     for (loss, options), weights in itertools.product(options_of_ranking(), (False, True)):
         # No ignored rows and no batch as large as the queue: exceptions of their own, below.
         steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,
                            weights=weights and number % 3 > 0, iid=True)
-                 for number, rows in enumerate(rng.integers(1, 12, 50))]
+                 for number, rows in enumerate(rng.integers(1, 12, STEPS_WITH_QUEUE))]
         cases.append({"loss": loss, "dtype": "float32", "steps": steps,
                       "options": {"num_classes": classes, "queue_size": 37, "reduction": "mean", **options}})
     print("worst", compare(tmp_path, cases))

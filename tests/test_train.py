@@ -302,6 +302,7 @@ def test_a_hang_up_saves_as_sigterm_does(place):
     assert [path.name for path in place.checkpoints()] == [f"step-{at:08}"] and whole(place.checkpoints()[0])
 
 
+@pytest.mark.both_backends
 def test_a_rank_killed_during_start_ends_the_run_at_once(place):
     """Long before the launcher's grace (10 s), whatever it was doing then."""
     for delay in (0, 0.05, 0.3, 1.0):
@@ -365,6 +366,7 @@ def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(place):
     assert whole(place.checkpoints()[0])
 
 
+@pytest.mark.both_backends
 def test_a_second_signal_ends_at_once(place):
     process = place.start()
     ranks = ranks_of(process)
@@ -380,6 +382,7 @@ def test_a_second_signal_ends_at_once(place):
     assert time.time() - started < 15
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
     process = place.start(ranks=3, checkpoint__every=50)
@@ -399,6 +402,7 @@ def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.both_backends
 def test_a_hung_rank_ends_the_run_within_the_timeout(place):
     process = place.start(parallel__timeout_seconds=5)
     ranks = ranks_of(process)

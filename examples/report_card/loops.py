@@ -26,14 +26,19 @@ def arguments(cell, folder, kind, **more):
                 report_to="none", disable_tqdm=True, learning_rate=1e-3, dataloader_pin_memory=False, **more)
 
 
+def trained(trainer, cell):
+    """What isograd says of a step of a transformers.Trainer, or of what is derived from it."""
+    check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
+    trainer.train()
+    return check.verdict
+
+
 def huggingface(cell, folder, model="llama", shifts=False, **more):
     """transformers.Trainer as it comes."""
     trainer = transformers.Trainer(make_model(model), arguments(cell, folder, transformers.TrainingArguments, **more),
                                    train_dataset=cell.documents, data_collator=collator(cell.data))
     trainer._loss_shifts_labels |= shifts
-    check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
-    trainer.train()
-    return check.verdict
+    return trained(trainer, cell)
 
 
 def huggingface_gpt2(cell, folder):
@@ -60,13 +65,10 @@ def sft(cell, folder, model="llama", **more):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[PAD]")), pad_token="[PAD]",
         eos_token="[PAD]")
-    trainer = trl.SFTTrainer(
+    return trained(trl.SFTTrainer(
         make_model(model), arguments(cell, folder, trl.SFTConfig, packing=cell.data == "packed", max_length=64, bf16=False,
                                 gradient_checkpointing=False, **more),
-        train_dataset=datasets.Dataset.from_list(cell.documents), processing_class=tokenizer)
-    check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
-    trainer.train()
-    return check.verdict
+        train_dataset=datasets.Dataset.from_list(cell.documents), processing_class=tokenizer), cell)
 
 
 def sft_gpt2(cell, folder):

@@ -12,6 +12,31 @@ namespace isograd {
 
 namespace {
 
+// What most comparisons ask for. `what`: which cases these are.
+void add_cases(CLI::App& verb, std::vector<std::string>& cases, const std::string& what,
+               const std::vector<std::string>& all) {
+  verb.add_option("--case", cases, what + "; all unless given, may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(all));
+}
+void add_json(CLI::App& verb, auto& file) {
+  verb.add_option("--json", file,
+                  "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
+      ->type_name("FILE");
+}
+void add_seconds(CLI::App& verb, double& seconds, const std::string& of_each) {
+  verb.add_option("--seconds", seconds, "of taking turns" + of_each)
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e6))
+      ->capture_default_str();
+}
+void add_python(CLI::App& verb, auto& python, const std::string& package) {
+  verb.add_option("--python", python,
+                  "has " + package + "; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
+      ->type_name("FILE");
+}
+
 Verb comm_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand("comm", "Collectives beside Gloo, MPI and memcpy");
   auto options = std::make_shared<BenchCommOptions>();
@@ -24,9 +49,7 @@ Verb comm_verb(CLI::App& bench) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember({"all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place", "broadcast",
                              "all_to_all", "round_trip", "barrier"}));
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
+  add_json(*verb, options->json);
   verb->add_option("--svg", options->svg, "the picture goes here: time over size")->type_name("FILE");
   verb->add_option("--html", options->html, "the picture and all percentiles go here")->type_name("FILE");
   verb->add_flag("--quick", options->quick, "fewer sizes, less time: under 40 s");
@@ -36,9 +59,7 @@ Verb comm_verb(CLI::App& bench) {
       ->type_name("X")
       ->check(CLI::Range(0.001, 1e3))
       ->capture_default_str();
-  verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_python(*verb, options->python, "PyTorch");
   verb->footer("A ratio above 1 means that isograd is faster. Status: 0 measured, 2 bad input.");
   return {verb, [options] { return bench_comm(*options); }};
 }
@@ -59,16 +80,9 @@ Verb wrapped_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->check(CLI::IsMember({"tiny", "communication", "medium", "compute"}))
       ->capture_default_str();
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
-  verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_json(*verb, options->json);
+  add_seconds(*verb, options->seconds, ", for each case");
+  add_python(*verb, options->python, "PyTorch");
   verb->footer("Status: 0 compared, 1 the losses of the two differ, 2 bad input.");
   return {verb, [options] { return bench_wrapped(*options); }};
 }
@@ -82,10 +96,7 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("N")
       ->allow_extra_args(false)
       ->check(CLI::Range(1, 256));
-  step->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_step_cases()));
+  add_cases(*step, options->cases, "which sizes", bench_step_cases());
   step->add_option("--strategy", options->strategies,
                    "of several ranks; stage 0 to ZeRO-3 and shared parameters unless given, may be repeated")
       ->type_name("NAME")
@@ -97,16 +108,9 @@ Verb step_verb(CLI::App& bench) {
       ->type_name("NAME")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  step->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  step->add_option("--seconds", options->seconds, "of taking turns, for each case and number of ranks")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
-  step->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_json(*step, options->json);
+  add_seconds(*step, options->seconds, ", for each case and number of ranks");
+  add_python(*step, options->python, "PyTorch");
   step->footer(
       "A ratio above 1 means that isograd is faster.\n"
       "Status: 0 compared, whatever the ratios; 1 losses or norms differ; 2 bad input.");
@@ -139,20 +143,10 @@ Verb together_verb(CLI::App& bench, const std::string& name, const std::string& 
       ->type_name("N")
       ->check(CLI::Range(2, 8))
       ->capture_default_str();
-  verb->add_option("--case", options->cases, "which of them; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(cases));
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
-  verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_cases(*verb, options->cases, "which of them", cases);
+  add_json(*verb, options->json);
+  add_seconds(*verb, options->seconds, ", for each case");
+  add_python(*verb, options->python, "PyTorch");
   verb->footer(
       "A ratio above 1 means that isograd is faster.\n"
       "Status: 0 compared, whatever the ratios; 1 losses or norms differ; 2 bad input.");
@@ -167,20 +161,10 @@ Verb optim_verb(CLI::App& bench) {
       ->type_name("N")
       ->allow_extra_args(false)
       ->check(CLI::Range(1, 64));
-  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_optim_cases()));
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  verb->add_option("--seconds", options->seconds, "of taking turns, for each case and number of ranks")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
-  verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_cases(*verb, options->cases, "which sizes", bench_optim_cases());
+  add_json(*verb, options->json);
+  add_seconds(*verb, options->seconds, ", for each case and number of ranks");
+  add_python(*verb, options->python, "PyTorch");
   verb->footer(
       "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n"
       "Status: 0 compared, whatever the ratios; 1 the parameters of the two differ; 2 bad input.");
@@ -191,10 +175,7 @@ Verb context_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
       "context", "One batch on context ranks, beside one rank on all of it: time and memory");
   auto options = std::make_shared<BenchContextOptions>();
-  verb->add_option("--case", options->cases, "which sizes; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_context_cases()));
+  add_cases(*verb, options->cases, "which sizes", bench_context_cases());
   verb->add_option("--ranks", options->ranks, "threads that share the batch")
       ->type_name("N")
       ->check(CLI::Range(1, 64))
@@ -204,18 +185,11 @@ Verb context_verb(CLI::App& bench) {
       ->type_name("N")
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  verb->add_option("--seconds", options->seconds, "of taking turns, for each case")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
+  add_json(*verb, options->json);
+  add_seconds(*verb, options->seconds, ", for each case");
   verb->add_flag("--peer", options->peer,
                  "one causal document: PyTorch's ring attention over Gloo takes turns too");
-  verb->add_option("--python", options->python,
-                   "has PyTorch; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_python(*verb, options->python, "PyTorch");
   verb->footer("Status: 0 compared, whatever the ratios; 1 losses or gradients differ; 2 bad input.");
   return {verb, [options] { return bench_context(*options); }};
 }
@@ -224,20 +198,10 @@ Verb ranking_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
       "ranking", "Ranking losses beside the package imbalanced-losses, and beside one sort");
   auto options = std::make_shared<BenchRankingOptions>();
-  verb->add_option("--case", options->cases, "which; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_ranking_cases()));
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  verb->add_option("--seconds", options->seconds, "of taking turns")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
-  verb->add_option("--python", options->python,
-                   "has imbalanced-losses; $PYTHON, the checkout's .venv/bin/python or python3 unless given")
-      ->type_name("FILE");
+  add_cases(*verb, options->cases, "which", bench_ranking_cases());
+  add_json(*verb, options->json);
+  add_seconds(*verb, options->seconds, "");
+  add_python(*verb, options->python, "imbalanced-losses");
   verb->footer(
       "A ratio above 1 means that isograd is faster or takes less memory.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");
@@ -272,17 +236,9 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
   CLI::App* loss = bench->add_subcommand(
       "loss", "The fused linear cross entropy: LibTorch's own two operations, time and memory");
   auto of_loss = std::make_shared<BenchLossOptions>();
-  loss->add_option("--case", of_loss->cases, "which sizes; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_loss_cases()));
-  loss->add_option("--json", of_loss->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
-  loss->add_option("--seconds", of_loss->seconds, "of taking turns, for each case")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 1e6))
-      ->capture_default_str();
+  add_cases(*loss, of_loss->cases, "which sizes", bench_loss_cases());
+  add_json(*loss, of_loss->json);
+  add_seconds(*loss, of_loss->seconds, ", for each case");
   loss->footer(
       "A ratio above 1 means that isograd is faster or takes less memory.\n"
       "Status: 0 compared, whatever the ratios; 1 the losses or gradients differ; 2 bad input.");

@@ -10,7 +10,6 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
-#include "train/device.hpp"
 
 namespace isograd {
 namespace {
@@ -348,70 +347,6 @@ TEST(Config, MarkdownNamesEveryKey) {
     EXPECT_THAT(text, HasSubstr(key.description));
     EXPECT_THAT(key.description, ::testing::Not(HasSubstr("|"))) << "breaks the table";
   }
-}
-
-TEST(Device, NcclWithoutGpusIsAContradiction) {
-  EXPECT_THAT(refused("[parallel]\nbackend = \"nccl\"\n"), HasSubstr("parallel.device = \"cpu\""));
-  EXPECT_EQ(refused("[parallel]\nbackend = \"nccl\"\ndevice = \"cuda\"\n"), "accepted");
-  EXPECT_EQ(refused("[parallel]\nbackend = \"nccl\"\ndevice = \"auto\"\n"), "accepted");
-  EXPECT_THAT(refused("[parallel]\ndevice = \"gpu\"\n"), HasSubstr("one of \"cpu\", \"cuda\", \"auto\""));
-}
-
-const FoundGpus kNoCuda{}, kNoGpu{.built = true}, kTwo{.built = true, .nccl = true, .count = 2},
-    kWithoutNccl{.built = true, .count = 2};
-
-TEST(Device, AutoTakesWhatIsThere) {
-  RunConfig config;
-  const auto chosen = [&](const FoundGpus& gpus, int ranks) {
-    return device_kind(config, gpus) + " " + backend_of(config, ranks, gpus);
-  };
-  EXPECT_EQ(chosen(kTwo, 2), "cpu shm");  // the default, whatever is there
-  config.parallel.device = "auto";
-  EXPECT_EQ(chosen(kNoCuda, 2), "cpu shm");
-  EXPECT_EQ(chosen(kNoGpu, 2), "cpu shm");
-  EXPECT_EQ(chosen(kTwo, 2), "cuda nccl");
-  EXPECT_EQ(chosen(kTwo, 1), "cuda shm");
-  config.parallel.backend = "shm";
-  EXPECT_EQ(chosen(kTwo, 2), "cuda shm");
-  config.parallel.device = "cuda";
-  EXPECT_EQ(chosen(kNoCuda, 2), "cuda shm");  // never silently something else
-}
-
-// Found, expected and what to do, each by name.
-TEST(Device, WhatIsNotThereOrCannotBeIsNamed) {
-  RunConfig config;
-  config.parallel.device = "cuda";
-  const auto error = [&](const FoundGpus& gpus, int ranks) -> std::string {
-    try {
-      check_device(config, ranks, gpus);
-    } catch (const ConfigError& refusal) {
-      return refusal.what();
-    }
-    return "accepted";
-  };
-  EXPECT_THAT(error(kNoCuda, 1), AllOf(HasSubstr("parallel.device"), HasSubstr("LibTorch 2.13"),
-                                       HasSubstr("without CUDA"), HasSubstr("docs/gpu.md")));
-  EXPECT_THAT(error(kNoGpu, 1), AllOf(HasSubstr("finds no GPU"), HasSubstr("CUDA_VISIBLE_DEVICES")));
-  EXPECT_EQ(error(kTwo, 2), "accepted");
-  EXPECT_THAT(error(kTwo, 3), AllOf(HasSubstr("--ranks 3"), HasSubstr("2 GPUs"), HasSubstr("Start 2 ranks")));
-  EXPECT_THAT(error(kWithoutNccl, 2), AllOf(HasSubstr("\"nccl\""), HasSubstr("ISOGRAD_CUDA=ON")));
-  config.parallel.cp_ring = 2;
-  EXPECT_THAT(error(kTwo, 2), AllOf(HasSubstr("parallel.cp_ring"), HasSubstr("parallel.cp_ulysses")));
-  config.parallel.backend = "shm";
-  for (const int ranks : {1, 2, 3, 8}) EXPECT_EQ(error(kWithoutNccl, ranks), "accepted");
-  config.parallel.share_parameters = "on";
-  EXPECT_THAT(error(kTwo, 2), HasSubstr("parallel.share_parameters"));
-  config = {};
-  config.parallel.device = "cuda";
-  config.model.kind = "scorer";
-  EXPECT_THAT(error(kTwo, 1), HasSubstr("scorer"));
-  config = {};
-  config.parallel.offload = true;
-  EXPECT_THAT(error(kTwo, 1), AllOf(HasSubstr("parallel.offload"), HasSubstr("where they already are")));
-  config = {};
-  config.parallel.device = "auto";
-  config.parallel.backend = "nccl";
-  EXPECT_THAT(error(kNoGpu, 2), AllOf(HasSubstr("parallel.backend"), HasSubstr("finds no GPU")));
 }
 
 }  // namespace

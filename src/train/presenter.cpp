@@ -236,12 +236,24 @@ struct Presenter::Impl {
   }
 };
 
-std::string not_finite_at(std::int64_t step, const std::string& where) {
+std::string nothing_held_out(const TaskFacts& facts) {
+  const std::string one = facts.documents.substr(0, facts.documents.size() - 1);  // "documents"
+  return "no " + one + " is held out, so there is no validation loss (data.validation_fraction)";
+}
+
+std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
+                      const std::string& refutation) {
+  if (outcome.end == Outcome::End::kStopped)
+    return fmt::format("stopped after step {}; to continue: {}", outcome.steps,
+                       resume_command(config, ranks, outcome.checkpoint));
+  const std::string back = way_back(config, ranks, outcome.checkpoint);
+  if (outcome.end == Outcome::End::kRefuted)
+    return fmt::format("step {}: {}; stopped, {}", outcome.steps, refutation, back);
+  const std::string& where = outcome.not_finite;
   return fmt::format(
       "step {}: the loss or the gradient is not finite on some rank{}; nothing was updated, on any rank. "
-      "Lower "
-      "schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"",
-      step, where.empty() ? std::string() : fmt::format(" (first: {})", where));
+      "Lower schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; {}",
+      outcome.steps + 1, where.empty() ? std::string() : fmt::format(" (first: {})", where), back);
 }
 
 Presenter::Presenter(const RunConfig& config, const RunFacts& facts)

@@ -27,8 +27,12 @@ struct RunFacts {
   std::string hosts{};          // HostTraffic::said(), the first of it; empty: one host
 };
 
-// What is said where train.on_non_finite stops a run, of whatever task.
-std::string not_finite_at(std::int64_t step, const std::string& where);  // `where`: empty: not known
+// What is said where no validation loss can be computed.
+std::string nothing_held_out(const TaskFacts& facts);
+// Why a run, of whatever task, ended before its last step, and how it goes on. `refutation`: what a check
+// found.
+std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
+                      const std::string& refutation);
 
 class Presenter {
  public:

@@ -40,11 +40,6 @@ bool divides(std::int64_t every, std::int64_t step) {
   return every > 0 && step % every == 0;
 }
 
-std::string one_of(std::string several) {  // "documents"
-  several.pop_back();
-  return several;
-}
-
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
   return step == total || divides(every, step);
 }
@@ -131,12 +126,10 @@ struct Trainer::Impl {
     on_rank_zero(group, [&] {
       folder->begin();
       presenter = std::make_unique<Presenter>(config, facts(baseline));
-      for (const std::string& text : {folder->notice(), learning_rates})
+      const std::string unseen = validation ? "" : nothing_held_out(task->facts());
+      for (const std::string& text : {folder->notice(), learning_rates, unseen})
         if (!text.empty()) presenter->notice(text);
       for (const std::string& text : hosts->said()) presenter->notice(text);
-      if (!validation)
-        presenter->notice("no " + one_of(task->facts().documents) +
-                          " is held out, so there is no validation loss (data.validation_fraction)");
     });
     if (!is_comparison) operations.emplace(std::filesystem::path(config.run.directory) / kLastOperations);
   }
@@ -383,14 +376,7 @@ struct Trainer::Impl {
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
       std::ranges::move(stages, std::back_inserter(showing.pictures));
-      if (outcome.end == Outcome::End::kStopped)
-        presenter->notice("stopped after step " + std::to_string(state.step) +
-                          "; to continue: " + resume_command(config, world.size, outcome.checkpoint));
-      const std::string back = way_back(config, world.size, outcome.checkpoint);
-      if (outcome.end == Outcome::End::kDiverged)
-        presenter->notice(not_finite_at(state.step + 1, outcome.not_finite) + "; " + back);
-      if (outcome.end == Outcome::End::kRefuted)
-        presenter->notice(fmt::format("step {}: {}; stopped, {}", state.step, refutation, back));
+      if (!finished) presenter->notice(early_end(outcome, config, world.size, refutation));
       outcome.report = presenter->finish(outcome, showing);
     });
   }
