@@ -13,13 +13,13 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-RunConfig with(std::vector<std::string> groups) {
+RunConfig with_groups(std::vector<std::string> groups) {
   RunConfig config;
   config.train.clip_groups = std::move(groups);
   return config;
 }
 
-std::string refused(const std::function<void()>& call) {
+std::string said_of_groups(const std::function<void()>& call) {
   try {
     call();
   } catch (const ConfigError& error) {
@@ -29,7 +29,7 @@ std::string refused(const std::function<void()>& call) {
 }
 
 TEST(ClipConfig, PatternsAndLimitsAreRead) {
-  const auto groups = clip_groups_of(with({"*.experts.*: 0.5", " a:b :2e-3"}), "here");
+  const auto groups = clip_groups_of(with_groups({"*.experts.*: 0.5", " a:b :2e-3"}), "here");
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[0].pattern, "*.experts.*");
   EXPECT_EQ(groups[0].max_norm, 0.5);
@@ -46,11 +46,12 @@ TEST(ClipConfig, WhatIsNoGroupIsRefused) {
                                    {"a: inf", "no number above 0"},
                                    {"a: 1x", "no number above 0"},
                                    {"a:", "no number above 0"}})
-    EXPECT_THAT(refused([&, one = std::string(text)] { clip_groups_of(with({one}), "run.toml"); }),
-                AllOf(HasSubstr("run.toml"), HasSubstr(said)))
+    EXPECT_THAT(
+        said_of_groups([&, one = std::string(text)] { clip_groups_of(with_groups({one}), "run.toml"); }),
+        AllOf(HasSubstr("run.toml"), HasSubstr(said)))
         << text;
-  EXPECT_THAT(refused([] {
-                clip_groups_of(with({"a: 1", "a: 2"}), "run.toml");
+  EXPECT_THAT(said_of_groups([] {
+                clip_groups_of(with_groups({"a: 1", "a: 2"}), "run.toml");
               }),
               HasSubstr("there already"));
 }
@@ -61,15 +62,15 @@ TEST(ClipConfig, EachParameterIsInOneGroupAtMostAndEachGroupHasOne) {
   };
   const std::vector named = {parameter("a.mlp.weight"), parameter("a.norm.weight"),
                              parameter("frozen.bias", false)};
-  check_clip_groups(with({}), named);
-  check_clip_groups(with({"*.mlp.*: 1", "*norm.weight: 2"}), named);
-  EXPECT_THAT(refused([&] {
-                check_clip_groups(with({"*.mlp.*: 1", "a.*: 2"}), named);
+  check_clip_groups(with_groups({}), named);
+  check_clip_groups(with_groups({"*.mlp.*: 1", "*norm.weight: 2"}), named);
+  EXPECT_THAT(said_of_groups([&] {
+                check_clip_groups(with_groups({"*.mlp.*: 1", "a.*: 2"}), named);
               }),
               HasSubstr("a.mlp.weight in two groups, *.mlp.* and a.*"));
-  EXPECT_THAT(refused([&] { check_clip_groups(with({"*.mlp: 1"}), named); }),
+  EXPECT_THAT(said_of_groups([&] { check_clip_groups(with_groups({"*.mlp: 1"}), named); }),
               HasSubstr("*.mlp, which fits no trained parameter"));
-  EXPECT_THAT(refused([&] { check_clip_groups(with({"frozen.*: 1"}), named); }),
+  EXPECT_THAT(said_of_groups([&] { check_clip_groups(with_groups({"frozen.*: 1"}), named); }),
               HasSubstr("fits no trained"));
 }
 
