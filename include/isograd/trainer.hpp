@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/clip_groups.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 
@@ -40,6 +41,8 @@ struct StepEvent {
       {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs
   // Of each layer with experts, ascending. Empty: there is none, or the step had no tokens or was not finite.
   std::vector<ExpertLoad> expert_loads{};
+  // By each of train.clip_groups, then the others; empty: there are none, or nothing was updated.
+  std::vector<ClippedGroup> clipped{};
   // Sent in this step from one host to another, by all ranks together; absent where there is one host.
   std::optional<std::int64_t> bytes_across_hosts{};
 };

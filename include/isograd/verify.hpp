@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "isograd/clip_groups.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/dump.hpp"
@@ -139,6 +140,9 @@ struct VerifyProblem {
                                         // called on the last rank. Not given: `whole`
   at::ScalarType dtype = at::kFloat;    // the run's precision
   StepOptions step;
+  // Clipped apart; step.max_norm is the limit of the others. The gradients compared are then those after the
+  // clip, of which each parameter's tells its group's norm.
+  std::vector<ClipGroup> clip_groups{};
   std::vector<LayoutUnderTest> layouts;
   DeclaredLoss loss;
   // The denominators of the step under test; not given: TokenMean, SampleMean, ... of `loss`.

@@ -2,6 +2,10 @@
 // shared memory too, as nothing but a name depends on what carries them.
 #pragma once
 
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -13,6 +17,7 @@
 
 #include "comm/hosts/backend.hpp"
 #include "comm/wrappers_testing.hpp"
+#include "isograd/hosts.hpp"
 #include "isograd/mesh.hpp"
 
 namespace isograd::testing {
@@ -106,5 +111,23 @@ class Garbles final : public PassingOn {
  private:
   int from_;
 };
+
+// Of a world of ranks a, a, b, b: its hosts; sums over a pair within one, a pair across and all, and whether
+// each has memory that its ranks reach; what the first two have sent across, and all groups together.
+inline std::string told_of_hosts(World& world) {
+  const Hosts hosts = hosts_of(world);
+  std::string text = fmt::format("{} {}", fmt::join(hosts.of_rank, ""), fmt::join(hosts.names, "/"));
+  const int mate = world.rank ^ 1, twin = world.rank ^ 2;
+  Group within = world.subgroup({std::min(world.rank, mate), std::max(world.rank, mate)}, "within");
+  Group across = world.subgroup({std::min(world.rank, twin), std::max(world.rank, twin)}, "across");
+  const HostBytes before = host_bytes(world);
+  for (Group* group : {&within, &across, &world.group}) {
+    at::Tensor sum = at::full({1000}, world.rank, at::kDouble);
+    group->all_reduce(sum);
+    text += fmt::format(" {}{}", sum[999].item<double>(), group->has_host_memory() ? " memory" : "");
+  }
+  return text + fmt::format(" {} {} {}", host_bytes(within).across, host_bytes(across).across,
+                            host_bytes(world).across - before.across);
+}
 
 }  // namespace isograd::testing

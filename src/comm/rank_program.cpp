@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -22,9 +21,9 @@
 #include "comm/backend_testing.hpp"
 #include "comm/environment.hpp"
 #include "comm/group_testing.hpp"
+#include "comm/hosts_testing.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
-#include "isograd/hosts.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
@@ -292,28 +291,13 @@ int check_mpi_backend(const Arguments& arguments) {
   return text.empty() ? 0 : 1;
 }
 
-// The last rank comes to a reduction later than the timeout, without stopping.
-// The world's hosts, a pair within one and a pair across, and what the latter sends: ranks a,a,b,b.
 int check_hosts(const Arguments& arguments) {
   World world = join_by_backend();
-  const Hosts hosts = hosts_of(world);
-  std::string text = fmt::format("{} {}", fmt::join(hosts.of_rank, ""), fmt::join(hosts.names, "/"));
-  const int mate = world.rank ^ 1, twin = world.rank ^ 2;
-  Group within = world.subgroup({std::min(world.rank, mate), std::max(world.rank, mate)}, "within");
-  Group across = world.subgroup({std::min(world.rank, twin), std::max(world.rank, twin)}, "across");
-  const HostBytes before = host_bytes(world);
-  for (Group* group : {&within, &across, &world.group}) {
-    at::Tensor sum = at::full({1000}, world.rank, at::kDouble);
-    group->all_reduce(sum);
-    text += fmt::format(" {}{}", sum[999].item<double>(), group->has_host_memory() ? " memory" : "");
-  }
-  const HostBytes bytes = host_bytes(world);
-  text += fmt::format(" {} {} {}", host_bytes(within).across, host_bytes(across).across,
-                      bytes.across - before.across);
-  leave(arguments.at(0), fmt::format("{}.done", world.rank), text);
+  leave(arguments.at(0), fmt::format("{}.done", world.rank), testing::told_of_hosts(world));
   return 0;
 }
 
+// The last rank comes to a reduction later than the timeout, without stopping.
 int come_late(const Arguments& arguments) {
   World world = join_by_backend(std::chrono::milliseconds(300));
   world.group.barrier();

@@ -10,6 +10,7 @@
 #include "base/files.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
+#include "train/clip_config.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 
@@ -260,7 +261,7 @@ PipelineOptions pipeline_options(const RunConfig& config) {
 }
 
 StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally) {
-  return {.max_norm = config.train.max_norm,
+  return {.max_norm = config.train.clip_groups.empty() ? config.train.max_norm : 0,
           .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
           .look_ahead = std::move(look_ahead),
           .tally = std::move(tally)};
@@ -280,6 +281,15 @@ std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
                      .found = config.optimizer.kind,
                      .expected = "adamw or sgd",
                      .action = "Choose one of them"});
+}
+
+ClippingOptimizer make_clipping_optimizer(const RunConfig& config, const Group& all) {
+  auto inner = make_optimizer(config);
+  auto groups = clip_groups_of(config, "train.clip_groups");
+  if (groups.empty()) return {.optimizer = std::move(inner)};
+  auto clips = std::make_unique<ClipsGroups>(std::move(inner), std::move(groups), config.train.max_norm, all);
+  const ClipsGroups* asked = clips.get();
+  return {.optimizer = std::move(clips), .clips = asked};
 }
 
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "isograd/clip_groups.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -123,6 +124,13 @@ PipelineOptions pipeline_options(const RunConfig& config);
 // `look_ahead` and `tally`: TaskModel's.
 StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally = {});
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
+// The same, clipping groups of parameters where the run has some: then null is none. Over all ranks, with
+// what it has done to them.
+struct ClippingOptimizer {
+  std::unique_ptr<Optimizer> optimizer;
+  const ClipsGroups* clips = nullptr;  // `optimizer` itself
+};
+ClippingOptimizer make_clipping_optimizer(const RunConfig& config, const Group& all);
 Schedule make_schedule(const RunConfig& config);
 
 // -Σ p log p over the training documents' targets, nats per token: the loss of a model that knows only how

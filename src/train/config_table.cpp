@@ -83,6 +83,10 @@ std::vector<ConfigKey> common_keys() {
           "memory and traffic, more rounding."),
       KEY("train.max_norm", train.max_norm, "", at_least(0),
           "The gradient is scaled down to this norm where it is larger. 0: no clipping."),
+      KEY("train.clip_groups", train.clip_groups, "", any(),
+          "Groups of parameters that are clipped apart, each by its own norm: `PATTERN: LIMIT`, a pattern of "
+          "names in which `*` stands for any text and a norm above 0. A parameter may be in one of them; "
+          "`train.max_norm` is then the limit of all others together (`docs/norm.md`)."),
       KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
           "How often the validation loss is measured. 0: only at the end."),
       KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),

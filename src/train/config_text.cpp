@@ -7,6 +7,7 @@
 #include "base/paths.hpp"
 #include "base/print.hpp"
 #include "isograd/error.hpp"
+#include "train/clip_config.hpp"
 #include "train/config_table.hpp"
 #include "train/task_kind.hpp"
 
@@ -184,6 +185,7 @@ bool normalises_by_replica(const RunConfig& config) {
 
 void check_together(const RunConfig& config, const std::string& where) {
   check_loss(config, where);
+  clip_groups_of(config, where);
   if (!config.data.text.empty() && !config.data.shards.empty())
     throw ConfigError({.where = where,
                        .found = "both data.text and data.shards",

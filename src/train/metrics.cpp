@@ -88,6 +88,11 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "perplexity", row.perplexity);
   put(json, "norm", row.norm);
   put(json, "clip_coefficient", row.clip_coefficient);
+  for (const ClippedGroup& group : row.clipped) {
+    auto& own = json["clip_groups"][group.pattern];
+    put(own, "norm", std::optional(group.norm));
+    put(own, "clip_coefficient", std::optional(group.coefficient));
+  }
   put(json, "learning_rate", row.learning_rate);
   put(json, "tokens", row.tokens);
   put(json, "targets", row.targets);
@@ -129,6 +134,12 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "perplexity", row.perplexity);
       get(json, "norm", row.norm);
       get(json, "clip_coefficient", row.clip_coefficient);
+      if (const auto groups = json.find("clip_groups"); groups != json.end())
+        for (const auto& [pattern, own] : groups->items()) {
+          std::optional<double> norm, coefficient;
+          get(own, "norm", norm), get(own, "clip_coefficient", coefficient);
+          row.clipped.push_back({pattern, norm.value_or(0), coefficient.value_or(1)});
+        }
       get(json, "learning_rate", row.learning_rate);
       get(json, "tokens", row.tokens);
       get(json, "targets", row.targets);
@@ -198,6 +209,10 @@ void Metrics::step(const StepEvent& event) {
   if (perplexity) events_.scalar("train/perplexity", event.step, *perplexity);
   events_.scalar("train/norm", event.step, report.norm);
   events_.scalar("train/clip_coefficient", event.step, report.clip_coefficient);
+  for (const ClippedGroup& group : event.clipped) {
+    events_.scalar("train/norm/" + group.pattern, event.step, group.norm);
+    events_.scalar("train/clip_coefficient/" + group.pattern, event.step, group.coefficient);
+  }
   events_.scalar("train/learning_rate", event.step, event.learning_rate);
   events_.scalar("speed/tokens_per_second", event.step, event.tokens_per_second);
   if (event.mfu) events_.scalar("speed/mfu", event.step, *event.mfu);
@@ -224,6 +239,7 @@ void Metrics::step(const StepEvent& event) {
           .mfu = event.mfu,
           .seconds = event.seconds,
           .exposed_seconds = event.exposed_seconds,
+          .clipped = event.clipped,
           .bytes_across_hosts = event.bytes_across_hosts,
           .updated = report.updated,
           .expert_loads = event.expert_loads,

@@ -89,6 +89,16 @@ struct Presenter::Impl {
     return fmt::format("{} of {}FLOP/s, {}", percent(mfu), peak, facts.peak.source);
   }
 
+  // "; norm 3.1, clipped by 0.16 in step 20", of a group of train.clip_groups; empty before the first step.
+  std::string clipped_last(const std::string& text) const {
+    for (auto row = metrics->rows().rbegin(); row != metrics->rows().rend(); ++row)
+      for (const ClippedGroup& group : row->clipped)
+        if (text.starts_with(group.pattern + ":"))
+          return fmt::format("; norm {:.4g}, times {:.4g} in step {}", group.norm, group.coefficient,
+                             row->step);
+    return {};
+  }
+
   // Of the last step that was made.
   std::string across_hosts() const {
     for (auto row = metrics->rows().rbegin(); row != metrics->rows().rend(); ++row)
@@ -225,6 +235,8 @@ struct Presenter::Impl {
           {"model FLOPs (MFU)",
            "utilisation " + utilisation(*outcome.mfu) +
                "; the model needs 6 FLOPs a token and weight, 12 an attended pair, head and channel"});
+    for (const std::string& text : config.train.clip_groups)
+      about.rows.push_back({"clipped apart", text + clipped_last(text)});
     report.table(std::move(about));
     if (!outcome.sample.empty()) report.text("Sample", outcome.sample);
     std::string all;

@@ -1,4 +1,5 @@
 #include "train/rank_layout.hpp"
+#include "train/clip_config.hpp"
 
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
@@ -153,6 +154,7 @@ RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts) {
   const Grid grid = grid_of(config, ranks);
   const auto model = model_without_values(config);
   const auto named = model->named();
+  check_clip_groups(config, named);
   Layout::Named placements;
   if (held_together(config)) placements = model->placements(grid);
   for (std::size_t i = 0; i < placements.size(); ++i)

@@ -11,6 +11,7 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
+#include "train/clip_config.hpp"
 #include "train/cut_batches.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
@@ -63,6 +64,7 @@ struct Trainer::Impl {
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
+  const ClipsGroups* clips = nullptr;  // the optimizer, where it is one (train.clip_groups)
   std::unique_ptr<BatchLoader> loader{}, validation{};
   ForwardLossTerms forward{};
   LookAhead look_ahead{};
@@ -90,7 +92,8 @@ struct Trainer::Impl {
     device = device_of(config, world);
     on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); });
     task = make_task(config, group);
-    optimizer = make_optimizer(config);
+    ClippingOptimizer made = make_clipping_optimizer(config, group);
+    optimizer = std::move(made.optimizer), clips = made.clips;
     mean = make_normalizer(config, world.size);
     mesh.emplace(world, grid_of(config, world.size));
     hosts.emplace(world, mesh->grid());
@@ -155,6 +158,7 @@ struct Trainer::Impl {
     const bool sharded = stage_of(config.parallel.strategy) == 3;
     if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
     for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
+    check_clip_groups(config, model->named());
     if (held_together(config)) placed.emplace(model->cut(*mesh));
     if (made.fill && !sharded)
       on_every_rank(world.group, [&] { give_values(model->named(), made.fill, cut_layout(), device); });
@@ -256,6 +260,7 @@ struct Trainer::Impl {
                     .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
                     .mfu = {},
                     .expert_loads = {},
+                    .clipped = clips && report.updated ? clips->last() : std::vector<ClippedGroup>{},
                     .bytes_across_hosts = hosts->across_in_step()};
     if (report.finite) event.expert_loads = model->expert_loads(report.tally);
     if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;

@@ -62,7 +62,7 @@ void expect_equal(const StepDump& read, const StepDump& written) {
   ASSERT_EQ(read.terms.size(), written.terms.size());
   for (std::size_t i = 0; i < read.terms.size(); ++i) {
     EXPECT_EQ(read.terms[i].first, written.terms[i].first);
-    EXPECT_THAT(read.terms[i].second, testing::NanSensitiveDoubleEq(written.terms[i].second));
+    EXPECT_THAT(read.terms[i].second, ::testing::NanSensitiveDoubleEq(written.terms[i].second));
   }
   EXPECT_EQ(read.owners, written.owners);
   ASSERT_EQ(read.peer_sums.size(), written.peer_sums.size());
@@ -76,9 +76,10 @@ void expect_equal(const StepDump& read, const StepDump& written) {
     EXPECT_EQ(read.ranks[rank].initial, written.ranks[rank].initial);
     EXPECT_EQ(read.ranks[rank].gradients, written.ranks[rank].gradients);
     EXPECT_EQ(read.ranks[rank].spread, written.ranks[rank].spread);
-    EXPECT_THAT(read.ranks[rank].owned_norm, testing::NanSensitiveDoubleEq(written.ranks[rank].owned_norm));
-    EXPECT_THAT(read.ranks[rank].norm, testing::NanSensitiveDoubleEq(written.ranks[rank].norm));
-    EXPECT_THAT(read.ranks[rank].bytes_moved, testing::NanSensitiveDoubleEq(written.ranks[rank].bytes_moved));
+    EXPECT_THAT(read.ranks[rank].owned_norm, ::testing::NanSensitiveDoubleEq(written.ranks[rank].owned_norm));
+    EXPECT_THAT(read.ranks[rank].norm, ::testing::NanSensitiveDoubleEq(written.ranks[rank].norm));
+    EXPECT_THAT(read.ranks[rank].bytes_moved,
+                ::testing::NanSensitiveDoubleEq(written.ranks[rank].bytes_moved));
   }
   EXPECT_EQ(read.figures.loss, written.figures.loss);
   EXPECT_EQ(read.figures.targets, written.figures.targets);
@@ -127,14 +128,14 @@ TEST(DumpFiles, NumbersThatAreNotFiniteComeBack) {
 TEST(DumpFiles, WhatIsNoNumberIsKnownByItsKey) {
   const ScratchFolder folder;
   write_dump(full_dump(), folder.path() / "d");
-  EXPECT_THAT(read_dump(folder.path() / "d").not_numbers, testing::ElementsAre("terms.balance"));
+  EXPECT_THAT(read_dump(folder.path() / "d").not_numbers, ::testing::ElementsAre("terms.balance"));
   write_file(
       folder.path() / "d/step.json",
       R"({"format": "isograd-dump", "version": 1, "scales": {"learning_rate": "nan"}, "ranks": [{"norm": 1},
                  {"norm": "nan", "spread": "nan", "owned_norm": "nan", "bytes_moved": "nan"}]})");
   const StepDump read = read_dump(folder.path() / "d");
-  const auto keys = testing::UnorderedElementsAre("scales.learning_rate", "ranks.1.norm", "ranks.1.spread",
-                                                  "ranks.1.owned_norm", "ranks.1.bytes_moved");
+  const auto keys = ::testing::UnorderedElementsAre("scales.learning_rate", "ranks.1.norm", "ranks.1.spread",
+                                                    "ranks.1.owned_norm", "ranks.1.bytes_moved");
   EXPECT_THAT(read.not_numbers, keys);
   EXPECT_TRUE(std::isnan(read.ranks[0].spread) && std::isnan(read.ranks[0].owned_norm));
   write_dump(read, folder.path() / "again");

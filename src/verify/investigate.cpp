@@ -222,7 +222,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
       const auto tick = [&heartbeat] { heartbeat.tick(); };
       const OracleStep oracle = asked.only_rank >= 0
                                     ? oracle_part(model, whole, of, problem.loss, tick)
-                                    : oracle_step(model, parts, problem.loss, problem.step.max_norm, tick);
+                                    : oracle_step(model, parts, problem.loss, clip_of(problem), tick);
       pair.expected = dump_of(oracle, initial_, pair.found, samples_of(whole), 0);
     }
     heartbeat.finish();

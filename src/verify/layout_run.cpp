@@ -74,10 +74,26 @@ Initial Initial::nudged(std::uint64_t draw) const {
   return other;
 }
 
-class RecordingOptimizer : public Optimizer {
+// Moves nothing.
+class NoUpdate : public Optimizer {
+ public:
+  void update(std::vector<Bucket>&, double) override {}
+  void set_learning_rate(double) override {}
+  double learning_rate() const override { return 0; }
+  std::int64_t updates() const override { return 0; }
+  OptimizerState state(const std::vector<Bucket>&) override { return {}; }
+  void set_updates(std::int64_t) override {}
+};
+
+class RecordingOptimizer : public NoUpdate {
  public:
   RecordingOptimizer(const VerifyProblem& problem, Group group, std::unique_ptr<Optimizer> inner)
       : problem_(problem), group_(std::move(group)), inner_(std::move(inner)) {
+    if (!problem.clip_groups.empty()) {
+      if (!inner_) inner_ = std::make_unique<NoUpdate>();
+      inner_ = std::make_unique<ClipsGroups>(std::move(inner_), problem.clip_groups, problem.step.max_norm,
+                                             group_);
+    }
     if (inner_ && problem.wrap_optimizer) inner_ = problem.wrap_optimizer(std::move(inner_));
   }
 
@@ -96,11 +112,6 @@ class RecordingOptimizer : public Optimizer {
     }
     if (inner_) inner_->update(buckets, scale_);
   }
-  void set_learning_rate(double) override {}
-  double learning_rate() const override { return 0; }
-  std::int64_t updates() const override { return 0; }
-  OptimizerState state(const std::vector<Bucket>&) override { return {}; }
-  void set_updates(std::int64_t) override {}
 
   double scale() const { return scale_; }
   double norm() const { return norm_; }
@@ -192,7 +203,7 @@ void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
                                       {.replicas = declared.replicas ? group_.size() : 1});
   recorder_ = std::make_unique<RecordingOptimizer>(problem_, group_, std::move(inner));
   StepOptions options = problem_.step;
-  if (problem_.clipping) options.max_norm = 0;
+  if (problem_.clipping || !problem_.clip_groups.empty()) options.max_norm = 0;
   // Not metered: what it gathers comes before the first forward of the step itself.
   if (look_ahead) options.look_ahead = std::move(look_ahead);
   const auto metered = [this, forward](const Batch& batch) {
@@ -211,6 +222,14 @@ LayoutRun::RecordedStep LayoutRun::step(const MicroBatches& local) {
   made.figures = {report.loss, report.census.targets, report.census.tokens, report.norm,
                   report.updated ? recorder_->scale() : report.clip_coefficient};
   if (problem_.clipping && report.updated) made.figures.norm = recorder_->norm();
+  if (!problem_.clip_groups.empty() && report.updated) {  // of what is compared, which the clip has left
+    double squares = 0;
+    for (const Bucket& bucket : layout_->buckets())
+      squares += squared_norm(bucket.gradients, owned_part(bucket));
+    at::Tensor all = at::full({1}, squares, at::kDouble);
+    group_.all_reduce(all);
+    made.figures.norm = std::sqrt(all.item<double>()) * std::abs(report.gradient_scale);
+  }
   for (const auto& term : report.terms) made.terms.emplace_back(term.name, term.value);
   made.bytes_moved = static_cast<double>(layout_->bytes);
   for (auto& [name, gradient] : whole_views(&DataParallel::View::gradient)) {

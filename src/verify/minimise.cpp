@@ -150,6 +150,7 @@ constexpr Simpler kSimpler[] = {
     {kAll, [](RunConfig& c) { c.loss.kind = "token_mean"; }},
     {kText, [](RunConfig& c) { c.model.shape.key_value_heads = c.model.shape.heads; }},
     {kText, [](RunConfig& c) { c.model.shape.tied_output = false; }},
+    {kAll, [](RunConfig& c) { c.train.clip_groups.clear(); }},
     {kAll, [](RunConfig& c) { c.train.max_norm = 0; }},
     {kAll, [](RunConfig& c) { c.train.dtype = "float64"; }},
     {kText, [](RunConfig& c) { c.data.shuffle_packs = false; }},

@@ -78,10 +78,49 @@ at::Tensor token_loss(const at::Tensor& logits, const Batch& batch, const Declar
   return (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
 }
 
+// By the parts of the pattern between its stars, each as early in the name as it goes.
+bool fits(const std::string& pattern, const std::string& name) {
+  std::vector<std::string> parts(1);
+  for (const char c : pattern) {
+    if (c == '*')
+      parts.emplace_back();
+    else
+      parts.back() += c;
+  }
+  if (parts.size() == 1) return pattern == name;
+  const std::string &first = parts.front(), &last = parts.back();
+  if (name.size() < first.size() + last.size() || !name.starts_with(first) || !name.ends_with(last))
+    return false;
+  std::size_t at = first.size();
+  for (std::size_t i = 1; i + 1 < parts.size(); ++i) {
+    at = name.find(parts[i], at);
+    if (at == std::string::npos) return false;
+    at += parts[i].size();
+  }
+  return at + last.size() <= name.size();
+}
+
+void clip_apart(const OracleClip& clip, const std::vector<std::string>& names,
+                std::vector<at::Tensor>& gradients) {
+  std::vector<double> squares(clip.groups.size() + 1), limits;
+  std::vector<std::size_t> group(names.size(), clip.groups.size());
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    for (std::size_t g = clip.groups.size(); g-- > 0;)
+      if (fits(clip.groups[g].pattern, names[i])) group[i] = g;
+    squares[group[i]] += gradients[i].to(at::kDouble).square().sum().item<double>();
+  }
+  for (const ClipGroup& one : clip.groups) limits.push_back(one.max_norm);
+  limits.push_back(clip.max_norm);
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const double limit = limits[group[i]], norm = std::sqrt(squares[group[i]]);
+    if (limit > 0 && norm + 1e-6 > limit) gradients[i] = gradients[i] * (limit / (norm + 1e-6));
+  }
+}
+
 }  // namespace
 
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
-                       const DeclaredLoss& declared, double max_norm,
+                       const DeclaredLoss& declared, const OracleClip& clip,
                        const std::function<void()>& after_micro_batch) {
   OracleStep step;
   std::vector<at::Tensor> leaves;
@@ -136,10 +175,12 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
   }
   double squares = 0;
   for (auto& gradient : step.gradients) gradient = gradient.cpu();
+  if (!clip.groups.empty()) clip_apart(clip, step.names, step.gradients);
   for (const auto& gradient : step.gradients)
     squares += gradient.to(at::kDouble).square().sum().item<double>();
   step.figures.norm = std::sqrt(squares);
-  if (max_norm > 0) step.figures.clip_coefficient = std::min(1.0, max_norm / (step.figures.norm + 1e-6));
+  if (clip.groups.empty() && clip.max_norm > 0)
+    step.figures.clip_coefficient = std::min(1.0, clip.max_norm / (step.figures.norm + 1e-6));
   return step;
 }
 
@@ -186,7 +227,7 @@ class PlainOptimizer {
 
 OracleStep oracle_part(const VerifyModel& model, const MicroBatches& part, const MicroBatches& whole,
                        const DeclaredLoss& declared, const std::function<void()>& after_micro_batch) {
-  if (declared.mean != Mean::kSamples) return oracle_step(model, {part}, declared, 0, after_micro_batch);
+  if (declared.mean != Mean::kSamples) return oracle_step(model, {part}, declared, {}, after_micro_batch);
   // Under the sample mean a part that holds a tenth of a sample counts a tenth: no number of samples says so,
   // but their sum divided by that of the tenths does.
   const Sums all = sums_of(whole);
@@ -204,12 +245,13 @@ OracleStep oracle_part(const VerifyModel& model, const MicroBatches& part, const
   DeclaredLoss fixed = declared;
   fixed.mean = Mean::kFixed;
   fixed.denominator = counted > 0 ? counted : 1;
-  return oracle_step(model, {weighed}, fixed, 0, after_micro_batch);
+  return oracle_step(model, {weighed}, fixed, {}, after_micro_batch);
 }
 
 OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBatches>& parts,
-                             const DeclaredLoss& declared, double max_norm, const OptimizerOptions& options,
-                             int updates, const std::function<void()>& after_micro_batch) {
+                             const DeclaredLoss& declared, const OracleClip& clip,
+                             const OptimizerOptions& options, int updates,
+                             const std::function<void()>& after_micro_batch) {
   OracleUpdates result;
   std::vector<at::Tensor> start;
   for (const auto& [name, tensor] : model.named) {
@@ -220,7 +262,7 @@ OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBa
   result.allowed.resize(start.size());
   PlainOptimizer optimizer(options);
   for (int i = 0; i < updates; ++i) {
-    const OracleStep step = oracle_step(model, parts, declared, max_norm, after_micro_batch);
+    const OracleStep step = oracle_step(model, parts, declared, clip, after_micro_batch);
     const auto scales = error_scales(step.gradients);
     for (std::size_t p = 0; p < start.size(); ++p) {
       const double coefficient = step.figures.clip_coefficient;

@@ -16,14 +16,25 @@ struct OracleStep {
   std::vector<std::pair<std::string, double>> terms;  // of the loss, without their weights
 };
 
+// How the gradient is clipped: as a whole, or the parameters that each pattern fits by their own norm, and
+// the rest by `max_norm`. 0: not.
+struct OracleClip {
+  double max_norm = 0;
+  std::vector<ClipGroup> groups{};
+};
+inline OracleClip clip_of(const VerifyProblem& problem) {
+  return {problem.step.max_norm, problem.clip_groups};
+}
+
 // The loss of each token [T], 0 where it has no target.
 at::Tensor plain_token_losses(const at::Tensor& logits, const Batch& batch, const DeclaredLoss& declared);
 
 // The step of `model` on the whole batch under the declared loss: it counts, sums, takes the norm and clips
-// by itself, and shares with the product only the model's forward. `parts`: the whole batch once, or what
-// each replica sees where the loss is a mean of theirs. `after_micro_batch` is called after each micro-batch.
+// by itself, and shares with the product only the model's forward. Where groups are clipped apart,
+// `gradients` are those after the clip, and the norm is theirs. `parts`: the whole batch once, or what each
+// replica sees where the loss is a mean of theirs. `after_micro_batch` is called after each micro-batch.
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
-                       const DeclaredLoss& declared, double max_norm,
+                       const DeclaredLoss& declared, const OracleClip& clip,
                        const std::function<void()>& after_micro_batch);
 
 // The gradient that `part` of the step would have alone, but for samples that lie in it only partly: their
@@ -40,7 +51,8 @@ struct OracleUpdates {
   std::vector<double> moved, allowed;
 };
 OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBatches>& parts,
-                             const DeclaredLoss& declared, double max_norm, const OptimizerOptions& options,
-                             int updates, const std::function<void()>& after_micro_batch);
+                             const DeclaredLoss& declared, const OracleClip& clip,
+                             const OptimizerOptions& options, int updates,
+                             const std::function<void()>& after_micro_batch);
 
 }  // namespace isograd

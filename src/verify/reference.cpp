@@ -50,7 +50,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     reference.random = difference_of_two_runs(model, reference.whole);
     tick();
     const auto pieces = parts(problem, reference.whole);
-    reference.oracle = oracle_step(model, pieces, problem.loss, problem.step.max_norm, tick);
+    reference.oracle = oracle_step(model, pieces, problem.loss, clip_of(problem), tick);
     reference.scales = error_scales(reference.oracle.gradients);
     if (problem.probe_documents && !problem.loss.global && reference.random.empty())
       for (const Batch& batch : uncut(problem, reference.whole))
@@ -61,12 +61,12 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
         }
     for (const auto& [options, updates] : paths(problem))
       reference.updates.push_back(oracle_updates(initial.oracle(problem), pieces, problem.loss,
-                                                 problem.step.max_norm, options, updates, tick));
+                                                 clip_of(problem), options, updates, tick));
   }
   if (group.rank() == last && rounds)
     alone = oracle_step(initial.model(problem, problem.dtype),
                         parts(problem, problem.alone ? problem.alone() : problem.whole()), problem.loss,
-                        problem.step.max_norm, tick);
+                        clip_of(problem), tick);
   heartbeat.finish();
 
   Tensors wanted, off;

@@ -74,8 +74,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
                           draw);
       const Initial nudged = initial.nudged(draw);
       const auto gradients = [&](const VerifyModel& model) {
-        return oracle_step(model, cut, problem.loss, problem.step.max_norm,
-                           [&heartbeat] { heartbeat.tick(); })
+        return oracle_step(model, cut, problem.loss, clip_of(problem), [&heartbeat] { heartbeat.tick(); })
             .gradients;
       };
       const auto exact = gradients(nudged.oracle(problem)),

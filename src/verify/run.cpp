@@ -12,6 +12,7 @@
 #include "isograd/error.hpp"
 #include "isograd/plan.hpp"
 #include "train/build.hpp"
+#include "train/clip_config.hpp"
 #include "train/device.hpp"
 #include "train/peers.hpp"
 #include "train/rank_zero.hpp"
@@ -191,6 +192,8 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.loss = declared_loss(task, world.size);
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
+  problem.clip_groups = clip_groups_of(config, "train.clip_groups");
+  if (!problem.clip_groups.empty()) check_clip_groups(config, model_without_values(config)->named());
   problem.optimizer = configured_optimizer(config);
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)

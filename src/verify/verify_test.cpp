@@ -163,7 +163,7 @@ TEST_P(OracleOf, ItsGradientIsTheDerivativeOfItsLoss) {
   VerifyModel model = verify_test::model_of(small, at::kDouble);
   const MicroBatches whole = verify_test::loader_of(small, 0, 1)->whole_step({});
   const auto nothing = [] {};
-  const OracleStep step = oracle_step(model, {whole}, declared, 0, nothing);
+  const OracleStep step = oracle_step(model, {whole}, declared, {}, nothing);
   ASSERT_EQ(step.names.size(), model.named.size());
   for (std::size_t i = 0; i < step.names.size(); ++i) {
     at::Tensor flat = model.named[i].second.detach().view({-1});
@@ -171,9 +171,9 @@ TEST_P(OracleOf, ItsGradientIsTheDerivativeOfItsLoss) {
     // Truncation h² · L'''/6 and rounding 1e-16 · L / h: both below 1e-7 here.
     const double h = 1e-5;
     flat.add_(direction, h);
-    const double above = oracle_step(model, {whole}, declared, 0, nothing).figures.loss;
+    const double above = oracle_step(model, {whole}, declared, {}, nothing).figures.loss;
     flat.sub_(direction, 2 * h);
-    const double below = oracle_step(model, {whole}, declared, 0, nothing).figures.loss;
+    const double below = oracle_step(model, {whole}, declared, {}, nothing).figures.loss;
     flat.add_(direction, h);
     const double norm = step.gradients[i].norm().item<double>();
     EXPECT_NEAR((above - below) / (2 * h), norm, 1e-5 * norm + 1e-8) << step.names[i];

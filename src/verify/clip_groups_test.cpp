@@ -1,0 +1,75 @@
+// Groups of parameters that are clipped apart: verify's reference clips each by its own norm.
+#include <gtest/gtest.h>
+
+#include "isograd/clip_groups.hpp"
+#include "verify/test_problem.hpp"
+
+namespace isograd {
+namespace {
+
+using verify_test::Small;
+using verify_test::verify_on;
+
+// Around an optimizer: what it was wrong about shows in the gradients that it leaves.
+class Passing : public Optimizer {
+ public:
+  explicit Passing(std::unique_ptr<Optimizer> inner) : inner_(std::move(inner)) {}
+  void update(std::vector<Bucket>& buckets, double scale) override { inner_->update(buckets, scale); }
+  void set_learning_rate(double rate) override { inner_->set_learning_rate(rate); }
+  double learning_rate() const override { return inner_->learning_rate(); }
+  std::int64_t updates() const override { return inner_->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner_->state(buckets); }
+  void set_updates(std::int64_t updates) override { inner_->set_updates(updates); }
+
+ protected:
+  std::unique_ptr<Optimizer> inner_;
+};
+
+// The norms' group is multiplied by the coefficient of the others: a thousandth off.
+class MixesGroupsUp final : public Passing {
+ public:
+  using Passing::Passing;
+  void update(std::vector<Bucket>& buckets, double scale) override {
+    Passing::update(buckets, scale);
+    const at::NoGradGuard no_grad;
+    for (Bucket& bucket : buckets)
+      for (const Slot& slot : bucket.plan.slots)
+        if (slot.name.ends_with("norm.weight"))
+          bucket.gradients.narrow(0, slot.offset - bucket.held.begin, slot.numel).mul_(1.001);
+  }
+};
+
+Verdict verdict_of(int ranks, at::ScalarType dtype, bool planted = false) {
+  const Small small{.packs_per_micro_batch = 2, .dtype = dtype, .max_norm = 0.1};
+  return verify_on(ranks, small, [&](VerifyProblem& problem, World&) {
+    problem.clip_groups = {{"*norm.weight", 0.002}, {"*.mlp.*", 0.02}};
+    problem.updates = 2;
+    problem.experiments = false;
+    problem.layouts = {verify_test::bucketed_layout(), verify_test::naive_layout()};
+    if (planted)
+      problem.wrap_optimizer = [](auto inner) { return std::make_unique<MixesGroupsUp>(std::move(inner)); };
+  });
+}
+
+TEST(ClipGroupsVerified, EachIsClippedByItsOwnNorm) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16})
+    for (const int ranks : {1, 3, 4}) {
+      const Verdict verdict = verdict_of(ranks, dtype);
+      EXPECT_TRUE(verdict.passed) << ranks << " ranks\n" << to_text(verdict, 100);
+      for (const LayoutVerdict& layout : verdict.layouts) {
+        EXPECT_LE(layout.e1.error, 1e-10) << layout.name;
+        EXPECT_EQ(layout.e2.state, Grade::State::kPassed) << layout.name;
+        for (const auto& trajectory : layout.trajectories) EXPECT_TRUE(trajectory.passed) << layout.name;
+      }
+    }
+}
+
+TEST(ClipGroupsVerified, AGroupWithTheWrongCoefficientIsSeen) {
+  const Verdict verdict = verdict_of(3, at::kFloat, true);
+  EXPECT_FALSE(verdict.passed);
+  for (const LayoutVerdict& layout : verdict.layouts)
+    EXPECT_EQ(layout.e1.state, Grade::State::kFailed) << layout.name;
+}
+
+}  // namespace
+}  // namespace isograd
