@@ -26,7 +26,7 @@ def torchs(hidden, weight, targets):
 
 
 def torchs_in_chunks(hidden, weight, targets):
-    from torch.nn.functional import LinearCrossEntropyOptions
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
     return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=LinearCrossEntropyOptions())
 
 

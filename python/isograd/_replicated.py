@@ -89,6 +89,7 @@ def pooled(scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | 
         targets[kept].double(), one if weights is None else weights[kept].double(), one if iid is None else iid[kept].double(),
         one * rank))]
     rows = gather_rows(torch.cat(columns, 1), group).to(held.device)
+    rows = rows[rows[:, -1].argsort(stable=True)]  # rank by rank, in whatever order a mesh's axes brought them
     classes = held.size(1)
     label, weight, flag, owner = rows[:, classes:].unbind(1)
     return Pool(rows[:, :classes].to(held.dtype), label.long(), weight, flag > 0, owner == rank, kept, size_of(group))

@@ -122,7 +122,7 @@ def main():
 
     def run(rank):
         size = dist.get_world_size()
-        return [[forward(made(case), case, step, rank, size) for step in case["steps"]] for case in cases]
+        return [[forward(loss, case, step, rank, size) for step in case["steps"]] for case in cases for loss in [made(case)]]
 
     found = {size: on_ranks(size, run) for size in map(int, sys.argv[2:])}
     json.dump({"ranks": found, "refused": on_ranks(2, refused), "model": on_ranks(2, whole_model),
