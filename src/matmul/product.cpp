@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "isograd/error.hpp"
+#include "kernels/versions.hpp"
 
 namespace isograd {
 namespace {
@@ -117,8 +118,9 @@ Multiplier& multiplier() {
 
 Multiplier multiplier_of(const at::Tensor& a) {
   if (multiplier() != Multiplier::kByRule) return multiplier();
+  constexpr int kAvx2 = 1;
   const bool sums_over_rows = a.stride(0) == 1 && a.stride(1) != 1;
-  return sums_over_rows ? Multiplier::kBlas : Multiplier::kOneDnn;
+  return sums_over_rows || kernels::processor_level() == kAvx2 ? Multiplier::kBlas : Multiplier::kOneDnn;
 }
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,

@@ -27,9 +27,9 @@ Multiplier multiplier_of_variable();
 Multiplier& multiplier();
 
 // Of product(a, b) in fp32: what multiplier() says; by the rule kBlas where a's rows are summed over, as in a
-// weight's gradient dyᵀ x, and kOneDnn elsewhere. It knows the shapes, the order of the elements and nothing
-// that is measured, so that all ranks, and a run that is resumed, choose alike. `isograd bench product` shows
-// what it costs on a processor.
+// weight's gradient dyᵀ x, and on processors that end at AVX2, else kOneDnn. It knows the processor's level,
+// the order of the elements and nothing that is measured, so that all ranks, and a run that is resumed,
+// choose alike. `isograd bench product` shows what it costs on a processor.
 Multiplier multiplier_of(const at::Tensor& a);
 
 // The first by at::addmm alone.
