@@ -76,7 +76,8 @@ void check_same_configuration(const RunConfig& config, Group& world) {
     for (const auto& [name, here] : own)
       if (std::getline(values, value); value != here)
         refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value),
-               "one configuration on all ranks", "Start every rank with the same file, --set and environment");
+               "one configuration on all ranks",
+               "Start every rank with the same file, --set and environment");
   });
 }
 
