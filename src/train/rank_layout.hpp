@@ -60,7 +60,7 @@ struct RunLayout {
   RunConfig config;
   DataParallelPlan plan;    // whose formulas `train --memory` prints
   std::string description;  // describe_layout()
-  Hosts hosts{};            // of the ranks; one where nobody knows of several
+  Hosts hosts{};            // of the ranks: as planned_hosts() gives them
 };
 // No weights, no ranks. ConfigError: ranks that the configured axes do not divide, a rank that is none of
 // them, hosts that ranks cannot be on, whatever check() refuses but for devices that this machine does not

@@ -300,7 +300,11 @@ TEST(RankLayout, GivesEachElementOfCutParametersOneOwner) {
         EXPECT_EQ(layout.parameters.at(1).sync.copies, AxisSet{"dp_shard"});
         EXPECT_EQ(layout.parameters.at(3).sync.summed, (AxisSet{"dp_shard", "tp"}));
         count_owned(counts, layout);
-        const std::string text = to_text({.layout = layout, .config = {}, .plan = {}, .description = {}});
+        const std::string text = to_text({.layout = layout,
+                                          .config = {},
+                                          .plan = {},
+                                          .description = {},
+                                          .hosts = planned_hosts(grid.ranks(), 1)});
         EXPECT_THAT(text, ::testing::ContainsRegex("tp +[23]  the same +cut"));
         EXPECT_THAT(text, HasSubstr("cut along      tp (dim 1)"));
         EXPECT_THAT(text, ::testing::ContainsRegex(tp == 2 && rank % 2 == 0 ? "row +40 x 33  40 x 17"
