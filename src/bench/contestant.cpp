@@ -95,13 +95,22 @@ Contestant::Contestant(std::string name, std::vector<std::string> command, std::
   posix_spawn_file_actions_adddup2(&files, 1, 2);
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // its ranks can be ended together
+  // In a process group, so that its ranks can be ended together. A signal waits until the group is known
+  // here.
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK);
+  sigset_t ending, before;
+  sigemptyset(&ending);
+  for (const int signal : kEnding) sigaddset(&ending, signal);
+  pthread_sigmask(SIG_BLOCK, &ending, &before);
+  posix_spawnattr_setsigmask(&attributes, &before);
   auto arguments = pointers(command_);
   auto variables = environment();
   const int error = posix_spawnp(&process_, command_[0].c_str(), &files, &attributes, arguments.data(),
                                  pointers(variables).data());
   posix_spawn_file_actions_destroy(&files);
   posix_spawnattr_destroy(&attributes);
+  if (error == 0) exchange_side(0, process_);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) {
     process_ = -1;
     throw ConfigError({.where = "starting " + command_[0],
@@ -109,7 +118,6 @@ Contestant::Contestant(std::string name, std::vector<std::string> command, std::
                        .expected = "a program",
                        .action = "Name the Python interpreter that has torch in the variable PYTHON"});
   }
-  exchange_side(0, process_);
 }
 
 Contestant::~Contestant() {
