@@ -29,7 +29,7 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->capture_default_str();
   verb->add_option(
           "--backend", flags->backend,
-          "what the ranks talk through: shm or nccl (started by this program), mpi or shm+mpi (by mpirun)")
+          "what the ranks talk through: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
       ->type_name("NAME")
       ->capture_default_str();
   verb->footer(
