@@ -5,71 +5,25 @@
 
 #include <cmath>
 
-#include "isograd/error.hpp"
-#include "isograd/ranking.hpp"
 #include "isograd_comm/bindings.hpp"
+#include "loss/ranking/named_options.hpp"
 
 namespace isograd::python {
 namespace {
 
-// A name as the place in its list; refused names are checked in Python.
-template <typename Enum>
-void choose(const py::dict& options, const char* key, const std::vector<std::string>& names, Enum& value) {
-  if (!options.contains(key)) return;
-  const auto found = std::find(names.begin(), names.end(), options[key].cast<std::string>());
-  ISOGRAD_INVARIANT(found != names.end(), "an option of ranking that Python has not checked");
-  value = static_cast<Enum>(found - names.begin());
-}
-
-template <typename Value>
-void take(const py::dict& options, const char* key, Value& value) {
-  if (options.contains(key)) value = options[key].cast<Value>();
-}
-
-template <typename Options>
-Options options_from(const py::dict& options) {
-  Options made;
-  take(options, "num_classes", made.num_classes);
-  take(options, "queue_size", made.queue_size);
-  take(options, "temperature", made.temperature);
-  choose(options, "reduction", {"mean", "sum", "none"}, made.reduction);
-  take(options, "ignore_index", made.ignore_index);
-  take(options, "update_queue_in_eval", made.update_queue_in_eval);
-  take(options, "max_pool_size", made.max_pool_size);
-  choose(options, "grad_reduction", {"sum", "mean"}, made.grad_reduction);
-  take(options, "seed", made.seed);
-  take(options, "check_queue", made.check_queue);
-  choose(options, "thresholds", {"auto", "gather", "select"}, made.thresholds);
-  return made;
-}
-
+// Options that are no such names or values are refused in Python.
 std::shared_ptr<RankingLoss> ranking_loss(const std::string& name, const py::dict& options,
                                           const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
                                           double timeout) {
-  const std::vector<std::string> modes = {"linear", "lower", "higher", "nearest", "midpoint"};
+  const auto take = [&](const char* option, auto& value) {
+    if (options.contains(option)) value = options[option].cast<std::decay_t<decltype(value)>>();
+  };
   const auto group = [&] {
     const py::gil_scoped_release release;  // it waits for the other ranks
     const std::chrono::milliseconds limit(std::llround(std::ceil(timeout * 1e3)));
     return backend ? Group(*backend, "ranking", limit) : Group::solo();
   };
-  if (name == "SmoothAPLoss")
-    return std::make_shared<SmoothAPLoss>(options_from<RankingOptions>(options), group());
-  if (name == "RecallAtQuantileLoss") {
-    auto made = options_from<RecallOptions>(options);
-    take(options, "quantile", made.quantile);
-    choose(options, "interpolation", modes, made.interpolation);
-    return std::make_shared<RecallAtQuantileLoss>(made, group());
-  }
-  auto made = options_from<PAUCOptions>(options);
-  take(options, "alpha", made.alpha);
-  take(options, "beta", made.beta);
-  take(options, "n_knots", made.n_knots);
-  choose(options, "surrogate", {"trapezoid", "pairwise"}, made.surrogate);
-  choose(options, "tau_scale", {"iqr", "band"}, made.tau_scale);
-  choose(options, "pos_numerator", {"pool", "live"}, made.pos_numerator);
-  choose(options, "budget_basis", {"fpr", "population"}, made.budget_basis);
-  choose(options, "interpolation", modes, made.interpolation);
-  return std::make_shared<PAUCAtBudgetLoss>(made, group());
+  return ranking_loss_by_name(name, take, group());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> evaluate(RankingLoss& loss, const at::Tensor& scores,

@@ -35,13 +35,12 @@ nlohmann::ordered_json compare_products(const StepCase& step_case) {
     const double loss = one.by_rule() / one.fastest() - 1;
     fmt::print("  {:<10} {:>5} {:>6} {:>6} {:>7}  {:>8.1f} {:>8.1f}  {}{}\n", one.name, one.m, one.n, one.k,
                one.times, one.flops() / one.blas / 1e9, one.flops() / one.one_dnn / 1e9,
-               one.one_dnn_by_rule() ? "oneDNN" : "BLAS",
+               one.one_dnn_by_rule ? "oneDNN" : "BLAS",
                loss > 0.05 ? fmt::format(", {:.0f} % slower", 100 * loss) : "");
   }
   fmt::print(
-      "  all of a step: {:.1f} ms by the rule, {:.1f} ms by the faster of each, {:.1f} ms by BLAS, {:.1f} ms "
-      "by "
-      "oneDNN\n",
+      "  all of a step: {:.1f} ms by the rule, {:.1f} ms by the faster of each, {:.1f} ms by BLAS, "
+      "{:.1f} ms by oneDNN\n",
       rule * 1e3, fastest * 1e3, blas * 1e3, one_dnn * 1e3);
   if (const double other = std::min(blas, one_dnn); other < 0.97 * rule)
     fmt::print("  ISOGRAD_PRODUCTS={} is faster on this processor\n", blas < one_dnn ? "blas" : "onednn");
@@ -60,9 +59,8 @@ std::vector<std::string> bench_product_cases() {
 
 int bench_product(const BenchProductOptions& options) {
   fmt::print(
-      "matrix products of a step, fp32, one thread: GFLOP/s of each library. Those of attention (scores, "
-      "outputs, of "
-      "keys)\nare its kernel's, which takes the BLAS.\n");
+      "matrix products of a step, fp32, one thread: GFLOP/s of each library. Those of attention (scores,\n"
+      "outputs, of keys) are its kernel's, which takes the BLAS.\n");
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   for (const StepCase& step_case : cases_with_products()) {
     const bool asked =

@@ -107,17 +107,12 @@ void time_product(StepProduct& product_of) {
     spent += copies * (blas.back() + one_dnn.back());
   }
   product_of.blas = quantile(blas, 0.5), product_of.one_dnn = quantile(one_dnn, 0.5);
+  multiplier() = Multiplier::kByRule;
+  product_of.one_dnn_by_rule =
+      !product_of.in_attention && multiplier_of(operands.front().first) == Multiplier::kOneDnn;
 }
 
 }  // namespace
-
-bool StepProduct::one_dnn_by_rule() const {
-  if (in_attention) return false;
-  const Multiplier before = std::exchange(multiplier(), Multiplier::kByRule);
-  const Multiplier chosen = multiplier_of(operand(m, k, a_turned));
-  multiplier() = before;
-  return chosen == Multiplier::kOneDnn;
-}
 
 std::vector<StepProduct> step_products(const StepCase& step_case, int expert_ranks) {
   const DecoderConfig& c = step_case.shape;

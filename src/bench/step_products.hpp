@@ -15,15 +15,16 @@ struct StepProduct {
   std::int64_t m = 0, n = 0, k = 0;
   bool a_turned = false, b_turned = false;
   std::int64_t times = 0;
-  bool in_attention = false;     // whose kernel has them computed by the BLAS
-  double blas = 0, one_dnn = 0;  // seconds of one, medians; 0: not timed
+  bool in_attention = false;  // whose kernel has them computed by the BLAS
+  // As time_products() finds them: seconds of one, medians, and whether the rule takes oneDNN.
+  double blas = 0, one_dnn = 0;
+  bool one_dnn_by_rule = false;
 
   double flops() const {
     return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   }
   double fastest() const { return std::min(blas, one_dnn); }
-  bool one_dnn_by_rule() const;
-  double by_rule() const { return one_dnn_by_rule() ? one_dnn : blas; }
+  double by_rule() const { return one_dnn_by_rule ? one_dnn : blas; }
 };
 
 // Of one rank in fp32: forward, of the inputs' gradients and of the weights'; of attention the blocks of

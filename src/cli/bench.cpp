@@ -121,13 +121,8 @@ Verb product_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
       "product", "Each matrix product of a step by BLAS and by oneDNN, and which of them isograd takes");
   auto options = std::make_shared<BenchProductOptions>();
-  verb->add_option("--case", options->cases, "whose step; all unless given, may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_product_cases()));
-  verb->add_option("--json", options->json,
-                   "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}")
-      ->type_name("FILE");
+  add_cases(*verb, options->cases, "whose step", bench_product_cases());
+  add_json(*verb, options->json);
   verb->footer(
       "ISOGRAD_PRODUCTS=blas or =onednn has one library multiply in fp32, in every verb.\n"
       "Status: 0 measured, 2 bad input.");

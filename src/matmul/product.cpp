@@ -43,7 +43,6 @@ constexpr std::int64_t kFewRows = 8;  // below, preparing the operands costs mor
 // which time a core multiplies 2^25 pairs: it must gain that before it is asked for groups of tokens, which
 // have another shape in each layer and step.
 constexpr double kManyMultiplications = 1 << 29;
-constexpr const char* kVariable = "ISOGRAD_PRODUCTS";
 
 at::Tensor by_one_dnn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                       const at::Tensor& bias) {
@@ -99,13 +98,24 @@ at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 
 }  // namespace
 
+std::string_view name_of(Multiplier multiplier) {
+  switch (multiplier) {
+    case Multiplier::kBlas:
+      return "blas";
+    case Multiplier::kOneDnn:
+      return "onednn";
+    default:
+      return "rule";
+  }
+}
+
 Multiplier multiplier_of_variable() {
-  const char* variable = std::getenv(kVariable);
+  const char* variable = std::getenv(kMultiplierVariable);
   const std::string_view text = variable ? variable : "";
-  if (text.empty() || text == "rule") return Multiplier::kByRule;
-  if (text == "blas") return Multiplier::kBlas;
-  if (text == "onednn") return Multiplier::kOneDnn;
-  throw ConfigError({.where = kVariable,
+  if (text.empty()) return Multiplier::kByRule;
+  for (const Multiplier one : {Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn})
+    if (text == name_of(one)) return one;
+  throw ConfigError({.where = kMultiplierVariable,
                      .found = variable,
                      .expected = "rule, blas or onednn",
                      .action = "Unset the variable, or correct it"});

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string_view>
+
 namespace isograd {
 
 // a bᵀ (+ addend) (+ bias over rows); a [m, k], b [n, k], addend [m, n], bias [n]; a and b may be transposed
@@ -20,7 +22,10 @@ void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tens
 // Who multiplies in fp32 on the CPU.
 enum class Multiplier { kByRule, kBlas, kOneDnn };
 
-// What the variable ISOGRAD_PRODUCTS (rule, blas, onednn) says, kByRule where it is not set; ConfigError
+inline constexpr const char* kMultiplierVariable = "ISOGRAD_PRODUCTS";
+std::string_view name_of(Multiplier multiplier);  // rule, blas or onednn
+
+// What the variable says, kByRule where it is not set; ConfigError
 // where it says anything else.
 Multiplier multiplier_of_variable();
 // The same at the first call, and later what tests and benches write.

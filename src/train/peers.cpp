@@ -3,11 +3,12 @@
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <sstream>
 
 #include "base/refuse.hpp"
 #include "layout/copies.hpp"
+#include "matmul/product.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 
@@ -65,9 +66,10 @@ void check_same_configuration(const RunConfig& config, Group& world) {
     own.emplace_back(key.name, toml_text(key.get(config)));
     text += own.back().second + '\n';
   }
-  // No key: who multiplies (src/matmul). Ranks that differ would round differently, and copies be apart.
-  const char* products = std::getenv("ISOGRAD_PRODUCTS");
-  own.emplace_back("ISOGRAD_PRODUCTS", products && *products ? products : "rule");
+  // No key: who multiplies. What several ranks compute alike, as those of tp do, must be the same bits.
+  std::string_view products;
+  on_every_rank(world, [&] { products = name_of(multiplier()); });
+  own.emplace_back(kMultiplierVariable, products);
   text += own.back().second + '\n';
   const std::string first = broadcast_text(world, text);
   on_every_rank(world, [&] {
@@ -79,6 +81,13 @@ void check_same_configuration(const RunConfig& config, Group& world) {
                "one configuration on all ranks",
                "Start every rank with the same file, --set and environment");
   });
+}
+
+std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own) {
+  const bool passed = of_rank_zero(world, std::ranges::all_of(own, &ReportTable::passed));
+  if (world.rank() == 0) return own;
+  if (passed) return {};
+  return {{"see rank 0", "", {}, {}, /*passed=*/false}};
 }
 
 }  // namespace isograd

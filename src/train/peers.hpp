@@ -3,6 +3,7 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/mesh.hpp"
+#include "isograd/trainer.hpp"
 #include "train/config.hpp"
 
 namespace isograd {
@@ -14,5 +15,9 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
 // Collective: ranks that were started with different values of a key that says what is computed, not where
 // files lie, are refused with the key and both values, by an AgreedConfigError on all.
 void check_same_configuration(const RunConfig& config, Group& world);
+
+// Collective: the verdicts of tables are rank 0's, and every rank ends with them: what rank 0 has, elsewhere
+// nothing, or one table that has not passed.
+std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own);
 
 }  // namespace isograd

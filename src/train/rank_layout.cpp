@@ -1,5 +1,4 @@
 #include "train/rank_layout.hpp"
-#include "train/clip_config.hpp"
 
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
@@ -12,6 +11,7 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
+#include "train/clip_config.hpp"
 #include "train/device.hpp"
 #include "train/task.hpp"
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "train/memory.hpp"
 #include "train/rank_layout.hpp"
@@ -96,16 +97,8 @@ std::string range(Range elements) {
 }
 
 // "0-3, 8".
-std::string ranks_text(std::vector<int> ranks, std::size_t most) {
-  std::sort(ranks.begin(), ranks.end());
-  std::vector<std::string> parts;
-  for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    parts.push_back(range(ranks[i], ranks[end - 1]));
-    i = end;
-  }
-  return listed(parts, most);
+std::string ranks_text(const std::vector<int>& ranks, std::size_t most) {
+  return listed(number_ranges(ranks), most);
 }
 
 std::string shape(const std::vector<std::int64_t>& sizes) {
@@ -199,7 +192,7 @@ std::string parameters_text(const RankLayout& layout) {
     }
     tables[kind].push_back({parameter.name, shape(parameter.placement.whole_shape),
                             parameter.placement.cuts.empty() ? "whole" : shape(parameter.local_shape),
-                            ranks_text(std::move(owners), 2), std::to_string(parameter.held.size()),
+                            ranks_text(owners, 2), std::to_string(parameter.held.size()),
                             std::to_string(owned), std::to_string(parameter.kept.total())});
   }
   std::string text;

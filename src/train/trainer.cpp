@@ -5,7 +5,6 @@
 #include <cmath>
 #include <iterator>
 
-#include "base/files.hpp"
 #include "comm/operations_file.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
@@ -120,8 +119,7 @@ struct Trainer::Impl {
     forward = on_device(device, inside(units->root, model->loss()));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
     look_ahead = model->look_ahead(forward);
-    outcome.steps = state.step;
-    outcome.skipped = state.skipped;
+    outcome.steps = state.step, outcome.skipped = state.skipped;
     const Baseline baseline = task->baseline(group);
     outcome.baseline = baseline.value;
     if (task->step_flops(*loader, loader->position()) > 0)
@@ -348,23 +346,14 @@ struct Trainer::Impl {
     const bool to_show = finished && std::isfinite(outcome.loss);
     std::shared_ptr<const void> whole;
     if (finished && (hooks.on_finish || task->shows_model())) whole = layout->whole_parameters();
-    std::vector<ReportTable> tables;
     if (finished && hooks.on_finish) {
       FinishedRun run{config, world, *task, *model, cut_layout()};
       if (presenter) run.say = [this](const std::string& text) { presenter->line(text); };
-      tables = hooks.on_finish(run);
+      outcome.tables = hooks.on_finish(run);
     }
-    // The verdict of a table is rank 0's, and every rank ends with it.
-    const auto failed = [](std::string title, std::string summary) {
-      return ReportTable{std::move(title), std::move(summary), {}, {}, /*passed=*/false};
-    };
-    const bool passed = of_rank_zero(world.group, std::ranges::all_of(tables, &ReportTable::passed));
-    if (world.rank == 0)
-      outcome.tables = std::move(tables);
-    else if (!passed)
-      outcome.tables = {failed("see rank 0", "")};
+    outcome.tables = tables_of_rank_zero(world.group, std::move(outcome.tables));
     if (comparison && comparison->exit_status() != 0)
-      outcome.tables.push_back(failed("Comparison", "the run to compare with failed"));
+      outcome.tables.push_back({"Comparison", "the run to compare with failed", {}, {}, /*passed=*/false});
     std::vector<Showing::Picture> stages;
     if (const Pipeline* pipeline = model->pipeline())
       stages = show_stages(*pipeline, *mesh, config.run.directory);

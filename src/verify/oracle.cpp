@@ -78,7 +78,8 @@ at::Tensor token_loss(const at::Tensor& logits, const Batch& batch, const Declar
   return (nll * (factors / counting_parts).to(nll.scalar_type())).sum();
 }
 
-// By the parts of the pattern between its stars, each as early in the name as it goes.
+// Not base/pattern.hpp, by which the step under test finds its groups: by the parts of the pattern between
+// its stars, each as early in the name as it goes.
 bool fits(const std::string& pattern, const std::string& name) {
   std::vector<std::string> parts(1);
   for (const char c : pattern) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "base/number_ranges.hpp"
 #include "isograd/error.hpp"
 #include "isograd/hosts.hpp"
 
@@ -21,18 +22,6 @@ std::optional<std::pair<int, int>> apart(const Grid& grid, const Hosts& hosts, c
     for (const int other : grid.ranks_along(along, rank))
       if (host_of(hosts, other) != host_of(hosts, rank)) return std::pair(rank, other);
   return std::nullopt;
-}
-
-// Ascending, runs of neighbours as "0-3".
-std::string ranges(const std::vector<int>& ranks) {
-  std::vector<std::string> parts;
-  for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    parts.push_back(end - i == 1 ? std::to_string(ranks[i]) : fmt::format("{}-{}", ranks[i], ranks[end - 1]));
-    i = end;
-  }
-  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(parts, ", "));
 }
 
 void check(const Grid& grid, const Hosts& hosts) {
@@ -100,7 +89,8 @@ std::string hosts_text(const Grid& grid, const Hosts& hosts) {
     std::vector<int> ranks;
     for (int rank = 0; rank < grid.ranks(); ++rank)
       if (host_of(hosts, rank) == host) ranks.push_back(rank);
-    who.push_back(fmt::format("{}: {}", hosts.names[static_cast<std::size_t>(host)], ranges(ranks)));
+    who.push_back(fmt::format("{}: rank{} {}", hosts.names[static_cast<std::size_t>(host)],
+                              ranks.size() == 1 ? "" : "s", fmt::join(number_ranges(ranks), ", ")));
   }
   const auto across = axes_across(grid, hosts);
   std::vector<std::string> within;

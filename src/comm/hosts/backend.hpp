@@ -64,7 +64,7 @@ class HostsBackend final : public c10d::Backend {
 
  private:
   // What stages keep beyond the life of the backend.
-  struct Links {
+  struct Links : std::enable_shared_from_this<Links> {
     Parts parts;
     std::shared_ptr<HostsOfGroup> hosts;
     std::vector<std::vector<int>> members;  // ranks of each host
@@ -78,6 +78,12 @@ class HostsBackend final : public c10d::Backend {
     bool sends() const { return place < lanes; }
     // How `numel` elements are cut over the ranks of this host: over its lanes.
     Splits cut(std::int64_t numel) const;
+    // What each rank has, by hosts and in the order of their ranks.
+    Lists by_host(const Tensors& of_ranks) const;
+    // Stages of sums. Within this host pieces[i], by rank of the host, into sums[i]; between hosts this
+    // lane's sums, by host, into `own`, which may be that of this host.
+    hosts::Stage sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const;
+    hosts::Stage sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const;
     // Sends to_hosts[h] to this lane's rank on each other host h and receives from_hosts[h] from it.
     std::vector<hosts::Part> exchange(const Tensors& to_hosts, const Tensors& from_hosts, int tag) const;
   };

@@ -39,7 +39,47 @@ Tensors cut_up(const at::Tensor& flat, const std::vector<std::int64_t>& pieces) 
   return flat.split_with_sizes(pieces);
 }
 
+// What the last stage ends with in addition.
+void end_with(std::vector<Stage>& stages, std::function<void()> more) {
+  if (stages.empty()) stages.push_back({kGatherWithin, [] { return std::vector<Part>{}; }});
+  stages.back().end = [before = stages.back().end, more = std::move(more)] { before(), more(); };
+}
+
 }  // namespace
+
+HostsBackend::Lists HostsBackend::Links::by_host(const Tensors& of_ranks) const {
+  Lists of_hosts;
+  for (const std::vector<int>& ranks : members) {
+    of_hosts.emplace_back();
+    for (const int rank : ranks) of_hosts.back().push_back(of_ranks[static_cast<std::size_t>(rank)]);
+  }
+  return of_hosts;
+}
+
+Stage HostsBackend::Links::sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const {
+  return {kReduceWithin, [within = parts.reducing, pieces = std::move(pieces), sums = std::move(sums), op] {
+            std::vector<Works> works;
+            for (std::size_t i = 0; i < pieces.size(); ++i) {
+              Lists inputs{pieces[i]};
+              Tensors result{sums[i]};
+              c10d::ReduceScatterOptions asked;
+              asked.reduceOp = op;
+              works.push_back(within->reduce_scatter(result, inputs, asked));
+            }
+            return of(std::move(works));
+          }};
+}
+
+Stage HostsBackend::Links::sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const {
+  Tensors received(sums.size());
+  for (at::Tensor& one : received) one = at::empty_like(own);
+  received[static_cast<std::size_t>(host)] = sums[static_cast<std::size_t>(host)];
+  return {kExchange,
+          [links = shared_from_this(), sums = std::move(sums), received] {
+            return links->exchange(sums, received, tag_of(kExchange));
+          },
+          [reduction, received, own] { combine(reduction, received, own); }};
+}
 
 // Each lane sums its piece of this host's tensors, then a part of that of all hosts'; and back.
 HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -57,21 +97,9 @@ HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::Allred
   const at::Tensor own = parts[host];
 
   std::vector<Stage> stages;
-  if (links->here() > 1)
-    stages.push_back({kReduceWithin, [links, pieces, piece, op = options.reduceOp] {
-                        Lists inputs{pieces};
-                        Tensors output{piece};
-                        c10d::ReduceScatterOptions asked;
-                        asked.reduceOp = op;
-                        return of({links->parts.reducing->reduce_scatter(output, inputs, asked)});
-                      }});
+  if (links->here() > 1) stages.push_back(links->sum_within({pieces}, {piece}, options.reduceOp));
   if (links->sends()) {
-    Tensors received(parts.size());
-    for (at::Tensor& one : received) one = at::empty_like(own);
-    received[host] = own;
-    stages.push_back(
-        {kExchange, [links, parts, received] { return links->exchange(parts, received, tag_of(kExchange)); },
-         [reduction, received, own] { combine(reduction, received, own); }});
+    stages.push_back(links->sum_between(parts, own, reduction));
     stages.push_back({kReturn, [links, parts, own] {
                         return links->exchange(Tensors(parts.size(), own), parts, tag_of(kReturn));
                       }});
@@ -82,13 +110,7 @@ HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::Allred
                         Tensors input{piece};
                         return of({links->parts.gathering->allgather(outputs, input)});
                       }});
-  if (!flat.is_alias_of(tensor)) {
-    if (stages.empty()) stages.push_back({kGatherWithin, [] { return std::vector<Part>{}; }});
-    stages.back().end = [tensor, flat, before = stages.back().end] {
-      before();
-      tensor.view(-1).copy_(flat);
-    };
-  }
+  if (!flat.is_alias_of(tensor)) end_with(stages, [tensor, flat] { tensor.view(-1).copy_(flat); });
   return staged(where("all_reduce"), std::move(stages), options.timeout);
 }
 
@@ -108,17 +130,12 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
   const auto reduction = this->reduction("reduce_scatter", flat, options.reduceOp);
   const Tensors slices = flat.split(part);
 
-  Lists pieces;  // of each host: of its parts, by rank of this host
-  for (const std::vector<int>& ranks : links->members) {
-    Tensors of_host;
-    for (const int rank : ranks) of_host.push_back(slices[static_cast<std::size_t>(rank)]);
-    if (links->even) {
-      pieces.push_back(std::move(of_host));
-    } else {
+  Lists pieces = links->by_host(slices);  // of each host: of its parts, by rank of this host
+  for (Tensors& of_host : pieces)
+    if (!links->even) {
       const at::Tensor whole = of_host.size() == 1 ? of_host[0] : at::cat(of_host);
-      pieces.push_back(cut_up(whole, links->cut(whole.numel())));
+      of_host = cut_up(whole, links->cut(whole.numel()));
     }
-  }
   Tensors sums;  // of this host's ranks, for each host
   for (const Tensors& of_host : pieces)
     sums.push_back(links->here() > 1 ? at::empty_like(of_host[place]) : of_host[place]);
@@ -127,26 +144,8 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
   const at::Tensor own = direct ? output.view(-1) : at::empty_like(sums[host]);
 
   std::vector<Stage> stages;
-  if (links->here() > 1)
-    stages.push_back({kReduceWithin, [links, pieces, sums, op = options.reduceOp] {
-                        std::vector<Works> works;
-                        for (std::size_t i = 0; i < pieces.size(); ++i) {
-                          Lists inputs{pieces[i]};
-                          Tensors result{sums[i]};
-                          c10d::ReduceScatterOptions asked;
-                          asked.reduceOp = op;
-                          works.push_back(links->parts.reducing->reduce_scatter(result, inputs, asked));
-                        }
-                        return of(std::move(works));
-                      }});
-  if (links->sends()) {
-    Tensors received(sums.size());
-    for (at::Tensor& one : received) one = at::empty_like(own);
-    received[host] = sums[host];
-    stages.push_back({kExchange,
-                      [links, sums, received] { return links->exchange(sums, received, tag_of(kExchange)); },
-                      [reduction, received, own] { combine(reduction, received, own); }});
-  }
+  if (links->here() > 1) stages.push_back(links->sum_within(pieces, sums, options.reduceOp));
+  if (links->sends()) stages.push_back(links->sum_between(sums, own, reduction));
   if (gathers) {
     const at::Tensor whole = at::empty({part * links->here()}, flat.options());
     stages.push_back({kGatherWithin,
@@ -159,10 +158,7 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
                         output.view(-1).copy_(whole.narrow(0, static_cast<std::int64_t>(place) * part, part));
                       }});
   } else if (!direct) {
-    stages.back().end = [output, own, before = stages.back().end] {
-      before();
-      output.view(-1).copy_(own);
-    };
+    end_with(stages, [output, own] { output.view(-1).copy_(own); });
   }
   return staged(where("reduce_scatter"), std::move(stages), options.timeout);
 }
@@ -179,20 +175,14 @@ HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor
   const std::int64_t part = input.numel();
   const Tensors slices = output.view(-1).split(part);
 
-  Lists parts, pieces;  // of each host: its ranks' parts; the same, by rank of this host
-  Tensors wholes;       // of each host, where its parts are cut anew
-  for (const std::vector<int>& ranks : links->members) {
-    Tensors of_host;
-    for (const int rank : ranks) of_host.push_back(slices[static_cast<std::size_t>(rank)]);
+  const Lists parts = links->by_host(slices);  // of each host: its ranks' parts
+  Lists pieces = parts;                        // the same, by rank of this host
+  Tensors wholes;                              // of each host, where its parts are cut anew
+  for (Tensors& of_host : pieces)
     if (!links->even) {
-      const at::Tensor whole = at::empty({part * static_cast<std::int64_t>(ranks.size())}, output.options());
-      pieces.push_back(cut_up(whole, links->cut(whole.numel())));
-      wholes.push_back(whole);
-    } else {
-      pieces.push_back(of_host);
+      wholes.push_back(at::empty({part * static_cast<std::int64_t>(of_host.size())}, output.options()));
+      of_host = cut_up(wholes.back(), links->cut(wholes.back().numel()));
     }
-    parts.push_back(std::move(of_host));
-  }
   const at::Tensor mine = input.view(-1);
   slices[static_cast<std::size_t>(rank_)].copy_(mine);
 

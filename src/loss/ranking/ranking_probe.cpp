@@ -8,7 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "isograd/ranking.hpp"
+#include "loss/ranking/named_options.hpp"
 
 namespace isograd {
 namespace {
@@ -37,49 +37,21 @@ Json json_of(const at::Tensor& tensor) {
   return std::vector<double>(flat.data_ptr<double>(), flat.data_ptr<double>() + flat.numel());
 }
 
-template <typename Enum>
-void choose(const Json& options, const char* key, const std::vector<std::string>& names, Enum& value) {
-  if (!options.contains(key)) return;
-  const auto found = std::find(names.begin(), names.end(), options[key].get<std::string>());
-  value = static_cast<Enum>(found - names.begin());
-}
-
 template <typename Value>
 void take(const Json& options, const char* key, Value& value) {
   if (options.contains(key)) options[key].get_to(value);
 }
 
-const std::vector<std::string> kReductions = {"mean", "sum", "none", "mean_positive"};
-const std::vector<std::string> kModes = {"linear", "lower", "higher", "nearest", "midpoint"};
-
-template <typename Options>
-Options base_options(const Json& options) {
-  Options made;
-  take(options, "num_classes", made.num_classes);
-  take(options, "queue_size", made.queue_size);
-  take(options, "temperature", made.temperature);
-  choose(options, "reduction", kReductions, made.reduction);
-  return made;
+void take_reduction(const Json& options, LossReduction& reduction) {
+  const auto taken = [&](const char* option, std::string& value) { take(options, option, value); };
+  take_named(taken, "reduction", {"mean", "sum", "none", "mean_positive"}, reduction);
 }
 
 std::shared_ptr<RankingLoss> ranking_loss(const std::string& name, const Json& options) {
-  if (name == "SmoothAPLoss") return std::make_shared<SmoothAPLoss>(base_options<RankingOptions>(options));
-  if (name == "RecallAtQuantileLoss") {
-    auto made = base_options<RecallOptions>(options);
-    take(options, "quantile", made.quantile);
-    choose(options, "quantile_interpolation", kModes, made.interpolation);
-    return std::make_shared<RecallAtQuantileLoss>(made);
-  }
-  auto made = base_options<PAUCOptions>(options);
-  take(options, "alpha", made.alpha);
-  take(options, "beta", made.beta);
-  take(options, "n_knots", made.n_knots);
-  choose(options, "surrogate", {"trapezoid", "pairwise"}, made.surrogate);
-  choose(options, "tau_scale", {"iqr", "band"}, made.tau_scale);
-  choose(options, "pos_numerator", {"pool", "live"}, made.pos_numerator);
-  choose(options, "budget_basis", {"fpr", "population"}, made.budget_basis);
-  choose(options, "quantile_interpolation", kModes, made.interpolation);
-  return std::make_shared<PAUCAtBudgetLoss>(made);
+  const auto taken = [&](const std::string& option, auto& value) {
+    take(options, option == "interpolation" ? "quantile_interpolation" : option.c_str(), value);
+  };
+  return ranking_loss_by_name(name, taken, Group::solo());
 }
 
 using Forward = std::function<at::Tensor(const at::Tensor&, const Json&, Json&)>;
@@ -92,7 +64,7 @@ Forward focal_loss(const std::string& name, const Json& options, at::ScalarType 
     SigmoidFocalOptions made;
     take(options, "alpha", made.alpha);
     take(options, "gamma", made.gamma);
-    choose(options, "reduction", kReductions, made.reduction);
+    take_reduction(options, made.reduction);
     const auto loss = std::make_shared<SigmoidFocalLoss>(made);
     return [=](const at::Tensor& scores, const Json& step, Json&) {
       return loss->forward(scores, tensor_of(step["targets"], type), weight(step));
@@ -103,7 +75,7 @@ Forward focal_loss(const std::string& name, const Json& options, at::ScalarType 
   take(options, "gamma", made.gamma);
   take(options, "label_smoothing", made.label_smoothing);
   take(options, "background_class", made.background_class);
-  choose(options, "reduction", kReductions, made.reduction);
+  take_reduction(options, made.reduction);
   const auto loss = std::make_shared<SoftmaxFocalLoss>(made);
   return [=](const at::Tensor& scores, const Json& step, Json&) {
     return loss->forward(scores, tensor_of(step["targets"], at::kLong), weight(step));
