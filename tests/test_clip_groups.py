@@ -3,19 +3,14 @@ import json
 
 import pytest
 from test_cli import isograd
-from test_hosts import CONFIG, steps
+from test_hosts import steps, written
 
 GROUPS = 'train.clip_groups=["*.mlp.*: 0.02", "*norm.weight: 0.002"]'
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "text").mkdir()
-    for i in range(16):
-        (tmp_path / f"text/{i:02}.txt").write_text(f"document {i} counts " + " ".join(map(str, range(10 * i))))
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
-    return path
+    return written(tmp_path)
 
 
 def train(config, directory, *arguments):

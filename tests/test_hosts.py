@@ -39,16 +39,21 @@ at_end = false
 """
 
 
+def written(folder):
+    """CONFIG in a file of the folder, with a text beside it."""
+    (folder / "text").mkdir()
+    for i in range(16):
+        (folder / f"text/{i:02}.txt").write_text(f"document {i} counts " + " ".join(map(str, range(10 * i))))
+    path = folder / "run.toml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
 @pytest.fixture
 def config(tmp_path):
     if "mpi" not in built_backends():
         pytest.skip("needs an MPI (libopenmpi-dev and openmpi-bin), which this build was configured without")
-    (tmp_path / "text").mkdir()
-    for i in range(16):
-        (tmp_path / f"text/{i:02}.txt").write_text(f"document {i} counts " + " ".join(map(str, range(10 * i))))
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
-    return path
+    return written(tmp_path)
 
 
 def on(hosts, verb, config, *arguments, sets=(), backend="shm+mpi"):

@@ -29,18 +29,6 @@ Grid grid_of(const Placed& placed) {
                {"tp", placed.tp}});
 }
 
-VerifyModel in_units(const Small& small, at::ScalarType dtype) {
-  VerifyModel made = verify_test::model_of(small, dtype);
-  auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
-  made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.units = model_units(*model, RunConfig{});
-  made.loss_terms = inside(made.units->root, [model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets, {})}};
-  });
-  return made;
-}
-
 // A strategy of each kind, each with groups of its own.
 Verdict verify_over(const Placed& placed, const HostGroups& groups) {
   const Small small{.packs_per_micro_batch = 2};
@@ -49,7 +37,7 @@ Verdict verify_over(const Placed& placed, const HostGroups& groups) {
     problem.local =
         loader_of(small, problem.mesh->place(problem.mesh->data()), problem.mesh->size(problem.mesh->data()))
             ->next();
-    problem.make_model = [small](at::ScalarType type) { return in_units(small, type); };
+    problem.make_model = [small](at::ScalarType type) { return verify_test::model_in_units(small, type); };
     problem.updates = 2;
     problem.experiments = false;
     problem.layouts.clear();

@@ -45,19 +45,6 @@ std::vector<Case> cases() {
   return all;
 }
 
-// A model whose blocks ZeRO-3 can take; to all others it is the plain one.
-VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
-  VerifyModel made = verify_test::model_of(small, dtype);
-  auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
-  made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.units = model_units(*model, RunConfig{});
-  made.loss_terms = inside(made.units->root, [model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets, {})}};
-  });
-  return made;
-}
-
 using MakeMesh = std::function<Mesh(const World& world, int replicas)>;
 
 Mesh with_replicas(const World& world, int replicas) {
@@ -68,7 +55,7 @@ Mesh with_replicas(const World& world, int replicas) {
 void take_every_layout(VerifyProblem& problem, World& world, const Small& small,
                        const MakeMesh& mesh = with_replicas) {
   problem.layouts.clear();
-  problem.make_model = [&small](at::ScalarType type) { return model_in_units(small, type); };
+  problem.make_model = [&small](at::ScalarType type) { return verify_test::model_in_units(small, type); };
   for (int replicas : {1, 2})
     if (world.size % replicas == 0)
       problem.layouts.push_back({fmt::format("zero3, {} replicas", replicas), nullptr,
