@@ -235,7 +235,9 @@ int main_of(int argc, char** argv) {
   if (device == "cuda") place = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank % gpus));
   try {
     if (planted == "left-behind") at::ones({2, 2}, place).mm(at::ones({2, 2}));
-    return run(world, place);
+    const int status = run(world, place);
+    if (options.backend == "nccl") world.group.barrier();  // nobody ends while others read from it
+    return status;
   } catch (const std::exception& error) {
     world.group.poison(error.what());
     std::fprintf(stderr, "rank %d: %s\n", world.rank, error.what());

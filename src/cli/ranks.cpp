@@ -65,7 +65,10 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
                        .expected = "the same number, or no --ranks where a launcher has started the ranks",
                        .action = "Leave --ranks out"});
   check(config, world.size);
-  return body(world);
+  const int status = body(world);
+  // NCCL takes a rank down that still reads from one whose process has ended.
+  if (backend == "nccl") world.group.barrier();
+  return status;
 }
 
 }  // namespace isograd

@@ -6,7 +6,9 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "comm/group_impl.hpp"
 #include "comm/shm/backend.hpp"
+#include "comm/wrappers_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -170,6 +172,49 @@ TEST(Group, WrapsAnyBackend) {
     }
     group.poison("it has no abort either");
   });
+}
+
+// As NCCL is at the first message between two ranks: both ends wait in the call itself.
+class WaitsForItsReceiver final : public testing::PassingOn {
+ public:
+  using PassingOn::PassingOn;
+  Works send(Tensors&, int, int) override {
+    throw std::runtime_error("its messages cross and wait for ever");
+  }
+  Works recv(Tensors&, int, int) override {
+    throw std::runtime_error("its messages cross and wait for ever");
+  }
+};
+
+TEST(Group, MessagesTakeAnotherWayThanABackendWhoseSendsWait) {
+  for (const int ranks : {2, 3})
+    testing::run_over_shm(ranks, [](const c10::intrusive_ptr<ShmBackend>& shm) {
+      const auto messages = c10::make_intrusive<testing::MessagesOnly>(shm);
+      Group group = Group::Impl::make_group(c10::make_intrusive<WaitsForItsReceiver>(shm), messages, "mixed",
+                                            60s, {});  // its self-test sends in a ring
+      const int right = (group.rank() + 1) % group.size(),
+                left = (group.rank() + group.size() - 1) % group.size();
+      at::Tensor first = at::empty({3}), second = at::empty({2});
+      Pending late = group.recv_async(second, left, 7);
+      Pending early = group.recv_async(first, left, 5);
+      group.send(at::full({3}, 10.0f + static_cast<float>(group.rank())), right, 5);
+      group.send(at::full({2}, 20.0f + static_cast<float>(group.rank())), right, 7);
+      late.wait();
+      early.wait();
+      EXPECT_EQ(first[2].item<float>(), 10.0f + static_cast<float>(left));
+      EXPECT_EQ(second[0].item<float>(), 20.0f + static_cast<float>(left));
+      const auto operations = group.traffic().operations;
+      EXPECT_EQ(operations.at("send").calls, messages->messages);
+      EXPECT_EQ(operations.at("send").bytes, messages->bytes);
+      EXPECT_GT(operations.at("all_reduce").calls, 0);
+    });
+  // Planted: messages left to such a backend.
+  EXPECT_THROW(testing::run_over_shm(2,
+                                     [](const c10::intrusive_ptr<ShmBackend>& shm) {
+                                       Group group(c10::make_intrusive<WaitsForItsReceiver>(shm), "alone",
+                                                   5s);
+                                     }),
+               PeerError);
 }
 
 }  // namespace

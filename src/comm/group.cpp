@@ -85,24 +85,37 @@ Group Group::solo() {
   return Group(std::move(impl));
 }
 
-Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::chrono::milliseconds timeout,
-             GroupOptions options)
-    : impl_(std::make_shared<Impl>()) {
+std::shared_ptr<Group::Impl> Group::Impl::wrap(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
+                                               std::chrono::milliseconds timeout) {
   if (!backend) {
     throw ConfigError({.where = fmt::format("group '{}'", name),
                        .found = "no backend",
                        .expected = "a c10d backend",
                        .action = "Give one, or use Group::solo()"});
   }
-  impl_->device = nccl::device_of(*backend).value_or(at::kCPU);
-  impl_->rank = backend->getRank();
-  impl_->size = backend->getSize();
-  impl_->backend = std::move(backend);
-  impl_->shm = dynamic_cast<ShmBackend*>(impl_->backend.get());
-  impl_->over_hosts = dynamic_cast<HostsBackend*>(impl_->backend.get());
-  impl_->name = std::move(name);
-  impl_->timeout = timeout;
-  if (options.self_test) self_test(*this, impl_->device);
+  auto impl = std::make_shared<Impl>();
+  impl->device = nccl::device_of(*backend).value_or(at::kCPU);
+  impl->rank = backend->getRank();
+  impl->size = backend->getSize();
+  impl->backend = std::move(backend);
+  impl->shm = dynamic_cast<ShmBackend*>(impl->backend.get());
+  impl->over_hosts = dynamic_cast<HostsBackend*>(impl->backend.get());
+  impl->name = std::move(name);
+  impl->timeout = timeout;
+  return impl;
+}
+
+Group::Group(c10::intrusive_ptr<c10d::Backend> backend, std::string name, std::chrono::milliseconds timeout,
+             GroupOptions options)
+    : Group(Impl::make_group(std::move(backend), nullptr, name, timeout, options)) {}
+
+Group Group::Impl::make_group(c10::intrusive_ptr<c10d::Backend> backend,
+                              c10::intrusive_ptr<c10d::Backend> messages, const std::string& name,
+                              std::chrono::milliseconds timeout, GroupOptions options) {
+  Group group(wrap(std::move(backend), name, timeout));
+  if (messages) group.impl_->messenger = wrap(std::move(messages), name, timeout);
+  if (options.self_test) self_test(group, group.impl_->device);
+  return group;
 }
 
 int Group::rank() const {
@@ -145,11 +158,17 @@ bool Group::has_host_memory() const {
 }
 
 Traffic Group::traffic() const {
-  return impl_->traffic.read();
+  Traffic traffic = impl_->traffic.read();
+  if (!impl_->messenger) return traffic;
+  Traffic messages = impl_->messenger->traffic.read();
+  traffic.waited_seconds += messages.waited_seconds;
+  traffic.operations.merge(messages.operations);  // barriers are the backend's
+  return traffic;
 }
 
 void Group::poison(const std::string& reason) noexcept {
   if (!impl_->backend) return;
+  if (impl_->messenger) Group(impl_->messenger).poison(reason);
   if (impl_->shm) return impl_->shm->poison(reason);
   if (impl_->over_hosts) return impl_->over_hosts->give_up(reason);
   try {

@@ -94,6 +94,10 @@ struct Group::Impl {
   ShmBackend* shm = nullptr;                  // the same, where it is ours
   HostsBackend* over_hosts = nullptr;         // the same, where it sums within hosts and between them
   std::shared_ptr<HostsOfGroup> hosts{};      // null: of a world that does not know them
+  // Sends and receives in the backend's stead. NCCL's sends wait for their receiver, at first use on the host
+  // already, where no timeout sees it: ranks whose messages cross would wait for ever. Null: the backend
+  // does.
+  std::shared_ptr<Impl> messenger{};
   // Whose memory the backend moves: a tensor elsewhere travels by way of a twin there.
   at::Device device = at::kCPU;
   std::string name;
@@ -101,6 +105,16 @@ struct Group::Impl {
   int rank = 0;
   int size = 1;
   mutable TrafficCounter traffic;
+
+  static std::shared_ptr<Impl> wrap(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
+                                    std::chrono::milliseconds timeout);
+  // `messages` carries what is sent and received, if given (messenger).
+  static Group make_group(c10::intrusive_ptr<c10d::Backend> backend,
+                          c10::intrusive_ptr<c10d::Backend> messages, const std::string& name,
+                          std::chrono::milliseconds timeout, GroupOptions options);
+  static const std::shared_ptr<Impl>& messenger_of(const std::shared_ptr<Impl>& impl) {
+    return impl->messenger ? impl->messenger : impl;
+  }
 
   // `turns` times (N - 1)/N of the whole buffer; the next rank of the ring may be on another host. What sums
   // within hosts counts itself what it sends between them.

@@ -37,30 +37,35 @@ Started Group::Impl::barrier(const Call& call) const {
 
 void Group::send(const at::Tensor& tensor, int to, int tag, Site site) {
   const Call call{"send", site, to};
-  Started started = impl_->send(call, tensor, to, tag);
-  impl_->complete(call, started);
+  const auto& impl = Impl::messenger_of(impl_);
+  Started started = impl->send(call, tensor, to, tag);
+  impl->complete(call, started);
 }
 
 Pending Group::send_async(at::Tensor tensor, int to, int tag, Site site) {
   const Call call{"send", site, to};
-  return Impl::pend(impl_, call, impl_->send(call, std::move(tensor), to, tag));
+  const auto& impl = Impl::messenger_of(impl_);
+  return Impl::pend(impl, call, impl->send(call, std::move(tensor), to, tag));
 }
 
 void Group::recv(at::Tensor tensor, int from, int tag, Site site) {
   const Call call{"recv", site, from};
-  Started started = impl_->recv(call, std::move(tensor), from, tag);
-  impl_->complete(call, started);
+  const auto& impl = Impl::messenger_of(impl_);
+  Started started = impl->recv(call, std::move(tensor), from, tag);
+  impl->complete(call, started);
 }
 
 Pending Group::recv_async(at::Tensor tensor, int from, int tag, Site site) {
   const Call call{"recv", site, from};
-  return Impl::pend(impl_, call, impl_->recv(call, std::move(tensor), from, tag));
+  const auto& impl = Impl::messenger_of(impl_);
+  return Impl::pend(impl, call, impl->recv(call, std::move(tensor), from, tag));
 }
 
 void Group::barrier(Site site) {
   const Call call{"barrier", site};
   Started started = impl_->barrier(call);
   impl_->complete(call, started);
+  if (impl_->messenger) Group(impl_->messenger).barrier(site);  // on the host, too
 }
 
 }  // namespace isograd

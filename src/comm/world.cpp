@@ -158,9 +158,10 @@ struct WorldMaker {
       if (prefix.empty()) return membership.store;
       return c10::make_intrusive<c10d::PrefixStore>(prefix, membership.store);
     };
-    c10::intrusive_ptr<c10d::Backend> backend;
+    c10::intrusive_ptr<c10d::Backend> backend, messages;
     if (membership.backend == "nccl") {
       backend = nccl::make(store(""), place, size, name, timeout);
+      messages = c10::make_intrusive<ShmBackend>(store(" messages"), place, size, name, timeout);
     } else if (membership.backend == "shm" || (membership.backend == "shm+mpi" && one_host)) {
       backend = c10::make_intrusive<ShmBackend>(store(""), place, size, name, timeout);
     } else {
@@ -182,7 +183,7 @@ struct WorldMaker {
       backend = c10::make_intrusive<HostsBackend>(std::move(parts), hosts, membership.hosts.hosts.names, name,
                                                   timeout);
     }
-    Group group(std::move(backend), name, timeout, options);
+    Group group = Group::Impl::make_group(std::move(backend), std::move(messages), name, timeout, options);
     hosts->restart();
     Group::Impl::of(group)->hosts = std::move(hosts);
     return group;

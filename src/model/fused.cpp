@@ -244,14 +244,16 @@ const differentiable::Separable<Linears, LinearOnto> kLinearsAreSeparable;
 
 }  // namespace
 
+// On other devices LibTorch's own, which is one kernel on CUDA.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  if (!x.is_cpu()) return at::rms_norm(x, {weight.numel()}, weight, epsilon);
   if (!has_rows(x)) return naive_twin::rms_norm(x, weight, epsilon);
   return RmsNorm::apply(x.contiguous(), weight, epsilon);
 }
 
 std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, const at::Tensor& weight,
                                                         double epsilon) {
-  if (!has_rows(x)) return {naive_twin::rms_norm(x, weight, epsilon), x};
+  if (!has_rows(x)) return {rms_norm(x, weight, epsilon), x};
   const auto both = RmsNormAndResidual::apply(x.contiguous(), weight, epsilon);
   return {both[0], both[1]};
 }

@@ -57,7 +57,11 @@ namespace by_libtorch {
 
 double squared_norm(const at::Tensor& flat, Range range) {
   const at::NoGradGuard no_grad;
-  return flat.narrow(0, range.begin, range.size()).to(at::kDouble).square().sum().item<double>();
+  // The norm is one pass, which squares and adds in fp64; its own square is right to an fp64 rounding or two.
+  const double norm = at::linalg_vector_norm(flat.narrow(0, range.begin, range.size()), 2, std::nullopt,
+                                             /*keepdim=*/false, at::kDouble)
+                          .item<double>();
+  return norm * norm;
 }
 
 double max_abs(const at::Tensor& flat, Range range) {

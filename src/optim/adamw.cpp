@@ -47,12 +47,21 @@ class AdamW final : public Optimizer {
       };
     };
     const kernels::AdamW common = after(updates_);
-    for (std::size_t i = 0; i < buckets.size(); ++i)
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+      const auto scalars_of = [&](std::int64_t missed, bool decays) {
+        kernels::AdamW scalars = missed == 0 ? common : after(updates_ - missed);
+        if (decays) scalars.keep = 1 - options_.learning_rate * options_.weight_decay;
+        return scalars;
+      };
+      if (!buckets[i].master.is_cpu()) {
+        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
+          by_libtorch::adamw(scalars_of(run.missed, true), buckets[i], first_[i], second_[i], run);
+        continue;
+      }
       for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
-        kernels::AdamW scalars = run.missed == 0 ? common : after(updates_ - run.missed);
-        if (run.decays) scalars.keep = 1 - options_.learning_rate * options_.weight_decay;
-        update_run(buckets[i], first_[i], second_[i], scalars, run.range);
+        update_run(buckets[i], first_[i], second_[i], scalars_of(run.missed, run.decays), run.range);
       });
+    }
     tally_.count_update(buckets);
   }
 
@@ -79,7 +88,6 @@ class AdamW final : public Optimizer {
   static void update_run(Bucket& bucket, at::Tensor& first, at::Tensor& second, const kernels::AdamW& scalars,
                          Range range) {
     const auto at = range.begin;
-    if (!bucket.master.is_cpu()) return by_libtorch::adamw(scalars, bucket, first, second, range);
     if (bucket.master.scalar_type() == at::kDouble)
       return kernels::adamw(scalars, bucket.gradients.const_data_ptr<double>() + at,
                             bucket.master.mutable_data_ptr<double>() + at,

@@ -4,13 +4,15 @@
 
 #include "isograd/parameters.hpp"
 #include "kernels/flat.hpp"
+#include "optim/runs.hpp"
 
 namespace isograd::by_libtorch {
 
-// Of the bucket's held elements `range`. The same expressions in the type of the master, each operator
-// rounding once.
-void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second, Range range);
+// Of a run's elements; scalars.keep and scalars.weight_decay are for those that decay. The same expressions
+// in the type of the master, each operator rounding once.
+void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
+           const LongRun& run);
 // `velocity` is null exactly when momentum is 0.
-void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, Range range);
+void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, const LongRun& run);
 
 }  // namespace isograd::by_libtorch

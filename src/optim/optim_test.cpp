@@ -154,15 +154,10 @@ TEST(ByLibTorch, EqualsTheFusedPasses) {
       moving->update(fused.buckets, 0.5);
       for (std::size_t i = 0; i < plain.buckets.size(); ++i) {
         Bucket& bucket = plain.buckets[i];
-        for (const auto& run : runs_of(bucket)) {
-          scalars.keep = run.decays ? 1 - 0.02 * 0.5 : 1;
-          by_libtorch::adamw(scalars, bucket, m2[i], v2[i], run.range);
-        }
-        for (const auto& run : runs_of(bucket)) {
-          kernels::Sgd of_run = sgd_scalars;
-          of_run.weight_decay = run.decays ? 0.1 : 0;
-          by_libtorch::sgd(of_run, bucket, &b2[i], run.range);
-        }
+        scalars.keep = 1 - 0.02 * 0.5;
+        for (const LongRun& run : long_runs_of(bucket))
+          by_libtorch::adamw(scalars, bucket, m2[i], v2[i], run);
+        for (const LongRun& run : long_runs_of(bucket)) by_libtorch::sgd(sgd_scalars, bucket, &b2[i], run);
       }
     }
     EXPECT_EQ(plain.padding(), 0);

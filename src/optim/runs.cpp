@@ -67,14 +67,22 @@ std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements, const
 
 void for_each_run(const Bucket& bucket, const Optimizer::Missed& missed,
                   const std::function<void(const Run&)>& pass) {
-  if (!bucket.master.is_cpu()) {  // a device has threads of its own and wants long passes
-    for (const Run& run : runs_of(bucket, std::max<std::int64_t>(1, bucket.held.size()), missed)) pass(run);
-    return;
-  }
   const auto runs = runs_of(bucket, 1 << 16, missed);
   at::parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) pass(runs[i]);
   });
+}
+
+std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed& missed) {
+  std::vector<LongRun> joined;
+  for (const Run& run : runs_of(bucket, std::max<std::int64_t>(1, bucket.held.size()), missed)) {
+    const bool goes_on =
+        !joined.empty() && joined.back().range.end == run.range.begin && joined.back().missed == run.missed;
+    if (!goes_on) joined.push_back({.range = {run.range.begin, run.range.begin}, .missed = run.missed});
+    joined.back().range.end = run.range.end;
+    if (run.decays) joined.back().decaying.push_back(run.range);
+  }
+  return joined;
 }
 
 void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets) {

@@ -42,6 +42,15 @@ std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 <<
 void for_each_run(const Bucket& bucket, const Optimizer::Missed& missed,
                   const std::function<void(const Run&)>& pass);
 
+// Runs whose scalars differ in weight decay alone, joined: a device has threads of its own and takes few long
+// passes rather than many short ones.
+struct LongRun {
+  Range range;
+  std::vector<Range> decaying{};  // parts of it
+  std::int64_t missed = 0;
+};
+std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed& missed = {});
+
 // One zero tensor per bucket, in the type of the bucket's master; made when it is first seen.
 void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets);
 

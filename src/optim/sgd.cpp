@@ -26,14 +26,23 @@ class Sgd final : public Optimizer {
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     make_state(buckets);
     ++updates_;
-    for (std::size_t i = 0; i < buckets.size(); ++i)
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+      const kernels::Sgd scalars{.gradient_scale = gradient_scale,
+                                 .learning_rate = options_.learning_rate,
+                                 .momentum = options_.momentum,
+                                 .weight_decay = options_.weight_decay};
+      at::Tensor* velocity = options_.momentum > 0 ? &velocity_[i] : nullptr;
+      if (!buckets[i].master.is_cpu()) {
+        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
+          by_libtorch::sgd(scalars, buckets[i], velocity, run);
+        continue;
+      }
       for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
-        const kernels::Sgd scalars{.gradient_scale = gradient_scale,
-                                   .learning_rate = options_.learning_rate,
-                                   .momentum = options_.momentum,
-                                   .weight_decay = run.decays ? options_.weight_decay : 0};
-        update_run(buckets[i], options_.momentum > 0 ? &velocity_[i] : nullptr, scalars, run.range);
+        kernels::Sgd of_run = scalars;
+        if (!run.decays) of_run.weight_decay = 0;
+        update_run(buckets[i], velocity, of_run, run.range);
       });
+    }
     tally_.count_update(buckets);
   }
 
@@ -58,7 +67,6 @@ class Sgd final : public Optimizer {
 
   static void update_run(Bucket& bucket, at::Tensor* velocity, const kernels::Sgd& scalars, Range range) {
     const auto at = range.begin;
-    if (!bucket.master.is_cpu()) return by_libtorch::sgd(scalars, bucket, velocity, range);
     if (bucket.master.scalar_type() == at::kDouble)
       return kernels::sgd(scalars, bucket.gradients.const_data_ptr<double>() + at,
                           bucket.master.mutable_data_ptr<double>() + at,

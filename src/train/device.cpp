@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "comm/nccl/nccl.hpp"
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -44,6 +45,7 @@ FoundGpus find_gpus() {
   if (hooks.hasCUDA()) found.count = hooks.deviceCount();
   const auto built = backends();
   found.nccl = std::find(built.begin(), built.end(), "nccl") != built.end();
+  found.shared = nccl::ranks_share_gpus();
   return found;
 }
 
@@ -108,15 +110,11 @@ void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
     refuse("parallel.backend", "\"nccl\" in a build of isograd without it",
            "a build with the headers of CUDA and NCCL",
            "Build with -DISOGRAD_CUDA=ON (docs/gpu.md), or set parallel.backend = \"shm\"");
-  if (ranks > gpus.count)
+  if (ranks > gpus.count && !gpus.shared)
     refuse(fmt::format("--ranks {}", ranks), gpus.text(),
            "a GPU for each rank, as NCCL refuses two ranks on one",
            fmt::format("Start {} ranks, or set parallel.backend = \"shm\", which goes through host memory",
                        gpus.count));
-  if (config.parallel.cp_ring > 1)
-    refuse("parallel.cp_ring", fmt::format("{} over NCCL", config.parallel.cp_ring),
-           "1: the ring's messages cross, and NCCL's, which wait for their receiver, would wait for ever",
-           "Use parallel.cp_ulysses, or set parallel.backend = \"shm\", which goes through host memory");
 }
 
 at::Device device_of(const RunConfig& config, const World& world) {

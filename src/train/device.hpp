@@ -14,9 +14,10 @@ namespace isograd {
 
 // What this process has, by LibTorch's own account.
 struct FoundGpus {
-  bool built = false;  // LibTorch has CUDA
-  bool nccl = false;   // and this build of isograd has NCCL
-  int count = 0;       // GPUs that it can use
+  bool built = false;   // LibTorch has CUDA
+  bool nccl = false;    // and this build of isograd has NCCL
+  int count = 0;        // GPUs that it can use
+  bool shared = false;  // ranks may share one over NCCL (comm/nccl)
 
   std::string text() const;  // "LibTorch 2.13.0 without CUDA"
 };

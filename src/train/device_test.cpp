@@ -31,7 +31,7 @@ TEST(Device, NcclWithoutGpusIsAContradiction) {
 }
 
 const FoundGpus kNoCuda{}, kNoGpu{.built = true}, kTwo{.built = true, .nccl = true, .count = 2},
-    kWithoutNccl{.built = true, .count = 2};
+    kWithoutNccl{.built = true, .count = 2}, kShared{.built = true, .nccl = true, .count = 1, .shared = true};
 
 TEST(Device, AutoTakesWhatIsThere) {
   RunConfig config;
@@ -68,8 +68,7 @@ TEST(Device, WhatIsNotThereOrCannotBeIsNamed) {
   EXPECT_EQ(error(kTwo, 2), "accepted");
   EXPECT_THAT(error(kTwo, 3), AllOf(HasSubstr("--ranks 3"), HasSubstr("2 GPUs"), HasSubstr("Start 2 ranks")));
   EXPECT_THAT(error(kWithoutNccl, 2), AllOf(HasSubstr("\"nccl\""), HasSubstr("ISOGRAD_CUDA=ON")));
-  config.parallel.cp_ring = 2;
-  EXPECT_THAT(error(kTwo, 2), AllOf(HasSubstr("parallel.cp_ring"), HasSubstr("parallel.cp_ulysses")));
+  EXPECT_EQ(error(kShared, 3), "accepted");
   config.parallel.backend = "shm";
   for (const int ranks : {1, 2, 3, 8}) EXPECT_EQ(error(kWithoutNccl, ranks), "accepted");
   config.parallel.share_parameters = "on";

@@ -57,9 +57,12 @@ void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
     choices_[static_cast<std::int64_t>(rows[i])] +=
         at::bincount(outputs.chosen[i].flatten().cpu(), {}, shape_.count);
   if (z_weight_ == 0 || collecting_) return;
+  // On the device of the logits. Part of a graph on the CPU would have a backward thread of its own there,
+  // and which of the logits' gradients came first, and so the bits of their sum, would change from run to
+  // run.
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (const at::Tensor& logits : outputs.router_logits)
-    sum = sum + logits.to(at::kDouble).logsumexp(1).square().sum().cpu();
+    sum = sum + logits.to(at::kDouble).logsumexp(1).square().sum();
   terms.push_back({.name = kRouterZTerm,
                    .sum = sum / static_cast<double>(layers_.size()),  // the step divides by its tokens
                    .mean = Mean::kTokens,

@@ -19,12 +19,13 @@ std::optional<at::Device> device_of(const c10d::Backend& backend) {
 
 void take_device(int local_rank) {
   const int devices = c10::cuda::device_count();
-  if (local_rank >= devices)
+  const bool shares = devices > 0 && ranks_share_gpus();
+  if (local_rank >= devices && !shares)
     throw ConfigError({.where = "the backend 'nccl'",
                        .found = fmt::format("{} GPUs for rank {} of this host", devices, local_rank),
                        .expected = "a GPU for each rank, as NCCL refuses two ranks on one",
                        .action = "Start fewer ranks, or use --backend shm, which goes through host memory"});
-  c10::cuda::set_device(static_cast<c10::DeviceIndex>(local_rank));
+  c10::cuda::set_device(static_cast<c10::DeviceIndex>(shares ? local_rank % devices : local_rank));
 }
 
 c10::intrusive_ptr<c10d::Backend> make(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

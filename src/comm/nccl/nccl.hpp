@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,8 +16,15 @@ namespace isograd::nccl {
 bool built();
 // The GPU that a backend moves memory of, if it is NCCL's.
 std::optional<at::Device> device_of(const c10d::Backend& backend);
-// Rank `local_rank` of its host takes the GPU of that number. ConfigError in a build without CUDA, and where
-// the host has fewer GPUs than ranks: NCCL refuses two ranks on one.
+// NCCL refuses two ranks of one host on one GPU. NCCL_HOSTID, a variable of NCCL's own that names the host of
+// a rank, is set: NCCL believes it, and ranks of different names may share a GPU. For checks (./dev
+// gpu-check).
+inline bool ranks_share_gpus() {
+  const char* host = std::getenv("NCCL_HOSTID");
+  return host && *host;
+}
+// Rank `local_rank` of its host takes the GPU of that number, modulo their number where ranks share GPUs.
+// ConfigError in a build without CUDA, and where the host has fewer GPUs than ranks that do not share them.
 void take_device(int local_rank);
 
 // Collective over the ranks of `store`, each with the GPU that it took. c10d's watchdog ends a process whose
