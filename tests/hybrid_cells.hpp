@@ -58,7 +58,7 @@ inline const std::vector<covering::Factor>& factors() {
   return all;
 }
 
-inline constexpr int kRanks = 8;  // of the largest mesh
+inline constexpr int kRanks = 8;  // of the largest mesh of the covering arrays
 inline constexpr int kHeads = 8, kKeyHeads = 2, kExperts = 8;
 
 struct Cell {
@@ -126,12 +126,13 @@ inline bool ulysses_fits(int heads, int key_heads, int tp, int ulysses) {
   return own % ulysses == 0 && (keys % ulysses == 0 || ulysses % keys == 0);
 }
 
+inline bool too_large(const Known& k, int ranks) {
+  return std::lcm(k.data(), k.number(kEp)) * k.number(kPp) * k.number(kTp) > ranks;
+}
+
 inline const std::vector<Rule>& rules() {
   static const std::vector<Rule> all = {
-      {"more ranks than the sweep has",
-       [](const Known& k) {
-         return std::lcm(k.data(), k.number(kEp)) * k.number(kPp) * k.number(kTp) > kRanks;
-       }},
+      {"more ranks than the sweep has", [](const Known& k) { return too_large(k, kRanks); }},
       {"ep that does not divide the data ranks",
        [](const Known& k) {
          return k.said(kReplicate) && k.said(kShard) && k.said(kRing) && k.said(kUlysses) &&
@@ -224,11 +225,12 @@ inline const Rule* broken_rule(const covering::Row& row) {
 inline bool possible(const covering::Row& row) {
   return broken_rule(row) == nullptr;
 }
-// Whether it runs, though it may be the same as another.
-inline bool runs(const covering::Row& row) {
+// Whether it runs on so many ranks at most, though it may be the same as another.
+inline bool runs(const covering::Row& row, int ranks = kRanks) {
+  const Rule* const size = &rules().front();
   for (const Rule& rule : rules())
-    if (!rule.same && rule.broken({row})) return false;
-  return true;
+    if (&rule != size && !rule.same && rule.broken({row})) return false;
+  return !too_large({row}, ranks);
 }
 
 // `base` with what the cell says. `base` is of text, or for a cell of videos of videos.

@@ -4,6 +4,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -14,6 +15,7 @@
 #include "hybrid_cells.hpp"
 #include "hybrid_norm.hpp"
 #include "hybrid_oracle.hpp"
+#include "isograd/norm.hpp"
 #include "isograd/world.hpp"
 #include "planted.hpp"
 #include "train/task.hpp"
@@ -36,6 +38,7 @@ struct Measured {
   std::string worst{};               // whose
   double loss = 0, norm = 0;         // off those of one process, by their part
   double assembled = 0, staged = 0;  // the norm off that of the assembled gradient; the naive twin likewise
+  double parts = 0, largest = 0;     // of the norm of any parameter, and of the infinity norm
   bool repeats = true;               // the same step again has the same bits
   bool same_norm = true;             // to the bit, on all ranks
   // Of parameters that are summed: how many, and those of which all ranks had the same part before the sum.
@@ -44,6 +47,31 @@ struct Measured {
   std::map<std::string, double> errors{};  // by parameter
   double seconds = 0;
 };
+
+inline constexpr double kExact = 1e-10;  // E1
+inline constexpr double kNorm = 1e-12;   // of norms against the assembled gradient's
+
+// What is wrong with it; empty: nothing. `alike`: whether parts that are the same on all ranks count, which
+// they may be where ranks see few samples.
+inline std::string wrong_with(const Measured& measured, bool alike = true) {
+  std::string text;
+  const auto expect = [&](bool holds, const std::string& what) {
+    if (!holds) text += (text.empty() ? "" : "; ") + what;
+  };
+  expect(measured.gradient < kExact, fmt::format("{} is off by {:.1e}", measured.worst, measured.gradient));
+  expect(measured.loss < kExact, fmt::format("the loss is off by {:.1e}", measured.loss));
+  expect(measured.norm < kExact, fmt::format("the norm is off one process's by {:.1e}", measured.norm));
+  expect(measured.assembled < kNorm,
+         fmt::format("the norm is off the assembled gradient's by {:.1e}", measured.assembled));
+  expect(measured.staged < kNorm, fmt::format("the norm in stages is off by {:.1e}", measured.staged));
+  expect(measured.parts < kNorm, fmt::format("a parameter's norm is off by {:.1e}", measured.parts));
+  expect(measured.largest == 0, fmt::format("the infinity norm is off by {:.1e}", measured.largest));
+  expect(measured.same_norm, "ranks have other bits of the norm");
+  expect(measured.repeats, "the same step again has other bits");
+  expect(!alike || measured.alike.empty(),
+         fmt::format("summed, but the same on all ranks before: {}", fmt::join(measured.alike, ", ")));
+  return text;
+}
 
 // The layout under test, seen through: everything is passed on.
 struct Watched : planted::Wrapped {
@@ -182,6 +210,20 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
   measured.norm = off(made.figures.norm, std::sqrt(squares));
   const double assembled = assembled_norm(made.gradients);
   measured.assembled = off(made.figures.norm, assembled);
+  Group all = layout->mesh().all();
+  const auto place = [&](const Slot& slot) {
+    return static_cast<int>(std::ranges::find(made.names, slot.name) - made.names.begin());
+  };
+  const auto parts =
+      part_norms(layout->buckets(), place, static_cast<int>(made.names.size()), NormOrder::kTwo, all);
+  double largest = 0;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const double own = assembled_norm({made.gradients[i]});
+    measured.parts = std::max(measured.parts, std::abs(parts[i] - own) / assembled);
+    if (made.gradients[i].numel() > 0)
+      largest = std::max(largest, made.gradients[i].abs().max().item<double>());
+  }
+  measured.largest = off(infinity_norm(layout->buckets(), all), largest);
   std::map<std::string, at::Tensor> own;
   for (const auto& view : layout->views()) own[view.name] = view.gradient;
   const Mesh mesh = placed ? placed->mesh() : layout->mesh();
@@ -208,6 +250,7 @@ inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted
               all.loss = std::max(all.loss, own.loss), all.norm = std::max(all.norm, own.norm);
               all.assembled = std::max(all.assembled, own.assembled),
               all.staged = std::max(all.staged, own.staged);
+              all.parts = std::max(all.parts, own.parts), all.largest = std::max(all.largest, own.largest);
               all.same_norm = all.same_norm && own.same_norm, all.repeats = all.repeats && own.repeats;
               all.summed += own.summed;
               all.alike.insert(all.alike.end(), own.alike.begin(), own.alike.end());

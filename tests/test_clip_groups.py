@@ -1,4 +1,4 @@
-"""train.clip_groups: runs on ranks beside one process, what is logged, resumed, verified and refused."""
+"""train.clip_groups, train.part_norms: runs on ranks beside one process, what is logged, resumed, verified and refused."""
 import json
 
 import pytest
@@ -48,6 +48,23 @@ def test_verify_clips_each_group_by_its_own_norm(config, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     grades = json.loads((tmp_path / "v.json").read_text())["grades"]
     assert grades["E1"]["state"] == grades["E2"]["state"] == "pass"
+
+
+def test_norms_of_layers_are_those_of_one_process(config, tmp_path):
+    """On a mesh of three axes, where a layer's elements lie in one stage, on two tp ranks, in two shards."""
+    rows = {}
+    for name, mesh in (("one", []), ("mesh", ["--ranks", 8, "--set=parallel.pp=2", "--set=parallel.tp=2", "--set=parallel.strategy=zero1"])):
+        done = isograd("train", config, "--set=train.part_norms=layers", f"--set=run.directory={tmp_path}/{name}", *mesh)
+        assert done.returncode == 0, done.stderr
+        rows[name] = steps(tmp_path / name)
+    for one, mesh in zip(rows["one"], rows["mesh"], strict=True):
+        assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= set(one["norms"])
+        assert one["norms"] == pytest.approx(mesh["norms"], rel=1e-10)
+        assert sum(norm ** 2 for norm in mesh["norms"].values()) == pytest.approx(mesh["norm"] ** 2, rel=1e-12)
+    done = isograd("train", config, "--set=train.part_norms=layers", "--set=train.steps=4",
+                   "--set=checkpoint.resume=latest", f"--set=run.directory={tmp_path}/one")
+    assert done.returncode == 0, done.stderr
+    assert [row["norms"] for row in steps(tmp_path / "one")[:3]] == [row["norms"] for row in rows["one"]]
 
 
 @pytest.mark.parametrize("groups, said", [

@@ -21,6 +21,8 @@ struct StepFigures {
   std::int64_t tokens = 0;
   double norm = 0;  // of the whole gradient, before clipping
   double clip_coefficient = 1;
+  // Of a step that clips groups apart, whose gradient and `norm` are those after the clip: the norm before.
+  double unclipped_norm = std::numeric_limits<double>::quiet_NaN();
 };
 
 inline constexpr std::int64_t kNotRecorded = -1;  // a count that its writer left out

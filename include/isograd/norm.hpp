@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "isograd/group.hpp"
@@ -43,6 +44,15 @@ enum class NormOrder { kTwo, kInfinity };
 std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
                                Group group);
+
+// Parts of the gradient whose norms are logged beside its own: `of` gives a parameter's part, by its name and
+// as a place in `names`, or any other number for none. The same on every rank.
+struct NormParts {
+  std::vector<std::string> names{};
+  std::function<int(const std::string& name)> of{};
+};
+// Adds the squares of what this rank owns in the bucket to those of their parts, [names.size()].
+void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<double>& squares);
 
 // max |g| over the whole gradient; NaN if any element is one.
 double infinity_norm(const std::vector<Bucket>& buckets, Group group);

@@ -57,6 +57,8 @@ struct StepOptions {
   bool even_micro_batches = false;
   LookAhead look_ahead{};
   Tally tally{};  // added up over the ranks in the message of the norm: no collective of its own
+  // Their squares travel in the same message; one pass more over the gradients.
+  NormParts norm_parts{};
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;
@@ -75,10 +77,11 @@ struct StepReport {
   Census census;                 // global counts
   std::vector<double> tally;     // of StepOptions::tally, over all ranks
   double norm = 0;               // of the whole gradient, before clipping
-  double clip_coefficient = 1;   // what the gradient was multiplied by
-  double gradient_scale = 1;     // a deferred mean's: views() hold the gradient divided by this
-  bool finite = true;            // false: nothing was updated, on any rank
-  bool updated = false;          // false as well when the step had no valid target
+  std::vector<TermValue> part_norms{};  // of StepOptions::norm_parts, likewise
+  double clip_coefficient = 1;          // what the gradient was multiplied by
+  double gradient_scale = 1;            // a deferred mean's: views() hold the gradient divided by this
+  bool finite = true;                   // false: nothing was updated, on any rank
+  bool updated = false;                 // false as well when the step had no valid target
 };
 
 // accumulate() then finish(); a caller who drives micro-batches himself may call the halves. With a Deferred

@@ -249,7 +249,7 @@ struct Grade {
 
 // One of StepFigures that is another one than the oracle's.
 struct OtherFigure {
-  std::string name;  // "loss", "norm", "clip_coefficient", "targets", "tokens"
+  std::string name;  // "loss", "norm", "unclipped_norm", "clip_coefficient", "targets", "tokens"
   double found = 0, expected = 0;
   double allowed = 0;  // of |found - expected|
 };

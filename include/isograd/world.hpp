@@ -35,12 +35,12 @@ struct JoinOptions {
   std::string backend = "shm";                                  // one of backends()
 };
 
-// What carries data between ranks in this build: "shm" (one host); where an MPI was found, "mpi"; on a CUDA
-// build of LibTorch "nccl" (one host, a GPU for each rank).
+// What carries data between ranks in this build: "shm" (one host); where an MPI was found, "mpi" and
+// "shm+mpi" (shared memory within hosts); on a CUDA build "nccl" (one host, a GPU for each rank).
 std::vector<std::string> backends();
 
 // Joins the ranks this process was started with, by `isograd launch` or --ranks, torchrun, mpirun or srun
-// (src/comm/README.md says which variables are read). Without any: a world of one. With "mpi" the ranks are
+// (src/comm/README.md says which variables are read). Without any: a world of one. With an MPI the ranks are
 // mpirun's or srun's. Throws ConfigError on contradictory variables, PeerError when the other ranks do not
 // arrive in time.
 World join(const JoinOptions& options = {});
@@ -55,7 +55,7 @@ struct LaunchOptions {
   std::chrono::milliseconds grace =
       std::chrono::seconds(10);  // for the others to end by themselves after a failure
   bool prefix_output = false;    // "[rank] " before each line
-  std::string backend = "shm";   // or "nccl"; "mpi": mpirun starts the ranks
+  std::string backend = "shm";   // or "nccl"; "mpi", "shm+mpi": mpirun starts the ranks
 };
 
 // Ranks as processes of this host: starts `command` (argv, searched in PATH) `ranks` times with the variables
@@ -64,8 +64,8 @@ struct LaunchOptions {
 // Returns 0, or the status that says most: 3 if any rank was killed by a signal (named on stderr) or lost a
 // peer, else the first non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The
 // ranks read nothing from the terminal, and are killed should this process be.
-// With backend "mpi" mpirun starts them (its variables instead, no store). As soon as one fails it ends all,
-// with SIGTERM and a second later SIGKILL whatever `grace` is, and returns the status of the first that
+// With an MPI's backend mpirun starts them (its variables instead, no store). As soon as one fails it ends
+// all, with SIGTERM and a second later SIGKILL whatever `grace` is, and returns the status of the first that
 // failed.
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 

@@ -56,6 +56,14 @@ std::vector<double> part_norms(const std::vector<Bucket>& buckets,
   return values;
 }
 
+void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<double>& squares) {
+  for (const Slot& slot : bucket.plan.slots) {
+    const int part = parts.of(slot.name);
+    if (part < 0 || static_cast<std::size_t>(part) >= squares.size()) continue;
+    squares[static_cast<std::size_t>(part)] += squared_norm(bucket.gradients, owned_part(bucket, slot));
+  }
+}
+
 double infinity_norm(const std::vector<Bucket>& buckets, Group group) {
   return part_norms(
       buckets, [](const Slot&) { return 0; }, 1, NormOrder::kInfinity, group)[0];

@@ -95,6 +95,7 @@ struct RunConfig {
     bool fp32_gradients = true;     // of bfloat16 parameters
     double max_norm = 1.0;
     std::vector<std::string> clip_groups;  // "PATTERN: LIMIT"; max_norm is then that of the others
+    std::string part_norms = "off";        // off | groups | layers | parameters
     std::int64_t evaluate_every = 50;      // 0: only at the end
     std::int64_t evaluate_packs = 16;      // at most, of the validation documents
     std::string on_non_finite = "stop";    // stop | skip

@@ -87,6 +87,10 @@ std::vector<ConfigKey> common_keys() {
           "Groups of parameters that are clipped apart, each by its own norm: `PATTERN: LIMIT`, a pattern of "
           "names in which `*` stands for any text and a norm above 0. A parameter may be in one of them; "
           "`train.max_norm` is then the limit of all others together (`docs/norm.md`)."),
+      KEY("train.part_norms", train.part_norms, "", one_of({"off", "groups", "layers", "parameters"}),
+          "Whose norms each step logs beside that of the whole gradient, all before clipping: `groups`, "
+          "experts and what is dense; `layers`; or each parameter's. They travel with the norm, and cost a "
+          "pass over the gradients (`docs/norm.md`)."),
       KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
           "How often the validation loss is measured. 0: only at the end."),
       KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),

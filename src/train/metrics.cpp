@@ -42,6 +42,13 @@ void get(const nlohmann::json& json, const char* name, std::optional<Number>& va
     value = found->get<Number>();
 }
 
+std::vector<TermValue> named_values(const nlohmann::json& json) {
+  std::vector<TermValue> values;
+  for (const auto& [name, value] : json.items())
+    values.push_back({name, value.is_null() ? std::nan("") : value.get<double>()});
+  return values;
+}
+
 // The rows before a resume, written anew without those of a future that was not taken.
 std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
   std::vector<MetricRow> rows;
@@ -88,6 +95,8 @@ std::string to_json_line(const MetricRow& row) {
   put(json, "perplexity", row.perplexity);
   put(json, "norm", row.norm);
   put(json, "clip_coefficient", row.clip_coefficient);
+  for (const TermValue& part : row.part_norms)
+    put(json["norms"], part.name.c_str(), std::optional(part.value));
   for (const ClippedGroup& group : row.clipped) {
     auto& own = json["clip_groups"][group.pattern];
     put(own, "norm", std::optional(group.norm));
@@ -134,6 +143,7 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       get(json, "perplexity", row.perplexity);
       get(json, "norm", row.norm);
       get(json, "clip_coefficient", row.clip_coefficient);
+      if (const auto norms = json.find("norms"); norms != json.end()) row.part_norms = named_values(*norms);
       if (const auto groups = json.find("clip_groups"); groups != json.end())
         for (const auto& [pattern, own] : groups->items()) {
           std::optional<double> norm, coefficient;
@@ -156,8 +166,7 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
         if (const std::string trouble = read_experts(*experts, row.expert_loads, row.dead); !trouble.empty())
           refuse(trouble);
       if (const auto figures = json.find("figures"); figures != json.end())
-        for (const auto& [name, value] : figures->items())
-          row.figures.push_back({name, value.is_null() ? std::nan("") : value.get<double>()});
+        row.figures = named_values(*figures);
       rows.push_back(row);
     } catch (const nlohmann::json::exception& error) {
       refuse(error.what());
@@ -209,6 +218,8 @@ void Metrics::step(const StepEvent& event) {
   if (perplexity) events_.scalar("train/perplexity", event.step, *perplexity);
   events_.scalar("train/norm", event.step, report.norm);
   events_.scalar("train/clip_coefficient", event.step, report.clip_coefficient);
+  for (const TermValue& part : report.part_norms)
+    events_.scalar("train/norm/" + part.name, event.step, part.value);
   for (const ClippedGroup& group : event.clipped) {
     events_.scalar("train/norm/" + group.pattern, event.step, group.norm);
     events_.scalar("train/clip_coefficient/" + group.pattern, event.step, group.coefficient);
@@ -239,6 +250,7 @@ void Metrics::step(const StepEvent& event) {
           .mfu = event.mfu,
           .seconds = event.seconds,
           .exposed_seconds = event.exposed_seconds,
+          .part_norms = report.part_norms,
           .clipped = event.clipped,
           .bytes_across_hosts = event.bytes_across_hosts,
           .updated = report.updated,

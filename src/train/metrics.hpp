@@ -30,6 +30,7 @@ struct MetricRow {
   std::optional<double> mfu = {};              // model FLOPs utilisation, a part of 1 (utilisation.hpp)
   std::optional<double> seconds = {};          // of this step on rank 0, reading data included
   std::optional<double> exposed_seconds = {};  // of these: communication that no computation hid
+  std::vector<TermValue> part_norms = {};      // by name: train.part_norms
   std::vector<ClippedGroup> clipped{};
   std::optional<std::int64_t> bytes_across_hosts = {};
   std::optional<bool> updated = {};

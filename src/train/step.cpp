@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "isograd/error.hpp"
@@ -99,8 +100,10 @@ StepReport Step::finish() {
   // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
   // gradient_scale.
   double squares = 0;  // of the elements that this rank owns
+  std::vector<double> part_squares(options_.norm_parts.names.size());
   layout_.finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
     squares += taken ? *taken : owned_squares(bucket);
+    if (!part_squares.empty()) add_owned_squares(bucket, options_.norm_parts, part_squares);
   });
   const double scale = work_->denominator().gradient_scale;
 
@@ -109,6 +112,8 @@ StepReport Step::finish() {
   const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
   if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
+  const auto parts = static_cast<std::ptrdiff_t>(sums.size());
+  std::ranges::copy(part_squares, std::back_inserter(sums));
   const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
   StepReport report;
@@ -116,8 +121,11 @@ StepReport Step::finish() {
   report.terms = TermLedger::read(sums);
   for (TermValue& term : report.terms) term.value *= scale;
   report.census = work_->census();
-  report.tally.assign(sums.begin() + ledger, sums.end());
+  report.tally.assign(sums.begin() + ledger, sums.begin() + parts);
   report.norm = global.norm * scale;
+  for (std::size_t i = 0; i < part_squares.size(); ++i)
+    report.part_norms.push_back(
+        {options_.norm_parts.names[i], std::sqrt(sums[static_cast<std::size_t>(parts) + i]) * scale});
   report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.

@@ -1,5 +1,8 @@
-// What a step counts beside the loss: StepOptions::tally.
+// What travels in the message of a step's norm: StepOptions::tally and norm_parts.
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
 
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
@@ -10,11 +13,12 @@ namespace {
 
 struct Counted {
   std::vector<StepReport> reports{};
-  std::int64_t calls = 0;  // of collectives
+  std::int64_t calls = 0;                 // of collectives
+  std::map<std::string, double> norms{};  // of the first step's gradient, by parameter
 };
 
 // Two steps of `size` ranks, each of which counts its rank, its tokens, and one thing between the steps.
-Counted counted(int size, bool with_tally) {
+Counted counted(int size, bool with_tally, bool with_parts = false) {
   Counted result;
   const auto batches = toy::make_step(size, 2);
   run_ranks(size, [&](World& world) {
@@ -25,6 +29,13 @@ Counted counted(int size, bool with_tally) {
     TokenMean mean;
     StepOptions options;
     if (with_tally) options.tally = [&] { return std::exchange(counts, {0, 0}); };
+    if (with_parts) {  // each parameter but the first; parts of nothing too
+      for (const auto& [name, tensor] : model.named()) options.norm_parts.names.push_back(name);
+      options.norm_parts.of = [names = options.norm_parts.names](const std::string& name) {
+        const auto place = std::find(names.begin(), names.end(), name) - names.begin();
+        return place == 0 ? -1 : static_cast<int>(place);
+      };
+    }
     Step step(
         [&](const Batch& batch) -> LossTerms {
           counts[0] += world.rank + 1;
@@ -36,6 +47,8 @@ Counted counted(int size, bool with_tally) {
       const StepReport report = step(batches[static_cast<std::size_t>(world.rank)]);
       counts[0] += 1000;  // of a forward that is no step's
       if (world.rank == 0) result.reports.push_back(report);
+      for (const auto& view : layout->views())
+        if (i == 0 && world.rank == 0) result.norms[view.name] = view.gradient.norm().item<double>();
     }
     if (world.rank > 0) return;
     for (const auto& [name, operation] : world.group.traffic().operations) result.calls += operation.calls;
@@ -61,6 +74,25 @@ TEST(StepTally, IsAddedUpOverTheRanksAndCostsNoCollective) {
     EXPECT_TRUE(without.reports[0].tally.empty());
     EXPECT_EQ(with.calls, without.calls) << size;
     EXPECT_EQ(with.calls > 0, size > 1);
+  }
+}
+
+TEST(StepNorms, OfPartsTravelWithTheNormAndLeaveItsBits) {
+  for (const int size : {1, 2, 3}) {
+    const Counted with = counted(size, true, true), without = counted(size, true);
+    EXPECT_EQ(with.calls, without.calls) << size;
+    const StepReport& report = with.reports[0];
+    EXPECT_EQ(report.norm, without.reports[0].norm) << size;
+    EXPECT_EQ(report.tally, without.reports[0].tally) << size;
+    EXPECT_TRUE(without.reports[0].part_norms.empty());
+    ASSERT_EQ(report.part_norms.size(), toy::Model().named().size());
+    EXPECT_EQ(report.part_norms[0].name, "embedding");
+    for (const TermValue& part : report.part_norms) {
+      const auto own = with.norms.find(part.name);
+      const double wanted = own == with.norms.end() || part.name == "embedding" ? 0 : own->second;
+      EXPECT_NEAR(part.value, wanted, 1e-14 * wanted) << size << " " << part.name;
+    }
+    EXPECT_GT(with.norms.at("twice"), 0);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
+#include "train/compose.hpp"
 #include "train/config_keys.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
@@ -224,65 +225,6 @@ void check_router_losses(const RunConfig& config) {
                    "= 0"});
 }
 
-void check_experts_dealt(const RunConfig& config) {
-  const std::int64_t ep = config.parallel.ep;
-  if (ep == 1) return;
-  const auto refuse = [&](std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = "parallel.ep",
-                       .found = fmt::format("{} {}", ep, found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
-  };
-  const std::int64_t experts = configured_shape(config).experts.count;
-  if (experts == 0)
-    refuse("ranks for the experts of a model that has none", "a model.family with experts",
-           "Leave parallel.ep out, or set model.family and model.experts");
-  if (ep > experts)
-    refuse(fmt::format("ranks for {} experts", experts), fmt::format("at most {}", experts),
-           "Lower parallel.ep; more ranks fit along the other axes");
-}
-
-void check_stages(const RunConfig& config) {
-  const auto& parallel = config.parallel;
-  if (parallel.pp == 1) return;
-  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = std::move(where),
-                       .found = std::move(found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
-  };
-  const DecoderConfig shape = configured_shape(config);
-  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
-    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
-           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
-  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
-    refuse("parallel.schedule",
-           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
-                       parallel.schedule),
-           "a schedule of whole backwards, or a strategy that keeps parameters whole",
-           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
-  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
-    refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
-           "step", "Set loss.balance_scope = \"step\"");
-}
-
-void check_text_cut(const RunConfig& config, int) {
-  check_stages(config);
-  if (config.parallel.tp == 1) return;
-  const DecoderConfig shape = configured_shape(config);
-  DealtOverTp dealt{.heads = shape.heads,
-                    .key_heads = shape.key_value_heads,
-                    .others = {{"tokens of the vocabulary", shape.vocabulary}}};
-  bool dense = false, experts = false;  // in some layer
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    (shape.has_experts(layer) ? experts : dense) = true;
-  if (dense) dealt.others.emplace_back("features of the feed-forward network", shape.feed_forward);
-  if (experts) dealt.others.emplace_back("features of an expert", shape.experts.feed_forward);
-  if (experts && shape.experts.shared_feed_forward > 0)
-    dealt.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
-  check_dealt(config, dealt);
-}
-
 }  // namespace
 
 const TaskKind& text_kind() {
@@ -303,7 +245,7 @@ const TaskKind& text_kind() {
             check_router_losses(config);
             check_experts_dealt(config);
           },
-      .check_ranks = check_text_cut,
+      .check_ranks = [](const RunConfig& config, int) { check_decoder_cut(config); },
       .accumulations = text_accumulations,
       .accumulation_text =
           [](const RunConfig& config) {

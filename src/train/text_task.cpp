@@ -1,16 +1,14 @@
 // The decoder language model on text.
 #include <fmt/ranges.h>
-#include "attention/attention.hpp"
+
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
-#include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_parallel.hpp"
-
-#include "isograd/tensor_parallel.hpp"
 #include "isograd/text_data.hpp"
 #include "model/hf_weights.hpp"
 #include "train/build.hpp"
+#include "train/compose.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
@@ -76,36 +74,18 @@ class TextModel : public TaskModel {
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
     if (routers_ && !pipeline_) routers_->sum_over(mesh.counting());
-    if (mesh.size(kContextAxes) == 1) return;
-    model_->set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
-                                                          const at::Tensor& k, const at::Tensor& v) {
-      return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
-    });
+    isograd::attend_over(*model_, mesh);
   }
-  Layout::Named placements(const Grid& grid) override {
-    const auto& parallel = config_.parallel;
-    Layout::Named all = decoder_placements(*model_, grid, cut_options());
-    if (parallel.ep > 1) all = expert_placements(*model_, grid, std::move(all));
-    if (parallel.pp == 1) return all;
-    const auto [schedule, stages, table] = pipeline_options(config_);
-    const int ranks = static_cast<int>(parallel.pp);
-    return stage_placements(*model_, grid, make_pipeline(schedule, ranks, stages, ranks).rank_of_stage,
-                            std::move(all));
-  }
+  Layout::Named placements(const Grid& grid) override { return decoder_placements(*model_, config_, grid); }
   Layout cut(const Mesh& mesh) override {
-    const auto& parallel = config_.parallel;
-    Layout layout = cut_decoder(*model_, mesh, cut_options());
-    if (parallel.ep > 1)
-      layout = deal_experts(*model_, mesh, layout.placements(),
-                            {.overlap = expert_overlap_named(parallel.expert_overlap)});
-    if (parallel.pp == 1) return layout;
-    pipeline_ = std::make_shared<Pipeline>(mesh, pipeline_options(config_));
-    if (routers_) {
+    ComposedDecoder made = compose_decoder(*model_, config_, mesh);
+    pipeline_ = made.pipeline;
+    if (pipeline_ && routers_) {
       AxisSet axes = data_axes(mesh.grid());
       axes.insert(kStageAxis);
       routers_->sum_over_stages(mesh.along(axes, "routers"));
     }
-    return split_decoder(*model_, mesh, pipeline_, layout.placements());
+    return std::move(made.layout);
   }
   const Pipeline* pipeline() const override { return pipeline_.get(); }
   void write(const fs::path& directory, const TensorStream& weights) override {
@@ -114,11 +94,6 @@ class TextModel : public TaskModel {
   }
 
  private:
-  TensorParallelOptions cut_options() const {
-    return {.sequence_parallel = config_.parallel.sequence_parallel,
-            .overlap = tensor_overlap_named(config_.parallel.tensor_overlap)};
-  }
-
   std::shared_ptr<DecoderLM> model_;
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;

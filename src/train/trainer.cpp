@@ -16,6 +16,7 @@
 #include "train/evaluate.hpp"
 #include "train/host_traffic.hpp"
 #include "train/memory.hpp"
+#include "train/norm_parts.hpp"
 #include "train/peers.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_layout.hpp"
@@ -64,6 +65,7 @@ struct Trainer::Impl {
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
   const ClipsGroups* clips = nullptr;  // the optimizer, where it is one (train.clip_groups)
+  NormParts norm_parts{};              // train.part_norms
   std::unique_ptr<BatchLoader> loader{}, validation{};
   ForwardLossTerms forward{};
   LookAhead look_ahead{};
@@ -111,8 +113,7 @@ struct Trainer::Impl {
       learning_rates = schedule_change(state, config);
       state.config = to_toml(config);
       loader->seek(state.position);
-      outcome.checkpoint = resumed.directory;
-      saved_step = state.step;
+      outcome.checkpoint = resumed.directory, saved_step = state.step;
     }
     if (memory) memory->follow_experts(config, *mesh, model->dealt_experts());
     model->attend_over(*mesh);
@@ -157,6 +158,7 @@ struct Trainer::Impl {
     if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
     for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
     check_clip_groups(config, model->named());
+    norm_parts = norm_parts_of(config, model->named());
     if (held_together(config)) placed.emplace(model->cut(*mesh));
     if (made.fill && !sharded)
       on_every_rank(world.group, [&] { give_values(model->named(), made.fill, cut_layout(), device); });
@@ -192,6 +194,7 @@ struct Trainer::Impl {
     const Schedule schedule = make_schedule(config);
     StepOptions options =
         step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
+    options.norm_parts = norm_parts;
     if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
     Step step(forward, *layout, *mean, *optimizer, std::move(options));
     while (state.step < total) {
@@ -234,19 +237,16 @@ struct Trainer::Impl {
 
   void count(const StepReport& report) {
     ++state.step;
-    state.position = loader->position();
-    state.updates = optimizer->updates();
+    state.position = loader->position(), state.updates = optimizer->updates();
     if (!report.finite) ++state.skipped;
     if (report.finite && !report.updated) ++outcome.empty;
     outcome.steps = state.step, outcome.skipped = state.skipped;
   }
 
   void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
-    tokens_seen += report.census.tokens;
-    rounds = report.census.global_micro_batches;
+    tokens_seen += report.census.tokens, rounds = report.census.global_micro_batches;
     step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
-    outcome.exposed = exposed_seconds / step_seconds;
-    outcome.loss = report.loss;
+    outcome.exposed = exposed_seconds / step_seconds, outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
     if (peak.flops_per_second > 0) outcome.mfu = all_flops / step_seconds / peak.flops_per_second;
     StepEvent event{.step = state.step + (diverged ? 1 : 0),

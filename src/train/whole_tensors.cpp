@@ -14,6 +14,29 @@
 #include "train/rank_zero.hpp"
 
 namespace isograd {
+namespace {
+
+constexpr std::size_t kMuchMemory = 16 << 20;  // bytes that are worth the time to give them back
+
+// Of one parameter in a bucket, [shape] on all ranks: those that hold some of its elements, of `shard`,
+// [held.size()], give them to the others in turn.
+at::Tensor gathered(const Mesh& mesh, const Bucket& bucket, const Slot& slot, const at::Tensor& shard) {
+  if (bucket.whole()) return slot_view(shard, slot);
+  Group group = mesh.along(bucket.sharded);
+  at::Tensor flat = at::empty({slot.numel}, shard.options());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const Range held = owned_slice(bucket.plan.numel, rank, group.size());
+    const std::int64_t begin = std::max(slot.offset, held.begin),
+                       end = std::min(slot.offset + slot.numel, held.end);
+    if (begin >= end) continue;
+    const at::Tensor piece = flat.narrow(0, begin - slot.offset, end - begin);
+    if (rank == group.rank()) piece.copy_(shard.narrow(0, begin - bucket.held.begin, end - begin));
+    group.broadcast(piece, rank);
+  }
+  return flat.view(slot.shape);
+}
+
+}  // namespace
 
 WholeTensors::WholeTensors(DataParallel& layout, OptimizerState parts, const Layout* placed)
     : WholeTensors(layout, placed) {
@@ -45,15 +68,14 @@ WholeTensors WholeTensors::parameters(DataParallel& layout, const Layout* placed
 }
 
 void WholeTensors::add(const std::string& key, const Bucket& bucket, const at::Tensor& flat, bool frozen) {
-  parts_[{key, &bucket}] = flat;
-  left_[{key, &bucket}] = bucket.plan.slots.size();
   for (const Slot& slot : bucket.plan.slots)
     add({.frozen = frozen,
          .index = slot.index,
          .parameter = slot.name,
          .key = key,
          .bucket = &bucket,
-         .slot = &slot},
+         .slot = &slot,
+         .tensor = flat},
         flat.scalar_type(), slot.shape);
 }
 
@@ -116,29 +138,26 @@ TensorStream WholeTensors::stream() {
 }
 
 at::Tensor WholeTensors::whole(const Place& place) {
-  at::Tensor result = place.tensor;
-  if (place.bucket) {
-    const Part part{place.key, place.bucket};
-    at::Tensor& flat = gathered_[part];
-    if (!flat.defined()) flat = layout_.gather_whole(*place.bucket, parts_.at(part));
-    result = slot_view(flat, *place.slot);
-    if (--left_[part] == 0) gathered_.erase(part);
-  }
+  const at::Tensor result =
+      place.bucket ? gathered(layout_.mesh(), *place.bucket, *place.slot, place.tensor) : place.tensor;
   return placed_ ? placed_->whole(place.parameter, result) : result;
 }
 
 void WholeTensors::each(const TensorStream::Take& take) {
   std::exception_ptr problem;  // of the one that takes: the other ranks know nothing of it
+  std::size_t freed = 0;       // bytes since memory was given back
   while (next_ < places_.size()) {
-    const std::size_t gathered = gathered_.size();
     at::Tensor tensor = whole(places_[next_++]);
     try {
       if (take && !problem) take(tensor);
     } catch (...) {
       problem = std::current_exception();
     }
+    freed += tensor.nbytes();
     tensor.reset();
-    if (gathered_.size() < gathered || next_ == places_.size()) return_freed_memory();
+    if (freed < kMuchMemory && next_ < places_.size()) continue;
+    return_freed_memory();
+    freed = 0;
   }
   if (problem) std::rethrow_exception(problem);
 }

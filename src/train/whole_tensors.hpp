@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,8 +14,8 @@
 namespace isograd {
 
 // A tensor of each parameter, by parameter in the model's order (of larger elements first, frozen ones last)
-// and then by key; nothing where a bucket has none. A bucket is whole from its first tensor to its last, a
-// parameter that is cut over ranks, or lies in another stage, for as long as it is taken.
+// and then by key; nothing where a bucket has none. No more than one of them is whole at a time: shards are
+// gathered parameter by parameter, as is what is cut over ranks or lies in another stage.
 class WholeTensors {
  public:
   // `parts`: what this rank holds of each bucket, as an optimizer's state is given, by key. The tensor of
@@ -32,14 +31,13 @@ class WholeTensors {
   void drain() { each({}); }
 
  private:
-  using Part = std::pair<std::string, const Bucket*>;  // key and bucket
   struct Place {
     bool frozen = false;
     std::size_t index = 0;  // of the parameter
     std::string parameter, key;
-    const Bucket* bucket = nullptr;  // null: the tensor itself, an empty one where other stages have it
+    const Bucket* bucket = nullptr;  // null: it lies by itself; an empty tensor where other stages have it
     const Slot* slot = nullptr;
-    at::Tensor tensor{};
+    at::Tensor tensor{};  // what this rank holds: of the bucket, or of the parameter
     TensorStream::Entry entry{};
   };
 
@@ -53,11 +51,8 @@ class WholeTensors {
 
   DataParallel& layout_;
   const Layout* placed_;
-  std::map<Part, at::Tensor> parts_{};  // what this rank holds
   std::vector<Place> places_{};
   std::size_t next_ = 0;
-  std::map<Part, at::Tensor> gathered_{};
-  std::map<Part, std::size_t> left_{};  // tensors of it that are still to come
 };
 
 }  // namespace isograd

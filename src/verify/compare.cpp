@@ -110,10 +110,16 @@ double error_that_allows(double error, const Bounds& bounds) {
   return (error - bounds.unit_roundoff * std::sqrt(bounds.sum_length)) / 4;
 }
 
+bool unclipped_norms_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
+  return std::isnan(oracle.unclipped_norm) ||
+         close(figures.unclipped_norm, oracle.unclipped_norm, bounds.exact);
+}
+
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
   return figures.targets == oracle.targets && figures.tokens == oracle.tokens &&
          close(figures.loss, oracle.loss, bounds.exact) && close(figures.norm, oracle.norm, bounds.exact) &&
-         close(figures.clip_coefficient, oracle.clip_coefficient, bounds.exact);
+         close(figures.clip_coefficient, oracle.clip_coefficient, bounds.exact) &&
+         unclipped_norms_agree(figures, oracle, bounds);
 }
 
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
@@ -127,6 +133,8 @@ std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigur
   };
   hold("loss", figures.loss, oracle.loss, alone.loss);
   hold("norm", figures.norm, oracle.norm, alone.norm);
+  if (!std::isnan(oracle.unclipped_norm))
+    hold("unclipped_norm", figures.unclipped_norm, oracle.unclipped_norm, alone.unclipped_norm);
   hold("clip_coefficient", figures.clip_coefficient, oracle.clip_coefficient, alone.clip_coefficient);
   const auto count = [&](const char* name, std::int64_t found, std::int64_t expected) {
     if (found != expected)

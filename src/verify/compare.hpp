@@ -55,7 +55,9 @@ constexpr int kMostDraws = 16;
 // run.
 constexpr std::int64_t kMeasurable = 16;
 
-// Counts equal; loss, norm and clip coefficient to `bounds.exact` relative.
+// The norm before the clip of groups to `bounds.exact` relative, where there are groups.
+bool unclipped_norms_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
+// Counts equal; loss, norms and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
 
 // What of a run in lower precision is further from the oracle than `bounds.figures` of itself, and than 4

@@ -219,8 +219,12 @@ LayoutRun::~LayoutRun() = default;
 LayoutRun::RecordedStep LayoutRun::step(const MicroBatches& local) {
   const StepReport report = (*step_)(local);
   RecordedStep made;
-  made.figures = {report.loss, report.census.targets, report.census.tokens, report.norm,
-                  report.updated ? recorder_->scale() : report.clip_coefficient};
+  made.figures = {.loss = report.loss,
+                  .targets = report.census.targets,
+                  .tokens = report.census.tokens,
+                  .norm = report.norm,
+                  .clip_coefficient = report.updated ? recorder_->scale() : report.clip_coefficient};
+  if (!problem_.clip_groups.empty()) made.figures.unclipped_norm = report.norm;
   if (problem_.clipping && report.updated) made.figures.norm = recorder_->norm();
   if (!problem_.clip_groups.empty() && report.updated) {  // of what is compared, which the clip has left
     double squares = 0;

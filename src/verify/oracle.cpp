@@ -174,12 +174,18 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
       after_micro_batch();
     }
   }
-  double squares = 0;
   for (auto& gradient : step.gradients) gradient = gradient.cpu();
-  if (!clip.groups.empty()) clip_apart(clip, step.names, step.gradients);
-  for (const auto& gradient : step.gradients)
-    squares += gradient.to(at::kDouble).square().sum().item<double>();
-  step.figures.norm = std::sqrt(squares);
+  const auto norm = [&] {
+    double squares = 0;
+    for (const auto& gradient : step.gradients)
+      squares += gradient.to(at::kDouble).square().sum().item<double>();
+    return std::sqrt(squares);
+  };
+  if (!clip.groups.empty()) {
+    step.figures.unclipped_norm = norm();
+    clip_apart(clip, step.names, step.gradients);
+  }
+  step.figures.norm = norm();
   if (clip.groups.empty() && clip.max_norm > 0)
     step.figures.clip_coefficient = std::min(1.0, clip.max_norm / (step.figures.norm + 1e-6));
   return step;

@@ -31,8 +31,9 @@ at::Tensor plain_token_losses(const at::Tensor& logits, const Batch& batch, cons
 
 // The step of `model` on the whole batch under the declared loss: it counts, sums, takes the norm and clips
 // by itself, and shares with the product only the model's forward. Where groups are clipped apart,
-// `gradients` are those after the clip, and the norm is theirs. `parts`: the whole batch once, or what each
-// replica sees where the loss is a mean of theirs. `after_micro_batch` is called after each micro-batch.
+// `gradients` are those after the clip, and the norm is theirs (and `unclipped_norm` the one before).
+// `parts`: the whole batch once, or what each replica sees where the loss is a mean of theirs.
+// `after_micro_batch` is called after each micro-batch.
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
                        const DeclaredLoss& declared, const OracleClip& clip,
                        const std::function<void()>& after_micro_batch);

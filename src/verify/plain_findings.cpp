@@ -30,7 +30,7 @@ void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
   };
   for (const OtherFigure& other : layout.rounded_off) {
     const std::string id = other.name == "loss"               ? "loss_differs"
-                           : other.name == "norm"             ? "norm_differs"
+                           : other.name.ends_with("norm")     ? "norm_differs"
                            : other.name == "clip_coefficient" ? "clip_differs"
                                                               : "other_targets";
     if (has(id) || (id == "clip_differs" && has("norm_differs"))) continue;

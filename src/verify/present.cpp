@@ -85,6 +85,7 @@ std::string figures_row(const std::string& name, std::size_t width, const StepFi
   count("targets", figures.targets);
   count("tokens", figures.tokens);
   number("norm", figures.norm);
+  number("before the clip", figures.unclipped_norm);
   number("clip", figures.clip_coefficient);
   return text + "\n";
 }

@@ -91,12 +91,13 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   reference.alone_figures = reference.oracle.figures;
   if (rounds) {
     const StepFigures& own = alone.figures;
-    at::Tensor numbers =
-        at::tensor(std::vector<double>{own.loss, own.norm, own.clip_coefficient}, at::kDouble);
+    at::Tensor numbers = at::tensor(
+        std::vector<double>{own.loss, own.norm, own.clip_coefficient, own.unclipped_norm}, at::kDouble);
     group.broadcast(numbers, last);
     reference.alone_figures.loss = numbers[0].item<double>();
     reference.alone_figures.norm = numbers[1].item<double>();
     reference.alone_figures.clip_coefficient = numbers[2].item<double>();
+    reference.alone_figures.unclipped_norm = numbers[3].item<double>();
   }
   if (!off.empty())
     reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;

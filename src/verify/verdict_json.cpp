@@ -37,11 +37,13 @@ json to_json(const Grade& grade) {
 
 json to_json(const StepFigures& figures) {
   const auto count = [](std::int64_t value) { return value == kNotRecorded ? json(nullptr) : json(value); };
-  return {{"loss", number_or_null(figures.loss)},
-          {"targets", count(figures.targets)},
-          {"tokens", count(figures.tokens)},
-          {"norm", number_or_null(figures.norm)},
-          {"clip_coefficient", number_or_null(figures.clip_coefficient)}};
+  json object = {{"loss", number_or_null(figures.loss)},
+                 {"targets", count(figures.targets)},
+                 {"tokens", count(figures.tokens)},
+                 {"norm", number_or_null(figures.norm)},
+                 {"clip_coefficient", number_or_null(figures.clip_coefficient)}};
+  if (!std::isnan(figures.unclipped_norm)) object["unclipped_norm"] = figures.unclipped_norm;
+  return object;
 }
 
 json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {

@@ -197,6 +197,14 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
               "summed "
               "(or the loss told so: grad_reduction = mean)",
               group.size());
+    const StepFigures& oracle = reference.oracle.figures;
+    if (!unclipped_norms_agree(result.exact, oracle, bounds) && result.findings.empty())
+      result.findings.push_back(
+          {"norm_differs",
+           fmt::format("the gradient is right, the norm before the clip of groups is {:.9g}, "
+                       "expected {:.9g}",
+                       result.exact.unclipped_norm, oracle.unclipped_norm),
+           {}});
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
           {"unknown", "the step is not the expected one, in no way that has a name", {}});

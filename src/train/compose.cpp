@@ -1,14 +1,17 @@
-// The axes of a configuration: which ranks see which samples, which parts of them, and where shards lie.
+#include "train/compose.hpp"
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
+#include "attention/attention.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_schedule.hpp"
-#include "train/config.hpp"
+#include "isograd/tensor_parallel.hpp"
+#include "train/build.hpp"
 #include "train/task_kind.hpp"
 
 namespace isograd {
@@ -115,6 +118,109 @@ AxisSet sharded_axes(const RunConfig& config) {
                      .found = mode,
                      .expected = "all, ulysses_only, ring_only or none",
                      .action = "Choose one of them"});
+}
+
+void check_experts_dealt(const RunConfig& config) {
+  const std::int64_t ep = config.parallel.ep;
+  if (ep == 1) return;
+  const auto refuse = [&](std::string found, std::string expected, std::string action) {
+    throw ConfigError({.where = "parallel.ep",
+                       .found = fmt::format("{} {}", ep, found),
+                       .expected = std::move(expected),
+                       .action = std::move(action)});
+  };
+  const std::int64_t experts = configured_shape(config).experts.count;
+  if (experts == 0)
+    refuse("ranks for the experts of a model that has none", "a model.family with experts",
+           "Leave parallel.ep out, or set model.family and model.experts");
+  if (ep > experts)
+    refuse(fmt::format("ranks for {} experts", experts), fmt::format("at most {}", experts),
+           "Lower parallel.ep; more ranks fit along the other axes");
+}
+
+namespace {
+
+void check_stages(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  if (parallel.pp == 1) return;
+  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
+    throw ConfigError({.where = std::move(where),
+                       .found = std::move(found),
+                       .expected = std::move(expected),
+                       .action = std::move(action)});
+  };
+  const DecoderConfig shape = configured_shape(config);
+  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
+    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
+           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
+  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
+    refuse("parallel.schedule",
+           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
+                       parallel.schedule),
+           "a schedule of whole backwards, or a strategy that keeps parameters whole",
+           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
+    refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
+           "step", "Set loss.balance_scope = \"step\"");
+}
+
+}  // namespace
+
+void check_decoder_cut(const RunConfig& config) {
+  check_stages(config);
+  if (config.parallel.tp == 1) return;
+  const DecoderConfig shape = configured_shape(config);
+  DealtOverTp dealt{.heads = shape.heads,
+                    .key_heads = shape.key_value_heads,
+                    .others = {{"tokens of the vocabulary", shape.vocabulary}}};
+  bool dense = false, experts = false;  // in some layer
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    (shape.has_experts(layer) ? experts : dense) = true;
+  if (dense) dealt.others.emplace_back("features of the feed-forward network", shape.feed_forward);
+  if (experts) dealt.others.emplace_back("features of an expert", shape.experts.feed_forward);
+  if (experts && shape.experts.shared_feed_forward > 0)
+    dealt.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
+  check_dealt(config, dealt);
+}
+
+namespace {
+
+TensorParallelOptions tensor_options(const RunConfig& config) {
+  return {.sequence_parallel = config.parallel.sequence_parallel,
+          .overlap = tensor_overlap_named(config.parallel.tensor_overlap)};
+}
+
+}  // namespace
+
+Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {
+  const auto& parallel = config.parallel;
+  Layout::Named all = decoder_placements(model, grid, tensor_options(config));
+  if (parallel.ep > 1) all = expert_placements(model, grid, std::move(all));
+  if (parallel.pp == 1) return all;
+  const auto [schedule, stages, table] = pipeline_options(config);
+  const int ranks = static_cast<int>(parallel.pp);
+  return stage_placements(model, grid, make_pipeline(schedule, ranks, stages, ranks).rank_of_stage,
+                          std::move(all));
+}
+
+ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const Mesh& mesh) {
+  const auto& parallel = config.parallel;
+  Layout layout = cut_decoder(model, mesh, tensor_options(config));
+  if (parallel.ep > 1)
+    layout = deal_experts(model, mesh, layout.placements(),
+                          {.overlap = expert_overlap_named(parallel.expert_overlap)});
+  if (parallel.pp == 1) return {.layout = std::move(layout)};
+  auto pipeline = std::make_shared<Pipeline>(mesh, pipeline_options(config));
+  layout = split_decoder(model, mesh, pipeline, layout.placements());
+  return {.layout = std::move(layout), .pipeline = std::move(pipeline)};
+}
+
+void attend_over(DecoderLM& model, const Mesh& mesh) {
+  if (mesh.size(kContextAxes) == 1) return;
+  model.set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
+                                                      const at::Tensor& k, const at::Tensor& v) {
+    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
+  });
 }
 
 }  // namespace isograd
