@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,24 +108,14 @@ def an_experiment_that_cannot_be_made(rank):
 
 
 def tensor_parallel(rank, summed, factor=1.0):
-    """Sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part."""
+    """DTensor's sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part, which
+    SequenceParallel sums and a norm left plain does not."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = make_model()
-    if summed:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-    else:
-        norm, up, down = model.norm, model.up, model.down
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-        def forward(x):
-            half = norm(x.tensor_split(2)[rank])
-            parts = [torch.empty(len(part), 8) for part in x.tensor_split(2)]
-            dist.all_gather(parts, half.detach().contiguous()) if len({len(p) for p in parts}) == 1 else None
-            parts[rank] = half
-            return down(torch.tanh(up(torch.cat(parts))))
-
-        model.forward = forward
+    norm = {"norm": SequenceParallel(sequence_dim=0)} if summed else {}
+    parallelize_module(model, mesh["tp"], {**norm, "up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel()})
+    whole = model.forward
+    model.forward = lambda x: whole(x.tensor_split(2)[rank])
     batch = [[(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 3, 4, 5]))]]
     with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_model, data=mesh["dp"]) as step:
         batch_loss(model, batch[0], "mean").backward()
