@@ -126,11 +126,19 @@ def test_an_experiment_that_cannot_be_made_leaves_the_verdict(cases):
     ("tensor_parallel_right", []), ("tensor_parallel_norm_not_summed", ["not_summed_over_axis"]),
     ("tensor_parallel_norm_wrong_on_each", ["replicas_differ"]), ("pipeline_right", []),
     ("pipeline_micro_batches_summed", ["summed_over_micro_batches"]), ("own_clipping", ["optimizer_differs"]),
-    ("sample_twice_is_noted", []), ("samples_are_objects", [])])
+    ("divided_by_the_wrapper_too", ["averaged_over_axis"]),
+    ("divided_by_the_accumulation_too", ["averaged_over_micro_batches"]), ("sample_twice_is_noted", []),
+    ("samples_are_objects", [])])
 def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
     for rank in cases[0]:
         assert (rank[name]["passed"], rank[name]["said"]) == (not said, said), rank[name]
         assert bool(rank[name]["notes"]) == (name == "sample_twice_is_noted")
+
+
+def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
+    for rank in cases[0]:
+        assert rank["without_shares"]["right"]["passed"]
+        assert not rank["without_shares"]["mean"]["passed"] and rank["without_shares"]["mean"]["said"] == ["unknown"]
 
 
 @pytest.mark.parametrize("name, parts", {
@@ -145,6 +153,8 @@ def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
     "no_model": ["does not share bias, down.bias"],
     "another_shape": ["norm.weight of shape (9,)", "(8,)"],
     "too_large": ["a model of 262 parameters", "GiB that are free"],
+    "batch_too_large": ["a batch of 4 samples", "GiB that are free"],
+    "sample_too_large": ["a sample whose forward does not fit", "9007199254740992 bytes"],
     "not_repeatable": ["another gradient when it is made again", "zero_grad()", "torch.manual_seed"],
     "mean": ["mean='average'"],
     "nothing_trained": ["without a parameter that is trained"],

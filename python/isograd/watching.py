@@ -147,15 +147,19 @@ class watch:
         """By rank along data: [micro-batch] -> samples, pickled, on rank 0."""
         own: list[bytes] = []
 
-        def told() -> tuple[int, list[list[str]]]:
+        def told() -> tuple[int, list[list[str]], int, int | None]:
             mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
             own.append(pickle.dumps(mine))
-            return _checks.place_along(self.data, self.rank), [[digest(sample) for sample in micro] for micro in mine]
+            digests = [[digest(sample) for sample in micro] for micro in mine]
+            return _checks.place_along(self.data, self.rank), digests, len(own[0]), _checks.available()
 
         everyone = self._agreed(told)
-        self._places = [where for where, _ in everyone]
+        self._places = [where for where, *_ in everyone]
+        dealt = {where: said for where, said, *_ in everyone}
+        _checks.batch_fits_in_memory(sum(len(micro) for said in dealt.values() for micro in said),
+                                     max(size for *_, size, _ in everyone), self.size, everyone[0][-1])
         place, first = self._places[self.rank], dict[int, int]()
-        for rank, (where, said) in enumerate(everyone):
+        for rank, (where, said, *_) in enumerate(everyone):
             if said != everyone[first.setdefault(where, rank)][1]:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
