@@ -48,14 +48,24 @@ def norms(installed):
     return run(installed, "clip.py")
 
 
-@pytest.mark.parametrize("name", ["fsdp_and_tp", "fsdp", "hybrid", "tensor_parallel", "ddp", "stages_and_experts"])
+@pytest.mark.parametrize("name", ["fsdp_and_tp", "fsdp_and_tp_on_one_mesh", "fsdp", "hybrid", "tensor_parallel", "ddp",
+                                  "stages_and_experts"])
 def test_the_norm_counts_each_element_once(norms, name):
     """Gradients in fp32, squares in fp64: the norm is exact but for fp64's rounding, a clipped element rounds once."""
     for rank in norms:
         print(name, rank[name])  # PyTorch's own norm of the same gradient is beside it
         assert abs(rank[name]["norm"]) <= 1e-12 and rank[name]["clipped"] <= 2 * U32, rank[name]
-        if "summed" in rank[name]:  # over both axes of a hybrid mesh, four gradients in fp32
+        if "summed" in rank[name]:  # over both axes of a mesh, at most four gradients in fp32
             assert rank[name]["summed"] <= 64 * U32
+
+
+def test_pytorchs_own_norm_is_beside_it(norms):
+    """It has none where gradients lie on several meshes; else one of the same gradient, in fp32: some ten sums of up to
+    1440 squares and one of these."""
+    for rank in norms:
+        for name in ("fsdp_and_tp_on_one_mesh", "fsdp", "hybrid", "ddp"):
+            assert abs(rank[name]["pytorch"]) <= 32 * U32, rank[name]
+        assert rank["fsdp_and_tp"]["pytorch"] == rank["tensor_parallel"]["pytorch"] == "RuntimeError"
 
 
 def test_a_norm_with_the_wrong_owners_is_another_one(norms):

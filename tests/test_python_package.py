@@ -1,4 +1,6 @@
 """The wheel in a new environment: what it brings, what it refuses, and that its types are those it says."""
+import ast
+import json
 import os
 import pathlib
 import subprocess
@@ -111,6 +113,39 @@ def test_a_folder_without_artefacts_is_refused(tmp_path, made):
                "-C", f"cmake.define.ISOGRAD_BUILD={tmp_path / 'build'}", "-w", str(tmp_path), str(ROOT / "python")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and expected in " ".join((done.stdout + done.stderr).split())
+
+
+DOCUMENTED = """
+import isograd, isograd_comm, json
+said = {}
+for before, of in ("", isograd_comm), ("RankingLoss.", isograd_comm.RankingLoss):
+    for name, value in vars(of).items():
+        if name == "__init__" or not name.startswith("_"):
+            said[before + name] = (value.__doc__ or "").split("\\n")[0]
+print(json.dumps(said))
+"""
+
+
+def signature(function):
+    """Names of the arguments, their defaults, what is returned. An argument without a name is arg0 to pybind11."""
+    function = ast.parse(f"def {function}: ...").body[0] if isinstance(function, str) else function
+    names = [one.arg for one in function.args.args]
+    return names, [ast.unparse(one) for one in function.args.defaults], ast.unparse(function.returns)
+
+
+def test_the_stub_says_what_the_extension_has(installed):
+    """Every name, and of each function arguments, defaults and result, as pybind11 writes them."""
+    stub = next(installed.parent.parent.glob("lib/python*/site-packages/isograd/_native/isograd_comm.pyi"))
+    body = [node for node in ast.parse(stub.read_text()).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    written = {node.name: node for node in body}
+    written |= {f"RankingLoss.{getattr(node, 'name', None) or node.target.id}": node for node in written["RankingLoss"].body}
+    real = json.loads(run(installed, "-W", "ignore", "-c", DOCUMENTED))
+    assert set(written) == set(real)
+    functions = {name for name, node in written.items() if isinstance(node, ast.FunctionDef)}
+    assert functions == {name for name, text in real.items() if "->" in text} and len(functions) == 9
+    for name in functions:
+        names, defaults, returned = signature(written[name])
+        assert signature(real[name].replace("arg0", names[-1])) == (names, defaults, returned), name
 
 
 def test_types_are_those_that_are_written(installed):

@@ -65,12 +65,12 @@ def finish(processes, seconds):
 
 
 @functools.cache
-def outcomes(size, faulty=False, names=None):
-    """{scenario: [what went wrong, by rank]}."""
+def outcomes(size, faulty=False, names=None, debug="OFF"):
+    """{scenario: [what went wrong, by rank]}. debug: what TORCH_DISTRIBUTED_DEBUG says."""
     names = names or (*COLLECTIVES, *TRAINING)
     with tempfile.TemporaryDirectory() as exchange, Store() as store:
         command = [SCRIPTS / "rank.py", exchange, SEED, *(["--faulty"] if faulty else []), *names]
-        results = finish([start(store, rank, size, *command) for rank in range(size)], 400)
+        results = finish([start(store, rank, size, *command, TORCH_DISTRIBUTED_DEBUG=debug) for rank in range(size)], 400)
         assert [status for status, *_ in results] == [0] * size, (SEED, results)
         ranks = [json.loads((pathlib.Path(exchange) / f"{rank}.json").read_text()) for rank in range(size)]
     return {name: [rank[name] for rank in ranks] for name in names}
@@ -82,6 +82,16 @@ def test_gives_what_gloo_gives(name, size):
     problems = outcomes(size)[name]
     assert problems == [None] * size, f"seed {SEED}\n" + "\n".join(
         f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+
+
+# Of each way to train one: PyTorch wraps each group in one that compares what ranks call, over Gloo.
+CHECKED = ("ddp_with_bucket_views", "fsdp2", "tensor_parallel", "pipelining", "checkpoints")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_gives_it_under_torchs_own_checks(name):
+    problems = outcomes(2, names=CHECKED, debug="DETAIL")[name]
+    assert problems == [None] * 2, (SEED, problems)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES + TRAINING)

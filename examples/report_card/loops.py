@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from model_and_data import MAX_NORM, PAD, VOCABULARY, collator, id_of, make_model
 from torch.distributed.fsdp import fully_shard
 
+import isograd
 import isograd.trainers.accelerate
 import isograd.trainers.lightning
 import isograd.trainers.transformers
@@ -162,8 +163,29 @@ def lit(cell, folder):
     return check.verdict
 
 
+def ignited(cell, folder):
+    """Ignite's create_supervised_trainer with the model's mean loss, under DDP by its auto_model; it has no place to clip."""
+    import ignite.distributed
+    import ignite.engine
+    if cell.ranks > 1:
+        ignite.distributed.initialize("gloo")
+    model = ignite.distributed.auto_model(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = ignite.distributed.auto_dataloader(cell.documents, batch_size=cell.micro_batch * cell.ranks, shuffle=True,
+                                                collate_fn=collator(cell.data))
+    trainer = ignite.engine.create_supervised_trainer(
+        model, optimizer, lambda loss, _: loss, gradient_accumulation_steps=cell.accumulation,
+        prepare_batch=lambda batch, **_: (batch, None), model_fn=lambda model, batch: model(**batch).loss)
+    with isograd.watch(model, optimizer, loss=causal_lm_loss, ids=id_of) as step:
+        trainer.add_event_handler(ignite.engine.Events.ITERATION_STARTED,
+                                  lambda engine: step.add(isograd.trainers.rows(engine.state.batch)))
+        trainer.run(loader, epoch_length=cell.accumulation)
+    return step.verdict
+
+
 LOOPS = {"transformers": huggingface, "transformers-gpt2": huggingface_gpt2,
          "transformers-gpt2-shifts": huggingface_gpt2_shifts, "transformers-by-rank": huggingface_by_rank,
          "trl": sft, "trl-gpt2": sft_gpt2, "trl-by-rank": sft_by_rank, "accelerate": accelerated,
-         "accelerate-by-counts": accelerated_by_counts, "lightning": lit}
+         "accelerate-by-counts": accelerated_by_counts, "lightning": lit, "ignite": ignited}
 ONLY_ON_2_RANKS = {"transformers-gpt2-shifts", "transformers-by-rank", "trl-by-rank"}
+WITHOUT_REMAINDER = {"ignite"}  # an update takes its micro-batches from two epochs

@@ -26,7 +26,7 @@ def cell(said):
 
 def tables(found):
     lines = [f"Python {platform.python_version()}, " + ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl", "accelerate", "lightning"))
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl", "accelerate", "lightning", "pytorch-ignite"))
         + f"; {len(found)} cells, {sum(bool(said.get('passed')) for said in found.values())} equal."]
     for trainer, loop in LOOPS.items():
         here = {tuple(name.removeprefix(trainer + "-").split("-")): said for name, said in found.items()

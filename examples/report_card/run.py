@@ -19,7 +19,7 @@ os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PAR
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  once here and not once a rank
-from loops import LOOPS, ONLY_ON_2_RANKS  # noqa: E402
+from loops import LOOPS, ONLY_ON_2_RANKS, WITHOUT_REMAINDER  # noqa: E402
 from model_and_data import Cell  # noqa: E402
 
 SECONDS = 120
@@ -33,7 +33,8 @@ def cells():
                 continue
             wraps = ["none"] if ranks == 1 else ["DDP", "FSDP2"] if trainer == "lightning" else ["DDP"]
             for accumulation in (1, 4):
-                for data in ("even", "padded", "packed", "uneven", *(["remainder"] if accumulation > 1 else [])):
+                remainder = ["remainder"] if accumulation > 1 and trainer not in WITHOUT_REMAINDER else []
+                for data in ("even", "padded", "packed", "uneven", *remainder):
                     for wrap in wraps:
                         yield Cell(trainer, ranks, accumulation, data, wrap)
 

@@ -3,8 +3,8 @@
     import isograd
     torch.distributed.init_process_group("isograd")  # collectives over shared memory, between the ranks of one host
 
-docs/python.md of the repository is the guide. Importing raises ImportError, with both versions, beside another torch
-than the package was built with.
+docs/python.md of the repository is the guide, with a page for each topic. Importing raises ImportError, with both versions,
+beside another torch than the package was built with.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whole tensors, by the names of the plain model, out of what ranks hold: DDP, FSDP2, DTensors, stages."""
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ._groups import gather_objects
 from ._native.isograd_comm import checksum
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
@@ -89,8 +90,7 @@ def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str
     rank, size = ranks()
     owners: dict[str, int] = {}
     if stages:
-        names: list[Any] = [None] * size
-        dist.all_gather_object(names, list(parts))
+        names = gather_objects(list(parts))
         for other in reversed(range(size)):
             owners.update(dict.fromkeys(names[other], other))
     kept: dict[str, torch.Tensor] = {}
@@ -101,7 +101,5 @@ def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str
         if owners.get(name, 0) == rank:
             kept[name] = full.clone()
     if stages:
-        gathered: list[Any] | None = [None] * size if rank == 0 else None
-        dist.gather_object(kept, gathered)
-        kept = {name: value for some in gathered or [] for name, value in some.items()}
+        kept = {name: value for some in gather_objects(kept, to=0) for name, value in some.items()}
     return kept if rank == 0 else {}, sums

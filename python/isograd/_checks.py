@@ -122,6 +122,20 @@ def fits_in_memory(model: nn.Module, dtype: torch.dtype) -> None:
                "Watch a smaller model of the same code, or give reference=torch.float32")
 
 
+def batch_fits_in_memory(samples: int, largest: int, size: int, free: int | None) -> None:
+    """Refuses samples that rank 0 cannot hold: as they arrive, `largest` bytes for each of `size` places, and as objects."""
+    needed = 2 * size * largest
+    if free is not None and needed > free:
+        refuse(_WHERE, f"a batch of {samples:,} samples, whose gathering on one process needs {needed / 2**30:.3g} GiB",
+               f"no more than the {free / 2**30:.3g} GiB that are free", "Watch a step of fewer samples, or let a sample be "
+               "what its data are read by (a path, an index) and `loss` read it")
+
+
+def too_large(error: Exception) -> bool:
+    """Whether it says that memory is not to be had."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
 def available() -> int | None:
     """Free bytes of memory; None where the system does not say."""
     try:

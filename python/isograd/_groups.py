@@ -1,7 +1,8 @@
 """Small exchanges between the ranks of a process group or of a device mesh, for counts and sums of a few numbers."""
 from __future__ import annotations
 
-from typing import Iterable, Union
+import pickle
+from typing import Any, Iterable, Union
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,33 @@ def gather(values: torch.Tensor, group: Group) -> torch.Tensor:
         dist.all_gather(parts, held, group=each)
         rows = torch.cat(parts).cpu()
     return rows
+
+
+def gather_objects(value: Any, to: int | None = None) -> list[Any]:
+    """What each rank of the world has, on all of them or on rank `to` alone (elsewhere an empty list). Collective.
+
+    By pickle, as PyTorch's own collectives of objects, which end with an error where numpy is not installed.
+    """
+    groups = groups_of(None)
+    if not groups:
+        return [value]
+    world, = groups
+    device, data = device_of(world), bytearray(pickle.dumps(value))
+    sizes = gather(torch.tensor([len(data)]), world).flatten().tolist()
+    held = torch.zeros(max(sizes), dtype=torch.uint8)
+    held[:len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    here = to is None or dist.get_rank() == to
+    arrived = [bytearray(max(sizes)) for _ in sizes] if here else []
+    parts = [torch.frombuffer(one, dtype=torch.uint8) for one in arrived]  # the same memory
+    landed = [part if device.type == "cpu" else part.to(device) for part in parts]
+    if to is None:
+        dist.all_gather(landed, held.to(device), group=world)
+    else:
+        dist.gather(held.to(device), landed if here else None, dst=to, group=world)
+    for part, other in zip(parts, landed):
+        if other is not part:
+            part.copy_(other)
+    return [pickle.loads(memoryview(one)[:size]) for one, size in zip(arrived, sizes)]
 
 
 def gather_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:

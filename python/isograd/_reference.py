@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ._assemble import plain_name
+from ._checks import too_large
 from ._errors import refuse
 from ._samples import in_precision
 
@@ -102,6 +103,9 @@ def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype,
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
             found = loss(model, sample)
     except Exception as error:
+        if too_large(error):
+            refuse("isograd.prove", f"a sample whose forward does not fit in one process beside the model: {error}",
+                   "memory for one sample at a time", "Watch shorter samples, or checkpoint activations in the model")
         if dtype != torch.float64:
             raise
         refuse("isograd.prove", f"a model or loss that does not run in fp64: {type(error).__name__}: {error}",

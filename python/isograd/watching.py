@@ -19,7 +19,7 @@ from . import _checks
 from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
 from ._dumps import add_to_step, write_dump
 from ._errors import ConfigError, PeerError, refuse
-from ._groups import Group
+from ._groups import Group, gather_objects
 from ._jumps import measure
 from ._recording import Recording
 from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process
@@ -141,33 +141,30 @@ class watch:
         return [told for _, told in everyone]
 
     def _exchange(self, value: Any) -> list[Any]:
-        found: list[Any] = [value]
-        if self.size > 1:
-            found = [None] * self.size
-            dist.all_gather_object(found, value)
-        return found
+        return gather_objects(value)
 
     def _gathered_samples(self) -> list[bytes]:
         """By rank along data: [micro-batch] -> samples, pickled, on rank 0."""
         own: list[bytes] = []
 
-        def told() -> tuple[int, list[list[str]]]:
+        def told() -> tuple[int, list[list[str]], int, int | None]:
             mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
             own.append(pickle.dumps(mine))
-            return _checks.place_along(self.data, self.rank), [[digest(sample) for sample in micro] for micro in mine]
+            digests = [[digest(sample) for sample in micro] for micro in mine]
+            return _checks.place_along(self.data, self.rank), digests, len(own[0]), _checks.available()
 
         everyone = self._agreed(told)
-        self._places = [where for where, _ in everyone]
+        self._places = [where for where, *_ in everyone]
+        dealt = {where: said for where, said, *_ in everyone}
+        _checks.batch_fits_in_memory(sum(len(micro) for said in dealt.values() for micro in said),
+                                     max(size for *_, size, _ in everyone), self.size, everyone[0][-1])
         place, first = self._places[self.rank], dict[int, int]()
-        for rank, (where, said) in enumerate(everyone):
+        for rank, (where, said, *_) in enumerate(everyone):
             if said != everyone[first.setdefault(where, rank)][1]:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
                        "which samples differ, or mend the sampler")
-        gathered: list[Any] = own
-        if self.size > 1:
-            gathered = [None] * self.size if self.rank == 0 else []
-            dist.gather_object(own[0] if first[place] == self.rank else None, gathered or None)
+        gathered = gather_objects(own[0] if first[place] == self.rank else None, to=0)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []
 
     # The end.
@@ -210,9 +207,7 @@ class watch:
         if self.size == 1 or sum(own[name].numel() * 8 for name in differing) * self.size > LARGEST_SHARES:
             return []
         mine = {name: whole(own[name]) for name in differing}
-        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(mine, gathered)
-        return gathered or []
+        return gather_objects(mine, to=0)
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store() if self.size > 1 else None

@@ -41,21 +41,27 @@ struct Result {
 
 // Tile sizes: the whole vocabulary beside as many tokens as fit into the buffer, for a row seen whole needs
 // its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
-// mean fewer passes over the weight's gradient.
+// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer is no
+// larger than it.
 struct Tiles {
   std::int64_t tokens, vocabulary;
 };
 Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
-  constexpr std::int64_t kBufferBytes = std::int64_t{64} << 20, kFewest = 64, kMost = 1024;
+  constexpr std::int64_t kLeastBytes = std::int64_t{8} << 20, kMostBytes = std::int64_t{64} << 20,
+                         kFewest = 64, kMost = 1024;
   // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
   const std::int64_t ranks = problem.shard.group.size(),
                      vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
-                     elements = kBufferBytes / static_cast<std::int64_t>(problem.weight.element_size());
+                     element = static_cast<std::int64_t>(problem.weight.element_size()),
+                     gradient = problem.shard.vocabulary * problem.weight.size(1) * element;
   Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
   if (tiles.vocabulary == 0)
-    tiles.vocabulary = std::min(vocabulary, elements / (tiles.tokens > 0 ? tiles.tokens : kFewest));
+    tiles.vocabulary =
+        std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewest));
   tiles.vocabulary = std::clamp<std::int64_t>(tiles.vocabulary, 1, vocabulary);
-  if (tiles.tokens == 0) tiles.tokens = std::clamp(elements / tiles.vocabulary, kFewest, kMost);
+  if (tiles.tokens == 0)
+    tiles.tokens = std::clamp(std::clamp(gradient, kLeastBytes, kMostBytes) / element / tiles.vocabulary,
+                              kFewest, kMost);
   tiles.tokens = std::clamp<std::int64_t>(tiles.tokens, 1, std::max<std::int64_t>(1, valid));
   return tiles;
 }

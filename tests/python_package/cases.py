@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,24 +108,14 @@ def an_experiment_that_cannot_be_made(rank):
 
 
 def tensor_parallel(rank, summed, factor=1.0):
-    """Sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part."""
+    """DTensor's sequence parallelism: each rank's norm sees its own tokens, so that its weight's gradient is a part, which
+    SequenceParallel sums and a norm left plain does not."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = make_model()
-    if summed:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-    else:
-        norm, up, down = model.norm, model.up, model.down
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-        def forward(x):
-            half = norm(x.tensor_split(2)[rank])
-            parts = [torch.empty(len(part), 8) for part in x.tensor_split(2)]
-            dist.all_gather(parts, half.detach().contiguous()) if len({len(p) for p in parts}) == 1 else None
-            parts[rank] = half
-            return down(torch.tanh(up(torch.cat(parts))))
-
-        model.forward = forward
+    norm = {"norm": SequenceParallel(sequence_dim=0)} if summed else {}
+    parallelize_module(model, mesh["tp"], {**norm, "up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel()})
+    whole = model.forward
+    model.forward = lambda x: whole(x.tensor_split(2)[rank])
     batch = [[(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 3, 4, 5]))]]
     with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_model, data=mesh["dp"]) as step:
         batch_loss(model, batch[0], "mean").backward()
@@ -222,6 +213,44 @@ def sample_twice_is_noted(rank):
     return said(step.verdict)
 
 
+def without_shares(rank):
+    """Above LARGEST_SHARES only the sum of the micro-batches' gradients is kept: what is wrong is found, and not why."""
+    most = isograd._reference.LARGEST_SHARES
+    isograd._reference.LARGEST_SHARES = 0
+    try:
+        found = {}
+        for name, step, model in (("right", right_step, summing()), ("mean", mean_step, DistributedDataParallel(make_model()))):
+            batch = [samples(rank), samples(rank, (2,), 1)]
+            with isograd.watch(model, None, micro_batches=batch, loss=sample_loss) as watched:
+                step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+            found[name] = said(watched.verdict)
+        return found
+    finally:
+        isograd._reference.LARGEST_SHARES = most
+
+
+def counted_and_divided_again(rank, model, by):
+    """The loss is divided by the step's count, and by the trainer once more."""
+    batch = [samples(rank, (3,), seed) for seed in range(3)]
+    with isograd.watch(model, None, micro_batches=batch, loss=sample_loss) as step:
+        counted = isograd.TokenMean().count(micro[0][1] for micro in batch)
+        for j, micro in enumerate(batch):
+            model.require_backward_grad_sync = j == 2
+            (counted.scale(batch_loss(model, micro, "sum")) / by).backward()
+        step.log(loss=counted.loss())
+    return said(step.verdict)
+
+
+def divided_by_the_wrapper_too(rank):
+    """DDP averages: nobody called sum_gradients."""
+    return counted_and_divided_again(rank, DistributedDataParallel(make_model()), 1)
+
+
+def divided_by_the_accumulation_too(rank):
+    """As Accelerate's and transformers' backward do."""
+    return counted_and_divided_again(rank, summing(), 3)
+
+
 class Document:
     """Without a repr of its own: what two ranks hold is compared by content."""
 
@@ -271,13 +300,18 @@ def not_repeatable(rank):
     isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
 
 
-def too_large(rank):
+def too_large(rank, free, **more):
     available = isograd._checks.available
-    isograd._checks.available = lambda: 1000
+    isograd._checks.available = lambda: free
     try:
-        watched(rank)
+        watched(rank, **more)
     finally:
         isograd._checks.available = available
+
+
+def activations_too_large(model, sample):
+    """On rank 0, which makes the reference: 8 PiB."""
+    return sample_loss(model, sample) + torch.empty(2**50, dtype=torch.float64)[0]
 
 
 BAD = {
@@ -294,7 +328,9 @@ BAD = {
     "divided_already": lambda rank: watched(rank, loss=lambda m, s: F.cross_entropy(m(s[0]), s[1])),
     "no_model": lambda rank: watched(rank, make_model=lambda: nn.Linear(8, 6)),
     "another_shape": lambda rank: watched(rank, make_model=lambda: make_model(9)),
-    "too_large": too_large,
+    "too_large": lambda rank: too_large(rank, 8000, micro_batches=[samples(rank, (1,))]),
+    "batch_too_large": lambda rank: too_large(rank, 1000),
+    "sample_too_large": lambda rank: watched(rank, loss=activations_too_large),
     "not_repeatable": not_repeatable,
     "mean": lambda rank: watched(rank, mean="average"),
     "nothing_trained": lambda rank: watched(rank, make_model().requires_grad_(False), step=lambda: None),
@@ -303,7 +339,7 @@ BAD = {
 GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
         tensor_parallel_norm_wrong_on_each,
         pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
-        an_experiment_that_cannot_be_made]
+        an_experiment_that_cannot_be_made, without_shares, divided_by_the_wrapper_too, divided_by_the_accumulation_too]
 
 
 def run(rank):

@@ -8,8 +8,9 @@ import torch.nn as nn
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,
+                                               parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
 
 import isograd
@@ -69,6 +70,26 @@ def fsdp_and_tp(rank):
     isograd.sum_gradients(model)
     backward(model, mesh["dp"].get_local_rank())
     return judged(model)
+
+
+def fsdp_and_tp_on_one_mesh(rank):
+    """The norm's weights are DTensors too, whose gradients are summed along tp: PyTorch's own norm has one mesh there."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = make_model()
+    for block in model:
+        parallelize_module(block, mesh["tp"], PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)))
+        parallelize_module(block, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0), "down": RowwiseParallel(),
+                                               "up": ColwiseParallel(input_layouts=Shard(0))})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    isograd.sum_gradients(model)
+    backward(model, mesh["dp"].get_local_rank())
+    alone = make_model()
+    for other in range(2):
+        backward(alone, other)
+    apart = max(float((whole(p.grad) - q.grad).norm() / q.grad.norm())
+                for p, q in zip(model.parameters(), alone.parameters()))
+    return {**judged(model), "summed": apart}
 
 
 def fsdp(rank):
@@ -155,7 +176,7 @@ def bad_input(rank):
     return {"said": said, "norm": str(norm)}
 
 
-SCENARIOS = [fsdp_and_tp, fsdp, hybrid, tensor_parallel, ddp, stages_and_experts, bad_input]
+SCENARIOS = [fsdp_and_tp, fsdp_and_tp_on_one_mesh, fsdp, hybrid, tensor_parallel, ddp, stages_and_experts, bad_input]
 
 if __name__ == "__main__":
     json.dump(on_ranks(4, lambda rank: {run.__name__: run(rank) for run in SCENARIOS}), sys.stdout)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 import isograd.trainers.accelerate  # noqa: E402
 import isograd.trainers.lightning  # noqa: E402
 import isograd.trainers.transformers  # noqa: E402
-from isograd.trainers._one_step import rows  # noqa: E402
+from isograd.trainers import rows  # noqa: E402
 
 CELL = Cell("transformers", 2, 2, "padded", "DDP")
 

@@ -255,3 +255,47 @@ def tensor_parallel(c):
     hidden = torch.relu(x.redistribute(placements=[Replicate()]) @ first.t())
     y = hidden @ second.t()  # a sum over ranks that is still to be formed
     return y.redistribute(placements=[Shard(0)]).full_tensor(), y.full_tensor()
+
+
+@scenario
+def pipelining(c):
+    """A stage on each rank, four micro-batches: what stages send each other is a message."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    torch.manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(c.size)]
+    inputs, target, results = torch.randn(8, 6), c.normal(8, 6), []
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        layer = layers[c.rank]
+        layer.zero_grad()
+        schedule = kind(PipelineStage(layer, c.rank, c.size, torch.device("cpu")), 4, loss_fn=nn.functional.mse_loss)
+        losses = []
+        last = {"target": target, "losses": losses} if c.rank == c.size - 1 else {}
+        schedule.step(*([inputs] if c.rank == 0 else []), **last)
+        results += [*losses, *(p.grad.clone() for p in layer.parameters())]
+    return results
+
+
+@scenario
+def checkpoints(c):
+    """Distributed checkpoints: saved in shards, by a thread too, and loaded whole."""
+    import tempfile
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    mesh = init_device_mesh("cpu", (c.size,))
+    folder = [tempfile.mkdtemp() if c.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    saved = {"cut": DTensor.from_local(c.whole(3, 4), mesh, [Shard(0)]), "plain": torch.arange(5.0), "step": 17}
+    dcp.save(saved, checkpoint_id=f"{folder[0]}/now")
+    dcp.async_save(saved, checkpoint_id=f"{folder[0]}/later").result()
+    results = []
+    for name in ("now", "later"):
+        whole = DTensor.from_local(torch.zeros(3 * c.size, 4), mesh, [Replicate()])
+        loaded = {"cut": whole, "plain": torch.zeros(5), "step": 0}
+        dcp.load(loaded, checkpoint_id=f"{folder[0]}/{name}")
+        results.append([loaded["cut"].to_local(), loaded["plain"], loaded["step"]])
+    dist.barrier()
+    if c.rank == 0:
+        import shutil
+        shutil.rmtree(folder[0])
+    return results
