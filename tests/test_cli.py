@@ -1,7 +1,7 @@
 """The command line: what is said about bad input, and with which status; every verb on something small.
 
-Training itself is in test_train.py, stops, kills and full disks in test_train_ended.py. The binary comes from ISOGRAD_BUILD_DIR (default
-build/release).
+Training itself is in test_train.py, stops, kills and full disks in test_train_ended.py. The binary comes from
+ISOGRAD_BUILD_DIR (default build/release).
 """
 import json
 import os
