@@ -19,7 +19,7 @@ import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These begin first, so that none of them runs on when all others are done.
-LONG = ["hybrid", "verify", "museum", "loss_ranking", "experts_run", "comm", "means", "context"]
+LONG = ["verify", "hybrid", "experts_run", "museum", "context", "comm", "tensor", "pipeline_run"]
 
 
 def read_junit(path):
