@@ -1,7 +1,7 @@
 """Runs every test and closes with one count.
 
-CTest runs the GoogleTest executables (one a room) and the script checks; pytest runs tests/test_*.py against
-the built command line. The counts come from the runners' own JUnit files, so a test that did not run is not
+CTest runs the GoogleTest executables (one a room) and the script checks, one by one; pytest runs tests/test_*.py against
+the built command line, beside them; when it is done, two of the others run at a time. The counts come from the runners' own JUnit files, so a test that did not run is not
 counted as passed. `N passed, N failed, N skipped` is the last line; a skip must name the missing capability.
 """
 import argparse
@@ -11,12 +11,15 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 
 import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# These begin first, so that none of them runs on when all others are done.
+LONG = ["verify", "hybrid", "experts_run", "museum", "context", "comm", "tensor", "pipeline_run"]
 
 
 def read_junit(path):
@@ -34,19 +37,17 @@ def read_junit(path):
 
 
 def tests_named(build, match):
-    """What to run for a name in any case: tests of CTest, and cases of the GoogleTest executables among them."""
+    """{test of CTest: its filter of GoogleTest cases}, of those that have a name in any case in theirs; "": all."""
     listed = subprocess.run(["ctest", "--test-dir", str(build), "--show-only=json-v1"], check=True, capture_output=True)
-    tests, cases = [], []
+    tests = {}
     for test in json.loads(listed.stdout)["tests"]:
         command = test.get("command", [""])  # without one where it is not built: ctest says so
-        if pathlib.Path(command[0]).name.startswith("test_"):
-            found = [case for case in cases_of(command[0]) if match in case.lower()]
-            cases += found
-            if found:
-                tests.append(test["name"])
+        if match and pathlib.Path(command[0]).name.startswith("test_"):
+            if found := [case for case in cases_of(command[0]) if match in case.lower()]:
+                tests[test["name"]] = ":".join(found)
         elif match in test["name"].lower():
-            tests.append(test["name"])
-    return tests, cases
+            tests[test["name"]] = ""
+    return tests
 
 
 def cases_of(executable):
@@ -62,14 +63,53 @@ def cases_of(executable):
     return cases
 
 
-def start_pytest(results, match):
-    """The Python tests beside CTest's: each side waits for much of its time. What they print is shown after CTest's."""
+def run_pytest(results, match):
+    """The Python tests; what they print is shown after CTest's. The exit status."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "--junitxml", str(results / "pytest.xml"), "tests"]
     if match:
         command += ["-k", match]
     with (results / "pytest.log").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=log,
-                                stderr=subprocess.STDOUT)
+        return subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=log,
+                              stderr=subprocess.STDOUT).returncode
+
+
+class Tests:
+    """Those of CTest, one by one, by whoever is free. Each leaves test_NAME.xml (of GoogleTest) and ctest-NAME.xml."""
+    def __init__(self, build, results, tests, verbose):
+        self.build, self.results, self.filters, self.verbose = build, results, tests, verbose
+        self.left = sorted(tests, key=lambda name: LONG.index(name) if name in LONG else len(LONG))
+        self.lock, self.done, self.failed = threading.Lock(), 0, []
+
+    def run(self):
+        while True:
+            with self.lock:
+                if not self.left:
+                    return
+                name = self.left.pop(0)
+            started = time.time()
+            status, text = self.run_one(name)
+            with self.lock:
+                self.done += 1
+                if status:
+                    self.failed.append(name)
+                if status or self.verbose:
+                    print(text)
+                print(f"{self.done}/{len(self.filters)} {name}: {'FAILED' if status else 'ended'} after "
+                      f"{time.time() - started:.1f} s", flush=True)
+
+    def run_one(self, name):
+        environment = dict(os.environ, GTEST_OUTPUT=f"xml:{self.results}/test_{name}.xml", OMP_NUM_THREADS="1")
+        environment.setdefault("PYTHON", sys.executable)  # has what the tests' requirements name
+        if self.filters[name]:
+            environment["GTEST_FILTER"] = self.filters[name]
+        command = ["ctest", "--test-dir", str(self.build), "-R", f"^{re.escape(name)}$", "--no-tests=error",
+                   "--output-on-failure", "--output-junit", str(self.results / f"ctest-{name}.xml")]
+        if self.verbose:
+            environment["GTEST_BRIEF"] = "1"  # what the tests print, without a line a test
+            command += ["--verbose"]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              errors="replace")
+        return done.returncode, done.stdout
 
 
 def main():
@@ -93,42 +133,40 @@ def main():
         old.unlink()
     started = time.time()
 
-    # A folder as output: each executable names its own file in it.
-    environment = dict(os.environ, GTEST_OUTPUT=f"xml:{results}/", OMP_NUM_THREADS="1")
-    environment.setdefault("PYTHON", sys.executable)  # has what the tests' requirements name
-    command = ["ctest", "--test-dir", str(build), "--output-on-failure",
-               "--output-junit", str(results / "ctest.xml")]
-    if options.verbose:
-        environment["GTEST_BRIEF"] = "1"  # what the tests print, without a line a test
-        command += ["--verbose"]
-    if options.match:
-        tests, cases = tests_named(build, options.match.lower())
-        environment["GTEST_FILTER"] = ":".join(cases) or "none"
-        command += ["-R", f"^({'|'.join(map(re.escape, tests)) or 'none'})$"]
-    else:
-        command += ["--no-tests=error"]
+    match = options.match.lower()
+    tests = tests_named(build, match)
     if options.level:  # everything runs at this level: the tests of single rooms at each level say nothing more
-        command += ["-E", "_as_(" + "|".join(processors.LEVELS) + ")$"]
-    pytest = None if options.rooms_only else start_pytest(results, options.match)
-    ctest = subprocess.run(command, env=environment)
-    rows, broken = [], []
-    for path in sorted(results.glob("test_*.xml")):
-        rows += read_junit(path)
-    gtest_names = {path.stem for path in results.glob("test_*.xml")}
-    for suite, name, seconds, problem, reason in read_junit(results / "ctest.xml"):
-        if f"test_{name}" in gtest_names:
-            continue  # counted case by case above
-        rows.append(("ctest", name, seconds, problem, reason))
-    if ctest.returncode != 0:
-        broken.append("ctest")  # a crash leaves no JUnit rows behind, but never a zero status
+        again = tuple(f"_as_{level}" for level in processors.LEVELS)
+        tests = {name: cases for name, cases in tests.items() if not name.endswith(again)}
+    queue = Tests(build, results, tests, options.verbose)
+    python = []
 
-    if pytest:
-        print("waiting for the Python tests", flush=True)
-        pytest.wait()
+    def python_first():
+        python.append(run_pytest(results, options.match))
+        queue.run()
+    # Two at a time: each waits for some of its time, and starts up to eight ranks.
+    workers = [threading.Thread(target=queue.run)]
+    if not options.rooms_only:
+        workers.append(threading.Thread(target=python_first))
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+    rows, broken = [], []
+    for name in tests:
+        cases, whole = results / f"test_{name}.xml", results / f"ctest-{name}.xml"
+        if cases.exists():
+            rows += read_junit(cases)
+        elif whole.exists():
+            rows += [("ctest", *row[1:]) for row in read_junit(whole)]
+    if queue.failed or not (tests or match):
+        broken.append("ctest")  # a crash leaves no JUnit rows behind, but never a zero status
+    if python:
         print((results / "pytest.log").read_text(errors="replace"), end="", flush=True)
         if (results / "pytest.xml").exists():
             rows += read_junit(results / "pytest.xml")
-        if pytest.returncode not in (0, 5 if options.match else 0):
+        if python[0] not in (0, 5 if match else 0):
             broken.append("pytest")
 
     failed = [row for row in rows if row[3] is not None]

@@ -375,10 +375,12 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
            {"ranks": [{"norm": None}]},
            {"samples": []}, {"counts": []}, {"ranks": []}, {"owners": []}, {"ranks": [{"initial": []}]}, {"ranks": [{"gradients": []}]},
            {"norm": -1}, {"norm": "-inf"}, {"clip_coefficient": -0.5}, {"ranks": [{"spread": -1}]}]
-    for change, accepted in [(c, True) for c in changes] + [(c, False) for c in bad]:
+    for number, (change, accepted) in enumerate([(c, True) for c in changes] + [(c, False) for c in bad]):
         content = dict(good, **change)
         steps_file.write_text(json.dumps(content))
         assert validator.is_valid(content) == accepted, change
+        if number % 3 and not os.environ.get("ISOGRAD_FULL_TESTS"):
+            continue  # a process for each takes its time
         done = subprocess.run([BUILD / "bin/isograd", "compare", tmp_path / "run", tmp_path / "one"], capture_output=True,
                               text=True, timeout=60)
         assert (done.returncode != 2) == accepted, (change, done.stderr)

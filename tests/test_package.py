@@ -21,12 +21,14 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     shutil.copytree(ROOT / "examples/own_module", project)
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
     run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", *launcher, cwd=project)
-    # Those that are run: the others' sources are compiled in the tree. The next run's folder is another, and ccache
-    # is told which part of the paths that is.
-    run("cmake", "--build", "build", "--target", "sharded_module", "pipeline_module", "own_module", cwd=project,
+    # The one that the tree itself does not build and run, or all. The next run's folder is another, and ccache is told
+    # which part of the paths that is.
+    full = os.environ.get("ISOGRAD_FULL_TESTS")
+    run("cmake", "--build", "build", "--target", "all" if full else "own_module", cwd=project,
         env=dict(os.environ, CCACHE_BASEDIR=str(tmp_path), CCACHE_NOHASHDIR="1"))
-    run(project / "build/sharded_module")
-    assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
+    if full:
+        run(project / "build/sharded_module")
+        assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
     assert losses[-1] < 0.25 * losses[0], losses

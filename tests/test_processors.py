@@ -18,15 +18,14 @@ def isograd(*arguments, **variables):
                           timeout=300, env={**os.environ, **variables})
 
 
-@pytest.fixture(params=processors.LEVELS)
-def level(request):
-    if processors.missing(request.param):
-        pytest.skip(f"needs a processor with {', '.join(processors.missing(request.param))}")
-    return processors.LEVELS[request.param]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_is_proved_and_repeats_its_bits(config, level, dtype, tmp_path):  # noqa: F811
+# Types take turns by default.
+@pytest.mark.parametrize("level_name, dtype", [
+    pytest.param(level, dtype, marks=[] if i % 2 == j else pytest.mark.full)
+    for i, level in enumerate(processors.LEVELS) for j, dtype in enumerate(["bfloat16", "float32"])])
+def test_a_run_is_proved_and_repeats_its_bits(config, level_name, dtype, tmp_path):  # noqa: F811
+    if processors.missing(level_name):
+        pytest.skip(f"needs a processor with {', '.join(processors.missing(level_name))}")
+    level = processors.LEVELS[level_name]
     settings = ["--set", f"train.dtype={dtype}", "--set", "train.steps=3", "--set", "train.evaluate_every=0",
                 "--set", "verify.at_end=false", "--set", "sample.tokens=0", "--ranks", 2]
     weights = []

@@ -1,6 +1,7 @@
-// The store of the ranks of one host, and who may not use it.
+// The store and the memory of the ranks of one host: who may not use them, and what is reserved when.
 #include "comm/local_store.hpp"
 
+#include <ATen/ATen.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -12,6 +13,8 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 
+#include <cstring>
+#include <fstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -19,6 +22,7 @@
 #include "comm/relayed.hpp"
 #include "comm/shm/members.hpp"
 #include "isograd/error.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 namespace {
@@ -157,6 +161,81 @@ TEST(LocalStore, TheFirstOfALaunchSpeaks) {
   EXPECT_TRUE(first_of_launch("another"));
   ::unsetenv(kLaunchedVariable);
   EXPECT_TRUE(first_of_launch("one thing")) << "without a launcher everybody does";
+}
+
+// ---- memory that is reserved on use ----
+
+// Bytes of memory behind a segment that others could still open.
+std::int64_t reserved(const shm::Segment& segment) {
+  struct stat status {};
+  EXPECT_EQ(::fstat(segment.id().descriptor, &status), 0);
+  return status.st_blocks * 512;
+}
+
+TEST(Segment, ReservesLaterPagesOnUse) {
+  constexpr std::int64_t kPage = 4096, kGranule = 64 << 10;
+  const auto all = shm::Segment::create(10 * kGranule + 1, "a test");
+  EXPECT_EQ(reserved(*all), 10 * kGranule + kPage);
+  const auto later = shm::Segment::create(10 * kGranule + 1, kPage, "a test");
+  EXPECT_EQ(reserved(*later), kPage);
+  later->reserve(later->data(), 0);
+  EXPECT_EQ(reserved(*later), kPage);
+  later->reserve(later->data() + 3 * kGranule - 1, 1);
+  EXPECT_EQ(reserved(*later), kPage + kGranule);
+  later->reserve(later->data() + 3 * kGranule - 1, 2);
+  EXPECT_EQ(reserved(*later), kPage + 2 * kGranule);
+  later->reserve(later->data(), 10 * kGranule + 1);
+  EXPECT_EQ(reserved(*later), reserved(*all));
+  std::memset(later->data(), 1, 10 * kGranule + 1);
+  EXPECT_EQ(reserved(*later), reserved(*all));
+}
+
+// The mapping refuses to be written to, as if there were no memory.
+TEST(Segment, RefusesWhereNoPagesAreLeft) {
+  const auto later = shm::Segment::create(1 << 20, 4096, "a test");
+  ASSERT_EQ(::mprotect(later->data(), 1 << 20, PROT_READ), 0);
+  const std::string message = message_of([&] { later->reserve(later->data() + 100'000, 10); });
+  EXPECT_THAT(message, HasSubstr("shared memory for a test"));
+  EXPECT_THAT(message, HasSubstr("reserving the pages failed"));
+  EXPECT_THAT(message, HasSubstr("Free memory"));
+  ASSERT_EQ(::mprotect(later->data(), 1 << 20, PROT_READ | PROT_WRITE), 0);
+  EXPECT_EQ(message_of([&] { later->reserve(later->data() + 100'000, 10); }), "no error");
+}
+
+// Of many groups most carry a few numbers: they do not take staging buffers and rings for megabytes.
+TEST(Segment, OfAGroupIsReservedForWhatItCarries) {
+  const auto resident = [] {  // bytes of shared memory of ours that this process maps
+    std::ifstream maps("/proc/self/smaps");
+    std::int64_t bytes = 0;
+    bool ours = false;
+    for (std::string line; std::getline(maps, line);) {
+      if (line.find('-') < line.find(':')) ours = line.find("memfd:isograd") != std::string::npos;
+      if (ours && line.rfind("Rss:", 0) == 0) bytes += std::stoll(line.substr(4)) * 1024;
+    }
+    return bytes;
+  };
+  run_ranks(4, [&](World& world) {
+    at::Tensor few = at::ones({3}, at::kDouble);
+    world.group.all_reduce(few);
+    world.group.barrier();
+    if (world.rank == 0) {
+      EXPECT_LT(resident(), 1 << 20);
+    }
+    world.group.barrier();
+    at::Tensor many = at::full({1'000'000}, world.rank + 1, at::kDouble);  // through all buffers of each rank
+    world.group.all_reduce(many);
+    EXPECT_TRUE(many.eq(10).all().item<bool>());
+    at::Tensor received = at::zeros_like(many);
+    Pending receive = world.group.recv_async(received, world.rank ^ 1);
+    world.group.send(many, world.rank ^ 1);
+    receive.wait();
+    EXPECT_TRUE(received.equal(many));
+    world.group.barrier();
+    if (world.rank == 0) {
+      EXPECT_GT(resident(), 8 << 20);
+    }
+    world.group.barrier();
+  });
 }
 
 // ---- what a forged entry may not make a rank open ---------------------------------------------------------

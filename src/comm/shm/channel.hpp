@@ -1,4 +1,4 @@
-// Channel: messages from one rank to one other. Lies in the sender's segment, beside its staging buffers; all
+// Channel: messages from one rank to one other. Lies in the sender's segment, before its staging buffers; all
 // memory order is as in control.hpp: data first, then a token that the reader acquires.
 //
 // A message has a number, counted per channel, and an envelope that the sender posts. The receiver takes the
@@ -32,10 +32,8 @@ struct Channel {
   alignas(64) std::atomic<std::uint64_t> written;   // by the sender: bytes put into the ring, ever
   alignas(64) std::atomic<std::uint64_t> read;      // by the receiver: bytes taken out of it, ever
   Envelope envelopes[kEnvelopes];
-  // followed by the ring
 
   Envelope& envelope(std::uint64_t number) { return envelopes[number % kEnvelopes]; }
-  std::byte* ring() { return reinterpret_cast<std::byte*>(this + 1); }
 };
 static_assert(sizeof(Channel) % 64 == 0);
 

@@ -39,7 +39,7 @@ class Copies : public Operation {
   }
   void copy_in(std::uint64_t chunk) override {
     const Region part = part_of(input_, chunk, length_);
-    copy_bytes(engine().staging(rank(), chunk), part.data, part.bytes);
+    copy_bytes(engine().own_staging(chunk, part.bytes), part.data, part.bytes);
   }
   void work(std::uint64_t chunk) override {
     if (outputs_.empty()) return;
@@ -117,9 +117,7 @@ class Parts final : public Operation {
     }
   }
 
-  void copy_in(std::uint64_t chunk) override {
-    copy_parts_in(inputs_, rank(), chunk, part_, engine().staging(rank(), chunk));
-  }
+  void copy_in(std::uint64_t chunk) override { copy_parts_in(inputs_, chunk, part_, engine()); }
   void work(std::uint64_t chunk) override {
     const auto self = static_cast<std::uint64_t>(rank());
     for (int r = 0; r < size(); ++r) {

@@ -89,12 +89,12 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
   std::shared_ptr<Segment> staging;  // stays until the others can know why this rank gives up
   try {
     MemberInfo mine = describe_self();
-    const std::uint64_t staging_bytes =
-        options_.chunks * options_.chunk_bytes + static_cast<std::uint64_t>(size_) * channel_bytes();
+    const std::uint64_t staging_bytes = rings_begin() + static_cast<std::uint64_t>(size_) * ring_bytes_;
     const std::string staging_purpose = fmt::format("the staging buffers of group '{}'", name_);
     const std::string control_purpose = fmt::format("the control block of group '{}'", name_);
     require_memory(staging_bytes * static_cast<std::uint64_t>(size_), available_memory(), staging_purpose);
-    staging = Segment::create(staging_bytes, staging_purpose);
+    // Many groups carry small operations or none: what these do not touch is reserved on use.
+    staging = Segment::create(staging_bytes, channels_bytes(), staging_purpose);
     mine.staging = staging->id();
     if (rank_ == 0) {
       control_segment_ = Segment::create(Control::bytes(size_), control_purpose);
@@ -204,9 +204,12 @@ void Engine::arrive(c10d::Store& store, std::chrono::milliseconds timeout) {
 }
 
 Channel& Engine::channel(int from, int to) const {
-  std::byte* first =
-      staging_[static_cast<std::size_t>(from)]->data() + options_.chunks * options_.chunk_bytes;
-  return *reinterpret_cast<Channel*>(first + static_cast<std::uint64_t>(to) * channel_bytes());
+  return reinterpret_cast<Channel*>(staging_[static_cast<std::size_t>(from)]->data())[to];
+}
+
+std::byte* Engine::message_ring(int from, int to) const {
+  return staging_[static_cast<std::size_t>(from)]->data() + rings_begin() +
+         static_cast<std::uint64_t>(to) * ring_bytes_;
 }
 
 void Engine::start(const std::shared_ptr<Task>& task) {

@@ -108,6 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t take_message_number(int to) { return sent_[static_cast<std::size_t>(to)]++; }
   Inbox& inbox(int from) { return inboxes_[static_cast<std::size_t>(from)]; }
   Channel& channel(int from, int to) const;
+  std::byte* message_ring(int from, int to) const;  // of that channel
   std::uint64_t ring_bytes() const { return ring_bytes_; }
   Location locate(const void* begin, std::uint64_t bytes) const;
   bool slot_is_free(std::uint64_t sequence);
@@ -119,8 +120,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OperationSlot& slot(int rank, std::uint64_t sequence) const { return control_->slot(rank, sequence); }
   Span* spans(int rank, std::uint64_t sequence) const { return control_->spans(rank, sequence); }
   std::byte* staging(int rank, std::uint64_t chunk) const {
-    return staging_[static_cast<std::size_t>(rank)]->data() +
+    return staging_[static_cast<std::size_t>(rank)]->data() + channels_bytes() +
            (chunk % options_.chunks) * options_.chunk_bytes;
+  }
+  // The same of this rank, with memory for that many bytes.
+  std::byte* own_staging(std::uint64_t chunk, std::uint64_t bytes) {
+    std::byte* data = staging(rank_, chunk);
+    reserve(data, bytes);
+    return data;
+  }
+  // Memory of this rank's segment, before it writes there or lets others do so.
+  void reserve(const std::byte* begin, std::uint64_t bytes) {
+    staging_[static_cast<std::size_t>(rank_)]->reserve(begin, bytes);
   }
   std::byte* shared_data(int rank, const Location& location) const;
   void ring() { control_->bell.ring(); }
@@ -156,7 +167,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void sweep();
   void remember(const std::shared_ptr<Allocation>& allocation);
   void forget(const Allocation& allocation);
-  std::uint64_t channel_bytes() const { return sizeof(Channel) + ring_bytes_; }
+  // A rank's segment: its channels to each rank, staging buffers, the channels' rings.
+  std::uint64_t channels_bytes() const { return static_cast<std::uint64_t>(size_) * sizeof(Channel); }
+  std::uint64_t rings_begin() const { return channels_bytes() + options_.chunks * options_.chunk_bytes; }
   std::vector<Payload> exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
                                 const Payload& mine, std::chrono::milliseconds timeout);
   std::string where(const Task& task) const;

@@ -21,7 +21,7 @@
 namespace isograd::shm {
 namespace {
 
-constexpr int kVersion = 2;  // of the text below and of the layout in control.hpp
+constexpr int kVersion = 3;  // of the text below and of the layouts in control.hpp and channel.hpp
 
 struct ProcessStatus {
   char state = 0;  // as in ps; 0: no such process; '?': cannot be known

@@ -113,7 +113,9 @@ bool Send::advance(bool may_start, bool) {
     // A quarter at a time, so that the receiver works meanwhile.
     const std::uint64_t bytes = std::min({room, bytes_ - written_, ring_bytes / 4});
     if (bytes > 0) {
-      to_ring(way.ring(), ring_bytes, before, data_ + written_, bytes);
+      std::byte* ring = engine().message_ring(engine().rank(), fingerprint_.root);
+      engine().reserve(ring, std::min(ring_bytes, before + bytes));
+      to_ring(ring, ring_bytes, before, data_ + written_, bytes);
       written_ += bytes;
       way.written.store(before + bytes, std::memory_order_seq_cst);
       engine().ring();
@@ -267,7 +269,8 @@ bool Receive::take(const Envelope& envelope) {
   const std::uint64_t before = way.read.load(std::memory_order_relaxed);  // this rank alone writes it
   const std::uint64_t bytes = way.written.load(std::memory_order_acquire) - before;
   if (bytes > 0) {
-    from_ring(data_ + read_, way.ring(), engine().ring_bytes(), before, bytes);
+    from_ring(data_ + read_, engine().message_ring(source_, engine().rank()), engine().ring_bytes(), before,
+              bytes);
     read_ += bytes;
     way.read.store(before + bytes, std::memory_order_seq_cst);
     engine().ring();

@@ -92,7 +92,9 @@ class AllReduce final : public Reducing {
   }
 
   void copy_in(std::uint64_t chunk) override {
-    copy_around(own_slice(chunk), engine().staging(rank(), chunk), private_data(chunk));
+    const Slice own = own_slice(chunk);
+    copy_around(own, engine().own_staging(chunk, static_cast<std::uint64_t>(own.all * width_)),
+                private_data(chunk));
   }
 
   void work(std::uint64_t chunk) override {
@@ -156,9 +158,7 @@ class ReduceScatter final : public Reducing {
     part_ = any_staged ? staged_part() : std::max<std::uint64_t>(1, largest_of(pieces_));
   }
 
-  void copy_in(std::uint64_t chunk) override {
-    copy_parts_in(pieces_, rank(), chunk, part_, engine().staging(rank(), chunk));
-  }
+  void copy_in(std::uint64_t chunk) override { copy_parts_in(pieces_, chunk, part_, engine()); }
   void work(std::uint64_t chunk) override {
     const auto self = static_cast<std::uint64_t>(rank());
     const Region mine = part_of(pieces_[self], chunk, part_);

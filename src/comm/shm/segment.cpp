@@ -24,6 +24,7 @@ namespace {
 
 constexpr const char* kName = "isograd";                   // of the anonymous file
 constexpr const char* kLink = "/memfd:isograd (deleted)";  // how /proc names it
+constexpr std::uint64_t kGranule = 64 << 10;               // bytes that reserve() takes at a time
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::string gigabytes(std::uint64_t bytes) {
@@ -36,6 +37,14 @@ std::mutex registry_mutex;
 std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
   static auto* map = new std::map<std::uint64_t, std::weak_ptr<Segment>>;  // outlives every static destructor
   return *map;
+}
+
+[[noreturn]] void refuse_memory(const std::string& purpose, const std::string& what, int error,
+                                std::uint64_t bytes) {
+  throw ConfigError({.where = "shared memory for " + purpose,
+                     .found = what + ": " + std::strerror(error),
+                     .expected = gigabytes(bytes),
+                     .action = "Free memory (or raise the limit named above), or use smaller buffers"});
 }
 
 std::byte* map_shared(int descriptor, std::uint64_t bytes, const std::string& purpose) {
@@ -118,13 +127,9 @@ void require_memory(std::uint64_t bytes, std::uint64_t available, const std::str
                      .action = "Use fewer ranks or a smaller model, or give the machine more memory"});
 }
 
-std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string& purpose) {
-  const auto refuse = [&](const std::string& what, int error) {
-    throw ConfigError({.where = "shared memory for " + purpose,
-                       .found = what + ": " + std::strerror(error),
-                       .expected = gigabytes(bytes),
-                       .action = "Free memory (or raise the limit named above), or use smaller buffers"});
-  };
+std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, std::uint64_t at_once,
+                                         const std::string& purpose) {
+  const auto refuse = [&](const std::string& what, int error) { refuse_memory(purpose, what, error, bytes); };
   // Growing a file beyond this limit would raise a signal instead of an error.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur) {
@@ -136,23 +141,49 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, const std::string&
   if (::fchmod(segment->descriptor_, 0600) != 0) refuse("fchmod failed", errno);
   // A signal may undo a call: in pieces that are done before the next tick of any timer.
   constexpr std::uint64_t kPiece = 4 << 20;
-  for (std::uint64_t done = 0; done < bytes;) {
-    const std::uint64_t piece = std::min(kPiece, bytes - done);
-    const int error =  // returned, not in errno
-        ::posix_fallocate(segment->descriptor_, static_cast<off_t>(done), static_cast<off_t>(piece));
-    if (error != 0 && error != EINTR) refuse("reserving the pages failed", error);
-    if (error == 0) done += piece;
-  }
-  forget_measured();
+  const auto allocate = [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t done = begin; done < end;) {
+      const std::uint64_t piece = std::min(kPiece, end - done);
+      const int error =  // returned, not in errno
+          ::posix_fallocate(segment->descriptor_, static_cast<off_t>(done), static_cast<off_t>(piece));
+      if (error != 0 && error != EINTR) refuse("reserving the pages failed", error);
+      if (error == 0) done += piece;
+    }
+  };
+  allocate(0, at_once);
+  if (at_once < bytes && ::ftruncate(segment->descriptor_, static_cast<off_t>(bytes)) != 0)
+    refuse("ftruncate failed", errno);
   ::fcntl(segment->descriptor_, F_ADD_SEALS, kSeals);
   struct stat status {};
   if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);
   segment->data_ = map_shared(segment->descriptor_, bytes, purpose);
+  // Before Linux 5.14 there is no reserving later.
+  if (at_once < bytes && ::madvise(segment->data_, 1, MADV_POPULATE_WRITE) != 0) {
+    allocate(at_once, bytes);
+    at_once = bytes;
+  }
+  forget_measured();
   segment->bytes_ = bytes;
+  segment->purpose_ = purpose;
+  segment->reserved_.assign((bytes + kGranule - 1) / kGranule, at_once == bytes);
   segment->id_ = {::getpid(), segment->descriptor_, status.st_ino, bytes};
   const std::lock_guard lock(registry_mutex);
   registry()[segment->id_.inode] = segment;
   return segment;
+}
+
+void Segment::reserve(const std::byte* begin, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  const auto first = static_cast<std::uint64_t>(begin - data_);
+  for (std::uint64_t at = first / kGranule; at * kGranule < first + bytes; ++at) {
+    if (reserved_[at]) continue;
+    std::byte* granule = data_ + at * kGranule;
+    while (::madvise(granule, std::min(kGranule, bytes_ - at * kGranule), MADV_POPULATE_WRITE) != 0)
+      if (errno != EINTR && errno != EAGAIN)
+        refuse_memory(purpose_, "reserving the pages failed", errno, bytes);
+    reserved_[at] = true;
+    forget_measured();
+  }
 }
 
 std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& purpose) {

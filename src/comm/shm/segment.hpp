@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace isograd::shm {
 
@@ -21,9 +22,16 @@ struct SegmentId {
 
 class Segment {
  public:
-  // Reserves every page at once: too little memory is a ConfigError here and never a SIGBUS later. Mode 0600,
-  // sealed against changes of size. Zero-filled. `purpose` appears in errors.
-  static std::shared_ptr<Segment> create(std::uint64_t bytes, const std::string& purpose);
+  // Reserves the pages of the first `at_once` bytes; the owner calls reserve() before anyone touches others.
+  // So too little memory is a ConfigError of either and never a SIGBUS. Mode 0600, sealed against changes of
+  // size. Zero-filled. `purpose` appears in errors.
+  static std::shared_ptr<Segment> create(std::uint64_t bytes, std::uint64_t at_once,
+                                         const std::string& purpose);
+  static std::shared_ptr<Segment> create(std::uint64_t bytes, const std::string& purpose) {
+    return create(bytes, bytes, purpose);
+  }
+  // By the owner alone. Cheap for what is reserved already.
+  void reserve(const std::byte* begin, std::uint64_t bytes);
 
   // Maps a segment of another rank through /proc. Ranks of one process share one mapping, so that thread
   // ranks see each other's memory at one address. ConfigError when the owner's descriptors cannot be reached.
@@ -45,6 +53,8 @@ class Segment {
   std::uint64_t bytes_ = 0;
   SegmentId id_;
   int descriptor_ = -1;
+  std::string purpose_;
+  std::vector<bool> reserved_;  // by granules of reserve()
 };
 
 // Bytes of memory that this process may still take: of the machine and of its control groups.

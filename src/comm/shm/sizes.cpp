@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/shm/engine.hpp"
+
 namespace isograd::shm {
 
 std::uint64_t part_bytes(std::uint64_t chunk_bytes, int ranks) {
@@ -61,12 +63,14 @@ Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part) {
   return {piece.data + begin, std::min(part, piece.bytes - begin)};
 }
 
-void copy_parts_in(const std::vector<Region>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
-                   std::byte* staging) {
+void copy_parts_in(const std::vector<Region>& pieces, std::uint64_t chunk, std::uint64_t part,
+                   Engine& engine) {
+  std::byte* staging = engine.staging(engine.rank(), chunk);
   for (std::size_t r = 0; r < pieces.size(); ++r) {
-    if (static_cast<int>(r) == except) continue;
     const Region piece = part_of(pieces[r], chunk, part);
-    if (piece.bytes > 0) std::memcpy(staging + r * part, piece.data, piece.bytes);
+    if (static_cast<int>(r) == engine.rank() || piece.bytes == 0) continue;
+    engine.reserve(staging + r * part, piece.bytes);
+    std::memcpy(staging + r * part, piece.data, piece.bytes);
   }
 }
 

@@ -33,8 +33,8 @@ void list_spans(const std::vector<Region>& pieces, const Region& hull, Span* spa
 // Chunk number `chunk` of a piece that is cut into chunks of `part` bytes.
 Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part);
 
-// Chunk `chunk` of every piece but number `except` to its part of a staging buffer.
-void copy_parts_in(const std::vector<Region>& pieces, int except, std::uint64_t chunk, std::uint64_t part,
-                   std::byte* staging);
+// Chunk `chunk` of every piece but this rank's own to its part of this rank's staging buffer.
+void copy_parts_in(const std::vector<Region>& pieces, std::uint64_t chunk, std::uint64_t part,
+                   Engine& engine);
 
 }  // namespace isograd::shm
