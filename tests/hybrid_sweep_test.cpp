@@ -96,18 +96,22 @@ TEST_F(Hybrid, LongAxesHaveOneProcesss) {
 }
 
 // Every value of every factor in bf16, where the bound is four times what one process is off by, the most of
-// up to 16 draws (other values of the parameters, other micro-batches).
-TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
-  const auto rows = covering::cover(factors(), full_tests() ? 2 : 1, possible, kSeed).rows;
+// up to 16 draws (other values of the parameters, other micro-batches). With ISOGRAD_FULL_TESTS=1 every pair
+// of them, and in fp32 too.
+TEST_F(Hybrid, InLowerPrecisionNoWorseThanOneProcess) {
+  std::vector<Cell> cells;
+  for (const covering::Row& row : covering::cover(factors(), full_tests() ? 2 : 1, possible, kSeed).rows) {
+    cells.push_back({row, "bfloat16"});
+    if (full_tests()) cells.push_back({row, "float32"});
+  }
   double worst = 0, most = 0;  // of what is allowed; of one process
   std::map<std::string, std::vector<std::map<std::string, double>>>
-      alone;  // by model, mean and layers; by draw
-  for (const covering::Row& row : rows) {
-    const Cell cell{row, "bfloat16"};
+      alone;  // by model, mean, layers and type; by draw
+  for (const Cell& cell : cells) {
     const RunConfig config = config_for(cell);
     const Measured found = measure(config, cell.ranks(), wanted(cell), {.look_before = false});
-    auto& draws =
-        alone[fmt::format("{} {} {}", cell.text(kModel), cell.text(kMean), config.model.shape.layers)];
+    auto& draws = alone[fmt::format("{} {} {} {}", cell.text(kModel), cell.text(kMean),
+                                    config.model.shape.layers, cell.dtype)];
     std::vector<std::string> outside;
     for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
       if (draws.size() <= draw) {
@@ -131,8 +135,9 @@ TEST_F(Hybrid, InBf16NoWorseThanOneProcess) {
     EXPECT_LT(found.assembled, kNorm) << cell.name();
   }
   std::printf(
-      "E2: %zu cells in bf16; worst error %.2f of what is allowed, where one process is off by up to %.2f\n",
-      rows.size(), worst, most);
+      "E2: %zu cells in lower precision; worst error %.2f of what is allowed, where one process is off by up "
+      "to %.2f\n",
+      cells.size(), worst, most);
 }
 
 // For each rule, cells that break it alone, by as few values as can be.

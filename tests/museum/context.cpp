@@ -157,6 +157,19 @@ void add_context(std::vector<Exhibit>& list) {
          return std::make_unique<planted::CountsPeers>(mesh.size(kContextAxes));
        }})});
   list.push_back(
+      {.id = "B6c",
+       .title = "the loss in the log multiplied by cp",
+       .mistake =
+           "The loss that is logged is that of the whole sample on every context rank, and summed over "
+           "them. The gradient is right.",
+       .who = "Context parallelism whose ranks report the gathered loss.",
+       .number = "Loss ratio cp, gradient ratio 1.",
+       .diagnosis = "loss_scaled",
+       .plant = [](VerifyProblem& problem, World& world) {
+         cut_over_context(problem, world);
+         multiply_log(problem, problem.mesh->size(kContextAxes));
+       }});
+  list.push_back(
       {.id = "B19",
        .title = "context-parallel gradients averaged",
        .mistake = "Context ranks are put into the data-parallel group of a reducer that averages, or their "

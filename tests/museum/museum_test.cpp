@@ -29,6 +29,41 @@ std::vector<std::string> on_show() {
 class Museum : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Exhibits, Museum, ::testing::ValuesIn(on_show()));
 
+// What a mistake of an axis or of some parameters is named by, beside its diagnosis.
+const std::map<std::string, std::string>& named_by() {
+  static const std::map<std::string, std::string> all = {{"B5", "cp_"},
+                                                         {"B5p", "pp"},
+                                                         {"B5t", "tp"},
+                                                         {"B6", "dp_shard"},
+                                                         {"B6c", "cp_"},
+                                                         {"B6p", "pp"},
+                                                         {"B6t", "tp"},
+                                                         {"B13", "along ep"},
+                                                         {"B13d", "along ep"},
+                                                         {"B14", "dp_shard"},
+                                                         {"B15", "dp_replicate"},
+                                                         {"B16", "dp_replicate"},
+                                                         {"B16p", "embed_tokens"},
+                                                         {"B18a", "dp_shard"},
+                                                         {"B18ap", "elements count on 1 to 2 ranks"},
+                                                         {"B18ar", "dp_replicate"},
+                                                         {"B18at", "tp"},
+                                                         {"B18be", "ep"},
+                                                         {"B18ge", "experts"},
+                                                         {"B19", "cp_"},
+                                                         {"B21", "norm.weight"},
+                                                         {"B21k", "k_proj"},
+                                                         {"B22", "router"},
+                                                         {"B22e", "router_z"},
+                                                         {"B22g", "accumulation"},
+                                                         {"B22r", "mlp.gate"},
+                                                         {"B22t", "tp"},
+                                                         {"B23", "cp_"},
+                                                         {"B23t", "tp"},
+                                                         {"B24", "dp_shard"}};
+  return all;
+}
+
 // On two of the numbers of ranks, which take turns; `./dev museum` and ISOGRAD_FULL_TESTS=1: on all.
 TEST_P(Museum, EveryExhibitIsCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());
@@ -44,6 +79,10 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
     const Verdict verdict = show(&exhibit, ranks);
     EXPECT_FALSE(verdict.passed) << exhibit.id << " passed on " << ranks << " ranks";
     EXPECT_EQ(first_finding(verdict), exhibit.diagnosis) << ranks << " ranks\n" << to_text(verdict, 9);
+    ASSERT_FALSE(verdict.findings.empty());
+    const auto words = named_by().find(exhibit.id);
+    if (words == named_by().end()) continue;
+    EXPECT_THAT(verdict.findings[0].sentence, HasSubstr(words->second)) << exhibit.id << " on " << ranks;
   }
 }
 

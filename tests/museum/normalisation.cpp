@@ -131,22 +131,11 @@ void add_normalisation(std::vector<Exhibit>& list) {
                   .title = "the loss in the log multiplied",
                   .mistake =
                       "The loss that is logged was summed over ranks that all have the whole of it. The "
-                      "gradient is right. (Shown with the data axis; the museum's original multiplied by the "
-                      "size of the context axis.)",
+                      "gradient is right.",
                   .who = "Evaluation code that reuses the training loss's all-reduce.",
                   .number = "Loss ratio W, gradient ratio 1.",
                   .diagnosis = "loss_scaled",
-                  .plant = [](VerifyProblem& p, World& world) {
-                    p.make_model = [make = p.make_model, ranks = world.size](at::ScalarType dtype) {
-                      VerifyModel model = make(dtype);
-                      model.loss_terms = [inner = model.loss_terms, ranks](const Batch& batch) {
-                        LossTerms terms = inner(batch);
-                        for (auto& term : terms) term.sum = term.sum + term.sum.detach() * (ranks - 1);
-                        return terms;
-                      };
-                      return model;
-                    };
-                  }});
+                  .plant = [](VerifyProblem& p, World& world) { multiply_log(p, world.size); }});
   list.push_back({.id = "B7",
                   .title = "mean of per-rank means",
                   .mistake =
@@ -213,6 +202,23 @@ void add_normalisation(std::vector<Exhibit>& list) {
                       auto model = std::make_shared<RoomModel>(dtype);
                       model->with_router = true;
                       return as_verify_model(std::move(model), ranks);
+                    };
+                  }});
+  list.push_back({.id = "B22g",
+                  .title = "auxiliary loss not divided by accumulation",
+                  .mistake =
+                      "The main loss is divided by the targets of the step, a term beside it by those of "
+                      "its micro-batches on average: it counts once for each of them.",
+                  .who = "Trainers that were mended to count targets, and left their auxiliary losses alone.",
+                  .number = "The router's ratio is G, all others are 1.",
+                  .diagnosis = "term_scaled",
+                  .plant = [](VerifyProblem& p, World& world) {
+                    at::Tensor most = at::full({1}, static_cast<std::int64_t>(p.local.size()), at::kLong);
+                    world.group.all_reduce(most, ReduceOp::kMax);
+                    p.make_model = [factor = most.item<double>()](at::ScalarType dtype) {
+                      auto model = std::make_shared<RoomModel>(dtype);
+                      model->with_router = true;
+                      return as_verify_model(std::move(model), factor);
                     };
                   }});
   list.push_back({.id = "B30",

@@ -1,5 +1,5 @@
-// Mistakes on the pipeline axis: B5, B8, B9, B10, B16 and B18. A small decoder whose layers lie in stages,
-// beside data ranks where there are ranks for both.
+// Mistakes on the pipeline axis: B5, B6, B8, B9, B10, B16 and B18. A small decoder whose layers lie in
+// stages, beside data ranks where there are ranks for both.
 #include <cmath>
 
 #include "isograd/pipeline_parallel.hpp"
@@ -131,6 +131,18 @@ void add_pipeline(std::vector<Exhibit>& list) {
          problem.make_normalizer = [stages = grid_of(world.size).size({kStageAxis})] {
            return std::make_unique<planted::CountsPeers>(stages);
          };
+       }});
+  list.push_back(
+      {.id = "B6p",
+       .title = "the loss in the log multiplied by pp",
+       .mistake = "Every stage is told the loss of the last one for its log, and all are summed. The "
+                  "gradient is right.",
+       .who = "Trainers that send the loss to all stages, under a log that is reduced over the world.",
+       .number = "Loss ratio pp, gradient ratio 1.",
+       .diagnosis = "loss_scaled",
+       .plant = [](VerifyProblem& problem, World& world) {
+         lay_in_stages(problem, world);
+         multiply_log(problem, problem.mesh->size({kStageAxis}));
        }});
   list.push_back(
       {.id = "B8p",

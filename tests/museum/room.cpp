@@ -55,6 +55,18 @@ VerifyModel as_verify_model(std::shared_ptr<RoomModel> model, double router_fact
   return made;
 }
 
+void multiply_log(VerifyProblem& problem, int factor) {
+  problem.make_model = [make = problem.make_model, factor](at::ScalarType type) {
+    VerifyModel model = make(type);
+    model.loss_terms = [inner = model.loss_terms, factor](const Batch& batch) {
+      LossTerms terms = inner(batch);
+      for (auto& term : terms) term.sum = term.sum + term.sum.detach() * (factor - 1);
+      return terms;
+    };
+    return model;
+  };
+}
+
 void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& change) {
   problem.make_model = [change](at::ScalarType type) {
     auto model = std::make_shared<RoomModel>(type);
@@ -298,7 +310,12 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"norm_of_largest_part",
        {"B18f", "B18fp", "B18ft"},
        "a maximum where squares are summed: over shards, stages, or tensor-parallel ranks"},
-      {"norms_averaged", {"B18c", "B18cp"}, "norms of parts averaged: of shards, or of stages"},
+      {"norms_averaged",
+       {"B18c", "B18cp", "B18ct"},
+       "norms of parts averaged: of shards, of stages, or of the rows that tp gives a rank"},
+      {"loss_scaled",
+       {"B6", "B6c", "B6p", "B6t"},
+       "a log that is summed over ranks which have it already: the axis is another one"},
       {"groups_clipped_apart",
        {"B18e", "B18ep"},
        "a coefficient for each group: of parameters, or for each stage"},
@@ -306,8 +323,8 @@ const std::vector<ExhibitClass>& shared_classes() {
        {"B23", "B23t"},
        "sums of sums: over ranks that share samples, or of parts along tp"},
       {"term_scaled",
-       {"B22", "B22e", "B22t"},
-       "a term multiplied by ranks: with other data, or with the same"},
+       {"B22", "B22e", "B22g", "B22t"},
+       "a term multiplied: by ranks with other data, or with the same, or by accumulation"},
       {"cut_parameters_scaled",
        {"B13", "B13d", "B13g", "B13w"},
        "one factor too many, or its inverse: of ep, of all ranks, of accumulation"},

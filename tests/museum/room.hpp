@@ -34,6 +34,9 @@ struct RoomModel {
 VerifyModel as_verify_model(std::shared_ptr<RoomModel> model, double router_factor = 1);
 void with_model(VerifyProblem& problem, const std::function<void(RoomModel&)>& change);
 
+// B6: the loss that is logged is multiplied, what is differentiated is not.
+void multiply_log(VerifyProblem& problem, int factor);
+
 constexpr std::int64_t kBucketBytes = 256;  // several buckets
 
 // Every gradient in buckets that nothing reduces before the end: what exhibits lay hands on.

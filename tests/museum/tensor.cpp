@@ -1,4 +1,4 @@
-// Mistakes on the tensor axis: B5, B18a, B18b, B21, B22 and B23. A small decoder whose matrices are cut over
+// Mistakes on the tensor axis: B5, B6, B18, B21, B22 and B23. A small decoder whose matrices are cut over
 // ranks.
 #include "isograd/decoder_lm.hpp"
 #include "isograd/tensor_parallel.hpp"
@@ -82,6 +82,31 @@ void add_tensor(std::vector<Exhibit>& list) {
            return std::make_unique<planted::CountsPeers>(ranks);
          };
        }});
+  list.push_back({.id = "B6t",
+                  .title = "the loss in the log multiplied by tp",
+                  .mistake =
+                      "The loss that is logged is summed over all ranks, those too that hold parts of one "
+                      "model and have the same loss. The gradient is right.",
+                  .who = "Trainers that add tensor parallelism to a log that is reduced over the world.",
+                  .number = "Loss ratio tp, gradient ratio 1.",
+                  .diagnosis = "loss_scaled",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = tensor_problem(world, {});
+                    multiply_log(problem, world.size);
+                  }});
+  list.push_back({.id = "B18ct",
+                  .title = "norms of rows averaged",
+                  .mistake = "The norms of the rows and columns that tp gave each rank are averaged over its "
+                             "ranks; the squares should be summed.",
+                  .who = "An all-reduce with AVG over the ranks that hold a model together.",
+                  .number = "A norm that is too small, the same on all ranks, with no constant factor.",
+                  .diagnosis = "norms_averaged",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    problem = tensor_problem(world, {});
+                    problem.clipping = OwnClipping{.norm = [](std::vector<Bucket>& buckets, Group& group) {
+                      return mean_over(group, norm_of_own(buckets));
+                    }};
+                  }});
   list.push_back(
       {.id = "B18at",
        .title = "the norm counts every tensor-parallel copy",
