@@ -22,8 +22,6 @@ ALLOWED = [
     ("src/bench/", PRINTING, "numbers, and names that are written down in the code"),
     ("src/cli/museum.cpp", PRINTING, "exhibits that are written down in the code"),
     ("src/cli/sample.cpp", PRINTING, "a sample goes as it is where no terminal is"),
-    ("src/comm/soak.cpp", PRINTING, "a test's program"),
-    ("src/comm/rank_program.cpp", PRINTING, "a test's program"),
     ("src/train/progress.cpp", PRINTING, "the sequence that clears its own line"),
 ]
 WRONG = ['const auto j = nlohmann::json::parse(text);', 'auto o = json::parse(t, nullptr, false);', 'fmt::print("x");',

@@ -11,6 +11,7 @@
 
 #include "context_step.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/step.hpp"
 
 namespace isograd::context {
 namespace {

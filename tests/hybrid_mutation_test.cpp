@@ -14,7 +14,8 @@ class HybridMutants : public HybridCells {};
 // As the sweep judges a cell; empty: nothing is seen.
 std::string seen(const RunConfig& config, int ranks, const Wanted& wanted, const Mutant& mutant) {
   try {
-    const Measured found = measure(config, ranks, wanted, {.planted = mutant.planted, .look_before = false});
+    const Measured found =
+        measure(config, ranks, wanted, {.planted = mutant.planted, .look_before = false, .repeat = false});
     if (!(found.gradient < 1e-10)) return fmt::format("gradient {:.0e} ({})", found.gradient, found.worst);
     if (!(found.loss < 1e-10)) return fmt::format("loss {:.0e}", found.loss);
     if (!(found.assembled < 1e-12)) return fmt::format("norm {:.0e}", found.assembled);

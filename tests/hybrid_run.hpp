@@ -146,7 +146,8 @@ inline void wrap(LayoutUnderTest& layout, const WrapLayout& around) {
 
 struct Asked {
   Planted planted{};
-  bool look_before = true;  // at the parts that are summed, and at the step made again
+  bool look_before = true;  // at the parts that are summed
+  bool repeat = true;       // and look at the bits
   std::uint64_t nudge = 0;  // other values of the parameters, an ulp or two away; 0: those of the run
 };
 
@@ -230,7 +231,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
   measured.staged = off(staged_norm(mesh, placed.get(), own), assembled);
   const at::Tensor norms = world.group.all_gather(at::full({1}, made.figures.norm, at::kDouble));
   measured.same_norm = norms.eq(norms[0]).all().item<bool>();
-  if (!asked.look_before) return measured;
+  if (!asked.repeat) return measured;
   const LayoutRun::RecordedStep again = run.step(problem.local);
   for (std::size_t i = 0; i < made.gradients.size(); ++i)
     measured.repeats = measured.repeats && again.gradients[i].equal(made.gradients[i]);

@@ -250,5 +250,26 @@ TEST(PipelineInput, ARankThatIsLostInMidScheduleEndsAllByItsName) {
   fs::remove_all(folder);
 }
 
+// Units of ZeRO-3 compute their weights' gradients with the others.
+TEST(PipelineInput, HalvesOfABackwardAreNotForUnitsOfZero3) {
+  run_ranks(2, [](World& world) {
+    const auto model = tensor::whole_model(tensor::shape(4, 2, false), at::kDouble);
+    const ModelUnits units = model_units(*model, RunConfig{});
+    const auto layout =
+        fully_shard(units.root, model->named(), units.blocks, Mesh(world, Grid({{"dp_shard", 2}})), {});
+    const auto optimizer = sgd({});
+    TokenMean mean;
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
+    };
+    Step step(inside(units.root, forward), *layout, mean, *optimizer, {.schedule = [](MicroBatchWork& work) {
+                work.forward(0);
+                work.backward_inputs(0);
+              }});
+    EXPECT_THAT(error_of([&] { step(tensor::step_of(world.rank, 2, model->config().vocabulary)); }),
+                HasSubstr("parameters of ZeRO-3"));
+  });
+}
+
 }  // namespace
 }  // namespace isograd

@@ -388,25 +388,6 @@ TEST(PipelineParallelRefused, WhatCannotBeRun) {
                 }),
                 HasSubstr("4 micro-batches in the step"));
   });
-  // Units of ZeRO-3 compute their weights' gradients with the others.
-  run_ranks(2, [](World& world) {
-    const Mesh mesh(world, Cell{.pp = 1, .data = 2}.grid());
-    const auto model = tensor::whole_model(Cell{}.config(), at::kDouble);
-    const ModelUnits units = model_units(*model, RunConfig{});
-    const auto layout = fully_shard(units.root, model->named(), units.blocks, mesh, {});
-    const auto optimizer = sgd({});
-    TokenMean mean;
-    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
-      return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
-    };
-    Step step(inside(units.root, forward), *layout, mean, *optimizer, {.schedule = [](MicroBatchWork& work) {
-                work.forward(0);
-                work.backward_inputs(0);
-              }});
-    EXPECT_THAT(
-        error_testing::error_of([&] { step(tensor::step_of(world.rank, 2, model->config().vocabulary)); }),
-        HasSubstr("parameters of ZeRO-3"));
-  });
 }
 
 }  // namespace

@@ -11,9 +11,6 @@ struct Model : torch::nn::Module {
 };
 
 void shard(isograd::World& world, const std::shared_ptr<Model>& model) {
-#ifdef BARE_MODEL
   isograd::fully_shard(model, std::vector<isograd::UnitHandle>(), world.group);
-#else
   isograd::fully_shard(isograd::Sharded(model), {model->blocks.begin(), model->blocks.end()}, world.group);
-#endif
 }

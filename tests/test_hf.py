@@ -1,8 +1,10 @@
 """Our models and transformers' own, from the same directories: logits, loss and gradients."""
+import functools
 import json
 import os
 import pathlib
 import subprocess
+import types
 
 import pytest
 import torch
@@ -89,8 +91,21 @@ CASES = {
 }
 
 
+@functools.cache
+def probe_process():
+    return subprocess.Popen([BUILD / "bin/hf_probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 def probe(*arguments):
-    return subprocess.run([BUILD / "bin/hf_probe", *map(str, arguments)], capture_output=True, text=True)
+    process = probe_process()
+    process.stdin.write("\t".join(map(str, arguments)).encode() + b"\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        probe_process.cache_clear()
+        pytest.fail(f"hf_probe ended with {process.wait()}")
+    status, length = map(int, answer.split())
+    return types.SimpleNamespace(returncode=status, stderr=process.stdout.read(length).decode())
 
 
 def make(case):

@@ -304,5 +304,22 @@ TEST(Zero3, ABufferUsedTooEarlyIsNoticed) {
   }
 }
 
+// A parameter without values that is all that its unit has: it fills the storage that the unit keeps.
+TEST(Zero3Rules, AUnitOfOneParameterStartsFromTheMetaDevice) {
+  for (int ranks : {1, 2})
+    run_ranks(ranks, [&](World& world) {
+      at::Tensor weight = at::empty({16, 16}, at::TensorOptions(at::kDouble).device(at::kMeta));
+      weight.requires_grad_();
+      const UnitHandle root([&] { return std::vector<at::Tensor>{weight}; });
+      const auto layout =
+          fully_shard(root, {{"weight", weight}}, {}, Mesh(world, Grid({{"dp_shard", world.size}})),
+                      {.initialize = [](const std::string&, at::Tensor& values) { values.fill_(3); }});
+      const at::Tensor other =
+          at::full({256}, 7, at::kDouble);  // where memory given back would be found again
+      const auto whole = layout->whole_parameters();
+      EXPECT_TRUE(at::equal(weight.detach(), at::full({16, 16}, 3, at::kDouble))) << ranks;
+    });
+}
+
 }  // namespace
 }  // namespace isograd

@@ -71,7 +71,7 @@ class Pipeline {
   // To the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
 
-  // Runs the table of so many micro-batches. As a step's schedule: through() (step.hpp). ConfigError: another
+  // Runs the table of so many micro-batches. As a step's schedule: through() (step_options.hpp). ConfigError: another
   // number of micro-batches than the table has, or than the schedule admits; a forward that did not receive()
   // or pass_on() what its stage has to.
   void run(std::size_t micro_batches, const PipelineWork& work) const;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "isograd/clip_groups.hpp"
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {

@@ -20,7 +20,7 @@
 #include "isograd/layout.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "isograd/trainer.hpp"
 
 namespace isograd {

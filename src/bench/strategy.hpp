@@ -9,7 +9,7 @@
 #include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/world.hpp"
 

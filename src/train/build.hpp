@@ -18,7 +18,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/plan.hpp"
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "isograd/text_data.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "train/config.hpp"

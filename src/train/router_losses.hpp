@@ -8,7 +8,6 @@
 
 #include "isograd/balance_loss.hpp"
 #include "isograd/decoder_lm.hpp"
-#include "isograd/step.hpp"
 #include "isograd/trainer.hpp"
 #include "train/config.hpp"
 

@@ -11,7 +11,6 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/ranking.hpp"
 #include "isograd/sampler.hpp"
-#include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/scorer.hpp"
 #include "train/config.hpp"

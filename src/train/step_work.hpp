@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "loss/ledger.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 

@@ -17,7 +17,7 @@
 #include "isograd/layout.hpp"
 #include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
-#include "isograd/step.hpp"
+#include "isograd/step_options.hpp"
 #include "isograd/tensor_stream.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"

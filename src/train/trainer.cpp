@@ -1,13 +1,12 @@
 #include "isograd/trainer.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <iterator>
 
 #include "comm/operations_file.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
+#include "isograd/step.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/clip_config.hpp"
@@ -369,7 +368,7 @@ struct Trainer::Impl {
       else if (finished && !to_show)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
-      std::ranges::move(stages, std::back_inserter(showing.pictures));
+      showing.pictures.insert(showing.pictures.end(), stages.begin(), stages.end());
       if (!finished) presenter->notice(early_end(outcome, config, world.size, refutation));
       outcome.report = presenter->finish(outcome, showing);
     });

@@ -78,10 +78,9 @@ std::vector<Cause> unsummed_causes(const ComparedStep& one) {
   return causes;
 }
 
-std::vector<Cause> causes_of(const ComparedStep& one) {
-  std::vector<Cause> causes;
-  auto axes = long_axes(one);
-  if (without_axes(one)) axes = {kAllRanks};
+namespace {
+
+void add_axis_causes(const std::vector<std::string>& axes, std::vector<Cause>& causes) {
   for (const auto& axis : axes) {
     const auto divided = [axis](const ComparedStep& c, const Cell&) { return 1 / c.size_of(axis); };
     const auto says = [axis](const std::string& before, const std::string& what) {
@@ -108,146 +107,9 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
                           },
                       .axis = axis});
   }
-  for (const auto& [name, value] : one.found().scales)
-    causes.push_back(
-        {.id = "scaled_by_factor",
-         .weight = [value = value](const ComparedStep&, const Cell&) { return value; },
-         .sentence = [name = name, value = value](
-                         const ComparedStep&) { return fmt::format("{:.6g}: {}", value, name); }});
-  if (one.cells().empty()) return causes;
-  // As long as every rank has data these are averages over all; emptying a rank tells.
-  if (one.holders() > 1 && (one.can_run() || one.holders() < one.ranks()))
-    causes.push_back({.id = "averaged_over_holders",
-                      .weight = [](const ComparedStep& c, const Cell&) { return 1.0 / c.holders(); },
-                      .sentence =
-                          [](const ComparedStep& c) {
-                            return fmt::format("1/{}: averaged over the ranks that have data ({} of {})",
-                                               c.holders(), c.holders(), c.ranks());
-                          },
-                      // Where some rank has none, the loss that is logged may be averaged likewise.
-                      .loss = one.holders() < one.ranks() ? Cause::Loss::kAny : Cause::Loss::kNotScaled});
+}
 
-  causes.push_back({.id = "summed_over_micro_batches",
-                    .weight = [](const ComparedStep& c, const Cell&) { return c.most_micro_batches(); },
-                    .sentence =
-                        [](const ComparedStep& c) {
-                          return fmt::format("{}: micro-batches are summed, not divided by accumulation ({})",
-                                             c.most_micro_batches(), c.most_micro_batches());
-                        }});
-  // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
-  const auto of_cell = [](const ComparedStep& c, const Cell& cell) { return c.targets() / cell.targets; };
-  const auto micro_batches_of = [](const ComparedStep& c, const Cell& cell) {
-    return static_cast<double>(c.micro_batches(cell.rank));
-  };
-  if (one.most_micro_batches() > 1) {
-    causes.push_back(
-        {.id = "summed_over_micro_batches",
-         .weight = [=](const ComparedStep& c, const Cell& cell) { return of_cell(c, cell) / c.ranks(); },
-         .sentence =
-             [](const ComparedStep& c) {
-               return fmt::format(
-                   "per-{} weights fit 1/n_kj: each rank's means of micro-batches "
-                   "are summed, not divided by accumulation ({}), then the ranks "
-                   "averaged",
-                   c.unit(), c.most_micro_batches());
-             }});
-    causes.push_back(
-        {.id = "summed_over_micro_batches", .weight = of_cell, .sentence = [](const ComparedStep& c) {
-           return fmt::format(
-               "per-{} weights fit 1/n_kj: the means of all {} micro-batches "
-               "of all ranks are summed",
-               c.unit(), c.micro_batches());
-         }});
-    causes.push_back(
-        {.id = "count_not_reduced",
-         .weight = [=](const ComparedStep& c,
-                       const Cell& cell) { return of_cell(c, cell) / micro_batches_of(c, cell); },
-         .sentence =
-             [](const ComparedStep& c) {
-               return fmt::format(
-                   "per-{} weights fit 1/(n_kj G_k): each rank has the mean of its "
-                   "micro-batches' means, gradients are summed over the ranks",
-                   c.unit());
-             }});
-    // The count is reduced over the ranks, but for each micro-batch by itself.
-    const auto of_global_micro_batch = [](const ComparedStep& c, const Cell& cell) {
-      double together = 0;
-      for (const Cell& other : c.cells())
-        if (other.micro_batch == cell.micro_batch) together += other.targets;
-      return c.targets() / together;
-    };
-    causes.push_back(
-        {.id = "mean_of_micro_batch_means",
-         .weight = [=](const ComparedStep& c,
-                       const Cell& cell) { return of_global_micro_batch(c, cell) / c.most_micro_batches(); },
-         .sentence =
-             [](const ComparedStep& c) {
-               return fmt::format(
-                   "the targets are counted over the ranks for each micro-batch by "
-                   "itself: mean of the means of the {} global micro-batches",
-                   c.most_micro_batches());
-             }});
-    causes.push_back({.id = "summed_over_micro_batches",
-                      .weight = of_global_micro_batch,
-                      .sentence = [](const ComparedStep& c) {
-                        return fmt::format("the means of the {} global micro-batches are summed",
-                                           c.most_micro_batches());
-                      }});
-    causes.push_back(
-        {.id = "averaged_over_micro_batches",
-         .weight = [](const ComparedStep& c, const Cell&) { return 1.0 / c.most_micro_batches(); },
-         .sentence =
-             [](const ComparedStep& c) {
-               return fmt::format(
-                   "1/{0}: divided by accumulation ({0}), though the count covers "
-                   "the whole step",
-                   c.most_micro_batches());
-             }});
-    if (one.micro_batches() != one.most_micro_batches())
-      causes.push_back({.id = "averaged_over_micro_batches",
-                        .weight = [](const ComparedStep& c, const Cell&) { return 1.0 / c.micro_batches(); },
-                        .sentence =
-                            [](const ComparedStep& c) {
-                              return fmt::format(
-                                  "1/{0}: divided by the number of micro-batches of all ranks "
-                                  "({0}), though the count covers the whole step",
-                                  c.micro_batches());
-                            }});
-    // Gradients are set to zero, or used, in mid-accumulation.
-    for (const bool last : {true, false})
-      for (int kind = 0; kind < 3; ++kind)
-        causes.push_back({.id = "micro_batches_lost",
-                          .weight =
-                              [=](const ComparedStep& c, const Cell& cell) {
-                                const int own = c.micro_batches(cell.rank);
-                                if (cell.micro_batch != (last ? own - 1 : 0)) return 0.0;
-                                return kind == 0 ? 1.0 : of_cell(c, cell) / c.ranks() / (kind == 1 ? own : 1);
-                              },
-                          .sentence =
-                              [=](const ComparedStep& c) {
-                                return fmt::format(
-                                    "only the {} micro-batch of each rank is in it ({} are accumulated)",
-                                    last ? "last" : "first", c.most_micro_batches());
-                              }});
-    // What has been accumulated is summed over an axis again with each further micro-batch.
-    for (const auto& axis : axes)
-      for (const bool averaged : {false, true})
-        causes.push_back({.id = "reduced_while_accumulating",
-                          .weight =
-                              [=](const ComparedStep& c, const Cell& cell) {
-                                const double power = std::pow(
-                                    c.size_of(axis), c.micro_batches(cell.rank) - 1 - cell.micro_batch);
-                                return averaged ? power / c.size_of(axis) : power;
-                              },
-                          .sentence =
-                              [=](const ComparedStep& c) {
-                                return fmt::format(
-                                    "weights of micro-batches are powers of {}{}: what was accumulated is "
-                                    "summed over it again with every further micro-batch",
-                                    name_of(c, axis), averaged ? ", divided by it once" : "");
-                              },
-                          .axis = axis});
-  }
+void add_count_causes(const ComparedStep& one, std::vector<Cause>& causes) {
   const auto all_targets = [](const ComparedStep& c, const Cell&) { return c.targets(); };
   causes.push_back({.id = "unscaled_sum",
                     .weight = all_targets,
@@ -340,6 +202,9 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
                                 "ranks ({}), over which the sum is averaged",
                                 c.targets() / c.ranks(), c.counted(), c.ranks());
                           }});
+}
+
+void add_rank_causes(const ComparedStep& one, std::vector<Cause>& causes) {
   // Ranks that all hold the same gradient have reduced it.
   const auto& views = one.found().ranks;
   const bool reduced = views.size() > 1 && std::all_of(views.begin(), views.end(),
@@ -388,6 +253,44 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
                             },
                         .rank = rank});
   }
+}
+
+}  // namespace
+
+std::vector<Cause> causes_of(const ComparedStep& one) {
+  std::vector<Cause> causes;
+  auto axes = long_axes(one);
+  if (without_axes(one)) axes = {kAllRanks};
+  add_axis_causes(axes, causes);
+  for (const auto& [name, value] : one.found().scales)
+    causes.push_back(
+        {.id = "scaled_by_factor",
+         .weight = [value = value](const ComparedStep&, const Cell&) { return value; },
+         .sentence = [name = name, value = value](
+                         const ComparedStep&) { return fmt::format("{:.6g}: {}", value, name); }});
+  if (one.cells().empty()) return causes;
+  // As long as every rank has data these are averages over all; emptying a rank tells.
+  if (one.holders() > 1 && (one.can_run() || one.holders() < one.ranks()))
+    causes.push_back({.id = "averaged_over_holders",
+                      .weight = [](const ComparedStep& c, const Cell&) { return 1.0 / c.holders(); },
+                      .sentence =
+                          [](const ComparedStep& c) {
+                            return fmt::format("1/{}: averaged over the ranks that have data ({} of {})",
+                                               c.holders(), c.holders(), c.ranks());
+                          },
+                      // Where some rank has none, the loss that is logged may be averaged likewise.
+                      .loss = one.holders() < one.ranks() ? Cause::Loss::kAny : Cause::Loss::kNotScaled});
+
+  causes.push_back({.id = "summed_over_micro_batches",
+                    .weight = [](const ComparedStep& c, const Cell&) { return c.most_micro_batches(); },
+                    .sentence =
+                        [](const ComparedStep& c) {
+                          return fmt::format("{}: micro-batches are summed, not divided by accumulation ({})",
+                                             c.most_micro_batches(), c.most_micro_batches());
+                        }});
+  if (one.most_micro_batches() > 1) add_micro_batch_causes(one, axes, causes);
+  add_count_causes(one, causes);
+  add_rank_causes(one, causes);
   // Without accumulation these are the same as their counterparts over ranks.
   if (one.most_micro_batches() == 1)
     std::erase_if(causes, [](const Cause& cause) {

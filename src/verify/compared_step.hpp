@@ -173,6 +173,9 @@ struct Cause {
   int rank = -1;       // whose part it is, if of one
 };
 std::vector<Cause> causes_of(const ComparedStep& one);
+// Those of them that accumulation makes, along `axes` among others.
+void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::string>& axes,
+                            std::vector<Cause>& causes);
 // Where ranks hold different gradients: rank 0's is the sum over those ranks alone that share its place along
 // an axis.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);

@@ -175,47 +175,32 @@ std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>
   return all;
 }
 
-}  // namespace
+Finding diagnose_not_finite(ComparedStep& one) {
+  std::vector<std::string> broken;
+  for (const auto& parameter : one.parameters())
+    if (!parameter.found.isfinite().all().item<bool>()) broken.push_back(parameter.name);
+  const auto reached = std::count_if(
+      one.parameters().begin(), one.parameters().end(),
+      [](const auto& parameter) { return parameter.expected.ne(0).any().template item<bool>(); });
+  const bool everywhere = static_cast<std::ptrdiff_t>(broken.size()) >= reached;
+  if (one.silent() && everywhere)
+    return {"not_finite_empty_micro_batch",
+            "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
+            {"to make sure: leave that micro-batch out and compare again"}};
+  return {"not_finite", fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)), {}};
+}
 
-std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again) {
-  std::vector<std::string> names = one.off();
-  Finding finding;
-  if (!one.finite()) {
-    std::vector<std::string> broken;
-    for (const auto& parameter : one.parameters())
-      if (!parameter.found.isfinite().all().item<bool>()) broken.push_back(parameter.name);
-    const auto reached = std::count_if(
-        one.parameters().begin(), one.parameters().end(),
-        [](const auto& parameter) { return parameter.expected.ne(0).any().template item<bool>(); });
-    const bool everywhere = static_cast<std::ptrdiff_t>(broken.size()) >= reached;
-    if (one.silent() && everywhere)
-      return {
-          {"not_finite_empty_micro_batch",
-           "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
-           {"to make sure: leave that micro-batch out and compare again"}}};
-    return {
-        {"not_finite", fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)), {}}};
-  }
-
-  // Rounding may hide a mistake in some parameters: first what explains all of them.
-  bool all = subject(one, names) == "all parameters";
-  if (all) names = all_names(one);  // those too in which nothing would show
-  std::vector<Cause> fitting;
-  const auto consider = [&](const std::vector<std::string>& of) {
-    for (auto& cause : causes_of(one))
-      if (explains(one, cause, of).value_or(false)) fitting.push_back(std::move(cause));
-    if (!fitting.empty()) names = of;
-  };
-  if (!one.allowance().exact && !all) consider(all_names(one));
-  if (fitting.empty()) consider(names);
-  prefer_nearest(one, fitting, names);
-  all = subject(one, names) == "all parameters";
-  std::vector<std::string> evidence = {fmt::format("as given: {}", numbers_of(one, names))};
-  // Each candidate has to hold where the others predict something else.
-  bool tested = false, emptied = false, swapped = false;
+// Which experiments were made.
+struct Tried {
+  bool any = false, emptied = false, swapped = false;
+};
+// Each candidate has to hold where the others predict something else: `fitting` keeps those that do.
+Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std::string>& names,
+                std::vector<Cause>& fitting, std::vector<std::string>& evidence) {
+  Tried tried;
   for (const Experiment& setting : trials(one, fitting)) {
     if (fitting.empty() || !again) break;
-    if (tested && same_ids(fitting) && !(setting.only_axis >= 0 && fitting.size() > 1)) continue;
+    if (tried.any && same_ids(fitting) && !(setting.only_axis >= 0 && fitting.size() > 1)) continue;
     auto pair = again(setting);
     if (!pair) continue;
     ComparedStep other(std::move(*pair), setting, again);
@@ -232,12 +217,76 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
                                    other.off().size(), other.parameters().size(),
                                    dropped.empty() ? " still fits" : dropped));
     fitting = std::move(still);
-    tested = true;
-    emptied = emptied || setting.empty_rank >= 0 || setting.only_axis >= 0;
-    swapped = swapped || setting.swapped[0] >= 0;
+    tried.any = true;
+    tried.emptied = tried.emptied || setting.empty_rank >= 0 || setting.only_axis >= 0;
+    tried.swapped = tried.swapped || setting.swapped[0] >= 0;
   }
+  return tried;
+}
+
+// What no known mistake makes, with what speaks for and against it.
+Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bool all,
+                    const std::optional<Fitted>& fitted, std::vector<std::string> evidence) {
+  Finding finding;
+  finding.id = "unknown";
+  finding.sentence =
+      fmt::format("unknown pattern: {}; {}: {}",
+                  multiples(one, names) ? fmt::format("each of {} of {} parameters has a factor of its own",
+                                                      names.size(), one.parameters().size())
+                                        : fmt::format("the direction of {} of {} parameters differs",
+                                                      names.size(), one.parameters().size()),
+                  numbers_of(one, names), list_names(names));
+  if (const auto terms = other_terms(one); !terms.empty())
+    evidence.push_back("terms of the loss: " + list_names(terms));
+  if (fitted) {
+    evidence.push_back(text_of(one, *fitted));
+    constexpr double kElsewhere = 1e-3;
+    if (all && fitted->left > std::max(kElsewhere, one.limit())) {
+      finding.id = "undecided";
+      finding.sentence = fmt::format(
+          "all parameters: {:.3g} of the gradient is in no way made of this step's parts: gradients left "
+          "from an "
+          "earlier step; or other targets or parameters than the reference has; or a wrong model; {}",
+          fitted->left, numbers_of(one, names));
+      evidence.push_back(
+          "to tell: dump the first step after the start (gradients left from earlier are not there), with "
+          "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");
+    }
+  } else if (one.dealt_otherwise()) {
+    finding.id = "undecided";
+    finding.sentence = fmt::format(
+        "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
+        "dumps, so that the reference's parts are not those of these ranks; {}",
+        subject(one, names), numbers_of(one, names));
+    evidence.push_back("to tell: make the reference with the samples dealt as in the run");
+  }
+  finding.evidence = std::move(evidence);
+  return finding;
+}
+
+}  // namespace
+
+std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again) {
+  std::vector<std::string> names = one.off();
+  if (!one.finite()) return {diagnose_not_finite(one)};
+
+  // Rounding may hide a mistake in some parameters: first what explains all of them.
+  bool all = subject(one, names) == "all parameters";
+  if (all) names = all_names(one);  // those too in which nothing would show
+  std::vector<Cause> fitting;
+  const auto consider = [&](const std::vector<std::string>& of) {
+    for (auto& cause : causes_of(one))
+      if (explains(one, cause, of).value_or(false)) fitting.push_back(std::move(cause));
+    if (!fitting.empty()) names = of;
+  };
+  if (!one.allowance().exact && !all) consider(all_names(one));
+  if (fitting.empty()) consider(names);
+  prefer_nearest(one, fitting, names);
+  all = subject(one, names) == "all parameters";
+  std::vector<std::string> evidence = {fmt::format("as given: {}", numbers_of(one, names))};
+  const Tried tried = try_apart(one, again, names, fitting, evidence);
   // Where all ranks have as many micro-batches these are one and the same.
-  bool alike = !tested;
+  bool alike = !tried.any;
   for (int rank = 0; rank < one.ranks(); ++rank)
     alike = alike && one.micro_batches(rank) == one.micro_batches(0);
   if (alike && fitting.size() > 1)
@@ -245,10 +294,11 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
                   [](const Cause& cause) { return cause.id == "mean_of_micro_batch_means_by_rank"; });
   // The twins of commoner causes, the same numbers in all but one experiment, count where that could be made.
   const auto is_twin = [&](const Cause& cause) {
-    return (cause.id == "missing_data_part" && !swapped) ||
-           (cause.id == "averaged_over_holders" && !emptied && one.holders() == one.ranks());
+    return (cause.id == "missing_data_part" && !tried.swapped) ||
+           (cause.id == "averaged_over_holders" && !tried.emptied && one.holders() == one.ranks());
   };
   if (!std::all_of(fitting.begin(), fitting.end(), is_twin)) std::erase_if(fitting, is_twin);
+  Finding finding;
   if (!fitting.empty()) {
     const bool decided = same_ids(fitting);
     std::string text;
@@ -324,40 +374,7 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
     finding.evidence = evidence;
     return {finding};
   }
-  finding.id = "unknown";
-  finding.sentence =
-      fmt::format("unknown pattern: {}; {}: {}",
-                  multiples(one, names) ? fmt::format("each of {} of {} parameters has a factor of its own",
-                                                      names.size(), one.parameters().size())
-                                        : fmt::format("the direction of {} of {} parameters differs",
-                                                      names.size(), one.parameters().size()),
-                  numbers_of(one, names), list_names(names));
-  if (const auto terms = other_terms(one); !terms.empty())
-    evidence.push_back("terms of the loss: " + list_names(terms));
-  if (fitted) {
-    evidence.push_back(text_of(one, *fitted));
-    constexpr double kElsewhere = 1e-3;
-    if (all && fitted->left > std::max(kElsewhere, one.limit())) {
-      finding.id = "undecided";
-      finding.sentence = fmt::format(
-          "all parameters: {:.3g} of the gradient is in no way made of this step's parts: gradients left "
-          "from an "
-          "earlier step; or other targets or parameters than the reference has; or a wrong model; {}",
-          fitted->left, numbers_of(one, names));
-      evidence.push_back(
-          "to tell: dump the first step after the start (gradients left from earlier are not there), with "
-          "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");
-    }
-  } else if (one.dealt_otherwise()) {
-    finding.id = "undecided";
-    finding.sentence = fmt::format(
-        "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
-        "dumps, so that the reference's parts are not those of these ranks; {}",
-        subject(one, names), numbers_of(one, names));
-    evidence.push_back("to tell: make the reference with the samples dealt as in the run");
-  }
-  finding.evidence = evidence;
-  return {finding};
+  return {unexplained(one, names, all, fitted, std::move(evidence))};
 }
 
 }  // namespace isograd

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "isograd/error.hpp"
+#include "isograd/step.hpp"
 #include "layout/flat.hpp"
 #include "norm/passes.hpp"
 #include "parallel/data/same_parameters.hpp"

@@ -10,6 +10,7 @@
 namespace isograd {
 
 class ReplayedChoices;
+class Step;
 
 // The parameters that every run starts from, in the run's precision; `values` are copies on the CPU.
 struct Initial {

@@ -107,15 +107,16 @@ inline VerifyModel model_of(const Small& small, at::ScalarType dtype) {
 
 // A model whose blocks ZeRO-3 can take; to all others it is the plain one.
 inline VerifyModel model_in_units(const Small& small, at::ScalarType dtype) {
-  VerifyModel made = model_of(small, dtype);
   auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
-  made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.units = model_units(*model, RunConfig{});
-  made.loss_terms = inside(made.units->root, [model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets, {})}};
-  });
-  return made;
+  const ModelUnits units = model_units(*model, RunConfig{});
+  return {.named = model->named(),
+          .logits = [model](const Batch& batch) { return model->logits(batch); },
+          .loss_terms =
+              inside(units.root,
+                     [model](const Batch& batch) -> LossTerms {
+                       return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets, {})}};
+                     }),
+          .units = units};
 }
 
 // Buckets small enough that a model of this size has several.

@@ -64,7 +64,7 @@ const std::map<std::string, std::string>& named_by() {
   return all;
 }
 
-// On two of the numbers of ranks, which take turns; `./dev museum` and ISOGRAD_FULL_TESTS=1: on all.
+// On one of the numbers of ranks, which take turns; `./dev museum` and ISOGRAD_FULL_TESTS=1: on all.
 TEST_P(Museum, EveryExhibitIsCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());
   std::vector<int> numbers;
@@ -73,7 +73,7 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
   ASSERT_GE(numbers.size(), 3u);
   if (!full_tests()) {
     const auto place = static_cast<std::size_t>(&exhibit - exhibits().data()) % numbers.size();
-    numbers = {numbers[place], numbers[(place + 1) % numbers.size()]};
+    numbers = {numbers[place]};
   }
   for (const int ranks : numbers) {
     const Verdict verdict = show(&exhibit, ranks);
@@ -87,7 +87,7 @@ TEST_P(Museum, EveryExhibitIsCaughtByName) {
 }
 
 // Mistakes on the context axes, on ring x Ulysses: 3 x 2, and two of 2 x 2. Mistakes on the pipeline axis, on
-// stages x data: 3 x 2 and 4 x 2.
+// stages x data: 3 x 2 and 4 x 2. 6 or 8 ranks by turns; ISOGRAD_FULL_TESTS=1: both.
 class OnHybrids : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids,
                          ::testing::Values("B5", "B19", "B20b", "B23", "B8p", "B9p", "B10", "B16p", "B18ap",
@@ -96,8 +96,10 @@ INSTANTIATE_TEST_SUITE_P(Exhibits, OnHybrids,
 
 TEST_P(OnHybrids, ExhibitsOfTwoAxesAreCaughtByName) {
   const Exhibit& exhibit = *find(GetParam());
+  const bool first = takes_first(static_cast<std::size_t>(&exhibit - exhibits().data()));
   for (const int ranks : {6, 8}) {
     ASSERT_TRUE(exhibit.exists(ranks));
+    if (!full_tests() && first != (ranks == 6)) continue;
     const Verdict verdict = show(&exhibit, ranks);
     EXPECT_FALSE(verdict.passed) << exhibit.id << " passed on " << ranks << " ranks";
     EXPECT_EQ(first_finding(verdict), exhibit.diagnosis) << ranks << " ranks\n" << to_text(verdict, 9);
@@ -151,7 +153,10 @@ TEST_P(Right, SoAreTheRightTwinsOfExhibits) {
            return global_norm(buckets, 0, group).norm;
          }};
        }}};
+  // On half of the numbers of ranks; ISOGRAD_FULL_TESTS=1: on all.
+  auto place = static_cast<std::size_t>(GetParam());
   for (const Exhibit& twin : twins) {
+    if (!full_tests() && takes_first(place++)) continue;
     const Verdict verdict = show(&twin, GetParam());
     EXPECT_TRUE(verdict.passed) << twin.id << "\n" << to_text(verdict, 9);
   }

@@ -110,7 +110,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
   try {
     store.set(member_key(rank), write(mine));
     for (int r = 0; r < size; ++r) missing.push_back(r);
-    auto nap = std::chrono::microseconds(200);
+    auto nap = std::chrono::microseconds(50);  // rank threads meet within a few of these
     for (;;) {
       std::erase_if(missing, [&](int r) {
         if (!store.check({member_key(r)})) return false;
@@ -134,7 +134,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
                                    "timeout"});
       }
       std::this_thread::sleep_for(nap);
-      nap = std::min<std::chrono::microseconds>(nap * 2, std::chrono::milliseconds(20));
+      nap = std::min<std::chrono::microseconds>(nap * 3 / 2, std::chrono::milliseconds(20));
     }
   } catch (const Error&) {
     throw;

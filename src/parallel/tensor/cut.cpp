@@ -23,12 +23,11 @@ using Named = std::vector<std::pair<std::string, at::Tensor>>;
 }
 
 void check_matches_some(const CutRule& rule, const Named& named) {
+  if (std::ranges::any_of(named, [&](const auto& each) { return matches(rule.name, each.first); })) return;
   const std::string* nearest = nullptr;
-  for (const auto& each : named) {
-    if (matches(rule.name, each.first)) return;
+  for (const auto& each : named)
     if (!nearest || edit_distance(rule.name, each.first) < edit_distance(rule.name, *nearest))
       nearest = &each.first;
-  }
   refuse_rule(rule, "no parameter whose name matches", fmt::format("one of the model's {}", named.size()),
               nearest ? fmt::format("Correct the name; '{}' is near", *nearest) : "Correct the name");
 }

@@ -1,14 +1,14 @@
 // Gives tests/test_hf.py the C++ side: logits of a Hugging Face directory, and directories with random
-// weights.
-//   hf_probe logits DIRECTORY TOKENS OUTPUT [DTYPE]   tokens [F, L] int64 as safetensors "tokens"; writes
-//   "logits"
-//                                                     [F, L, V]; F fragments of one batch
-//   hf_probe create CONFIG DIRECTORY SEED             CONFIG is a config.json
-//   hf_probe loss DIRECTORY TOKENS OUTPUT             mean next-token cross entropy and its gradients, by
-//   name
+// weights. One process for all requests, since to load LibTorch takes longer than to answer: a line of words
+// between tabs on standard input each, answered by a line of status and length, then so many bytes of error.
+//   logits DIRECTORY TOKENS OUTPUT [DTYPE]   tokens [F, L] int64 as safetensors "tokens"; writes "logits"
+//                                            [F, L, V]; F fragments of one batch
+//   create CONFIG DIRECTORY SEED             CONFIG is a config.json
+//   loss DIRECTORY TOKENS OUTPUT             mean next-token cross entropy and its gradients, by name
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <iostream>
+#include <sstream>
 
 #include "base/files.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -31,7 +31,7 @@ Batch batch_of(const at::Tensor& tokens) {
   return batch;
 }
 
-int run(const std::vector<std::string>& arguments) {
+void run(const std::vector<std::string>& arguments) {
   const std::string verb = arguments.at(0);
   if (verb == "create") {
     DecoderLM model(parse_hf_config(read_file(arguments.at(1)), arguments.at(1)), at::kFloat,
@@ -39,7 +39,7 @@ int run(const std::vector<std::string>& arguments) {
     const std::int64_t file_bytes =
         arguments.size() > 4 ? std::strtoll(arguments[4].c_str(), nullptr, 10) : kHfFileBytes;
     write_hf(arguments.at(2), model.config(), stream_of(model.named()), file_bytes);
-    return 0;
+    return;
   }
   const auto type = arguments.size() > 4 && arguments[4] == "float64" ? at::kDouble : at::kFloat;
   const auto model = read_hf(arguments.at(1), type);
@@ -56,17 +56,24 @@ int run(const std::vector<std::string>& arguments) {
       if (parameter.requires_grad()) results.emplace_back("gradient " + name, parameter.grad());
   }
   write_safetensors(arguments.at(3), results);
-  return 0;
 }
 
 }  // namespace
 }  // namespace isograd
 
-int main(int count, char** values) {
-  try {
-    return isograd::run({values + 1, values + count});
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return isograd::exit_status(error);
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::vector<std::string> arguments;
+    for (std::string word; std::getline(words, word, '\t');) arguments.push_back(word);
+    int status = 0;
+    std::string trouble;
+    try {
+      isograd::run(arguments);
+    } catch (const std::exception& error) {
+      status = isograd::exit_status(error), trouble = error.what();
+    }
+    std::printf("%d %zu\n%s", status, trouble.size(), trouble.c_str());
+    std::fflush(stdout);
   }
 }
