@@ -112,7 +112,7 @@ StepReport Step::finish() {
   const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
   if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
-  const auto parts = static_cast<std::ptrdiff_t>(sums.size());
+  const std::size_t parts = sums.size();
   std::ranges::copy(part_squares, std::back_inserter(sums));
   const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
 
@@ -121,11 +121,10 @@ StepReport Step::finish() {
   report.terms = TermLedger::read(sums);
   for (TermValue& term : report.terms) term.value *= scale;
   report.census = work_->census();
-  report.tally.assign(sums.begin() + ledger, sums.begin() + parts);
+  report.tally.assign(sums.begin() + ledger, sums.begin() + static_cast<std::ptrdiff_t>(parts));
   report.norm = global.norm * scale;
   for (std::size_t i = 0; i < part_squares.size(); ++i)
-    report.part_norms.push_back(
-        {options_.norm_parts.names[i], std::sqrt(sums[static_cast<std::size_t>(parts) + i]) * scale});
+    report.part_norms.push_back({options_.norm_parts.names[i], std::sqrt(sums[parts + i]) * scale});
   report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.

@@ -1,4 +1,4 @@
-// Mistakes on the context axes: B5, B19, B20b, B23. A small decoder whose documents are cut over ranks.
+// Mistakes on the context axes: B5, B6, B19, B20b, B23. A small decoder whose documents are cut over ranks.
 #include "attention/attention.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -30,6 +30,7 @@ struct Wrong {
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Mesh&)> layout{};
   std::function<std::unique_ptr<Normalizer>(const Mesh&)> mean{};
   std::function<DecoderLM::Attention(ContextAttention)> attention{};
+  bool log_multiplied = false;  // by the context ranks
 };
 
 DecoderConfig shape() {
@@ -91,6 +92,7 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
   problem.make_model = [mesh, wrong](at::ScalarType type) {
     return model_of(std::make_shared<DecoderLM>(shape(), type, 3), *mesh, wrong);
   };
+  if (wrong.log_multiplied) multiply_log(problem, mesh->size(kContextAxes));
   if (wrong.mean) problem.make_normalizer = [mesh, wrong] { return wrong.mean(*mesh); };
   LayoutUnderTest& layout = problem.layouts[0];
   layout.make = [mesh, wrong, ranks = world.size](std::vector<NamedParameter> parameters,
@@ -165,10 +167,7 @@ void add_context(std::vector<Exhibit>& list) {
        .who = "Context parallelism whose ranks report the gathered loss.",
        .number = "Loss ratio cp, gradient ratio 1.",
        .diagnosis = "loss_scaled",
-       .plant = [](VerifyProblem& problem, World& world) {
-         cut_over_context(problem, world);
-         multiply_log(problem, problem.mesh->size(kContextAxes));
-       }});
+       .plant = plants({.log_multiplied = true})});
   list.push_back(
       {.id = "B19",
        .title = "context-parallel gradients averaged",
