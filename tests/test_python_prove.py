@@ -135,6 +135,10 @@ def test_models_that_are_cut_and_steps_of_ones_own(cases, name, said):
         assert bool(rank[name]["notes"]) == (name == "sample_twice_is_noted")
 
 
+def test_threads_that_get_no_processor_are_given_back(cases):
+    assert [rank["threads_without_processors"] for rank in cases[0]] == [[2, 1]] * 2
+
+
 def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     for rank in cases[0]:
         assert rank["without_shares"]["right"]["passed"]

@@ -56,8 +56,9 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence
 
 
 def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[Any]]], mean: Mean,
-                dtype: torch.dtype, autocast: torch.dtype | None = None, shares: bool = True) -> Reference:
-    """`dealt`: [rank][micro-batch] -> samples. The model's gradients are left empty."""
+                dtype: torch.dtype, autocast: torch.dtype | None = None, shares: bool = True,
+                after_each: Callable[[], None] = lambda: None) -> Reference:
+    """`dealt`: [rank][micro-batch] -> samples; after_each: called after each. The model's gradients are left empty."""
     model = model.to(dtype)
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     cells = [(rank, j) for rank, micros in enumerate(dealt) for j in range(len(micros))]
@@ -77,6 +78,7 @@ def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[
             part = losses / count if mean == "sample" else losses
             part.backward()
             value += float(part.detach())
+            after_each()
         # Taken, not copied: the next micro-batch's are new ones.
         part_of = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in named.items()}
         if shares:

@@ -270,8 +270,8 @@ class watch:
         assert model is not None
         model = fill(model.cpu(), self._initial, names).train(self.model.training)
         _checks.fits_in_memory(model, self.reference)
-        with _checks.threads(self._threads):  # in fp64 their number makes no difference that is looked at
-            right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference)
+        with _checks.threads(self._threads) as look:  # in fp64 their number makes no difference that is looked at
+            right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference, after_each=look)
         counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
         limit = self.recording.max_norm
         axes = self._axes(len(batch))

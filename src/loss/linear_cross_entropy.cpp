@@ -41,8 +41,9 @@ struct Result {
 
 // Tile sizes: the whole vocabulary beside as many tokens as fit into the buffer, for a row seen whole needs
 // its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
-// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer is no
-// larger than it.
+// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes no
+// more than it. Of a freed block of up to 32 MiB the C library may keep pages beside the next: it takes
+// twice.
 struct Tiles {
   std::int64_t tokens, vocabulary;
 };
@@ -53,15 +54,16 @@ Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
   const std::int64_t ranks = problem.shard.group.size(),
                      vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
                      element = static_cast<std::int64_t>(problem.weight.element_size()),
-                     gradient = problem.shard.vocabulary * problem.weight.size(1) * element;
+                     gradient = problem.shard.vocabulary * problem.weight.size(1) *
+                                static_cast<std::int64_t>(
+                                    c10::elementSize(computing_type(problem.weight.scalar_type()))),
+                     buffer = gradient >= kMostBytes ? kMostBytes : std::max(gradient / 2, kLeastBytes);
   Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
   if (tiles.vocabulary == 0)
     tiles.vocabulary =
         std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewest));
   tiles.vocabulary = std::clamp<std::int64_t>(tiles.vocabulary, 1, vocabulary);
-  if (tiles.tokens == 0)
-    tiles.tokens = std::clamp(std::clamp(gradient, kLeastBytes, kMostBytes) / element / tiles.vocabulary,
-                              kFewest, kMost);
+  if (tiles.tokens == 0) tiles.tokens = std::clamp(buffer / element / tiles.vocabulary, kFewest, kMost);
   tiles.tokens = std::clamp<std::int64_t>(tiles.tokens, 1, std::max<std::int64_t>(1, valid));
   return tiles;
 }

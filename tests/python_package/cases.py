@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -251,6 +252,18 @@ def divided_by_the_accumulation_too(rank):
     return counted_and_divided_again(rank, summing(), 3)
 
 
+def threads_without_processors(rank):
+    """Rank 0 takes the threads of ranks that wait, until it finds that they get nothing: here it sleeps."""
+    found = []
+    with isograd._checks.threads(2) as look:
+        look()
+        found.append(torch.get_num_threads())
+        time.sleep(0.3)
+        look()
+        found.append(torch.get_num_threads())
+    return found
+
+
 class Document:
     """Without a repr of its own: what two ranks hold is compared by content."""
 
@@ -339,7 +352,8 @@ BAD = {
 GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
         tensor_parallel_norm_wrong_on_each,
         pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
-        an_experiment_that_cannot_be_made, without_shares, divided_by_the_wrapper_too, divided_by_the_accumulation_too]
+        an_experiment_that_cannot_be_made, without_shares, divided_by_the_wrapper_too, divided_by_the_accumulation_too,
+        threads_without_processors]
 
 
 def run(rank):
