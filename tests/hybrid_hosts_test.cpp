@@ -65,10 +65,8 @@ TEST_F(HybridHosts, CellsHaveOneProcesssGradientAndNorm) {
     all.push_back({experts(), {0, 0, 0, 1, 1, 1, 1, 1}});
     for (const Cell& cell : pairwise_cells()) {
       if (cell.ranks() == 1 || cell.is(kShare, "on")) continue;  // one copy lies in the memory of one host
-      // tp within, where there is anything beside it: copies along it are sums in one order (docs/hosts.md).
-      const int tp = cell.number(kTp), half = cell.ranks() / 2;
       std::vector<int> hosts(static_cast<std::size_t>(cell.ranks()), 1);
-      std::fill_n(hosts.begin(), cell.ranks() == tp ? half : std::max(tp, half / tp * tp), 0);
+      std::fill_n(hosts.begin(), cell.ranks() / 2, 0);  // also between ranks along tp
       all.push_back({cell, hosts});
     }
   }

@@ -97,6 +97,8 @@ def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_p
 
 @pytest.mark.parametrize("hosts, sets", [
     ("a,a,a,b,b,b", ["parallel.pp=2"]),  # stages across
+    # A host ends between ranks along tp: copies of norms are sums over data ranks that lie on hosts otherwise.
+    ("a,a,a,b,b,b", ["parallel.tp=2", "parallel.sequence_parallel=false"]),
     pytest.param("a,a,a,b,b,b", ["parallel.tp=3"], marks=pytest.mark.full),  # replicas across
     pytest.param("a,a,a,b", ["parallel.pp=2", "parallel.tp=2"], marks=pytest.mark.full)])  # a stage torn apart
 def test_verify_proves_steps_on_several_hosts(config, hosts, sets):

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "comm/hosts/identity.hpp"
+#include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -49,6 +50,31 @@ TEST(Hosts, AxesThatHadBetterLieWithinAreNamedWithTwoRanks) {
               ElementsAre(HasSubstr("dp_shard lies across hosts (rank 0 on host0, rank 4 on host1)")));
   EXPECT_THAT(said_of_hosts(views, planned_hosts(8, 4)),
               ElementsAre(HasSubstr("ep lies across"), HasSubstr("parallel.replicas = 4")));
+}
+
+// Groups whose sums are copies of one another: in the same brackets, or over MPI alone.
+TEST(Hosts, GroupsOfAMeshThatLieOnHostsOtherwiseThanTheirSiblingsAreFound) {
+  const auto alike = [](const Grid& all, std::vector<int> placing, const std::vector<int>& ranks) {
+    return siblings_lie_alike(all, {std::move(placing), {"a", "b", "c"}}, ranks);
+  };
+  const Grid all = grid({{"dp_replicate", 1}, {"dp_shard", 3}, {"tp", 2}});
+  for (const std::vector<int>& ranks : {std::vector{0, 2, 4}, {1, 3, 5}}) {
+    EXPECT_TRUE(alike(all, {0, 0, 0, 0, 1, 1}, ranks));   // tp within
+    EXPECT_TRUE(alike(all, {0, 1, 0, 1, 0, 1}, ranks));   // each group on a host of its own
+    EXPECT_TRUE(alike(all, {0, 0, 1, 1, 0, 0}, ranks));   // hosts in turns
+    EXPECT_FALSE(alike(all, {0, 0, 0, 1, 1, 1}, ranks));  // 0, 2 | 4 and 1 | 3, 5
+    EXPECT_FALSE(alike(all, {0, 0, 0, 0, 0, 1}, ranks));  // one of them on one host
+  }
+  EXPECT_FALSE(alike(all, {0, 0, 0, 1, 1, 1}, {0, 1}));  // along tp: torn for ranks 2 and 3
+  EXPECT_TRUE(alike(all, {0, 0, 0, 1, 1, 1}, {0, 1, 2, 3, 4, 5}));
+  // Experts' ranks of a view, and ranks in some places along an axis.
+  const Grid views = grid({{"dp_replicate", 1}, {"dp_shard", 4}, {"cp_ring", 1}, {"tp", 2}})
+                         .viewed({"dp_shard", "cp_ring"}, {{"edp", 2}, {"ep", 2}});
+  EXPECT_TRUE(alike(views, planned_hosts(8, 2).of_rank, views.ranks_along({"edp"}, 0)));
+  EXPECT_FALSE(alike(views, {0, 0, 0, 0, 0, 1, 1, 1}, views.ranks_along({"edp"}, 0)));
+  const Grid stages = grid({{"pp", 4}, {"dp_shard", 2}});
+  EXPECT_TRUE(alike(stages, planned_hosts(8, 2).of_rank, {0, 6}));
+  EXPECT_FALSE(alike(stages, {0, 0, 0, 0, 1, 1, 0, 1}, {0, 6}));
 }
 
 TEST(Hosts, PlannedOnesAreAsEvenAsPossible) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "comm/hosts/backend.hpp"
+#include "comm/hosts/siblings.hpp"
 #include "comm/wrappers_testing.hpp"
 #include "isograd/hosts.hpp"
 #include "isograd/mesh.hpp"
@@ -76,11 +77,16 @@ class HostGroups {
     return make(ranks, own, name);
   }
 
-  // `name` tells it from other meshes of these groups.
-  Mesh mesh(Grid grid, int own, const std::string& name) const {
-    return Mesh(all(own, name).group, std::move(grid),
-                [this, own, name](const std::vector<int>& some, const std::string& use) {
-                  return make(some, own, name + ": " + use).group;
+  // `name` tells it from other meshes of these groups. As mesh_subgroup() makes them, but for MPI.
+  Mesh mesh(const Grid& grid, int own, const std::string& name) const {
+    return Mesh(all(own, name).group, grid,
+                [this, grid, own, name](const std::vector<int>& some, const std::string& use) {
+                  const std::string full = name + ": " + use;
+                  if (siblings_lie_alike(grid, {placing_, names_}, some)) return make(some, own, full).group;
+                  return Group(c10::make_intrusive<ShmBackend>(store_, place_of(own, some),
+                                                               static_cast<int>(some.size()),
+                                                               full + ", alone", options_.timeout),
+                               full, options_.timeout, {.self_test = options_.self_test});
                 });
   }
 

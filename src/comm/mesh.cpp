@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -28,8 +29,8 @@ Mesh::Mesh(Group all, Grid grid, MakeGroup make)
 }
 
 Mesh::Mesh(const World& world, Grid grid)
-    : Mesh(world.group, std::move(grid), [world](const std::vector<int>& ranks, const std::string& name) {
-        return world.subgroup(ranks, name);
+    : Mesh(world.group, grid, [world, grid](const std::vector<int>& ranks, const std::string& name) {
+        return mesh_subgroup(world, grid, ranks, name);
       }) {}
 
 Mesh::Mesh(Group all) : Mesh(all, data_grid(all.size()), {}) {}

@@ -23,6 +23,7 @@
 #include "comm/hosts/backend.hpp"
 #include "comm/hosts/identity.hpp"
 #include "comm/hosts/meeting.hpp"
+#include "comm/hosts/siblings.hpp"
 #include "comm/listen.hpp"
 #include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
@@ -138,10 +139,12 @@ struct WorldMaker {
   }
 
   // Of these ranks of the world, of which `place` is this one. `key`: of every other group another;
-  // `over_mpi`: of these ranks, if it is made already.
+  // `over_mpi`: of these ranks, if it is made already; `by_hosts`: what is on one host goes through its
+  // memory.
   static Group make_group(World::Membership& membership, const std::vector<int>& ranks, int place,
                           const std::string& key, const std::string& name, std::chrono::milliseconds timeout,
-                          GroupOptions options, c10::intrusive_ptr<c10d::Backend> over_mpi = nullptr) {
+                          GroupOptions options, c10::intrusive_ptr<c10d::Backend> over_mpi = nullptr,
+                          bool by_hosts = true) {
     const std::vector<int>& host_of = membership.hosts.hosts.of_rank;
     std::vector<int> of_rank, here;  // hosts of the group's ranks; places of those on this one's
     for (const int rank : ranks) of_rank.push_back(host_of[static_cast<std::size_t>(rank)]);
@@ -162,13 +165,13 @@ struct WorldMaker {
     if (membership.backend == "nccl") {
       backend = nccl::make(store(""), place, size, name, timeout);
       messages = c10::make_intrusive<ShmBackend>(store(" messages"), place, size, name, timeout);
-    } else if (membership.backend == "shm" || (membership.backend == "shm+mpi" && one_host)) {
+    } else if (membership.backend == "shm" || (membership.backend == "shm+mpi" && one_host && by_hosts)) {
       backend = c10::make_intrusive<ShmBackend>(store(""), place, size, name, timeout);
     } else {
       if (!over_mpi) over_mpi = mpi::make_subgroup(ranks, name, key, timeout);
       backend = over_mpi;
     }
-    if (membership.backend == "shm+mpi" && !one_host) {
+    if (membership.backend == "shm+mpi" && !one_host && by_hosts) {
       HostsBackend::Parts parts{std::move(over_mpi), nullptr, nullptr};
       const int on_host = static_cast<int>(std::ranges::find(here, place) - here.begin());
       const auto within = [&](const std::string& use) -> c10::intrusive_ptr<ShmBackend> {
@@ -189,8 +192,29 @@ struct WorldMaker {
     return group;
   }
 
+  static Group subgroup(const World& world, const std::vector<int>& ranks, const std::string& name,
+                        GroupOptions options, bool by_hosts) {
+    World::Membership& membership = *world.membership_;
+    std::string key = fmt::format("{} {}", fmt::join(ranks, ","), name);
+    {
+      const std::lock_guard lock(membership.mutex);
+      key += fmt::format(" {}", membership.groups_made[key]++);
+    }
+    const auto place = std::ranges::find(ranks, world.rank) - ranks.begin();
+    return make_group(membership, ranks, static_cast<int>(place), key, name, world.group.timeout(), options,
+                      nullptr, by_hosts);
+  }
+
   static const World::Membership* of(const World& world) { return world.membership_.get(); }
 };
+
+Group mesh_subgroup(const World& world, const Grid& grid, const std::vector<int>& ranks,
+                    const std::string& name) {
+  const Hosts hosts = hosts_of(world);
+  const bool as_ever = ranks.size() == 1 || hosts.count() == 1 || siblings_lie_alike(grid, hosts, ranks);
+  return as_ever ? world.subgroup(ranks, name)
+                 : WorldMaker::subgroup(world, ranks, name, {}, /*by_hosts=*/false);
+}
 
 Hosts hosts_of(const World& world) {
   const auto* membership = WorldMaker::of(world);
@@ -217,13 +241,7 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
                        .action = "Make a group on its members only"});
   }
   if (ranks.size() == 1) return Group::solo();
-  std::string key = fmt::format("{} {}", fmt::join(ranks, ","), name);
-  {
-    const std::lock_guard lock(membership_->mutex);
-    key += fmt::format(" {}", membership_->groups_made[key]++);
-  }
-  return WorldMaker::make_group(*membership_, ranks, static_cast<int>(own - ranks.begin()), key, name,
-                                group.timeout(), options);
+  return WorldMaker::subgroup(*this, ranks, name, options, /*by_hosts=*/true);
 }
 
 std::vector<std::string> backends() {

@@ -6,6 +6,7 @@
 #include "isograd/token_losses.hpp"
 #include "loss/counting_allocator.hpp"
 #include "loss/loss_testing.hpp"
+#include "matmul/product.hpp"
 
 namespace isograd {
 namespace {
@@ -267,7 +268,8 @@ TEST(LinearCrossEntropy, NeverHoldsTheLogits) {
             2);
 }
 
-// By default: the gradient, the tile of half of it, and what rows take.
+// By default: the gradient, the tile of half of it, and what rows take. oneDNN alone, forced, makes the product
+// of each tile apart, from a copy of the tile that it has transposed.
 TEST(LinearCrossEntropy, TakesNoLargerATileThanTheWeightsGradient) {
   const std::int64_t vocabulary = 1 << 15;
   for (const std::int64_t hidden : {128, 192}) {  // 16 and 24 MiB, of 128 of logits
@@ -278,7 +280,8 @@ TEST(LinearCrossEntropy, TakesNoLargerATileThanTheWeightsGradient) {
     linear_cross_entropy_sum(p.hidden, p.weight, p.targets).backward();
     const auto peak = static_cast<double>(CountingAllocator::peak());
     EXPECT_GT(peak, 1.4 * gradient) << hidden;
-    EXPECT_LT(peak, 1.75 * gradient) << hidden;
+    const double apart = multiplier() == Multiplier::kOneDnn ? 1 + 0.5 : 0;
+    EXPECT_LT(peak, (1.75 + apart) * gradient) << hidden;
   }
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/number_ranges.hpp"
+#include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 #include "isograd/hosts.hpp"
 
@@ -79,6 +80,30 @@ std::vector<std::string> said_of_hosts(const Grid& grid, const Hosts& hosts) {
         fmt::format("parallel.replicas = {}, where the shards of one host fit, sends gradients alone",
                     hosts.count()));
   return said;
+}
+
+bool siblings_lie_alike(const Grid& grid, const Hosts& hosts, const std::vector<int>& ranks) {
+  check(grid, hosts);
+  AxisSet varied;  // along which these ranks differ
+  for (const Axis& axis : grid.axes())
+    for (const int rank : ranks)
+      if (grid.place({axis.name}, rank) != grid.place({axis.name}, ranks.front())) varied.insert(axis.name);
+  // The hosts of the ranks in these places elsewhere in the grid, numbered as they come.
+  const auto division = [&](int elsewhere) {
+    const std::vector<int> line = grid.ranks_along(varied, elsewhere);
+    std::vector<int> seen, numbers;
+    for (const int rank : ranks) {
+      const int host = host_of(hosts, line[static_cast<std::size_t>(grid.place(varied, rank))]);
+      const auto found = std::ranges::find(seen, host);
+      numbers.push_back(static_cast<int>(found - seen.begin()));
+      if (found == seen.end()) seen.push_back(host);
+    }
+    return numbers;
+  };
+  const std::vector<int> own = division(ranks.front());
+  for (int rank = 0; rank < grid.ranks(); ++rank)
+    if (division(rank) != own) return false;
+  return true;
 }
 
 std::string hosts_text(const Grid& grid, const Hosts& hosts) {
