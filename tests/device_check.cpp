@@ -8,10 +8,12 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <set>
 
 #include "context_step.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/step.hpp"
+#include "train/router_losses.hpp"
 
 namespace isograd::context {
 namespace {
@@ -178,6 +180,50 @@ int check_random_numbers(World& world, at::Device device) {
   return same && seen ? 0 : 1;
 }
 
+// Nodes of the graph of `value` whose gradients are on the CPU.
+std::vector<std::string> nodes_on_cpu(const at::Tensor& value) {
+  std::vector<std::string> found;
+  std::set<torch::autograd::Node*> seen{nullptr};
+  std::vector<torch::autograd::Node*> left{value.grad_fn().get()};
+  while (!left.empty()) {
+    torch::autograd::Node* node = left.back();
+    left.pop_back();
+    if (!seen.insert(node).second) continue;
+    for (std::uint32_t i = 0; i < node->num_inputs(); ++i)
+      if (node->input_metadata(i).device().is_cpu()) found.push_back(node->name());
+    for (const torch::autograd::Edge& edge : node->next_edges()) left.push_back(edge.function.get());
+  }
+  return found;
+}
+
+// A graph that is partly on the CPU has a backward thread more there: which of a tensor's gradients comes
+// first, and so the bits of their sum, would change from run to run.
+int check_graph(World& world, at::Device device, const Batch& batch) {
+  DecoderConfig config = small_decoder(1);
+  config.family = "qwen3_moe", config.query_key_norm = true;
+  config.experts = {.count = 4, .feed_forward = 8};
+  RunConfig run;
+  run.loss.balance = 0.1, run.loss.router_z = 0.1, run.loss.balance_scope = "micro_batch";
+  DecoderLM model(config, at::kFloat, 3);
+  model.to(device);
+  const Batch moved = to_device(batch, device);
+  const DecoderOutputs outputs = model.outputs(moved);
+  LossTerms terms;
+  RouterLosses(run, config).add_terms(outputs, terms);
+  int failed = terms.size() == 2 ? 0 : 1;
+  for (const LossTerm& term : terms) {
+    const auto found = nodes_on_cpu(term.sum);
+    if (!found.empty() && !device.is_cpu())
+      std::printf("%s: %s computes on the CPU  FAILED\n", term.name.c_str(), found.front().c_str()), ++failed;
+    if (found.empty() && device.is_cpu()) ++failed;  // there all do
+  }
+  // Planted: the sum on the CPU.
+  if (nodes_on_cpu(outputs.router_logits.at(0).sum().cpu().square()).empty()) ++failed;
+  if (world.rank == 0)
+    std::printf("graph of router losses on %s%s\n", device.str().c_str(), failed == 0 ? "" : "  FAILED");
+  return failed;
+}
+
 int run(World& world, at::Device device) {
   const DecoderConfig config = small_decoder(1);
   const auto whole = make_step(kLayouts[1], world.size, 2);
@@ -213,6 +259,7 @@ int run(World& world, at::Device device) {
   if (!device.is_cpu())
     failed += check_offload(world, device, config, whole[static_cast<std::size_t>(world.rank)]);
   failed += check_random_numbers(world, device);
+  failed += check_graph(world, device, all.front());
   if (world.rank == 0)
     std::printf("%s, %d rank(s): %d cases, %d failed\n", device.str().c_str(), world.size, checked, failed);
   return failed == 0 ? 0 : 1;
