@@ -109,6 +109,47 @@ void add_axis_causes(const std::vector<std::string>& axes, std::vector<Cause>& c
   }
 }
 
+// Of the only axis of ranks, where it is not plain data parallelism.
+std::string along_only_axis(const ComparedStep& one) {
+  const auto axes = long_axes(one);
+  return axes.size() == 1 && kSampleAxes.count(axes[0]) == 0 ? " along " + axes[0] : "";
+}
+
+// The count is reduced over the other axes, and not over one of them.
+void add_partial_counts(const ComparedStep& one, std::vector<Cause>& causes) {
+  const Grid grid = grid_of_counts(one);
+  const auto axes = long_axes(one);
+  if (one.cells().empty() || grid.ranks() != one.ranks() || axes.size() < 2) return;
+  for (const auto& axis : axes) {
+    const AxisSet along = present(grid, one.axis_set(axis)), others = without(grid.names(), along);
+    if (grid.size(along) < one.size_of(axis) || grid.size(others) == 1) continue;
+    const auto relative = [grid, others](const ComparedStep& c, const Cell& cell) {
+      double counted = 0;
+      for (const int rank : grid.ranks_along(others, cell.rank)) counted += c.targets_of(rank);
+      return c.targets() / counted;
+    };
+    causes.push_back({.id = "count_not_reduced",
+                      .weight = relative,
+                      .sentence =
+                          [axis](const ComparedStep& c) {
+                            return fmt::format(
+                                "per-{} weights fit a count that is not reduced over {}: each of its ranks "
+                                "divides by the count of its own place, gradients are summed",
+                                c.unit(), name_of(c, axis));
+                          },
+                      .axis = axis});
+    causes.push_back(
+        {.id = "mean_of_rank_means",
+         .weight = [relative, axis](const ComparedStep& c,
+                                    const Cell& cell) { return relative(c, cell) / c.size_of(axis); },
+         .sentence =
+             [axis](const ComparedStep& c) {
+               return fmt::format("per-{} weights fit a mean of means over {}", c.unit(), name_of(c, axis));
+             },
+         .axis = axis});
+  }
+}
+
 void add_count_causes(const ComparedStep& one, std::vector<Cause>& causes) {
   const auto all_targets = [](const ComparedStep& c, const Cell&) { return c.targets(); };
   causes.push_back({.id = "unscaled_sum",
@@ -134,8 +175,8 @@ void add_count_causes(const ComparedStep& one, std::vector<Cause>& causes) {
        .sentence =
            [](const ComparedStep& c) {
              return fmt::format(
-                 "per-{} weights fit 1/n_k: each rank divides by its own count, gradients are summed",
-                 c.unit());
+                 "per-{} weights fit 1/n_k: each rank{} divides by its own count, gradients are summed",
+                 c.unit(), along_only_axis(c));
            }});
   causes.push_back({.id = "count_not_reduced",
                     .weight = [](const ComparedStep& c,
@@ -151,9 +192,10 @@ void add_count_causes(const ComparedStep& one, std::vector<Cause>& causes) {
                     const Cell& cell) { return c.targets() / (c.targets_of(cell.rank) * c.ranks()); },
        .sentence =
            [](const ComparedStep& c) {
-             return fmt::format("per-{} weights fit 1/n_k: mean of per-rank means over {} ranks", c.unit(),
-                                c.ranks());
+             return fmt::format("per-{} weights fit 1/n_k: mean of per-rank means over {} ranks{}", c.unit(),
+                                c.ranks(), along_only_axis(c));
            }});
+  add_partial_counts(one, causes);
   // With one micro-batch on every rank these are means of rank means, unless an experiment can tell.
   if (one.most_micro_batches() > 1 || one.can_run()) {
     causes.push_back(
@@ -291,6 +333,12 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   if (one.most_micro_batches() > 1) add_micro_batch_causes(one, axes, causes);
   add_count_causes(one, causes);
   add_rank_causes(one, causes);
+  // Where one rank, with its peers, has all the data no count can stay on a rank.
+  if (grid_of_counts(one).ranks() == 1 && one.grid().ranks() > 1)
+    std::erase_if(causes, [](const Cause& cause) {
+      return cause.id == "count_not_reduced" || cause.id == "mean_of_rank_means" ||
+             cause.id == "mean_of_micro_batch_means_by_rank";
+    });
   // Without accumulation these are the same as their counterparts over ranks.
   if (one.most_micro_batches() == 1)
     std::erase_if(causes, [](const Cause& cause) {

@@ -199,6 +199,8 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
   }
   if (ended_by(diagnose_repeat(one, again))) return findings;
   auto replicas = diagnose_replicas(one, one.found(), "", again);
+  if (!replicas.empty() && replicas[0].id == "replicas_differ" && ended_by(diagnose_without(one, again)))
+    return findings;
   if (!replicas.empty() && replicas[0].id == "replicas_differ")
     if (auto unsummed = diagnose_unsummed(one)) {
       unsummed->evidence.push_back(replicas[0].sentence);

@@ -1,4 +1,5 @@
-// Mistakes on the context axes: B5, B6, B19, B20b, B23. A small decoder whose documents are cut over ranks.
+// Mistakes on the context axes: B3, B5 to B7, B19, B20b, B23, B26b. A small decoder whose documents are cut
+// over ranks.
 #include "attention/attention.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/decoder_lm.hpp"
@@ -31,6 +32,8 @@ struct Wrong {
   std::function<std::unique_ptr<Normalizer>(const Mesh&)> mean{};
   std::function<DecoderLM::Attention(ContextAttention)> attention{};
   bool log_multiplied = false;  // by the context ranks
+  Noise noise{};
+  bool noise_by_place = false;  // keyed by the place in this rank's piece, not in the document
 };
 
 DecoderConfig shape() {
@@ -51,6 +54,13 @@ MicroBatches packs(int ranks) {
   return all;
 }
 
+at::Tensor places_in_pieces(const Batch& batch) {
+  at::Tensor places = at::arange(batch.num_tokens());
+  for (std::int64_t f = 0; f < batch.num_fragments(); ++f)
+    places.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).sub_(batch.cu_seqlens[f]);
+  return places;
+}
+
 VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Mesh& mesh, const Wrong& wrong) {
   if (mesh.size(kContextAxes) > 1) {
     const ContextAttention right(mesh);
@@ -62,10 +72,17 @@ VerifyModel model_of(std::shared_ptr<DecoderLM> model, const Mesh& mesh, const W
   }
   VerifyModel made;
   made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy",
-             cross_entropy_sum(model->logits(batch), batch.targets, {.weights = batch.weights})}};
+  const auto quiet = std::make_shared<bool>(!wrong.noise);
+  if (wrong.noise) made.without_noise = [quiet] { *quiet = true; };
+  made.logits = [model, quiet, wrong](const Batch& batch) {
+    const at::Tensor logits = model->logits(batch);
+    if (*quiet) return logits;
+    Batch keys = batch;
+    if (wrong.noise_by_place) keys.positions = places_in_pieces(batch);
+    return logits * kept_tokens(keys, wrong.noise).to(logits.scalar_type());
+  };
+  made.loss_terms = [logits = made.logits](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(logits(batch), batch.targets, {.weights = batch.weights})}};
   };
   return made;
 }
@@ -110,6 +127,24 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
   return problem;
 }
 
+// B3, B7: the count is summed over data ranks and not over context ranks. Under an average over the latter,
+// or a sum.
+struct CountOfOnePlace : TokenMean {
+  const Mesh& mesh;
+  bool averaged;
+  CountOfOnePlace(const Mesh& mesh_, bool averaged_) : mesh(mesh_), averaged(averaged_) {}
+  Denominator denominator(const Census& census) const override {
+    const auto& counts = census.targets_by_rank;
+    std::vector<int> same_place{census.rank};
+    if (static_cast<int>(counts.size()) == mesh.grid().ranks())
+      same_place = mesh.grid().ranks_along(kSampleAxes, census.rank);
+    std::int64_t own = 0;
+    for (const int rank : same_place) own += counts.at(static_cast<std::size_t>(rank));
+    return {.value = static_cast<double>(std::max<std::int64_t>(1, own)) *
+                     (averaged ? mesh.size(kContextAxes) : 1)};
+  }
+};
+
 // B19
 struct AveragesOverContext : Wrapped {
   int ranks;
@@ -141,10 +176,22 @@ std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
 }  // namespace
 
 void cut_over_context(VerifyProblem& problem, World& world) {
-  plants({})(problem, world);
+  plants({.noise = keyed_by(0)})(problem, world);
 }
 
 void add_context(std::vector<Exhibit>& list) {
+  list.push_back(
+      {.id = "B3c",
+       .title = "token count not reduced over context ranks",
+       .mistake = "The count is summed over the ranks that see other samples, and not over those that see "
+                  "other parts of the same ones; gradients are summed over both.",
+       .who = "Context parallelism added to a trainer that counts over its data-parallel group.",
+       .number = "About cp where parts hold equally many targets, another direction where they do not (a "
+                 "prompt lies in the first parts).",
+       .diagnosis = "count_not_reduced",
+       .plant = plants({.mean = [](const Mesh& mesh) {
+         return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/false);
+       }})});
   list.push_back(
       {.id = "B5",
        .title = "tokens counted on peers too",
@@ -168,6 +215,17 @@ void add_context(std::vector<Exhibit>& list) {
        .number = "Loss ratio cp, gradient ratio 1.",
        .diagnosis = "loss_scaled",
        .plant = plants({.log_multiplied = true})});
+  list.push_back(
+      {.id = "B7c",
+       .title = "mean of means over context ranks",
+       .mistake = "Each context rank has the mean over the targets in its own parts, and these means are "
+                  "averaged: right where documents are cut into equally many targets.",
+       .who = "Context ranks put into a reducer that averages, under a mean loss.",
+       .number = "No constant ratio; per-token weights are 1/(n_k cp), n_k what place k has in all.",
+       .diagnosis = "mean_of_rank_means",
+       .plant = plants({.mean = [](const Mesh& mesh) {
+         return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/true);
+       }})});
   list.push_back(
       {.id = "B19",
        .title = "context-parallel gradients averaged",
@@ -202,6 +260,15 @@ void add_context(std::vector<Exhibit>& list) {
        .plant = plants({.layout = [](auto right, const Mesh&) {
          return std::make_unique<SumsAgain>(std::move(right), kContextAxes);
        }})});
+  list.push_back(
+      {.id = "B26bc",
+       .title = "dropout keyed by the place in a shard",
+       .mistake = "Random numbers are keyed by the sample and by the position in the part of it that this "
+                  "rank has, so that the tokens of later parts drop what those of the first one drop.",
+       .who = "Counter-based dropout brought to ranks that hold parts of a document.",
+       .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
+       .diagnosis = "noise_depends_on_layout",
+       .plant = plants({.noise = keyed_by(0), .noise_by_place = true})});
 }
 
 }  // namespace isograd::museum

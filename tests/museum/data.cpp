@@ -25,16 +25,6 @@ Sampler::Position resumed_position(int ranks) {
   return {0, consumed * ranks / kPerStep};
 }
 
-RoomModel::Noise keyed_by(std::uint64_t rank) {
-  return [rank](std::int64_t sample, std::int64_t position) {
-    return random_uniform({.seed = 9,
-                           .step = rank,
-                           .sample = rank ? 0 : static_cast<std::uint64_t>(sample),
-                           .layer = hash_name("dropout")},
-                          static_cast<std::uint64_t>(position));
-  };
-}
-
 }  // namespace
 
 void add_data(std::vector<Exhibit>& list) {

@@ -147,6 +147,13 @@ Plant divides(Divides::By by, bool each = false) {
     p.make_normalizer = [=] { return std::make_unique<Divides>(mean, by, each); };
   };
 }
+// In the problem of an exhibit that has one of its own.
+Plant divides_in(const char* exhibit, Divides::By by) {
+  return [exhibit, by](VerifyProblem& p, World& world, Mean mean) {
+    find(exhibit)->plant(p, world);
+    divides(by)(p, world, mean);
+  };
+}
 template <class Layout>
 Plant counted_layout(double (*number)(const Counted&)) {
   return [number](VerifyProblem& p, World&, Mean mean) {
@@ -165,6 +172,7 @@ const std::map<std::string, Plant>& own_plants() {
       {"B1", divides([](const Counted& c) { return c.own_micro_batches * c.ranks; }, true)},
       {"B2", divides([](const Counted& c) { return c.all / c.rounds; })},
       {"B3", divides([](const Counted& c) { return c.own; })},
+      {"B3c", divides_in("B3c", [](const Counted& c) { return c.own; })},
       {"B4", divides([](const Counted& c) { return c.first; })},
       {"B5",
        [](VerifyProblem& p, World& world, Mean mean) {
@@ -184,6 +192,7 @@ const std::map<std::string, Plant>& own_plants() {
          divides([ranks = world.size](const Counted& c) { return c.all * ranks; })(p, world, mean);
        }},
       {"B7", divides([](const Counted& c) { return c.own * c.ranks; })},
+      {"B7c", divides_in("B7c", [](const Counted& c) { return c.own * c.ranks; })},
       {"B11", divides([](const Counted& c) { return c.micro_batches; }, true)},
       {"B12",
        [](VerifyProblem& p, World&, Mean mean) {

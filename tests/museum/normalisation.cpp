@@ -12,7 +12,9 @@ using planted::Wrapped;
 // B1: each micro-batch's own mean, divided by the rank's number of micro-batches; the ranks are averaged.
 struct MeanOfOwnMicroBatches : planted::MeanOfMicroBatchMeans {
   Denominator denominator(const Census& census) const override {
-    const auto own = census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank));
+    // A rank without any divides nothing, and takes part where all make equally many.
+    const auto own =
+        std::max<std::int64_t>(1, census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank)));
     return {.value = static_cast<double>(own) * static_cast<double>(census.micro_batches_by_rank.size())};
   }
 };

@@ -6,6 +6,24 @@
 
 namespace isograd::museum {
 
+at::Tensor kept_tokens(const Batch& batch, const Noise& noise) {
+  at::Tensor kept = at::ones({batch.num_tokens(), 1}, at::kDouble);
+  for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+    for (auto t = batch.cu_seqlens[f]; t < batch.cu_seqlens[f + 1]; ++t)
+      kept[t] = noise(batch.sample_ids[f], batch.positions[t].item<std::int64_t>()) < 0.25 ? 0 : 4.0 / 3;
+  return kept;
+}
+
+Noise keyed_by(std::uint64_t rank) {
+  return [rank](std::int64_t sample, std::int64_t position) {
+    return random_uniform({.seed = 9,
+                           .step = rank,
+                           .sample = static_cast<std::uint64_t>(sample),
+                           .layer = hash_name("dropout")},
+                          static_cast<std::uint64_t>(position));
+  };
+}
+
 RoomModel::RoomModel(at::ScalarType type) : toy(type) {
   router = (at::arange(1, toy::kHidden + 1, at::kDouble) / 4).to(type).requires_grad_(true);
 }
@@ -18,11 +36,7 @@ at::Tensor RoomModel::logits(const Batch& batch) const {
   }
   at::Tensor logits = toy.logits(seen);
   if (!noise || quiet) return logits;
-  at::Tensor kept = at::ones({batch.num_tokens(), 1}, at::kDouble);
-  for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
-    for (auto t = batch.cu_seqlens[f]; t < batch.cu_seqlens[f + 1]; ++t)
-      kept[t] = noise(batch.sample_ids[f], t - batch.cu_seqlens[f]) < 0.25 ? 0 : 4.0 / 3;
-  return logits * kept.to(logits.scalar_type());
+  return logits * kept_tokens(batch, noise).to(logits.scalar_type());
 }
 
 at::Tensor RoomModel::balance(const Batch& batch) const {
@@ -146,9 +160,18 @@ namespace {
 VerifyModel model_of(const std::shared_ptr<DecoderLM>& model, const HeldTogether& how) {
   VerifyModel made;
   made.named = model->named();
-  made.logits = [model](const Batch& batch) { return model->logits(batch); };
-  made.loss_terms = [model, how](const Batch& batch) -> LossTerms {
-    const DecoderOutputs outputs = model->outputs(batch);
+  const auto quiet = std::make_shared<bool>(!how.noise);
+  if (how.noise) made.without_noise = [quiet] { *quiet = true; };
+  const auto outputs_of = [model, quiet, noise = how.noise](const Batch& batch) {
+    DecoderOutputs outputs = model->outputs(batch);
+    if (!*quiet) outputs.hidden = outputs.hidden * kept_tokens(batch, noise).to(outputs.hidden.scalar_type());
+    return outputs;
+  };
+  made.logits = [model, quiet, outputs_of](const Batch& batch) {
+    return *quiet ? model->logits(batch) : model->logits_of(outputs_of(batch).hidden);
+  };
+  made.loss_terms = [model, outputs_of, how](const Batch& batch) -> LossTerms {
+    const DecoderOutputs outputs = outputs_of(batch);
     if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
     const at::Tensor cross_entropy =
         cross_entropy_sum(model->logits_of(outputs.hidden), batch.targets,
@@ -273,8 +296,13 @@ const Exhibit* find(const std::string& id) {
 const std::vector<ExhibitClass>& shared_classes() {
   static const std::vector<ExhibitClass> classes = {
       {"count_not_reduced",
-       {"B3", "B4"},
+       {"B3", "B3c", "B4"},
        "a count of fewer ranks than hold data: the same numbers where ranks hold equally much"},
+      {"mean_of_rank_means", {"B7", "B7c"}, "a mean of means: over data ranks, or over context ranks"},
+      {"noise_depends_on_layout",
+       {"B26b", "B26bc", "B26bt"},
+       "random numbers keyed by the rank: for samples of its own, for parts of samples, for what tp ranks "
+       "all have"},
       {"summed_over_micro_batches",
        {"B2", "B10", "B32"},
        "micro-batches that are added up and not divided by their number: sums of the step's mean, or means; "

@@ -12,17 +12,20 @@
 
 namespace isograd::museum {
 
+// Dropout keyed by what this gives for a sample and a position in it; none if not given.
+using Noise = std::function<double(std::int64_t sample, std::int64_t position)>;
+// [T_local, 1]: what each token is multiplied by, 0 for a quarter of them.
+at::Tensor kept_tokens(const Batch& batch, const Noise& noise);
+// Keyed as it should be (the rank 0), or by a rank beside.
+Noise keyed_by(std::uint64_t rank);
+
 // The toy model, with what some exhibits need.
 struct RoomModel {
-  // Of the logits: dropout keyed by what this gives for a sample and a place in its fragment; none if not
-  // given.
-  using Noise = std::function<double(std::int64_t sample, std::int64_t position)>;
-
   toy::Model toy;
   at::Tensor router;
   bool with_router = false;
   bool leaks = false;  // attention takes a whole pack for one document
-  Noise noise{};
+  Noise noise{};       // of the logits
   bool quiet = false;
 
   explicit RoomModel(at::ScalarType type);
@@ -79,6 +82,7 @@ struct HeldTogether {
   };
   std::optional<Term> term{};
   std::function<at::Tensor(const at::Tensor& cross_entropy)> change_loss{};
+  Noise noise{};  // of what comes out of the last norm, all of it on every rank
   std::function<void(Layout::Named&)> change_placements{};
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)> wrap{};
 };

@@ -1,5 +1,5 @@
-// Mistakes on the tensor axis: B5, B6, B18, B21, B22 and B23. A small decoder whose matrices are cut over
-// ranks.
+// Mistakes on the tensor axis: B5, B6, B18, B21, B22, B23 and B26. A small decoder whose matrices are cut
+// over ranks.
 #include "isograd/decoder_lm.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "museum/room.hpp"
@@ -13,6 +13,7 @@ struct Wrong {
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)> layout{};
   double term_factor = 1;  // of the auxiliary term, on every rank
   bool with_term = false, sequence_parallel = true;
+  Noise noise{};
 };
 
 // Twelve heads that read one key head: every rank has it whole, for its own heads.
@@ -37,8 +38,11 @@ at::Tensor size_of_norm(DecoderLM& model, const DecoderOutputs&, const Batch& ba
 }
 
 VerifyProblem tensor_problem(World& world, const Wrong& wrong) {
-  HeldTogether how{
-      .name = "tensor parallel", .grid = Grid({{"tp", world.size}}), .shape = shape(), .wrap = wrong.layout};
+  HeldTogether how{.name = "tensor parallel",
+                   .grid = Grid({{"tp", world.size}}),
+                   .shape = shape(),
+                   .noise = wrong.noise,
+                   .wrap = wrong.layout};
   how.complete = [wrong](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
     made.cut = [model, wrong](const Mesh& mesh) {
       return cut_decoder(*model, mesh, {.sequence_parallel = wrong.sequence_parallel});
@@ -64,7 +68,7 @@ std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
 }  // namespace
 
 void cut_over_tensor(VerifyProblem& problem, World& world) {
-  plants({.with_term = true, .sequence_parallel = false})(problem, world);
+  plants({.with_term = true, .sequence_parallel = false, .noise = keyed_by(0)})(problem, world);
 }
 
 void add_tensor(std::vector<Exhibit>& list) {
@@ -194,6 +198,19 @@ void add_tensor(std::vector<Exhibit>& list) {
        .plant = plants({.layout = [](auto right) -> std::unique_ptr<DataParallel> {
          return std::make_unique<SumsAgain>(std::move(right), AxisSet{"tp"});
        }})});
+  list.push_back(
+      {.id = "B26bt",
+       .title = "dropout that tensor-parallel ranks draw apart",
+       .mistake = "Between the products all ranks have the same activations, and each drops other ones of "
+                  "them: its generator was seeded with its rank.",
+       .who = "Tensor parallelism under a seed for each rank, which is right for activations that are cut.",
+       .number = "Gradients differ, those of copied parameters from rank to rank; without dropout all is "
+                 "well.",
+       .diagnosis = "noise_depends_on_layout",
+       .plant = [](VerifyProblem& problem, World& world) {
+         problem = tensor_problem(world, {.sequence_parallel = false,
+                                          .noise = keyed_by(static_cast<std::uint64_t>(world.rank) + 1)});
+       }});
 }
 
 }  // namespace isograd::museum
