@@ -14,9 +14,14 @@ endforeach()
 # itself. 0: each alone (to compile one file quickly again and again).
 set(ISOGRAD_UNITY 8 CACHE STRING "source files compiled together; 0 or 1: each alone")
 
+# isograd_unity(TARGET [AT_MOST]): files of a batch.
 function(isograd_unity target)
   if(ISOGRAD_UNITY GREATER 1)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ISOGRAD_UNITY}
+    set(_batch ${ISOGRAD_UNITY})
+    if(ARGN AND ARGN LESS _batch)
+      set(_batch ${ARGN})
+    endif()
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${_batch}
       UNITY_BUILD_RELOCATABLE ON)  # from CMake 4.0 on; so that ccache serves several working trees
     # GCC warns of an Impl that holds what its own file has for itself: it takes that file for a header.
     target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
@@ -70,6 +75,10 @@ function(isograd_test name)
   target_include_directories(test_${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(test_${name} PRIVATE isograd_test_flags rapidcheck isograd_test_main ${TEST_LIBRARIES})
   target_precompile_headers(test_${name} REUSE_FROM isograd_test_pch)
+  list(LENGTH TEST_SOURCES _files)
+  if(_files GREATER 1)
+    isograd_unity(test_${name} 3)  # larger ones than a room's files: one is compiled again and again
+  endif()
   add_test(NAME ${name} COMMAND test_${name} --gtest_color=no)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} ENVIRONMENT "OMP_NUM_THREADS=1"
     WORKING_DIRECTORY ${CMAKE_BINARY_DIR})

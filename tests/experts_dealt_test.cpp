@@ -31,7 +31,7 @@ Cell dealt(int ranks, const char* strategy, std::int64_t ep, int ring = 1, std::
 
 // Five experts: uneven along every ep but 5. Five packs: uneven too, with rounds in which some ranks have
 // none.
-const Cell kCells[] = {dealt(2, "bucketed", 2),
+const Cell kDealt[] = {dealt(2, "bucketed", 2),
                        dealt(2, "naive", 2, 1, 1),
                        dealt(3, "naive", 3, 1, 1),
                        dealt(4, "bucketed", 2, 2),
@@ -64,9 +64,9 @@ TEST_F(ExpertsDealt, AreTheRunOfOneProcess) {
     const Run alone = run(one, 1);
     EXPECT_GT(std::abs(alone.steps[0].report.loss - alone.steps[6].report.loss), 1e-3);
     EXPECT_EQ(alone.steps[0].report.terms.size(), 3u);
-    for (std::size_t i = 0; i < std::size(kCells); ++i) {
+    for (std::size_t i = 0; i < std::size(kDealt); ++i) {
       if (over == std::string("model") && i % 2 == 1) continue;  // every other one under the other readings
-      const Cell& cell = kCells[i];
+      const Cell& cell = kDealt[i];
       expect_same(run(cut(one, cell, over), cell.ranks), alone, 0, name_of(cell) + ", " + over);
     }
   }

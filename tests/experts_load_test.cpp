@@ -109,7 +109,7 @@ class ExpertsLoad : public ExpertRuns {
 };
 
 // ranks, strategy, ring, replicas, packs, share, checkpoint, ep
-const Cell kCells[] = {
+const Cell kLoads[] = {
     {1, "bucketed", 1, 1, 1},          {2, "bucketed", 1, 1, 1, false, false, 2}, {2, "naive", 2},
     {3, "zero3", 1, 1, 1, true, true}, {3, "naive", 1, 1, 1, false, false, 3},    {4, "zero2", 2, 1, 1},
     {4, "zero3", 1, 2, 2, true, true}, {4, "bucketed", 2, 1, 2, false, false, 2}, {5, "zero1", 1, 1, 1}};
@@ -121,7 +121,7 @@ TEST_F(ExpertsLoad, IsAPlainRecountOfTheStepOnEveryMesh) {
     const std::vector<Table> wanted = recounted(config);
     ASSERT_EQ(wanted.size(), 7u);
     EXPECT_NE(wanted[0], wanted[6]);  // the steps are not alike
-    for (const Cell& cell : kCells) {
+    for (const Cell& cell : kLoads) {
       const RunConfig own = cut(config, cell, losses ? "with" : "without");
       const Run result = run(own, cell.ranks);
       EXPECT_EQ(found_in(result), wanted) << name_of(cell) << losses;
@@ -195,7 +195,7 @@ TEST_F(ExpertsLoad, MovesTheSelectionBiasAlikeOnEveryMesh) {
   still.run.directory += "-still";
   still.loss.selection_bias_rate = 0;
   EXPECT_NE(found_in(run(still, 1)), wanted);  // it steers
-  for (Cell cell : kCells) {
+  for (Cell cell : kLoads) {
     const RunConfig own = cut(config, cell, "moved");
     EXPECT_EQ(found_in(run(own, cell.ranks)), wanted) << name_of(cell);
     EXPECT_EQ(bias_of(own, 0.05), moved) << name_of(cell);

@@ -2,6 +2,7 @@
 // of its experts, and of everything.
 #include "experts_step.hpp"
 
+#include "memory_bytes.hpp"
 #include "plan/meter.hpp"
 #include "train/memory.hpp"
 
@@ -26,10 +27,6 @@ std::int64_t other_elements(const DecoderConfig& config) {
   const std::int64_t block = 2 * config.heads * d * h + 2 * config.key_value_heads * d * h +
                              config.experts.count * h + 2 * h + 2 * d;
   return config.layers * block + (config.tied_output ? 1 : 2) * config.vocabulary * h + h;
-}
-
-double off(std::int64_t found, std::int64_t expected) {
-  return std::abs(static_cast<double>(found - expected)) / static_cast<double>(expected);
 }
 
 // Of buckets of experts alone.

@@ -53,6 +53,18 @@ inline Change after_sum(const ChangeBuckets& change) {
   });
 }
 
+inline bool above(const Cell& cell, Which axis) {
+  return cell.number(axis) > 1;
+}
+// Gradients lie whole in buckets that nothing reduces before the end.
+inline bool plain(const Cell& cell) {
+  return cell.is(kStrategy, "naive");
+}
+// Whole on every rank once they are summed.
+inline bool whole(const Cell& cell) {
+  return cell.is(kStrategy, "bucketed") || plain(cell) || cell.is(kStrategy, "overlapped");
+}
+
 // What of a slot this rank holds, in the bucket's gradients.
 inline at::Tensor held_of(const Bucket& bucket, const Slot& slot) {
   const std::int64_t begin = std::max(slot.offset, bucket.held.begin),

@@ -8,12 +8,6 @@
 namespace isograd::hybrid {
 namespace {
 
-bool above(const Cell& cell, Which axis) {
-  return cell.number(axis) > 1;
-}
-bool whole(const Cell& cell) {
-  return cell.is(kStrategy, "bucketed") || cell.is(kStrategy, "naive") || cell.is(kStrategy, "overlapped");
-}
 bool text(const Cell& cell) {
   return !cell.is(kModel, "video");
 }

@@ -19,17 +19,6 @@ bool sample_mean(const Cell& cell) {
 bool several_data_ranks(const Cell& cell) {
   return cell.number(kReplicate) * cell.number(kShard) > 1;
 }
-bool above(const Cell& cell, Which axis) {
-  return cell.number(axis) > 1;
-}
-// Gradients lie whole in buckets that nothing reduces before the end.
-bool plain(const Cell& cell) {
-  return cell.is(kStrategy, "naive");
-}
-// Whole on every rank once they are summed.
-bool whole(const Cell& cell) {
-  return cell.is(kStrategy, "bucketed") || plain(cell) || cell.is(kStrategy, "overlapped");
-}
 
 template <class Wrong, class... Arguments>
 Change mean_is(Arguments... arguments) {

@@ -21,9 +21,9 @@ using toy::worst_error;
 constexpr double kExact = 1e-10;  // E1: in fp64, of the scale s of each parameter
 const Mean kMeans[] = {Mean::kTargets, Mean::kSamples, Mean::kWeights, Mean::kFixed, Mean::kNone};
 
-constexpr int kRanks[] = {1, 2, 3, 4, 5, 8};
+constexpr int kNumbersOfRanks[] = {1, 2, 3, 4, 5, 8};
 class EveryMean : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, EveryMean, ::testing::ValuesIn(kRanks));
+INSTANTIATE_TEST_SUITE_P(Ranks, EveryMean, ::testing::ValuesIn(kNumbersOfRanks));
 
 // Every deal under every mean; accumulated or not by turns, and both with ISOGRAD_FULL_TESTS=1.
 TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
@@ -118,7 +118,7 @@ TEST(TheMuseum, HasAnExhibitForEveryCase) {
       const Mean mean = kMeans[kind];
       const bool weighted = mean != Mean::kTargets;
       std::set<std::string> shown;
-      for (int ranks : kRanks)
+      for (int ranks : kNumbersOfRanks)
         for (int accumulation : {1, 3}) {
           const auto facts =
               toy::facts_of(toy::deal(room.batch, ranks, accumulation, weighted), mean, weighted);

@@ -10,6 +10,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
 #include "parallel/data/role_groups.hpp"
+#include "memory_bytes.hpp"
 #include "plan/meter.hpp"
 #include "train/memory.hpp"
 
@@ -100,10 +101,6 @@ DataParallelPlan plan_of(const Case& setup, int ranks, std::int64_t numel) {
 std::int64_t transient(const Case& setup, const Measured& measured, int shards) {
   const bool every_round = setup.options.stage == 2 && !setup.options.reduce_once && shards > 1;
   return every_round ? 2 * measured.largest_bucket * element_bytes(setup.dtype, 2).gradient : 0;
-}
-
-double off(std::int64_t found, std::int64_t expected) {
-  return std::abs(static_cast<double>(found - expected)) / static_cast<double>(expected);
 }
 
 std::vector<Case> setups() {

@@ -25,7 +25,7 @@ using testing::error_of;
 using testing::strategies;
 using testing::Strategy;
 
-at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
+at::Tensor normal(at::IntArrayRef shape, std::uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   return at::randn(shape, generator, at::TensorOptions(at::kDouble));
 }
@@ -33,7 +33,7 @@ at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
 struct Plain : torch::nn::Module {
   at::Tensor weight = register_parameter("weight", at::ones({2}));
 };
-struct WithBatchNorm : torch::nn::Module {
+struct Normalising : torch::nn::Module {
   torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(5));
 };
 struct Dropping : torch::nn::Module {
@@ -99,7 +99,7 @@ TEST(ModuleRules, DropoutAndTrackedStatisticsAreRefused) {
 TEST(ModuleRules, StatisticsSwitchedToTrainingLaterAreRefusedBeforeTheStep) {
   run_ranks(2, [](World& world) {
     for (const Strategy& strategy : strategies()) {
-      WithBatchNorm module;
+      Normalising module;
       module.eval();
       prepare_module(module, world.group);
       const TrainableParameters parameters = trainable_parameters(module);
@@ -164,7 +164,7 @@ struct NormalisedBlock : torch::nn::Module {
     norm =
         register_module("norm", std::make_shared<SyncBatchNorm>(SyncBatchNormOptions{.channels = 3}, group));
     norm->to(at::kDouble);
-    weight = register_parameter("weight", random({2, 3}, 5));
+    weight = register_parameter("weight", normal({2, 3}, 5));
   }
   at::Tensor forward(at::Tensor x) { return at::linear(norm->forward(x), weight); }
 };
@@ -180,13 +180,13 @@ TEST(ModuleRules, SynchronisedBatchNormInAUnitCountsItsRowsOnce) {
   for (int size : {1, 2, 3, 4})
     for (bool checkpoint : {false, true})
       for (bool input_needs_gradient : {false, true}) {
-        const auto rows = [&](int rank) { return random({2 + rank % 3, 3}, 60 + rank) * 2 + 1; };
+        const auto rows = [&](int rank) { return normal({2 + rank % 3, 3}, 60 + rank) * 2 + 1; };
         std::vector<at::Tensor> all;
         for (int rank = 0; rank < size; ++rank) all.push_back(rows(rank));
         at::Tensor mean = at::zeros({3}, at::kDouble), variance = at::ones({3}, at::kDouble);
         const at::Tensor scale = at::ones({3}, at::kDouble).requires_grad_(),
                          bias = at::zeros({3}, at::kDouble).requires_grad_(),
-                         weight = random({2, 3}, 5).requires_grad_();
+                         weight = normal({2, 3}, 5).requires_grad_();
         const at::Tensor out = at::linear(
             at::batch_norm(at::cat(all), scale, bias, mean, variance, true, 0.1, 1e-5, false), weight);
         out.square().sum().backward();

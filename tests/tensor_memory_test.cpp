@@ -1,6 +1,7 @@
 // What a rank of tp keeps and what its forward keeps for backward, against the formulas, on ranks as threads.
 #include "tensor_step.hpp"
 
+#include "memory_bytes.hpp"
 #include "plan/meter.hpp"
 #include "train/memory.hpp"
 
@@ -25,10 +26,6 @@ std::int64_t elements(const DecoderConfig& config, int tp) {
   const std::int64_t block =
       2 * most(config.heads) * d * h + 2 * keys * d * h + 3 * most(config.feed_forward) * h + 2 * h + 2 * d;
   return config.layers * block + 2 * most(config.vocabulary) * h + h;
-}
-
-double off(std::int64_t found, std::int64_t expected) {
-  return std::abs(static_cast<double>(found - expected)) / static_cast<double>(expected);
 }
 
 TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
