@@ -13,15 +13,16 @@ from xml.etree import ElementTree
 import pytest
 
 import processors
+import warm_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
-ENVIRONMENT = dict(os.environ, PYTHON=sys.executable)
+COLD = dict(os.environ, PYTHON=sys.executable)
 
 
 def bench(*arguments, of="step", **options):
     return subprocess.run([BUILD / "bin/isograd", "bench", of, *map(str, arguments)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=300, env=ENVIRONMENT, **options)
+                          capture_output=True, timeout=300, env=warm_python.for_peers(), **options)
 
 
 RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio", "processor"}
@@ -118,7 +119,7 @@ def broken_peer(tmp_path, name, right, wrong):
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"
     # The arguments before the script's own are -W ignore SCRIPT.
-    python.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -W ignore "{tmp_path}/broken.py" "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"\n')
     python.chmod(0o755)
     return python
 
@@ -251,7 +252,7 @@ def test_a_bench_that_is_ended_leaves_no_side_behind(tmp_path):
         return found
 
     bench = subprocess.Popen([BUILD / "bin/isograd", "bench", "step", "--case", "tiny", "--ranks", "2"], cwd=ROOT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(ENVIRONMENT, TMPDIR=str(tmp_path)))
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(COLD, TMPDIR=str(tmp_path)))
     until = time.monotonic() + 60
     while sides() < 2 and time.monotonic() < until:
         time.sleep(0.02)
@@ -281,7 +282,7 @@ def test_collectives_are_compared_with_gloo_and_memcpy(tmp_path):
     for kind, file in files.items():
         command += [f"--{kind}", file]
     result = subprocess.run([*map(str, command)], cwd=ROOT, text=True, capture_output=True, timeout=300,
-                            env=ENVIRONMENT)
+                            env=warm_python.for_peers())
     assert result.returncode == 0, result.stdout + result.stderr
     records = json.loads(files["json"].read_text())
     for record in records:
@@ -302,7 +303,7 @@ def test_collectives_are_compared_with_gloo_and_memcpy(tmp_path):
 def test_wrapped_steps_differ_in_the_backends_name_alone(tmp_path, wrapper):
     result = subprocess.run([BUILD / "bin/isograd", "bench", "wrapped", "--case", wrapper, "--size", "tiny", "--seconds",
                              "0.2", "--json", tmp_path / "wrapped.json"], cwd=ROOT, text=True, capture_output=True,
-                            timeout=300, env=ENVIRONMENT)
+                            timeout=300, env=warm_python.for_peers())
     assert result.returncode == 0, result.stdout + result.stderr  # equal losses, bit by bit
     (record,) = json.loads((tmp_path / "wrapped.json").read_text())
     assert record["bench"] == "wrapped" and record["peer_name"] == "Gloo" and record["unit"] == "ms"
@@ -318,11 +319,11 @@ def test_a_collective_with_a_wrong_result_ends_the_comparison(tmp_path):
     assert broken != script
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{tmp_path}/broken.py" "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 3\nexec "{warm_python.python()}" "{tmp_path}/broken.py" "$@"\n')
     python.chmod(0o755)
     result = subprocess.run([BUILD / "bin/isograd", "bench", "comm", "--quick", "--patience", "0.01", "--operation",
                              "all_to_all", "--python", python], cwd=ROOT, text=True, capture_output=True, timeout=300,
-                            env=ENVIRONMENT)
+                            env=warm_python.for_peers())
     assert result.returncode == 2, result.stdout
     assert "gave a wrong result" in result.stderr
 def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
@@ -342,7 +343,7 @@ def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
 
 def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "imbalanced_losses.py").write_text("raise ModuleNotFoundError('as if it were not there')\n")
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     result = bench("--case", "tiny", of="ranking")
     assert result.returncode == 2 and "-m pip install imbalanced-losses" in result.stderr
 

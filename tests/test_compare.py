@@ -13,6 +13,7 @@ import tempfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+import warm_python
 from test_compare_more import Steps, base
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -23,7 +24,7 @@ atexit.register(shutil.rmtree, DUMPS, ignore_errors=True)  # also where no test 
 
 
 def python(*command):
-    done = subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], cwd=WRITERS, text=True,
+    done = subprocess.run([warm_python.python(), "-W", "ignore", *map(str, command)], cwd=WRITERS, text=True,
                           capture_output=True, timeout=240, env=dict(os.environ, OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,7 +3,8 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
+
+import warm_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -37,7 +38,7 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
     for command in (["one_device.py", "--ranks", "3", "--dump", tmp_path / "dumps/one"],
                     ["-m", "torch.distributed.run", "--nproc-per-node", "3", "ddp.py", "--loss", "mean", "--dump",
                      tmp_path / "dumps/mean"]):
-        done = subprocess.run([sys.executable, *map(str, command)], cwd=trainers, capture_output=True, text=True,
+        done = subprocess.run([warm_python.python(), *map(str, command)], cwd=trainers, capture_output=True, text=True,
                               timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
         assert done.returncode == 0, done.stderr
     shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

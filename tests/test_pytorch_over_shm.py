@@ -15,6 +15,7 @@ import tempfile
 import time
 
 import pytest
+import warm_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
@@ -47,7 +48,7 @@ def start(store, rank, size, *command, **more):
     environment = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=str(store.store.port), PYTHONPATH=f"{MODULE}", OMP_NUM_THREADS="1",
                        GLOO_SOCKET_IFNAME="lo", **more)
-    return subprocess.Popen([sys.executable, "-W", "ignore", *map(str, command)], env=environment, cwd=ROOT, text=True,
+    return subprocess.Popen([warm_python.python(), "-W", "ignore", *map(str, command)], env=environment, cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
