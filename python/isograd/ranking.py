@@ -12,7 +12,7 @@ from torch import nn
 
 from ._errors import refuse
 from ._groups import Group
-from ._native.isograd_comm import RankingLoss as _Cpp
+from ._native.isograd_comm import RankingLoss as _Cpp, target_range
 from ._replicated import Given, agreed, backend_of, kind_of, pooled, problem_of
 
 _INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
@@ -147,10 +147,10 @@ class RankingLoss(nn.Module):
         if targets.shape != scores.shape[:1] or targets.is_floating_point():
             return said(f"targets of shape {tuple(targets.shape)} in {targets.dtype}", f"[{len(scores)}] integers",
                         "Give one target for each row")
-        known = targets[targets != self.ignore_index]
+        known = target_range(targets, self.ignore_index)
         most = max(self.num_classes - 1, 1)
-        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) <= most:
-            return said(f"targets from {int(known.min())} to {int(known.max())}", f"0 to {most}, or {self.ignore_index}",
+        if known and not 0 <= known[0] <= known[1] <= most:
+            return said(f"targets from {known[0]} to {known[1]}", f"0 to {most}, or {self.ignore_index}",
                         "Mend the targets, or set ignore_index")
         if weights is not None and (weights.shape != targets.shape or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
             return said("sample_weight that does not fit", f"[{len(scores)}] finite numbers >= 0", "Give one for each row")

@@ -3,7 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <span>
 
 #include "isograd_comm/bindings.hpp"
 #include "loss/ranking/named_options.hpp"
@@ -26,6 +29,20 @@ std::shared_ptr<RankingLoss> ranking_loss(const std::string& name, const py::dic
   return ranking_loss_by_name(name, take, group());
 }
 
+// In one pass, where masks and indices of torch take a dozen.
+std::optional<std::pair<std::int64_t, std::int64_t>> target_range(const at::Tensor& targets,
+                                                                  std::int64_t ignore_index) {
+  const py::gil_scoped_release release;
+  const at::Tensor held = targets.detach().to(at::kCPU, at::kLong).contiguous();
+  constexpr auto kMost = std::numeric_limits<std::int64_t>::max();
+  std::int64_t low = kMost, high = -kMost - 1;
+  for (const std::int64_t target : std::span(held.const_data_ptr<std::int64_t>(), held.numel())) {
+    low = std::min(low, target == ignore_index ? kMost : target);
+    high = std::max(high, target == ignore_index ? -kMost - 1 : target);
+  }
+  return low > high ? std::nullopt : std::optional(std::pair(low, high));
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> evaluate(RankingLoss& loss, const at::Tensor& scores,
                                                         const at::Tensor& targets,
                                                         const std::optional<at::Tensor>& sample_weight,
@@ -43,6 +60,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> evaluate(RankingLoss& loss, const
 }  // namespace
 
 void bind_ranking(py::module_& module) {
+  module.def("target_range", &target_range, py::arg("targets"), py::arg("ignore_index"),
+             "The least and the largest of integer targets that are not ignore_index; None where there are "
+             "none.");
   py::class_<RankingLoss, std::shared_ptr<RankingLoss>>(module, "RankingLoss")
       .def(py::init(&ranking_loss), py::arg("name"), py::arg("options"), py::arg("backend") = py::none(),
            py::arg("timeout") = 600.0)

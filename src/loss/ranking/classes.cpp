@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <span>
 
 #include "loss/ranking/quantile.hpp"
 
@@ -20,27 +21,31 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
   Computed computed;
   const std::int64_t classes = pool.classes, whole = pool.size();
   const auto type = c10::CppTypeToScalarType<T>::value;
-  std::vector<T> gradient;  // [C, live]
-  if (wants_gradient) gradient.assign(static_cast<std::size_t>(classes * pool.live), T(0));
-  std::vector<double> weights;
-  if (!pool.weights.empty())
-    for (const auto row : chosen) weights.push_back(pool.weights[static_cast<std::size_t>(row)]);
-  const bool all_rows = static_cast<std::int64_t>(chosen.size()) == whole;
+  at::Tensor by_class;  // gradients [C, live]
+  if (wants_gradient) by_class = at::zeros({classes, pool.live}, at::TensorOptions(type));
+  const bool all_rows = chosen.empty();
+  const auto take = [&](auto& to, const auto& from) {
+    if (all_rows) return to.assign(std::begin(from), std::end(from));
+    to.clear();
+    for (const auto row : chosen) to.push_back(from[static_cast<std::size_t>(row)]);
+  };
   ClassPool<T> view;
+  std::vector<double> weights;
+  std::vector<std::int64_t> labels;
+  if (!pool.weights.empty()) take(weights, pool.weights);
   view.weights = weights.empty() ? nullptr : weights.data();
-  view.live = std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
+  view.live =
+      all_rows ? pool.live : std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
   view.temperature = temperature;
   if (dealt) view.share = group.rank(), view.shares = group.size();
-  for (const auto row : chosen) view.iid.push_back(pool.iid[static_cast<std::size_t>(row)]);
+  take(view.iid, pool.iid), take(labels, pool.labels);
+  view.positive.resize(labels.size());
   std::vector<T> of_chosen;
   for (std::int64_t c = 0; c < classes; ++c) {
-    const T* scores = pool.scores.const_data_ptr<T>() + c * whole;
-    view.scores.clear(), view.positive.clear();
-    for (const auto row : chosen) {
-      view.scores.push_back(scores[row]);
-      view.positive.push_back(pool.labels[static_cast<std::size_t>(row)] == (classes == 1 ? 1 : c));
-    }
-    T* own = wants_gradient ? gradient.data() + c * pool.live : nullptr;
+    take(view.scores,
+         std::span(pool.scores.const_data_ptr<T>() + c * whole, static_cast<std::size_t>(whole)));
+    for (std::size_t i = 0; i < labels.size(); ++i) view.positive[i] = labels[i] == (classes == 1 ? 1 : c);
+    T* own = wants_gradient ? by_class.data_ptr<T>() + c * pool.live : nullptr;
     if (!wants_gradient || all_rows) {
       computed.classes.push_back(compute(view, own));
       continue;
@@ -50,9 +55,6 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
     for (std::size_t i = 0; i < of_chosen.size(); ++i) own[chosen[i]] = of_chosen[i];
   }
 
-  at::Tensor by_class;
-  if (wants_gradient)
-    by_class = at::from_blob(gradient.data(), {classes, pool.live}, at::TensorOptions(type));
   if (dealt && group.size() > 1) {
     at::Tensor sums = at::empty({classes, kSums}, at::kDouble);
     auto* sum = sums.data_ptr<double>();
@@ -82,9 +84,7 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
     for (auto& result : computed.classes)
       result.value = *total++, result.contributed = *total++, result.squared = *total++;
   }
-  if (wants_gradient) computed.gradient = by_class.t().contiguous();  // a copy: `gradient` ends here
-  if (computed.gradient.defined() && computed.gradient.data_ptr() == static_cast<void*>(gradient.data()))
-    computed.gradient = computed.gradient.clone();
+  if (wants_gradient) computed.gradient = by_class.t().contiguous();
   return computed;
 }
 
@@ -109,13 +109,12 @@ Computed compute_by_selection(const RankingPool& own, std::int64_t rows, double 
   const auto selected =
       select_over_ranks(group, references, rate_probabilities<T>(rule), rule.interpolation, rows);
 
-  std::vector<std::vector<double>> slopes(count);
+  std::vector<RateSlopes> slopes(count);
   at::Tensor sums = at::empty({classes, RateSums::kCount}, at::kDouble);
   auto* sum = sums.data_ptr<double>();
   for (std::size_t c = 0; c < count; ++c) {
-    if (wants_gradient) slopes[c].assign(static_cast<std::size_t>(own.live), 0);
     const RateSums part =
-        rate_sums(views[c], rule, selected.quantiles[c], wants_gradient ? slopes[c].data() : nullptr);
+        rate_sums(views[c], rule, selected.quantiles[c], wants_gradient ? &slopes[c] : nullptr);
     for (const double value : {part.weighted, part.mass, part.contributed, part.squared, part.positives,
                                part.iid_negatives, part.band_negatives})
       *sum++ = value;
@@ -132,8 +131,8 @@ Computed compute_by_selection(const RankingPool& own, std::int64_t rows, double 
     computed.classes.push_back(rate_result(whole, rule, selected.quantiles[c], temperature));
     if (!wants_gradient || !computed.classes.back().valid) continue;
     T* gradient = computed.gradient.data_ptr<T>() + c;
-    for (std::int64_t row = 0; row < own.live; ++row)
-      gradient[row * classes] = -static_cast<T>(slopes[c][static_cast<std::size_t>(row)] / whole.mass);
+    for (std::size_t i = 0; i < slopes[c].rows.size(); ++i)
+      gradient[slopes[c].rows[i] * classes] = -static_cast<T>(slopes[c].slopes[i] / whole.mass);
   }
   return computed;
 }

@@ -22,8 +22,9 @@ struct Computed {
 template <typename T>
 using ClassCore = std::function<ClassResult(const ClassPool<T>& pool, T* gradient)>;
 
-// Every class's core on the rows `chosen` of the pool; then, where the work was dealt out, one collective
-// that adds the shares up: a reduce-scatter of gradients and sums, or without gradient an all-reduce.
+// Every class's core on the rows `chosen` of the pool, all of them where it is empty; then, where the work
+// was dealt out, one collective that adds the shares up: a reduce-scatter of gradients and sums, or without
+// gradient an all-reduce.
 template <typename T>
 Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t>& chosen, double temperature,
                          bool wants_gradient, bool dealt, Group& group, const ClassCore<T>& compute);

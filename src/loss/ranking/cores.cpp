@@ -12,18 +12,32 @@ namespace {
 
 constexpr double kScaleEpsilon = 1e-12;  // a dispersion up to here calibrates no temperature
 
+// The rows for which `holds`, ascending. Which rows are positive is what no branch can be predicted by, so
+// every row is written down and the next one takes the place of a row that does not hold.
+template <typename T>
+std::vector<std::int64_t> rows_where(const ClassPool<T>& pool, const auto& holds) {
+  std::vector<std::int64_t> index(pool.scores.size() + 1);
+  std::size_t count = 0;
+  for (std::size_t row = 0; row < pool.scores.size(); ++row) {
+    index[count] = static_cast<std::int64_t>(row);
+    count += holds(row) ? 1 : 0;
+  }
+  index.resize(count);
+  return index;
+}
+
 // Positives or negatives by themselves, those of this step first, as in the pool.
 template <typename T>
 struct Rows {
-  std::vector<T> scores;
   std::vector<std::int64_t> index;  // in the pool
-  std::int64_t live = 0;            // the first so many are of this step
+  std::vector<T> scores;
+  std::int64_t live = 0;  // the first so many are of this step
   std::int64_t size() const { return static_cast<std::int64_t>(index.size()); }
 
-  void add(const ClassPool<T>& pool, std::int64_t row) {
-    scores.push_back(pool.scores[static_cast<std::size_t>(row)]);
-    index.push_back(row);
-    if (row < pool.live) ++live;
+  Rows(const ClassPool<T>& pool, const auto& holds) : index(rows_where(pool, holds)), scores(index.size()) {
+    for (std::size_t i = 0; i < index.size(); ++i)
+      scores[i] = pool.scores[static_cast<std::size_t>(index[i])];
+    live = std::lower_bound(index.begin(), index.end(), pool.live) - index.begin();
   }
 };
 
@@ -37,10 +51,6 @@ constexpr const char* kNoPositive = "a positive row";
 constexpr const char* kNoNegative = "a negative row";
 constexpr const char* kNoWeight = "a positive whose weight is above 0";
 constexpr const char* kNoDispersion = "scores that differ: the dispersion that scales the temperature is 0";
-
-double sigmoid(double z) {
-  return z < 0 ? std::exp(z) / (1 + std::exp(z)) : 1 / (1 + std::exp(-z));
-}
 
 double mass(const auto& pool, const auto& rows) {
   double sum = 0;
@@ -61,9 +71,8 @@ void contribute(ClassResult& result, double contribution, double share) {
 // and cancels.
 template <typename T>
 ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
-  Rows<T> positives, negatives;
-  for (std::int64_t row = 0; row < pool.rows(); ++row)
-    (pool.positive[static_cast<std::size_t>(row)] ? positives : negatives).add(pool, row);
+  const Rows<T> positives(pool, [&](std::size_t row) { return pool.positive[row] != 0; }),
+      negatives(pool, [&](std::size_t row) { return pool.positive[row] == 0; });
   ClassResult result;
   result.numerator_rows = static_cast<double>(positives.size());
   const double whole = mass(pool, positives);
@@ -180,12 +189,11 @@ void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>&
 template <typename T>
 std::vector<T> rate_reference(const ClassPool<T>& pool, const RateRule& rule) {
   if (rule.quantile) return pool.scores;
-  std::vector<T> reference;
-  for (std::int64_t row = 0; row < pool.rows(); ++row) {
-    const auto at = static_cast<std::size_t>(row);
-    if (pool.iid[at] && (rule.band.population || !pool.positive[at])) reference.push_back(pool.scores[at]);
-  }
-  return reference;
+  return Rows<T>(pool,
+                 [&](std::size_t row) {
+                   return (pool.iid[row] != 0) & (rule.band.population | (pool.positive[row] == 0));
+                 })
+      .scores;
 }
 
 // Of a band: its ends, the two whose distance is the dispersion, then the knots of the trapezoid.
@@ -202,30 +210,41 @@ std::vector<T> rate_probabilities(const RateRule& rule) {
 
 template <typename T>
 RateSums rate_sums(const ClassPool<T>& pool, const RateRule& rule, const std::vector<T>& thresholds,
-                   double* slopes) {
+                   RateSlopes* slopes) {
   RateSums sums;
   const auto steps = thresholds.empty() ? Steps() : steps_of(rule, thresholds, pool.temperature);
-  for (std::int64_t row = 0; row < pool.rows(); ++row) {
-    const auto at = static_cast<std::size_t>(row);
-    const T score = pool.scores[at];
-    if (!pool.positive[at]) {
-      if (rule.quantile || !pool.iid[at]) continue;
-      ++sums.iid_negatives;
-      if (!thresholds.empty() && score >= thresholds[1] && score <= thresholds[0]) ++sums.band_negatives;
-      continue;
+  if (!rule.quantile) {
+    std::int64_t negatives = 0, in_band = 0;
+    for (std::size_t row = 0; row < pool.scores.size(); ++row) {
+      const bool counts = (pool.positive[row] == 0) & (pool.iid[row] != 0);
+      negatives += counts;
+      if (!thresholds.empty())
+        in_band += counts & (pool.scores[row] >= thresholds[1]) & (pool.scores[row] <= thresholds[0]);
     }
-    if (!rule.quantile && rule.band.live_only && row >= pool.live) continue;
-    const double weight = pool.weight(row);
-    ++sums.positives, sums.mass += weight;
-    if (!(steps.temperature > 0)) continue;
+    sums.iid_negatives = static_cast<double>(negatives), sums.band_negatives = static_cast<double>(in_band);
+  }
+  const bool live_only = !rule.quantile && rule.band.live_only;
+  const Rows<T> positives(pool, [&](std::size_t row) {
+    return (pool.positive[row] != 0) & (!live_only | (static_cast<std::int64_t>(row) < pool.live));
+  });
+  if (slopes) {
+    slopes->rows.assign(positives.index.begin(), positives.index.begin() + positives.live);
+    slopes->slopes.assign(slopes->rows.size(), 0);
+  }
+  sums.positives = static_cast<double>(positives.size()), sums.mass = mass(pool, positives);
+  if (!(steps.temperature > 0)) return sums;
+  for (std::size_t i = 0; i < positives.index.size(); ++i) {
+    const double weight = pool.weight(positives.index[i]);
     double rate = 0, slope = 0;
     for (std::size_t k = 0; k < steps.thresholds.size(); ++k) {
-      const double z = (static_cast<double>(score) - steps.thresholds[k]) / steps.temperature;
-      rate += steps.weights[k] * sigmoid(z);
-      slope += steps.weights[k] * sigmoid(z) * sigmoid(-z) / steps.temperature;
+      const double z = (static_cast<double>(positives.scores[i]) - steps.thresholds[k]) / steps.temperature;
+      // σ(|z|) and σ(−|z|), by the exponential that overflows for no z.
+      const double e = std::exp(-std::abs(z)), high = 1 / (1 + e), low = e / (1 + e);
+      rate += steps.weights[k] * (z < 0 ? low : high);
+      slope += steps.weights[k] * high * low / steps.temperature;
     }
     sums.weighted += weight * rate, sums.contributed += rate, sums.squared += rate * rate;
-    if (slopes && row < pool.live) slopes[row] = weight * slope;
+    if (slopes && i < slopes->rows.size()) slopes->slopes[i] = weight * slope;
   }
   return sums;
 }
@@ -257,15 +276,17 @@ ClassResult rate_result(const RateSums& whole, const RateRule& rule, const std::
 
 template <typename T>
 ClassResult mean_rate(const ClassPool<T>& pool, const RateRule& rule, T* gradient) {
-  std::vector<T> reference = rate_reference(pool, rule), thresholds;
+  const std::vector<T> apart = rule.quantile ? std::vector<T>() : rate_reference(pool, rule);
+  const std::vector<T>& reference = rule.quantile ? pool.scores : apart;
+  std::vector<T> thresholds;
   if (!reference.empty())
     thresholds = select_quantiles(reference, rate_probabilities<T>(rule), rule.interpolation);
-  std::vector<double> slopes(gradient ? static_cast<std::size_t>(pool.live) : 0, 0);
-  const RateSums sums = rate_sums(pool, rule, thresholds, gradient ? slopes.data() : nullptr);
+  RateSlopes own;
+  const RateSums sums = rate_sums(pool, rule, thresholds, gradient ? &own : nullptr);
   const ClassResult result = rate_result(sums, rule, thresholds, pool.temperature);
   if (result.valid)
-    for (std::size_t row = 0; row < slopes.size(); ++row)
-      gradient[row] -= static_cast<T>(slopes[row] / sums.mass);
+    for (std::size_t i = 0; i < own.rows.size(); ++i)
+      gradient[own.rows[i]] -= static_cast<T>(own.slopes[i] / sums.mass);
   return result;
 }
 
@@ -273,13 +294,12 @@ template <typename T>
 ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient) {
   const RateRule rule{.quantile = {}, .band = band, .interpolation = band.interpolation};
   if (!band.pairwise) return mean_rate(pool, rule, gradient);
-  Rows<T> positives;
+  const Rows<T> positives(pool, [&](std::size_t row) {
+    return (pool.positive[row] != 0) & (!band.live_only | (static_cast<std::int64_t>(row) < pool.live));
+  });
   bool iid_negatives = false;
-  for (std::int64_t row = 0; row < pool.rows(); ++row) {
-    const auto at = static_cast<std::size_t>(row);
-    if (pool.positive[at] && (!band.live_only || row < pool.live)) positives.add(pool, row);
-    if (pool.iid[at] && !pool.positive[at]) iid_negatives = true;
-  }
+  for (std::size_t row = 0; row < pool.scores.size(); ++row)
+    iid_negatives |= (pool.iid[row] != 0) & (pool.positive[row] == 0);
   ClassResult result;
   result.numerator_rows = static_cast<double>(positives.size());
   const double whole = mass(pool, positives);
@@ -287,8 +307,8 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
     result.missing = positives.size() == 0 ? kNoPositive : !iid_negatives ? kNoNegative : kNoWeight;
     return result;
   }
-  std::vector<T> reference = rate_reference(pool, rule);
-  const std::vector<T> at = select_quantiles(reference, rate_probabilities<T>(rule), band.interpolation);
+  const std::vector<T> at =
+      select_quantiles(rate_reference(pool, rule), rate_probabilities<T>(rule), band.interpolation);
   const T t_alpha = at[0], t_beta = at[1], scale = at[2] - at[3];
   result.missing = kNoDispersion;
   if (static_cast<double>(scale) <= kScaleEpsilon) return result;
@@ -296,13 +316,10 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
   result.tau_eff = temperature;
   result.too_cold = !can_divide<T>(temperature);
   if (result.too_cold) return result;
-  Rows<T> in_band;
-  for (std::int64_t row = 0; row < pool.rows(); ++row) {
-    const auto i = static_cast<std::size_t>(row);
-    if (pool.positive[i] || !(pool.scores[i] >= t_beta && pool.scores[i] <= t_alpha)) continue;
-    if (pool.iid[i]) ++result.band_negatives;
-    in_band.add(pool, row);
-  }
+  const Rows<T> in_band(pool, [&](std::size_t row) {
+    return (pool.positive[row] == 0) & (pool.scores[row] >= t_beta) & (pool.scores[row] <= t_alpha);
+  });
+  for (const auto row : in_band.index) result.band_negatives += pool.iid[static_cast<std::size_t>(row)];
   if (in_band.size() == 0) {
     result.band_negatives = 0;
     result.missing = "a negative in the band";
@@ -321,13 +338,14 @@ template ClassResult partial_auc(const ClassPool<float>&, const Band&, float*);
 template ClassResult mean_rate(const ClassPool<float>&, const RateRule&, float*);
 template std::vector<float> rate_reference(const ClassPool<float>&, const RateRule&);
 template std::vector<float> rate_probabilities(const RateRule&);
-template RateSums rate_sums(const ClassPool<float>&, const RateRule&, const std::vector<float>&, double*);
+template RateSums rate_sums(const ClassPool<float>&, const RateRule&, const std::vector<float>&, RateSlopes*);
 template ClassResult rate_result(const RateSums&, const RateRule&, const std::vector<float>&, double);
 template ClassResult partial_auc(const ClassPool<double>&, const Band&, double*);
 template ClassResult mean_rate(const ClassPool<double>&, const RateRule&, double*);
 template std::vector<double> rate_reference(const ClassPool<double>&, const RateRule&);
 template std::vector<double> rate_probabilities(const RateRule&);
-template RateSums rate_sums(const ClassPool<double>&, const RateRule&, const std::vector<double>&, double*);
+template RateSums rate_sums(const ClassPool<double>&, const RateRule&, const std::vector<double>&,
+                            RateSlopes*);
 template ClassResult rate_result(const RateSums&, const RateRule&, const std::vector<double>&, double);
 
 }  // namespace isograd

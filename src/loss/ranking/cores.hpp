@@ -79,11 +79,15 @@ struct RateSums {
   double contributed = 0, squared = 0, positives = 0;
   double iid_negatives = 0, band_negatives = 0;
 };
-// `thresholds`: as rate_probabilities; empty: no row to be a quantile of. slopes [live], null: not wanted; of
-// Σ ω·rate by score.
+// Of Σ ω·rate by the scores of this step's rows; of rows that it leaves out, 0.
+struct RateSlopes {
+  std::vector<std::int64_t> rows;
+  std::vector<double> slopes;
+};
+// `thresholds`: as rate_probabilities; empty: no row to be a quantile of. slopes null: not wanted.
 template <typename T>
 RateSums rate_sums(const ClassPool<T>& pool, const RateRule& rule, const std::vector<T>& thresholds,
-                   double* slopes);
+                   RateSlopes* slopes);
 template <typename T>
 ClassResult rate_result(const RateSums& whole, const RateRule& rule, const std::vector<T>& thresholds,
                         double temperature);

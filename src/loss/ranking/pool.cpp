@@ -4,8 +4,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "loss/checks.hpp"
@@ -67,6 +69,42 @@ at::Tensor packed(const LocalRows& local, std::int64_t classes, bool weights) {
   }
   if (weights) std::memcpy(at, local.weights.data(), static_cast<std::size_t>(n) * 8);
   return bytes;
+}
+
+// Whether the targets are integers from 0 to `most` without exception; then they are the labels.
+bool all_classes(const at::Tensor& targets, std::int64_t most, std::int64_t ignore_index,
+                 std::vector<std::int64_t>& labels) {
+  if (!at::isIntegralType(targets.scalar_type(), /*includeBool=*/true)) return false;
+  const at::Tensor on_host = targets.detach().to(at::kCPU, at::kLong).contiguous();
+  const auto* label = on_host.const_data_ptr<std::int64_t>();
+  bool others = false;
+  for (std::int64_t i = 0; i < on_host.numel(); ++i)
+    others |= (static_cast<std::uint64_t>(label[i]) > static_cast<std::uint64_t>(most)) |
+              (label[i] == ignore_index);
+  if (!others) labels.assign(label, label + on_host.numel());
+  return !others;
+}
+
+// An exponent of ones alone, that of infinities and NaN, carries into the sign's place.
+template <typename T, typename Bits>
+bool all_finite(const T* values, std::int64_t count) {
+  constexpr int kMantissa = std::numeric_limits<T>::digits - 1;
+  constexpr Bits kExponent = ~Bits{0} >> 1 >> kMantissa << kMantissa;
+  Bits carried = 0;
+  for (std::int64_t i = 0; i < count; ++i)
+    carried |= (std::bit_cast<Bits>(values[i]) & kExponent) + (Bits{1} << kMantissa);
+  return carried >> (8 * sizeof(Bits) - 1) == 0;
+}
+
+bool all_finite(const at::Tensor& scores) {
+  switch (scores.scalar_type()) {
+    case at::kFloat:
+      return all_finite<float, std::uint32_t>(scores.const_data_ptr<float>(), scores.numel());
+    case at::kDouble:
+      return all_finite<double, std::uint64_t>(scores.const_data_ptr<double>(), scores.numel());
+    default:
+      return at::isfinite(scores).all().item<bool>();
+  }
 }
 
 std::string ranks_by(const std::int64_t* headers, int size, Field field,
@@ -169,13 +207,23 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   rows.has_weights = sample_weight.defined();
   rows.has_iid = iid_mask.defined();
 
-  const at::Tensor labels = targets.detach().to(at::kCPU, at::kDouble).contiguous();
+  const std::int64_t most = num_classes == 1 ? 1 : num_classes - 1;
   const at::Tensor flags =
       rows.has_iid ? iid_mask.detach().to(at::kCPU, at::kBool).contiguous() : at::Tensor();
   const at::Tensor weights =
       rows.has_weights ? sample_weight.detach().to(at::kCPU, at::kDouble).contiguous() : at::Tensor();
+  if (!rows.has_weights && all_classes(targets, most, ignore_index, rows.labels)) {
+    rows.iid.assign(static_cast<std::size_t>(n), 1);
+    if (rows.has_iid) std::copy_n(flags.data_ptr<bool>(), n, rows.iid.begin());
+    rows.scores = scores.detach().to(at::kCPU).contiguous();
+    rows.finite = all_finite(rows.scores);
+    return rows;
+  }
+  const at::Tensor labels = targets.detach().to(at::kCPU, at::kDouble).contiguous();
   const double* label = labels.data_ptr<double>();
-  const std::int64_t most = num_classes == 1 ? 1 : num_classes - 1;
+  rows.kept.reserve(static_cast<std::size_t>(n)), rows.labels.reserve(static_cast<std::size_t>(n));
+  rows.iid.reserve(static_cast<std::size_t>(n));
+  if (rows.has_weights) rows.weights.reserve(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
     if (label[i] == static_cast<double>(ignore_index)) continue;
     // Texts are made for what is wrong only: this runs for every row.
@@ -199,8 +247,10 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   at::Tensor chosen = scores.detach().to(at::kCPU);
   if (static_cast<std::int64_t>(rows.kept.size()) < n)
     chosen = chosen.index_select(0, at::tensor(rows.kept, at::kLong));
+  else
+    rows.kept.clear();
   rows.scores = chosen.contiguous();
-  rows.finite = at::isfinite(rows.scores).all().item<bool>();
+  rows.finite = all_finite(rows.scores);
   return rows;
 }
 
@@ -252,17 +302,19 @@ RankingPool gather_rows(Group& group, const LocalRows& local, const RowCounts& c
   const std::int64_t classes = local.scores.size(1);
   const bool weighted = counts.weighted;
   const at::ScalarType type = local.scores.scalar_type();
-  RankingPool pool{.classes = classes, .rows = counts.rows};
-  at::Tensor bytes = packed(local, classes, weighted);
-  if (group.size() > 1) {
-    Group::Rows parts;
-    for (const auto count : counts.rows) parts.push_back(count * counts.row_bytes);
-    const at::Tensor own = bytes;
-    bytes = at::empty({counts.total() * counts.row_bytes}, at::kByte);
-    if (bytes.numel() > 0) group.all_gather_rows_async(bytes, own, parts).wait();
+  RankingPool pool{.classes = classes, .live = counts.total(), .rows = counts.rows};
+  if (group.size() == 1) {
+    pool.scores = local.scores.to(computing_type(type)).t().contiguous();
+    pool.labels = local.labels, pool.iid = local.iid;
+    if (weighted) pool.weights = local.weights;
+    return pool;
   }
+  const at::Tensor own = packed(local, classes, weighted);
+  at::Tensor bytes = at::empty({counts.total() * counts.row_bytes}, at::kByte);
+  Group::Rows parts;
+  for (const auto count : counts.rows) parts.push_back(count * counts.row_bytes);
+  if (bytes.numel() > 0) group.all_gather_rows_async(bytes, own, parts).wait();
 
-  pool.live = counts.total();
   for (int rank = 0; rank < group.rank(); ++rank) pool.own_begin += pool.rows[static_cast<std::size_t>(rank)];
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   at::Tensor scores = at::empty({pool.live, classes}, type);

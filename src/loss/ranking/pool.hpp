@@ -16,7 +16,7 @@ namespace isograd {
 // This rank's rows without the ignored ones. A problem is kept until all ranks know of it.
 struct LocalRows {
   at::Tensor scores;                 // [n, C] in their own type, on the CPU, contiguous
-  std::vector<std::int64_t> kept;    // [n] row of the input
+  std::vector<std::int64_t> kept;    // [n] row of the input; empty where all are kept
   std::vector<std::int64_t> labels;  // [n] class; binary: 0 or 1
   std::vector<std::uint8_t> iid;     // [n]
   std::vector<double> weights;       // [n], or empty

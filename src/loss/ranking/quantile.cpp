@@ -27,6 +27,54 @@ void place(T* base, T* begin, T* end, const std::int64_t* first, const std::int6
   place(base, at + 1, end, middle + 1, last);
 }
 
+// Order statistics of many values: bins of equal width between the ends of a sample, the first and last bin
+// without an end; of them the few in which a wanted one lies are kept, and sought in.
+constexpr std::int64_t kLeastBinned = 2048, kValueBins = 2048, kSample = 256;
+
+template <typename T>
+class Bins {
+ public:
+  explicit Bins(const std::vector<T>& values) {
+    T high = low_ = values[0];
+    for (std::size_t i = 0; i < values.size(); i += std::max<std::size_t>(1, values.size() / kSample))
+      low_ = std::min(low_, values[i]), high = std::max(high, values[i]);
+    scale_ = static_cast<T>(kValueBins) / (high - low_);
+  }
+
+  // False: the sample is one number, or its range is none that T has.
+  bool split() const { return std::isfinite(low_) && std::isnormal(scale_); }
+
+  // Never falls as values rise: neither do a rounded difference and a rounded product.
+  std::size_t of(T value) const {
+    const T at = (value - low_) * scale_, last = static_cast<T>(kValueBins - 1);
+    return static_cast<std::size_t>(static_cast<std::int32_t>(at > 0 ? (at < last ? at : last) : T(0)));
+  }
+
+ private:
+  T low_, scale_;
+};
+
+// The values in whose bins the order statistics `wanted` (ascending) lie; these become ranks among them.
+template <typename T>
+std::vector<T> narrowed(const std::vector<T>& values, const Bins<T>& bins,
+                        std::vector<std::int64_t>& wanted) {
+  std::vector<std::int64_t> counts(kValueBins, 0);
+  for (const T value : values) ++counts[bins.of(value)];
+  std::vector<std::uint8_t> kept(kValueBins, 0);
+  std::int64_t below = 0, left_out = 0;
+  auto next = wanted.begin();
+  for (std::size_t bin = 0; bin < kept.size(); ++bin) {
+    below += counts[bin];
+    for (; next != wanted.end() && *next < below; ++next) *next -= left_out, kept[bin] = 1;
+    if (kept[bin] == 0) left_out += counts[bin];
+  }
+  std::vector<T> few(values.size() - static_cast<std::size_t>(left_out) + 1);
+  std::size_t count = 0;
+  for (const T value : values) few[count] = value, count += kept[bins.of(value)];
+  few.resize(count);
+  return few;
+}
+
 std::vector<std::int64_t> distinct(const std::vector<QuantileRank>& ranks) {
   std::vector<std::int64_t> wanted;
   for (const auto& rank : ranks) wanted.push_back(rank.lower), wanted.push_back(rank.upper);
@@ -138,17 +186,26 @@ T between(T a, T b, T fraction) {
 }
 
 template <typename T>
-std::vector<T> select_quantiles(std::vector<T>& values, const std::vector<T>& q,
+std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<T>& q,
                                 Interpolation interpolation) {
   const auto count = static_cast<std::int64_t>(values.size());
   std::vector<QuantileRank> ranks;
   for (const T p : q) ranks.push_back(quantile_rank(p, count, interpolation));
   const auto wanted = distinct(ranks);
-  place(values.data(), values.data(), values.data() + count, wanted.data(), wanted.data() + wanted.size());
+  std::vector<std::int64_t> sought = wanted;  // in `few`
+  std::vector<T> few;
+  if (const Bins<T> bins(values); count >= kLeastBinned && bins.split())
+    few = narrowed(values, bins, sought);
+  else
+    few = values;
+  place(few.data(), few.data(), few.data() + few.size(), sought.data(), sought.data() + sought.size());
+  const auto at = [&](std::int64_t rank) {
+    const auto place = std::lower_bound(wanted.begin(), wanted.end(), rank) - wanted.begin();
+    return few[static_cast<std::size_t>(sought[static_cast<std::size_t>(place)])];
+  };
   std::vector<T> result;
   for (const auto& rank : ranks)
-    result.push_back(between(values[static_cast<std::size_t>(rank.lower)],
-                             values[static_cast<std::size_t>(rank.upper)], static_cast<T>(rank.fraction)));
+    result.push_back(between(at(rank.lower), at(rank.upper), static_cast<T>(rank.fraction)));
   return result;
 }
 
@@ -267,8 +324,9 @@ template QuantileRank quantile_rank(float, std::int64_t, Interpolation);
 template QuantileRank quantile_rank(double, std::int64_t, Interpolation);
 template float between(float, float, float);
 template double between(double, double, double);
-template std::vector<float> select_quantiles(std::vector<float>&, const std::vector<float>&, Interpolation);
-template std::vector<double> select_quantiles(std::vector<double>&, const std::vector<double>&,
+template std::vector<float> select_quantiles(const std::vector<float>&, const std::vector<float>&,
+                                             Interpolation);
+template std::vector<double> select_quantiles(const std::vector<double>&, const std::vector<double>&,
                                               Interpolation);
 
 std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,

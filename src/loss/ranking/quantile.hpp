@@ -22,9 +22,10 @@ QuantileRank quantile_rank(T q, std::int64_t count, Interpolation interpolation)
 template <typename T>
 T between(T a, T b, T fraction);
 
-// Reorders `values`. No NaN among them.
+// No NaN among them.
 template <typename T>
-std::vector<T> select_quantiles(std::vector<T>& values, const std::vector<T>& q, Interpolation interpolation);
+std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<T>& q,
+                                Interpolation interpolation);
 
 // A digit of the selection over ranks, in bits; the first digit's counts have one place more, for NaNs.
 inline constexpr int kSelectionDigit = 11;

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <bit>
@@ -14,6 +13,7 @@
 #include "loss/ranking/classes.hpp"
 #include "loss/ranking/cores.hpp"
 #include "loss/ranking/pool.hpp"
+#include "loss/ranking/reduced.hpp"
 
 namespace isograd {
 namespace {
@@ -28,26 +28,9 @@ bool is_temperature(double value) {
 }
 const char* const kTemperatures = "a finite number, at least 1.2e-38";
 
-// Values that depend on the scores by a gradient known already.
-struct PerClass final : torch::autograd::Function<PerClass> {
-  // scores [N, C], values [C], gradient [N, C] of each class's value
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& scores,
-                            const at::Tensor& values, const at::Tensor& gradient) {
-    context->save_for_backward({gradient});
-    context->saved_data["type"] = static_cast<std::int64_t>(scores.scalar_type());
-    return values.clone();
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list upstream) {
-    if (at::GradMode::is_enabled())
-      refuse("a ranking loss", "a backward that is to be differentiated (create_graph)", "first derivatives",
-             "Call backward() without create_graph");
-    const at::Tensor gradient = context->get_saved_variables()[0];
-    const auto type = static_cast<at::ScalarType>(context->saved_data["type"].toInt());
-    return {(gradient * upstream[0].detach().unsqueeze(0)).to(type), {}, {}};
-  }
-};
+std::int64_t& forwards_made(at::Tensor& position) {
+  return position.data_ptr<std::int64_t>()[1];
+}
 
 // The `count` rows of `from` with the smallest random numbers, ascending.
 std::vector<std::int64_t> draw(std::vector<std::int64_t> from, std::int64_t count, const RandomKey& key) {
@@ -143,12 +126,13 @@ void RankingLoss::load_state(const State& state) {
   for (auto& [to, from] : copies) to.copy_(from);
 }
 
-// Minimum quotas: each class keeps some rows, the rest is drawn uniformly. Same rows on every rank.
+// Minimum quotas: each class keeps some rows, the rest is drawn uniformly. Same rows on every rank. Empty
+// where all rows are taken.
 std::vector<std::int64_t> RankingLoss::subsample(const RankingPool& pool) const {
+  const std::int64_t most = options_.max_pool_size;
+  if (most == 0 || pool.size() <= most) return {};
   std::vector<std::int64_t> all(static_cast<std::size_t>(pool.size()));
   std::iota(all.begin(), all.end(), 0);
-  const std::int64_t most = options_.max_pool_size;
-  if (most == 0 || pool.size() <= most) return all;
   RandomKey key{.seed = options_.seed,
                 .step = static_cast<std::uint64_t>(position_[1].item<std::int64_t>()),
                 .layer = hash_name("ranking: quotas")};
@@ -198,6 +182,7 @@ void RankingLoss::push(const RankingPool& rows) {
 }
 
 void RankingLoss::append_queue(RankingPool& pool) const {
+  if (options_.queue_size == 0) return;
   const at::Tensor filled = queue_labels_.ne(kNotFilled).nonzero().squeeze(1);
   std::vector<std::int64_t> labels;
   std::vector<std::uint8_t> iid;
@@ -221,16 +206,17 @@ RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const
                           .pauc_var = at::full({count}, kNaN, at::kDouble),
                           .band_neg_count = at::zeros({count}, at::kLong),
                           .grad_pos_count = at::zeros({count}, at::kLong)};
+  auto* positives = made.grad_pos_count.data_ptr<std::int64_t>();
+  for (const auto label : local.labels) positives[count == 1 ? 0 : label] += count == 1 ? label : 1;
   for (std::int64_t c = 0; c < count; ++c) {
     const ClassResult& result = classes[static_cast<std::size_t>(c)];
-    made.grad_pos_count[c] = std::count(local.labels.begin(), local.labels.end(), count == 1 ? 1 : c);
     if (!result.valid) continue;
-    made.t_alpha[c] = result.t_alpha;
-    made.t_beta[c] = result.t_beta;
-    made.tau_eff[c] = result.tau_eff;
-    made.band_neg_count[c] = result.band_negatives;
+    made.t_alpha.data_ptr<double>()[c] = result.t_alpha;
+    made.t_beta.data_ptr<double>()[c] = result.t_beta;
+    made.tau_eff.data_ptr<double>()[c] = result.tau_eff;
+    made.band_neg_count.data_ptr<std::int64_t>()[c] = result.band_negatives;
     const double rows = result.numerator_rows, mean = result.contributed / rows;
-    made.pauc_var[c] = std::max(0.0, result.squared / rows - mean * mean);
+    made.pauc_var.data_ptr<double>()[c] = std::max(0.0, result.squared / rows - mean * mean);
   }
   return made;
 }
@@ -240,18 +226,24 @@ RankingResult not_a_number(const at::Tensor& scores, const LocalRows& local, con
                            bool differentiable) {
   const std::int64_t classes = options.num_classes;
   const auto type = computing_type(local.scores.scalar_type());
-  at::Tensor values = at::full({classes}, kNaN, type);
+  const ClassValues values{.values = at::full({classes}, kNaN, type),
+                           .valid = at::ones({classes}, at::kBool),  // NaN from above or not
+                           .reduction = options.reduction};
   RankingResult result{
       .loss = {},
-      .per_class = values,
+      .per_class = values.values,
       .valid = at::zeros({classes}, at::kBool),
       .diagnostics = diagnostics_of(std::vector<ClassResult>(static_cast<std::size_t>(classes)), local)};
   if (differentiable) {
     at::Tensor gradient = at::zeros({scores.size(0), classes}, type);
-    gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
-    values = PerClass::apply(scores, values.to(scores.device()), gradient.to(scores.device()));
+    if (static_cast<std::int64_t>(local.labels.size()) == scores.size(0))
+      gradient.fill_(kNaN);
+    else
+      gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
+    result.loss = reduced(values, scores, gradient);
+  } else {
+    result.loss = reduced(values);
   }
-  result.loss = options.reduction == LossReduction::kNone ? values : values.sum();
   return result;
 }
 
@@ -298,7 +290,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                              temperature(), static_cast<int>(options_.reduction), options_.max_pool_size,
                              static_cast<int>(options_.grad_reduction), static_cast<int>(options_.thresholds),
                              options_.seed, fingerprint())),
-                         .forwards = position_[1].item<std::int64_t>(),
+                         .forwards = forwards_made(position_),
                          .wants_gradient = differentiable,
                          .updates_queue = updates};
   if (options_.check_queue)
@@ -308,7 +300,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
 
   const RowCounts counts = exchange_headers(name_, group_, local, header);
   if (!header.finite) {
-    position_[1] += 1;
+    forwards_made(position_) += 1;
     return not_a_number(scores, local, options_, differentiable);
   }
   const std::vector<std::int64_t> queued =
@@ -350,45 +342,37 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
     refuse_cold(name_, computed.classes, temperature());
     if (!queued.empty()) push(some_rows(pool, queued));
   }
-  position_[1] += 1;
+  forwards_made(position_) += 1;
   if (any_rows && is_training()) warn_of_classes_without_value(computed.classes);
 
   // Values [C] and which of them count; the same on every rank.
-  at::Tensor values = at::zeros({classes}, type), valid = at::zeros({classes}, at::kBool);
+  at::Tensor values = at::zeros({classes}, at::kDouble), per_class = at::full({classes}, kNaN, at::kDouble);
+  at::Tensor valid = at::zeros({classes}, at::kBool);
   for (std::int64_t c = 0; c < classes; ++c) {
     const ClassResult& of = computed.classes[static_cast<std::size_t>(c)];
-    valid[c] = of.valid;
-    if (of.valid) values[c] = 1 - of.value;
+    valid.data_ptr<bool>()[c] = of.valid;
+    if (of.valid) values.data_ptr<double>()[c] = per_class.data_ptr<double>()[c] = 1 - of.value;
   }
+  values = values.to(type), per_class = per_class.to(type);
   RankingResult result{.loss = {},
-                       .per_class = at::where(valid, values, kNaN).to(type),
+                       .per_class = per_class,
                        .valid = valid,
                        .diagnostics = diagnostics_of(computed.classes, local)};
-  if (differentiable) {
-    const auto own = static_cast<std::int64_t>(local.labels.size());
-    at::Tensor gradient = computed.gradient;
-    if (!computed.own_only) gradient = gradient.narrow(0, pool.own_begin, own);
-    if (options_.grad_reduction == GradReduction::kMean) gradient = gradient * group_.size();
-    if (own < scores.size(0))
-      gradient = at::zeros({scores.size(0), classes}, type)
-                     .index_copy(0, at::tensor(local.kept, at::kLong), gradient);
-    values = PerClass::apply(scores, values.to(scores.device()), gradient.to(scores.device()));
-    valid = valid.to(scores.device());
+  // A pool without rows gives zeros, not NaN: nothing was there that could have been invalid.
+  const bool shows_invalid = options_.reduction == LossReduction::kNone && any_rows;
+  const ClassValues of{shows_invalid ? per_class : values, valid, options_.reduction};
+  if (!differentiable) {
+    result.loss = reduced(of);
+    return result;
   }
-  const std::int64_t count = result.valid.sum().item<std::int64_t>();
-  const at::Tensor zero = at::zeros_like(values);
-  const at::Tensor sum = at::where(valid, values, zero).sum();
-  switch (options_.reduction) {
-    case LossReduction::kNone:
-      // A pool without rows gives zeros, not NaN: nothing was there that could have been invalid.
-      result.loss = any_rows ? at::where(valid, values, zero + kNaN) : at::where(valid, values, zero);
-      break;
-    case LossReduction::kMean:
-      result.loss = sum / static_cast<double>(std::max<std::int64_t>(count, 1));
-      break;
-    default:
-      result.loss = sum;
-  }
+  const auto own = static_cast<std::int64_t>(local.labels.size());
+  at::Tensor gradient = computed.gradient;
+  if (!computed.own_only) gradient = gradient.narrow(0, pool.own_begin, own);
+  if (options_.grad_reduction == GradReduction::kMean) gradient = gradient * group_.size();
+  if (own < scores.size(0))
+    gradient =
+        at::zeros({scores.size(0), classes}, type).index_copy(0, at::tensor(local.kept, at::kLong), gradient);
+  result.loss = reduced(of, scores, gradient);
   return result;
 }
 

@@ -152,6 +152,50 @@ TEST(Quantiles, AreTorchsInEveryModeAndType) {
   EXPECT_THAT(error_of([] { quantiles(at::zeros({0}), {0.5}); }), HasSubstr("no values"));
 }
 
+// Many values are told apart by bins first, whose width a sample decides: here it sees neither the outliers
+// nor, of some, more than one number; bins of others hold nearly all values.
+TEST(Quantiles, OfManyValuesAreThoseOfASort) {
+  auto g = at::make_generator<at::CPUGeneratorImpl>(3);
+  const std::vector<double> q = {0, 1e-4, .02, .2, .5, .501, .7, .98, .9999, 1};
+  for (const auto type : {at::kFloat, at::kDouble})
+    for (const std::int64_t n : {2047, 2048, 2049, 30011}) {
+      const at::Tensor normal = at::randn({n}, g, at::TensorOptions(at::kDouble));
+      at::Tensor outliers = normal.clone(), ends = normal.clone(), sampled = normal.clone();
+      outliers[1] = 1e30, outliers[2] = -1e30, ends[1] = INFINITY, ends[2] = -INFINITY,
+      sampled[0] = -INFINITY;
+      at::Tensor apart = at::zeros_like(normal);
+      apart.slice(0, 1, n, 2) = normal.slice(0, 1, n, 2);
+      const std::vector<at::Tensor> shapes = {normal,
+                                              normal.round(),
+                                              at::full_like(normal, -2.5),
+                                              normal.sign(),
+                                              (normal * 15).exp() * normal.sign(),
+                                              normal * 1e-38,
+                                              normal * 1e37,
+                                              std::get<0>(normal.sort()),
+                                              outliers,
+                                              ends,
+                                              sampled,
+                                              apart};
+      for (std::size_t shape = 0; shape < shapes.size(); ++shape)
+        for (const auto interpolation : {Interpolation::kLower, Interpolation::kHigher}) {
+          const at::Tensor values = shapes[shape].to(type),
+                           sorted = std::get<0>(values.sort()).to(at::kDouble);
+          const std::vector<double> found = quantiles(values, q, interpolation);
+          for (std::size_t k = 0; k < q.size(); ++k) {
+            const double rank =
+                type == at::kFloat ? static_cast<double>(static_cast<float>(q[k]) * static_cast<float>(n - 1))
+                                   : q[k] * static_cast<double>(n - 1);
+            const double at = interpolation == Interpolation::kLower ? std::floor(rank) : std::ceil(rank);
+            const double wanted = sorted[static_cast<std::int64_t>(at)].item<double>();
+            if (std::isinf(wanted)) continue;  // between two of them lies none
+            ASSERT_EQ(found[k], wanted) << "shape " << shape << ", " << n << " values, q = " << q[k];
+            ASSERT_EQ(quantiles(values, {q[k]}, interpolation)[0], found[k]);
+          }
+        }
+    }
+}
+
 TEST(Quantiles, OverRanksAreThoseOfOneProcess) {
   for (const int ranks : {1, 2, 3, 5})
     run_ranks(ranks, [&](World& world) {
@@ -178,6 +222,24 @@ TEST(Quantiles, OverRanksAreThoseOfOneProcess) {
       EXPECT_THAT(error_of([&] { distributed_quantiles(world.group, at::zeros({0}), {0.5}); }),
                   HasSubstr("no values on any rank"));
     });
+}
+
+TEST(Targets, MayIgnoreOneOfTheClasses) {
+  at::manual_seed(9);
+  const at::Tensor scores = at::randn({60, 3}, at::kDouble), targets = at::randint(3, {60}, at::kLong);
+  const at::Tensor kept = targets.ne(1).nonzero().squeeze(1);
+  RecallOptions options;
+  options.num_classes = 3, options.quantile = 0.3, options.temperature = 0.5;
+  RecallAtQuantileLoss whole(options);
+  options.ignore_index = 1;
+  RecallAtQuantileLoss ignores(options);
+  const at::Tensor all = leaf(scores), few = leaf(scores.index_select(0, kept));
+  const at::Tensor found = ignores.forward(all, targets),
+                   wanted = whole.forward(few, targets.index_select(0, kept));
+  EXPECT_EQ(found.item<double>(), wanted.item<double>());
+  const at::Tensor gradient = gradient_of(found, all);
+  EXPECT_TRUE(at::equal(gradient.index_select(0, kept), gradient_of(wanted, few)));
+  EXPECT_EQ(gradient.index_select(0, targets.eq(1).nonzero().squeeze(1)).abs().max().item<double>(), 0);
 }
 
 TEST(Metrics, AreThoseOfPlainLoops) {
