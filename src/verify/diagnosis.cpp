@@ -116,6 +116,27 @@ std::vector<Finding> diagnose_replicas(const ComparedStep& one, const StepDump& 
   return {finding};
 }
 
+// Along which axes a step is wrong whose ranks all lie along one of them: ", along a (2) and b (3)"; none
+// where that cannot be tried.
+std::string wrong_axes(const ComparedStep& one, const RunAgain& again, std::vector<std::string>& evidence) {
+  const auto& axes = one.found().axes;
+  std::vector<std::string> wrong;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    if (axes[i].size == 1) continue;
+    if (axes[i].size < one.size_of(kAllRanks)) {
+      const Experiment setting{.only_axis = static_cast<int>(i)};
+      auto pair = again(setting);
+      if (!pair) continue;
+      const ComparedStep alone(std::move(*pair), setting, again);
+      evidence.push_back(fmt::format("{}: {} of {} parameters off", text_of(one, setting), alone.off().size(),
+                                     alone.parameters().size()));
+      if (alone.same()) continue;
+    }
+    wrong.push_back(name_of(one, axes[i].name));
+  }
+  return wrong.empty() ? "" : fmt::format(", along {}", fmt::join(wrong, " and "));
+}
+
 // Whether what is wrong goes away in other circumstances; they were chosen because they take one cause away.
 std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& again) {
   if (!again || (one.same() && one.finite_loss())) return {};
@@ -138,7 +159,8 @@ std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& a
     if (auto finding = vanishes({.without_noise = true})) {
       finding->id = "noise_depends_on_layout";
       finding->sentence =
-          "the difference vanishes without dropout: random numbers depend on the rank or layout";
+          "the difference vanishes without dropout: random numbers depend on the rank or layout" +
+          wrong_axes(one, again, finding->evidence);
       return {*finding};
     }
   } else if (one.silent()) {

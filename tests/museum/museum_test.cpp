@@ -62,7 +62,10 @@ const std::map<std::string, std::string>& named_by() {
                                                          {"B22t", "tp"},
                                                          {"B23", "cp_"},
                                                          {"B23t", "tp"},
-                                                         {"B24", "dp_shard"}};
+                                                         {"B24", "dp_shard"},
+                                                         {"B26b", "dp_shard"},
+                                                         {"B26bc", "cp_"},
+                                                         {"B26bt", "tp"}};
   return all;
 }
 
