@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+import warm_python
+
 # A hang-up that is ignored (under nohup) stays ignored in what the tests start, which would then outlive it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -62,6 +64,12 @@ def installed(wheel, tmp_path_factory):
     subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index",
                     "--disable-pip-version-check", str(wheel)], check=True, timeout=120)
     return folder / "bin/python"
+
+
+@pytest.fixture(scope="session")
+def warm(installed):
+    """That Python, for programs on ranks, which need not load torch each (tests/warm_python.py)."""
+    return warm_python.python(str(installed))
 
 
 def pytest_configure(config):

@@ -68,6 +68,7 @@ struct Rounding {
 inline Rounding rounding_of(const Outcome& outcome, const Reference& wanted,
                             const std::vector<const Outcome*>& alone, at::ScalarType dtype, int reductions) {
   const double unit = std::ldexp(1.0, dtype == at::kFloat ? -24 : -8);
+  const double rms = rms_of(wanted);
   Rounding worst;
   for (const auto& [name, g] : wanted.gradients) {
     const auto error = [&](const std::map<std::string, at::Tensor>& of) {
@@ -75,14 +76,14 @@ inline Rounding rounding_of(const Outcome& outcome, const Reference& wanted,
     };
     std::vector<double> of_one;
     for (const Outcome* each : alone) of_one.push_back(error(each->gradients[0]));
-    const double allowed = 4 * *std::max_element(of_one.begin(), of_one.end()) +
-                           unit * std::sqrt(reductions) * scale_of(wanted, g);
+    const double allowed =
+        4 * *std::max_element(of_one.begin(), of_one.end()) + unit * std::sqrt(reductions) * scale_of(rms, g);
     for (const auto& gradients : outcome.gradients) {
       const double share = error(gradients) / allowed;
       if (share <= worst.share) continue;
       worst = {std::isfinite(share) ? share : HUGE_VAL,
                fmt::format("{} of {} elements: error {:.3g}, of one process {::.3g}, scale {:.3g}", name,
-                           g.numel(), error(gradients), of_one, scale_of(wanted, g))};
+                           g.numel(), error(gradients), of_one, scale_of(rms, g))};
     }
   }
   return worst;

@@ -152,22 +152,27 @@ inline Reference reference(const DecoderConfig& config, const std::vector<MicroB
   return result;
 }
 
-// s = max(‖g64‖, 1e-3 · RMS · √numel) of a parameter with gradient g.
-inline double scale_of(const Reference& wanted, const at::Tensor& g) {
+// Root of the mean square over the elements of all gradients.
+inline double rms_of(const Reference& wanted) {
   double squares = 0, numel = 0;
   for (const auto& [name, each] : wanted.gradients) {
     squares += each.square().sum().item<double>();
     numel += static_cast<double>(each.numel());
   }
-  return std::max(g.norm().item<double>(),
-                  1e-3 * std::sqrt(squares / numel * static_cast<double>(g.numel())));
+  return std::sqrt(squares / numel);
+}
+
+// s = max(‖g64‖, 1e-3 · RMS · √numel) of a parameter with gradient g.
+inline double scale_of(double rms, const at::Tensor& g) {
+  return std::max(g.norm().item<double>(), 1e-3 * rms * std::sqrt(static_cast<double>(g.numel())));
 }
 
 // Largest ‖g − g64‖ / s over the parameters.
 inline double worst_error(const std::map<std::string, at::Tensor>& gradients, const Reference& wanted) {
   double worst = 0;
+  const double rms = rms_of(wanted);
   for (const auto& [name, g] : wanted.gradients) {
-    const double error = (gradients.at(name).to(at::kDouble) - g).norm().item<double>() / scale_of(wanted, g);
+    const double error = (gradients.at(name).to(at::kDouble) - g).norm().item<double>() / scale_of(rms, g);
     worst = std::isfinite(error) ? std::max(worst, error) : HUGE_VAL;
   }
   return worst;

@@ -248,9 +248,10 @@ TEST(ContextVideo, TwentyStepsOfSgdAreThoseOfOneProcess) {
     for (const VideoStep& step : steps) {
       const Reference of = reference(*model, step, samples);
       const at::NoGradGuard no_grad;
+      const double rms = rms_of(of);
       for (auto& [name, tensor] : model->named()) {
         tensor.sub_(of.gradients.at(name), kRate);
-        if (samples) scales[name] += scale_of(of, of.gradients.at(name));
+        if (samples) scales[name] += scale_of(rms, of.gradients.at(name));
       }
     }
     return model->named();

@@ -78,11 +78,12 @@ std::vector<double> plain_violations(toy::Dealt dealt, Mean mean, bool weighted,
       errors[p].push_back((alone.gradients[0][p] - wanted.gradients[p]).norm().item<double>());
   }
   std::vector<double> broken(errors.size());
-  for (std::size_t p = 0; p < errors.size(); ++p)
+  for (std::size_t p = 0; p < errors.size(); ++p) {
+    const double rounding = kRoundOff * scale_of(wanted.gradients, p);
     for (double first : errors[p])
       for (double second : errors[p])
-        broken[p] += (first > 4 * second + kRoundOff * scale_of(wanted.gradients, p)) /
-                     static_cast<double>(kRuns * (kRuns - 1));
+        broken[p] += (first > 4 * second + rounding) / static_cast<double>(kRuns * (kRuns - 1));
+  }
   return broken;
 }
 

@@ -97,10 +97,11 @@ double used(const Case& one, const std::map<std::string, at::Tensor>& found,
   if (one.dtype == at::kDouble) return worst_error(found, wanted) / kExact;
   const double unit = std::ldexp(1.0, one.dtype == at::kFloat ? -24 : -8);
   double worst = 0;
+  const double rms = rms_of(wanted);
   for (const auto& [name, g] : wanted.gradients) {
     const double error = (found.at(name) - g).norm().item<double>();
     const double allowed =
-        4 * (alone.at(name) - g).norm().item<double>() + unit * std::sqrt(pieces) * scale_of(wanted, g);
+        4 * (alone.at(name) - g).norm().item<double>() + unit * std::sqrt(pieces) * scale_of(rms, g);
     worst = std::isfinite(error) ? std::max(worst, error / allowed) : HUGE_VAL;
   }
   return worst;

@@ -159,12 +159,13 @@ inline double off(double found, double wanted) {
 // ‖g − g64‖ / s.
 inline std::map<std::string, double> errors_of(const LayoutRun::RecordedStep& made, const Wanted& wanted) {
   std::map<std::string, double> errors;
+  const double rms = context::rms_of(wanted);
   for (const auto& [name, exact] : wanted.gradients) errors[name] = HUGE_VAL;  // one that is not there
   for (std::size_t i = 0; i < made.names.size(); ++i) {
     const auto exact = wanted.gradients.find(made.names[i]);
     if (exact == wanted.gradients.end()) continue;
     const at::Tensor difference = made.gradients[i].to(at::kDouble) - exact->second;
-    const double error = difference.norm().item<double>() / context::scale_of(wanted, exact->second);
+    const double error = difference.norm().item<double>() / context::scale_of(rms, exact->second);
     errors[made.names[i]] = std::isnan(error) ? HUGE_VAL : error;
   }
   return errors;

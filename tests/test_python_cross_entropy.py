@@ -9,8 +9,8 @@ ALLOWED = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 3e-2}
 
 
 @pytest.fixture(scope="module")
-def found(installed):
-    return json.loads(run(installed, "cross_entropy.py"))
+def found(warm):
+    return json.loads(run(warm, "cross_entropy.py"))
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)

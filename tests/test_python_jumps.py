@@ -6,8 +6,8 @@ from test_python_prove import run
 
 
 @pytest.fixture(scope="module")
-def found(installed):
-    return json.loads(run(installed, "jumps.py"))
+def found(warm):
+    return json.loads(run(warm, "jumps.py"))
 
 
 def test_a_right_step_raises_no_alarm_where_units_turn_on_and_off(found):

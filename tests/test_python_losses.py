@@ -67,13 +67,13 @@ def made_cases():
 
 
 @pytest.fixture(scope="module")
-def found(installed, tmp_path_factory):
+def found(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("losses")
     cases = [{**case, "dtype": dtype} for number, case in enumerate(made_cases()) for third, dtype in enumerate(ALLOWED)
              if FULL or number % 3 == third]
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([str(installed), "-W", "ignore", str(ROOT / "tests/python_package/losses.py"),
+    done = subprocess.run([str(warm), "-W", "ignore", str(ROOT / "tests/python_package/losses.py"),
                            str(folder / "cases.json"), *(["1"] if FULL else []), "2", "3"],
                           env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -166,7 +166,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.fixture(scope="module")
-def refusals(installed):
+def refusals(warm):
     """What one process is told of each: to load torch takes longer than all of them."""
     program = """import json, sys
 from isograd import ConfigError, focal, ranking
@@ -176,7 +176,7 @@ for name, options in json.load(sys.stdin):
         print()
     except ConfigError as error:
         print(str(error).replace(chr(10), ' '))"""
-    done = subprocess.run([str(installed), "-c", program], input=json.dumps(OUT_OF_RANGE), capture_output=True, text=True,
+    done = subprocess.run([str(warm), "-c", program], input=json.dumps(OUT_OF_RANGE), capture_output=True, text=True,
                           timeout=60, check=True)
     return done.stdout.splitlines()
 

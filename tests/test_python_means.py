@@ -23,8 +23,8 @@ def worst(ranks):
 
 
 @pytest.fixture(scope="module")
-def means(installed):
-    return {name: worst(ranks) for name, ranks in run(installed, "means.py").items()}
+def means(warm):
+    return {name: worst(ranks) for name, ranks in run(warm, "means.py").items()}
 
 
 @pytest.mark.parametrize("size", ["2", "3", pytest.param("4", marks=pytest.mark.full)])
@@ -44,8 +44,8 @@ def test_a_planted_mistake_is_no_mean(means, fault):
 
 
 @pytest.fixture(scope="module")
-def norms(installed):
-    return run(installed, "clip.py")
+def norms(warm):
+    return run(warm, "clip.py")
 
 
 @pytest.mark.parametrize("name", ["fsdp_and_tp", "fsdp_and_tp_on_one_mesh", "fsdp", "hybrid", "tensor_parallel", "ddp",
@@ -117,8 +117,8 @@ print(json.dumps([said(call) for call in [
 """
 
 
-def test_what_cannot_be_counted_is_refused(installed):
-    said = run(installed, "-c", REFUSED)
+def test_what_cannot_be_counted_is_refused(warm):
+    said = run(warm, "-c", REFUSED)
     for text, part in zip(said, ["losses of shape (3,)", "a sum in torch.bfloat16", "weights of its own",
                                  "targets in torch.float32", "found -1", "negative or not finite", "negative or not finite",
                                  "found 0.0", "samples (3,) and targets (4,)", "found SampleMean", "found micro-batch 2",
@@ -144,8 +144,8 @@ json.dump(on_ranks(3, run), sys.stdout)
 """
 
 
-def test_input_that_one_rank_refuses_is_refused_on_all(installed):
-    first, second, third = run(installed, "-c", ELSEWHERE)
+def test_input_that_one_rank_refuses_is_refused_on_all(warm):
+    first, second, third = run(warm, "-c", ELSEWHERE)
     assert "targets in torch.float32" in second[0]
     assert "rank 1 refuses" in first[0] and "rank 1 refuses" in third[0]
     assert all("found the denominators [1.0, 2.0, 3.0] by rank" in said[1] for said in (first, second, third))

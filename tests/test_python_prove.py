@@ -40,9 +40,9 @@ def run(python, *arguments, **more):
 
 
 @pytest.fixture(scope="module")
-def watched(installed):
+def watched(warm):
     """All trials of one number of ranks go through the same processes."""
-    return json.loads(run(installed, "watched.py", *([] if FULL else [*MISTAKES, *RIGHT])))
+    return json.loads(run(warm, "watched.py", *([] if FULL else [*MISTAKES, *RIGHT])))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -78,9 +78,9 @@ def test_the_guide_lists_what_was_tried():
 
 
 @pytest.fixture(scope="module")
-def cases(installed, tmp_path_factory):
+def cases(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept")
-    found = json.loads(run(installed, "cases.py", FOLDER=str(folder)))
+    found = json.loads(run(warm, "cases.py", FOLDER=str(folder)))
     return found, folder
 
 
@@ -196,10 +196,10 @@ with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=lambda m, 
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("isograd", marks=pytest.mark.full)])
-def test_an_exception_ends_also_who_waits_inside_the_step(installed, tmp_path, backend):
+def test_an_exception_ends_also_who_waits_inside_the_step(warm, tmp_path, backend):
     program = FAILS.format(backend=backend, store=tmp_path / "store")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
+    ranks = [subprocess.Popen([str(warm), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert all(rank.returncode for rank in ranks) and "ValueError: out of cheese" in errors[1], errors
@@ -242,8 +242,8 @@ for told in (True, False):
 """
 
 
-def test_micro_batches_are_told_as_they_come_and_closures_make_gradients(installed):
-    assert run(installed, "-c", CLOSURE).splitlines() == ["True True", "False True"]
+def test_micro_batches_are_told_as_they_come_and_closures_make_gradients(warm):
+    assert run(warm, "-c", CLOSURE).splitlines() == ["True True", "False True"]
 
 
 LEAVES = """
@@ -263,12 +263,12 @@ os._exit(0)  # with rank 0 its store goes
 """
 
 
-def test_rank_0_leaves_when_the_others_have_its_verdict(installed):
+def test_rank_0_leaves_when_the_others_have_its_verdict(warm):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", LEAVES, str(rank), port], env=environment, text=True,
+    ranks = [subprocess.Popen([str(warm), "-W", "ignore", "-c", LEAVES, str(rank), port], env=environment, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
     said = [rank.communicate(timeout=60) for rank in ranks]
     assert [output for output, _ in said] == ["True\n", "True\n"], said
@@ -281,7 +281,7 @@ def test_the_demo_names_the_mistake_and_passes_the_cure_with_nothing_but_torch(i
     assert "parity PASS" in right and "diagnosis" not in right
 
 
-def test_the_quick_start_is_pasted_and_catches_its_mistake(installed, tmp_path):
+def test_the_quick_start_is_pasted_and_catches_its_mistake(warm, tmp_path):
     guide = (ROOT / "docs/python.md").read_text()
     script, = re.findall(r"<!-- script -->\n```python\n(.*?)```", guide, re.S)
     assert len(script.splitlines()) <= 40
@@ -292,7 +292,7 @@ def test_the_quick_start_is_pasted_and_catches_its_mistake(installed, tmp_path):
     names = {"train.py": script, "right.py": mended(script, cure)}
     for name, text in names.items():
         (tmp_path / name).write_text(text)
-    said = run(installed, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "both.py",
+    said = run(warm, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "both.py",
                *(tmp_path / name for name in names))
     numbers = re.compile(r"-?\d+(\.\d+)?(e[-+]\d+)?")
     for name, part in zip(names, re.split(r"== \S+right.py\n", said, maxsplit=1), strict=True):

@@ -36,8 +36,8 @@ def read_at_load(environment):
 
 
 @functools.cache
-def python():
-    """The file that stands for this Python. The server starts with the first call and ends with this process."""
+def python(interpreter=sys.executable):
+    """The file that stands for that Python. Its server starts with the first call and ends with this process."""
     import select
     import subprocess
     import tempfile
@@ -45,10 +45,10 @@ def python():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = "1"
     (folder / "python").write_text(
-        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\nimport warm_python\n"
-        f"warm_python.ask({str(folder)!r}, {sys.executable!r}, {read_at_load(environment)!r})\n")
+        f"#!{interpreter} -IS\nimport sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\nimport warm_python\n"
+        f"warm_python.ask({str(folder)!r}, {interpreter!r}, {read_at_load(environment)!r})\n")
     (folder / "python").chmod(0o755)
-    server = subprocess.Popen([sys.executable, "-W", "ignore", __file__, folder / "socket"], stdin=subprocess.PIPE,
+    server = subprocess.Popen([interpreter, "-W", "ignore", __file__, folder / "socket"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, env=environment, cwd="/")
 
     def end():
