@@ -41,15 +41,18 @@ struct Result {
 
 // Tile sizes: the whole vocabulary beside as many tokens as fit into the buffer, for a row seen whole needs
 // its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
-// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes no
-// more than it. Of a freed block of up to 32 MiB the C library may keep pages beside the next: it takes
-// twice.
+// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes
+// half of it: with G bytes of gradient and V columns on a rank of elements of b bytes
+//   tokens = clamp(buffer / (b V), 32, 1024), buffer = 64 MiB from G = 64 MiB on, else max(G / 2, 4 MiB).
+// Beside it lies a slice of it, which a product makes.
+constexpr std::int64_t kSliceBytes = std::int64_t{1} << 19;
+
 struct Tiles {
   std::int64_t tokens, vocabulary;
 };
 Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
-  constexpr std::int64_t kLeastBytes = std::int64_t{8} << 20, kMostBytes = std::int64_t{64} << 20,
-                         kFewest = 64, kMost = 1024;
+  constexpr std::int64_t kLeastBytes = std::int64_t{4} << 20, kMostBytes = std::int64_t{64} << 20,
+                         kFewest = 32, kMost = 1024;
   // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
   const std::int64_t ranks = problem.shard.group.size(),
                      vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
@@ -138,9 +141,23 @@ class Sweep {
       of_tokens.index_copy_(0, valid_.narrow(0, begin, values.size(0)), values.to(of_tokens.scalar_type()));
   }
 
-  at::Tensor logits(const at::Tensor& rows, std::int64_t first, std::int64_t columns) const {
-    return product(rows, p_.weight.narrow(0, first, columns), {},
-                   p_.bias.defined() ? p_.bias.narrow(0, first, columns) : at::Tensor());
+  // In the sweep's own buffer, which a product fills slice by slice: tiles made one after the other would
+  // leave holes beside each other in the C library's heap.
+  at::Tensor logits(const at::Tensor& rows, std::int64_t first, std::int64_t columns) {
+    const auto of = [&](std::int64_t begin, std::int64_t count) {
+      return product(rows, p_.weight.narrow(0, first + begin, count), {},
+                     p_.bias.defined() ? p_.bias.narrow(0, first + begin, count) : at::Tensor());
+    };
+    const std::int64_t count = rows.size(0), elements = kSliceBytes / p_.weight.element_size();
+    if (!rows.is_cpu() || count * columns <= elements) return of(0, columns);
+    if (!buffer_.defined()) buffer_ = at::empty({tiles_.tokens * tiles_.vocabulary}, rows.options());
+    at::Tensor made = buffer_.narrow(0, 0, count * columns).view({count, columns});
+    const std::int64_t step = std::max<std::int64_t>(64, elements / count);
+    for (std::int64_t begin = 0; begin < columns; begin += step) {
+      const std::int64_t width = std::min(step, columns - begin);
+      made.narrow(1, begin, width).copy_(of(begin, width));
+    }
+    return made;
   }
 
   void tile(std::int64_t begin, std::int64_t count) {
@@ -197,7 +214,8 @@ class Sweep {
   const Tiles tiles_;
   const bool all_valid_;
   const RowLoss loss_;
-  at::Tensor sums_;  // [3] fp64: cross entropy, z
+  at::Tensor sums_;    // [3] fp64: cross entropy, z
+  at::Tensor buffer_;  // of a tile's logits
   Result result_;
 };
 

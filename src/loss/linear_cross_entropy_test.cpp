@@ -118,6 +118,26 @@ TEST(LinearCrossEntropy, EqualsTheUnfusedTwinHoweverItIsTiled) {
       }
 }
 
+// Tiles of 512 KiB and more, which products fill in slices.
+TEST(LinearCrossEntropy, EqualsTheUnfusedTwinInSlicesOfATile) {
+  at::manual_seed(31);
+  for (const Precision& c : kPrecisions)
+    for (const std::int64_t tile_vocabulary : {0, 2777}) {
+      const Problem p = problem(190, 24, 3001, c.type);
+      for (LinearCrossEntropyOptions options : all_options(p)) {
+        options.tile_tokens = 110, options.tile_vocabulary = tile_vocabulary;
+        const Gradients wanted = unfused(p, options, 0.3);
+        EXPECT_LT(worst(run(ours, p, options, 0.3), wanted), c.bound) << c10::toString(c.type);
+        const Fused loses_a_slice = [](const Problem& of, const LinearCrossEntropyOptions& given) {
+          at::Tensor weight = of.weight.clone();  // planted: columns whose logits nobody wrote
+          weight.narrow(0, 2400, 200).zero_();
+          return linear_cross_entropy_sum(of.hidden, weight, of.targets, given);
+        };
+        EXPECT_GT(worst(run(loses_a_slice, p, options, 0.3), wanted), 2 * c.bound);
+      }
+    }
+}
+
 TEST(LinearCrossEntropy, GivesTheTermsAndLogProbabilitiesByTheWay) {
   at::manual_seed(22);
   const Problem p = problem(20, 8, 50, at::kDouble);
@@ -268,11 +288,11 @@ TEST(LinearCrossEntropy, NeverHoldsTheLogits) {
             2);
 }
 
-// By default: the gradient, the tile of half of it, and what rows take. oneDNN alone, forced, makes the product
-// of each tile apart, from a copy of the tile that it has transposed.
+// By default: the gradient, the tile of half of it, and what rows take. oneDNN alone, forced, makes the
+// product of each tile apart, from a copy of the tile that it has transposed.
 TEST(LinearCrossEntropy, TakesNoLargerATileThanTheWeightsGradient) {
   const std::int64_t vocabulary = 1 << 15;
-  for (const std::int64_t hidden : {128, 192}) {  // 16 and 24 MiB, of 128 of logits
+  for (const std::int64_t hidden : {64, 128, 192}) {  // 8, 16 and 24 MiB, of 128 of logits
     at::manual_seed(29);
     const Problem p = problem(1024, hidden, vocabulary, at::kFloat);
     const double gradient = static_cast<double>(p.weight.nbytes());
