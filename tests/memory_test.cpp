@@ -10,8 +10,8 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
-#include "parallel/data/role_groups.hpp"
 #include "memory_bytes.hpp"
+#include "parallel/data/role_groups.hpp"
 #include "plan/meter.hpp"
 #include "train/memory.hpp"
 
