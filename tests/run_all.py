@@ -1,8 +1,8 @@
 """Runs every test and closes with one count.
 
-CTest runs the GoogleTest executables (one a room) and the script checks, one by one; pytest runs tests/test_*.py against
-the built command line, beside them; when it is done, two of the others run at a time. The counts come from the runners' own JUnit files, so a test that did not run is not
-counted as passed. `N passed, N failed, N skipped` is the last line; a skip must name the missing capability.
+CTest runs the GoogleTest executables (one a room) and the script checks, two at a time; pytest runs tests/test_*.py
+against the built command line, beside them; when it is done, three of the others run at a time. The counts come from
+the runners' own JUnit files, so a test that did not run is not counted as passed. `N passed, N failed, N skipped` is the last line; a skip must name the missing capability.
 """
 import argparse
 import json
@@ -18,8 +18,9 @@ import xml.etree.ElementTree as ET
 import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# These begin first, so that none of them runs on when all others are done.
-LONG = ["verify", "hybrid", "experts_run", "museum", "context", "comm", "tensor", "pipeline_run"]
+# These begin first, longest first, so that none of them runs on when all others are done.
+LONG = ["verify", "hybrid", "museum", "experts_run", "comm", "context", "tensor", "loss_ranking", "means", "pipeline_run",
+        "train", "memory"]
 
 
 def read_junit(path):
@@ -144,8 +145,8 @@ def main():
     def python_first():
         python.append(run_pytest(results, options.match))
         queue.run()
-    # Two at a time: each waits for some of its time, and starts up to eight ranks.
-    workers = [threading.Thread(target=queue.run)]
+    # Three at a time on two processors: each waits for some of its time, for ranks that start and for timeouts.
+    workers = [threading.Thread(target=queue.run) for _ in range(2)]
     if not options.rooms_only:
         workers.append(threading.Thread(target=python_first))
     for worker in workers:
