@@ -60,7 +60,7 @@ struct LinearCrossEntropyOptions {
   at::Tensor bias{};  // [V]; undefined: none
   VocabularyShard shard{};
 
-  // Speed and memory only. 0: one tile of logits takes half of the weight's gradient, 4 to 64 MiB. One that
+  // Speed and memory only. 0: one tile of logits takes half of the weight's gradient, 2 to 64 MiB. One that
   // is narrower than the vocabulary costs a fourth matrix product when gradients are wanted.
   std::int64_t tile_tokens = 0;
   std::int64_t tile_vocabulary = 0;

@@ -29,7 +29,7 @@ class LinearCrossEntropy:
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
                          weights: torch.Tensor | None = None, bias: torch.Tensor | None = None, ignore_index: int = IGNORED,
                          label_smoothing: float = 0.0, z_loss: float = 0.0) -> LinearCrossEntropy:
-    """F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum"), 4 to 64 MiB of logits at a time.
+    """F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum"), 2 to 64 MiB of logits at a time.
 
     hidden [..., H], weight [V, H], bias [V]: of one of fp64, fp32, bf16 on one device. targets [...]: int64, in [0, V) or
     ignore_index. weights [...]: of the tokens, constants of 0 or more, or a mask. label_smoothing in [0, 1]: as PyTorch's.

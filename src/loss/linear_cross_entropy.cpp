@@ -42,29 +42,31 @@ struct Result {
 // Tile sizes: the whole vocabulary beside as many tokens as fit into the buffer, for a row seen whole needs
 // its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
 // mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes
-// half of it: with G bytes of gradient and V columns on a rank of elements of b bytes
-//   tokens = clamp(buffer / (b V), 32, 1024), buffer = 64 MiB from G = 64 MiB on, else max(G / 2, 4 MiB).
-// Beside it lies a slice of it, which a product makes.
-constexpr std::int64_t kSliceBytes = std::int64_t{1} << 19;
+// half of it. With G bytes of gradient and V columns on a rank of elements of b bytes
+//   tokens = clamp(buffer / (b V), 16, 1024), buffer = 64 MiB from G = 64 MiB on, else max(G / 2, least),
+// where 64 tokens of V columns fit into 64 MiB. least = 2 MiB, or 8 where a pass over the gradient also
+// widens what it adds. Beside the buffer lies a slice of it, which a product makes.
+constexpr std::int64_t kSliceBytes = std::int64_t{1} << 19,
+                       kMostOnHeap = std::int64_t{32} << 20;  // glibc maps what is larger apart
 
 struct Tiles {
   std::int64_t tokens, vocabulary;
 };
 Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
-  constexpr std::int64_t kLeastBytes = std::int64_t{4} << 20, kMostBytes = std::int64_t{64} << 20,
-                         kFewest = 32, kMost = 1024;
+  constexpr std::int64_t kMostBytes = std::int64_t{64} << 20, kFewest = 16, kFewestUncut = 64, kMost = 1024;
+  const at::ScalarType sum_type = computing_type(problem.weight.scalar_type());
   // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
   const std::int64_t ranks = problem.shard.group.size(),
                      vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
                      element = static_cast<std::int64_t>(problem.weight.element_size()),
                      gradient = problem.shard.vocabulary * problem.weight.size(1) *
-                                static_cast<std::int64_t>(
-                                    c10::elementSize(computing_type(problem.weight.scalar_type()))),
-                     buffer = gradient >= kMostBytes ? kMostBytes : std::max(gradient / 2, kLeastBytes);
+                                static_cast<std::int64_t>(c10::elementSize(sum_type)),
+                     least = std::int64_t{sum_type == problem.weight.scalar_type() ? 2 : 8} << 20,
+                     buffer = gradient >= kMostBytes ? kMostBytes : std::max(gradient / 2, least);
   Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
   if (tiles.vocabulary == 0)
     tiles.vocabulary =
-        std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewest));
+        std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewestUncut));
   tiles.vocabulary = std::clamp<std::int64_t>(tiles.vocabulary, 1, vocabulary);
   if (tiles.tokens == 0) tiles.tokens = std::clamp(buffer / element / tiles.vocabulary, kFewest, kMost);
   tiles.tokens = std::clamp<std::int64_t>(tiles.tokens, 1, std::max<std::int64_t>(1, valid));
@@ -142,15 +144,17 @@ class Sweep {
   }
 
   // In the sweep's own buffer, which a product fills slice by slice: tiles made one after the other would
-  // leave holes beside each other in the C library's heap.
+  // leave holes beside each other in the C library's heap. One too large for the heap is given back at once.
   at::Tensor logits(const at::Tensor& rows, std::int64_t first, std::int64_t columns) {
     const auto of = [&](std::int64_t begin, std::int64_t count) {
       return product(rows, p_.weight.narrow(0, first + begin, count), {},
                      p_.bias.defined() ? p_.bias.narrow(0, first + begin, count) : at::Tensor());
     };
-    const std::int64_t count = rows.size(0), elements = kSliceBytes / p_.weight.element_size();
-    if (!rows.is_cpu() || count * columns <= elements) return of(0, columns);
-    if (!buffer_.defined()) buffer_ = at::empty({tiles_.tokens * tiles_.vocabulary}, rows.options());
+    const std::int64_t count = rows.size(0), whole = tiles_.tokens * tiles_.vocabulary,
+                       element = static_cast<std::int64_t>(p_.weight.element_size()),
+                       elements = kSliceBytes / element;
+    if (!rows.is_cpu() || count * columns <= elements || whole * element > kMostOnHeap) return of(0, columns);
+    if (!buffer_.defined()) buffer_ = at::empty({whole}, rows.options());
     at::Tensor made = buffer_.narrow(0, 0, count * columns).view({count, columns});
     const std::int64_t step = std::max<std::int64_t>(64, elements / count);
     for (std::int64_t begin = 0; begin < columns; begin += step) {
