@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <set>
 
 #include "comm/poll.hpp"
 #include "isograd/error.hpp"
@@ -89,12 +88,26 @@ int Queue::place_of_next(const Operation& operation) const {
                                                    : std::numeric_limits<int>::max();
 }
 
-void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout) {
-  if (poll_until([&] { return advance(operation); }, timeout)) return;
+std::set<std::string> Queue::awaited_from(const Operation& operation) {
   const std::lock_guard lock(mutex_);
   std::set<std::string> missing;
-  for (const Part& part : operation->under_way)
+  for (const Part& part : operation.under_way)
     if (!part.from.empty() && !part.work->isCompleted()) missing.insert(part.from);
+  return missing;
+}
+
+void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout) {
+  const auto advanced = [&] { return advance(operation); };
+  if (poll_until(advanced, timeout)) return;
+  std::set<std::string> missing = awaited_from(*operation);
+  // This rank waits for those of its own host, who may wait for another one, and know which: they come first.
+  if (missing.empty()) {
+    const auto longer =
+        std::clamp<std::chrono::milliseconds>(timeout / 4, std::chrono::seconds(1), std::chrono::seconds(10));
+    if (poll_until(advanced, longer)) return;
+    missing = awaited_from(*operation), timeout += longer;
+  }
+  const std::lock_guard lock(mutex_);
   const PeerError error(
       {.where = operation->where,
        .found = missing.empty()

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -53,8 +54,9 @@ class Queue {
   void fail(const std::string& reason);
 
  private:
-  void advance_all();                      // REQUIRES: mutex_
-  bool advance_one(Operation& operation);  // REQUIRES: mutex_
+  std::set<std::string> awaited_from(const Operation& operation);  // other hosts
+  void advance_all();                                              // REQUIRES: mutex_
+  bool advance_one(Operation& operation);                          // REQUIRES: mutex_
   int place_of_next(const Operation& operation) const;
   void refuse_if_failed(const std::string& where) const;           // REQUIRES: mutex_
   void fail(std::exception_ptr error, const std::string& reason);  // REQUIRES: mutex_
