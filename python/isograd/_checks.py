@@ -48,11 +48,14 @@ def threads(number: int) -> Iterator[Callable[[], None]]:
     then, finds that they get less than three quarters of the processors that they would. Beside a process that computes,
     threads that meet at each product are several times slower than one."""
     before = torch.get_num_threads()
-    begun, used = time.perf_counter(), time.process_time()
+    since: list[tuple[float, float]] = []  # the first call: what came before it (a model is copied) is one thread's work
 
     def look() -> None:
-        wall = time.perf_counter() - begun
-        if number > before and wall > 0.2 and time.process_time() - used < 0.75 * number * wall:
+        now, used = time.perf_counter(), time.process_time()
+        if not since:
+            since.append((now, used))
+        wall = now - since[0][0]
+        if number > before and wall > 0.2 and used - since[0][1] < 0.75 * number * wall:
             torch.set_num_threads(before)
 
     torch.set_num_threads(number)
