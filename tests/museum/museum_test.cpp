@@ -112,8 +112,8 @@ TEST_P(OnHybrids, ExhibitsOfTwoAxesAreCaughtByName) {
 }
 
 // Mistakes of the mean and of accumulation, made where there are other axes than those of plain data: parts
-// of documents, experts dealt to data ranks, stages with and without data ranks. On one or two numbers of
-// ranks by turns; ISOGRAD_FULL_TESTS=1: on all.
+// of documents, experts dealt to data ranks, stages with and without data ranks. One or two of these
+// cells by turns; ISOGRAD_FULL_TESTS=1: all of them.
 struct OtherAxis {
   const char* name;
   void (*make)(VerifyProblem&, World&);
