@@ -15,6 +15,7 @@ struct Wrong {
   double term_factor = 1;  // of the routers' term, on every rank
   bool with_term = true;
   std::int64_t experts = 6;  // uneven along ep 4 and 5
+  Noise noise{};
 };
 
 DecoderConfig shape(std::int64_t experts) {
@@ -42,7 +43,10 @@ at::Tensor router_z(DecoderLM&, const DecoderOutputs& outputs, const Batch& batc
 }
 
 VerifyProblem expert_problem(World& world, const Wrong& wrong) {
-  HeldTogether how{.name = "experts dealt", .grid = grid_of(world.size), .shape = shape(wrong.experts)};
+  HeldTogether how{.name = "experts dealt",
+                   .grid = grid_of(world.size),
+                   .shape = shape(wrong.experts),
+                   .noise = wrong.noise};
   how.complete = [](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
     made.cut = [model](const Mesh& mesh) { return deal_experts(*model, mesh); };
     made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) {
@@ -135,7 +139,7 @@ struct SkipsIdleExperts : planted::WrappedOptimizer {
 }  // namespace
 
 void deal_over_experts(VerifyProblem& problem, World& world) {
-  plants({})(problem, world);
+  plants({.noise = keyed_by(0)})(problem, world);
 }
 
 void add_experts(std::vector<Exhibit>& list) {
@@ -235,6 +239,17 @@ void add_experts(std::vector<Exhibit>& list) {
                                      return std::make_unique<Multiplies>(std::move(right), ".mlp.gate.", 0);
                                    },
                                    .with_term = false})});
+  list.push_back({.id = "B26be",
+                  .title = "dropout that ranks of experts draw by themselves",
+                  .mistake =
+                      "Random numbers are keyed by the rank along ep, whose ranks see other samples: a "
+                      "sample's dropout depends on where it lies.",
+                  .who = "Generators seeded with the rank, as B26b's, beside experts dealt to ranks.",
+                  .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
+                  .diagnosis = "noise_depends_on_layout",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    plants({.noise = keyed_by(static_cast<std::uint64_t>(world.rank) + 1)})(problem, world);
+                  }});
 }
 
 }  // namespace isograd::museum

@@ -1,4 +1,4 @@
-// Mistakes on the pipeline axis: B5, B6, B8, B9, B10, B16 and B18. A small decoder whose layers lie in
+// Mistakes on the pipeline axis: B5, B6, B8, B9, B10, B16, B18 and B26. A small decoder whose layers lie in
 // stages, beside data ranks where there are ranks for both.
 #include <cmath>
 
@@ -19,6 +19,7 @@ struct Wrong {
   std::function<OwnClipping(const Mesh&)> clipping{};
   bool ends_summed = true;  // of a tied embedding, where they lie on two ranks
   bool tied = false;        // then two stages on each rank
+  Noise noise{};
 };
 
 Grid grid_of(int ranks) {
@@ -47,7 +48,8 @@ VerifyProblem pipeline_problem(World& world, const Wrong& wrong, const SharedCou
   const int ranks = grid.size({kStageAxis}), stages_of_rank = wrong.tied ? 2 : 1;
   HeldTogether how{.name = "pipeline parallel",
                    .grid = grid,
-                   .shape = shape(std::int64_t{ranks} * stages_of_rank, wrong.tied)};
+                   .shape = shape(std::int64_t{ranks} * stages_of_rank, wrong.tied),
+                   .noise = wrong.noise};
   how.complete = [stages_of_rank](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
     const auto pipeline = std::make_shared<std::shared_ptr<Pipeline>>();
     made.cut = [model, pipeline, stages_of_rank](const Mesh& mesh) {
@@ -109,7 +111,7 @@ double norm_of_stage(const Mesh& mesh, const std::vector<Bucket>& buckets) {
 }  // namespace
 
 void lay_in_stages(VerifyProblem& problem, World& world) {
-  plants({})(problem, world);
+  plants({.noise = keyed_by(0)})(problem, world);
 }
 
 void lay_in_stages_tied(VerifyProblem& problem, World& world) {
@@ -255,6 +257,17 @@ void add_pipeline(std::vector<Exhibit>& list) {
                                       buckets.size(), clip_coefficient(norm_of_stage(mesh, buckets), limit));
                                 }};
        }})});
+  list.push_back({.id = "B26bp",
+                  .title = "dropout keyed by the stage",
+                  .mistake =
+                      "Random numbers are keyed by the rank, and so by the stage that computes a layer: "
+                      "in a model that lies otherwise the same layer draws others.",
+                  .who = "Generators seeded with the rank, in pipelines.",
+                  .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
+                  .diagnosis = "noise_depends_on_layout",
+                  .plant = [](VerifyProblem& problem, World& world) {
+                    plants({.noise = keyed_by(static_cast<std::uint64_t>(world.rank) + 1)})(problem, world);
+                  }});
 }
 
 }  // namespace isograd::museum

@@ -164,7 +164,8 @@ VerifyModel model_of(const std::shared_ptr<DecoderLM>& model, const HeldTogether
   if (how.noise) made.without_noise = [quiet] { *quiet = true; };
   const auto outputs_of = [model, quiet, noise = how.noise](const Batch& batch) {
     DecoderOutputs outputs = model->outputs(batch);
-    if (!*quiet) outputs.hidden = outputs.hidden * kept_tokens(batch, noise).to(outputs.hidden.scalar_type());
+    if (!*quiet && !outputs.passed_on.defined())  // the last stage alone has it
+      outputs.hidden = outputs.hidden * kept_tokens(batch, noise).to(outputs.hidden.scalar_type());
     return outputs;
   };
   made.logits = [model, quiet, outputs_of](const Batch& batch) {
@@ -300,9 +301,10 @@ const std::vector<ExhibitClass>& shared_classes() {
        "a count of fewer ranks than hold data: the same numbers where ranks hold equally much"},
       {"mean_of_rank_means", {"B7", "B7c"}, "a mean of means: over data ranks, or over context ranks"},
       {"noise_depends_on_layout",
-       {"B26b", "B26bc", "B26bt"},
-       "random numbers keyed by the rank: for samples of its own, for parts of samples, for what tp ranks "
-       "all have"},
+       {"B26b", "B26bc", "B26be", "B26bp", "B26bt"},
+       "random numbers keyed by the rank: for samples of its own, beside experts or not, for parts of "
+       "samples, "
+       "for a stage, for what tp ranks all have"},
       {"summed_over_micro_batches",
        {"B2", "B10", "B32"},
        "micro-batches that are added up and not divided by their number: sums of the step's mean, or means; "
