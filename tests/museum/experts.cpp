@@ -1,5 +1,5 @@
-// Mistakes on the expert axis: B13, B18 and B22. A small decoder whose experts are dealt to ranks with tokens
-// of their own.
+// Mistakes on the expert axis: B13, B18, B22 and B26. A small decoder whose experts are dealt to ranks with
+// tokens of their own.
 #include <cmath>
 
 #include "isograd/decoder_lm.hpp"
