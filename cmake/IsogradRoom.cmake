@@ -1,6 +1,7 @@
-# isograd_room(NAME SOURCES ... [TESTS ...] [DEPENDS room ...] [LIBRARIES lib ...] [NO_TORCH])
+# isograd_room(NAME SOURCES ... [TESTS ...] [DEPENDS room ...] [LIBRARIES lib ...] [NO_TORCH] [QUICK])
 # One static library per room. DEPENDS are the rooms it includes; a room that stands below it in
 # src/rooms.txt is refused here, and tests/check_rooms.py checks the #include lines themselves.
+# QUICK: no loops over elements of its own; compiled as tests are.
 # TESTS become one executable test_<room>, registered with CTest as <room>.
 file(STRINGS "${PROJECT_SOURCE_DIR}/src/rooms.txt" _lines REGEX "^[a-z]")
 set(ISOGRAD_ROOM_ORDER "")
@@ -29,7 +30,7 @@ function(isograd_unity target)
 endfunction()
 
 function(isograd_room name)
-  cmake_parse_arguments(ROOM "NO_TORCH" "" "SOURCES;TESTS;DEPENDS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(ROOM "NO_TORCH;QUICK" "" "SOURCES;TESTS;DEPENDS;LIBRARIES" ${ARGN})
   list(FIND ISOGRAD_ROOM_ORDER "${name}" _place)
   if(_place EQUAL -1)
     message(FATAL_ERROR "room '${name}' is not listed in src/rooms.txt")
@@ -50,8 +51,11 @@ function(isograd_room name)
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${_target} PUBLIC ${ROOM_LIBRARIES} PRIVATE $<BUILD_INTERFACE:isograd_warnings>)
+  if(ROOM_QUICK)
+    target_link_libraries(${_target} PRIVATE $<BUILD_INTERFACE:isograd_quick>)
+  endif()
   if(NOT ROOM_NO_TORCH)
-    target_link_libraries(${_target} PUBLIC isograd_torch::torch fmt::fmt-header-only)
+    target_link_libraries(${_target} PUBLIC isograd_torch::torch isograd_fmt)
     target_precompile_headers(${_target} REUSE_FROM isograd_pch)
   endif()
   install(TARGETS ${_target} EXPORT isogradTargets ARCHIVE DESTINATION lib)

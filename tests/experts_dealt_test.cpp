@@ -120,7 +120,7 @@ TEST_F(ExpertsDealt, ASumOverCopiesLeftOutIsFound) {
                                         {"layers.1.mlp.experts.up_proj", "bucketed"},
                                         {"layers.1.mlp.experts.up_proj", "zero2"},
                                         {"layers.1.mlp.experts.up_proj", "zero3"}})
-    run_ranks(4, [&, which = which, strategy = strategy](World& world) {
+    run_ranks(4, [&](World& world) {
       const Verdict verdict = verify_run(config, world, {strategy}, [&](VerifyProblem& problem, World&) {
         problem.make_model = [which, make = problem.make_model](at::ScalarType dtype) {
           VerifyModel made = make(dtype);

@@ -52,69 +52,68 @@ TEST(ExpertParallelMemory, ParametersGradientsAndStatesAreTheFormulas) {
   for (const auto& [strategy, stage] : {std::pair{"bucketed", 0}, {"zero1", 1}, {"zero2", 2}, {"zero3", 3}})
     for (const auto type : {at::kFloat, at::kBFloat16})
       for (const auto& [ep, copies] : {std::pair{2, 1}, {2, 2}, {3, 1}, {3, 2}, {5, 1}})
-        run_ranks(
-            ep * copies, [&, ep = ep, copies = copies, stage = stage, strategy = strategy](World& world) {
-              MemoryMeter meter;
-              RunConfig run;
-              run.model.shape = config;
-              run.parallel.ep = ep;
-              run.parallel.strategy = strategy;
-              run.parallel.share_parameters = "off";
-              run.parallel.bucket_bytes = 1 << 18;
-              run.parallel.first_bucket_bytes = 1 << 16;
-              run.train.dtype = type == at::kFloat ? "float32" : "bfloat16";
-              const Mesh mesh(world, grid_of(run, world.size));
-              mesh.along({"dp_shard"}), mesh.along({"edp"}), mesh.along({kExpertAxis}, kExpertGroup);
-              const std::int64_t start = meter.alive() + meter.shared();
-              auto model = tensor::whole_model(config, type);
-              const Layout placed = deal_experts(*model, mesh);
-              const ModelUnits units = model_units(*model, run);
-              const auto layout = make_layout(run, model->named(), units, mesh, &placed);
-              const auto optimizer = adamw({});
-              layout->zero_gradients();
-              layout->begin_backward(true);
-              const ForwardLossTerms forward = inside(units.root, [&](const Batch& batch) -> LossTerms {
-                return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
-              });
-              forward(tensor::step_of(world.rank, world.size, config.vocabulary)[0])[0].sum.backward();
-              layout->finish_reduction();
-              optimizer->update(layout->buckets(), 1);
-              layout->publish_parameters();
-              if (mesh.place({kExpertAxis}) != 0) return;
-              const DataParallelPlan all{.numel = expert_elements(config, ep) + other_elements(config),
-                                         .bytes = element_bytes(type, 2),
-                                         .stage = stage,
-                                         .shards = world.size,
-                                         .dealt = expert_elements(config, ep),
-                                         .dealt_copies = copies};
-              DataParallelPlan experts = all;
-              experts.numel = experts.dealt;
-              const OptimizerState state = optimizer->state(layout->buckets());
-              const std::string where =
-                  fmt::format("{}, ep {}, copies {}, {}", strategy, ep, copies, c10::toString(type));
-              const auto expect_near = [&](const PersistentBytes& kept, const PersistentBytes& formula,
-                                           const char* of) {
-                EXPECT_LE(off(kept.parameters, formula.parameters), 0.03) << where << of;
-                EXPECT_LE(off(kept.gradients, formula.gradients), 0.03) << where << of;
-                EXPECT_LE(off(kept.state, formula.state), 0.03) << where << of;
-                if (formula.master > 0) {
-                  EXPECT_LE(off(kept.master, formula.master), 0.03) << where << of;
-                }
-              };
-              expect_near(measure_kept(layout->buckets(), state), persistent_bytes(all), ", all");
-              const PersistentBytes of_experts = kept_of_experts(layout->buckets(), state);
-              expect_near(of_experts, persistent_bytes(experts), ", experts");
-              // By the allocator, with the two buffers of stage 2 for each kind of bucket; what stage 3
-              // gathers into is memory_test's.
-              if (stage < 2) {
-                EXPECT_LE(off(meter.alive() + meter.shared() - start, persistent_bytes(all).total()), 0.03)
-                    << where;
-              }
-              // The comparison can fail: as if the experts of one rank fewer shared them out.
-              DataParallelPlan other = experts;
-              other.numel = other.dealt = expert_elements(config, ep - 1);
-              EXPECT_GT(off(of_experts.state, persistent_bytes(other).state), 0.03) << where;
-            });
+        run_ranks(ep * copies, [&](World& world) {
+          MemoryMeter meter;
+          RunConfig run;
+          run.model.shape = config;
+          run.parallel.ep = ep;
+          run.parallel.strategy = strategy;
+          run.parallel.share_parameters = "off";
+          run.parallel.bucket_bytes = 1 << 18;
+          run.parallel.first_bucket_bytes = 1 << 16;
+          run.train.dtype = type == at::kFloat ? "float32" : "bfloat16";
+          const Mesh mesh(world, grid_of(run, world.size));
+          mesh.along({"dp_shard"}), mesh.along({"edp"}), mesh.along({kExpertAxis}, kExpertGroup);
+          const std::int64_t start = meter.alive() + meter.shared();
+          auto model = tensor::whole_model(config, type);
+          const Layout placed = deal_experts(*model, mesh);
+          const ModelUnits units = model_units(*model, run);
+          const auto layout = make_layout(run, model->named(), units, mesh, &placed);
+          const auto optimizer = adamw({});
+          layout->zero_gradients();
+          layout->begin_backward(true);
+          const ForwardLossTerms forward = inside(units.root, [&](const Batch& batch) -> LossTerms {
+            return {{"cross_entropy", cross_entropy_sum(model->logits(batch), batch.targets)}};
+          });
+          forward(tensor::step_of(world.rank, world.size, config.vocabulary)[0])[0].sum.backward();
+          layout->finish_reduction();
+          optimizer->update(layout->buckets(), 1);
+          layout->publish_parameters();
+          if (mesh.place({kExpertAxis}) != 0) return;
+          const DataParallelPlan all{.numel = expert_elements(config, ep) + other_elements(config),
+                                     .bytes = element_bytes(type, 2),
+                                     .stage = stage,
+                                     .shards = world.size,
+                                     .dealt = expert_elements(config, ep),
+                                     .dealt_copies = copies};
+          DataParallelPlan experts = all;
+          experts.numel = experts.dealt;
+          const OptimizerState state = optimizer->state(layout->buckets());
+          const std::string where =
+              fmt::format("{}, ep {}, copies {}, {}", strategy, ep, copies, c10::toString(type));
+          const auto expect_near = [&](const PersistentBytes& kept, const PersistentBytes& formula,
+                                       const char* of) {
+            EXPECT_LE(off(kept.parameters, formula.parameters), 0.03) << where << of;
+            EXPECT_LE(off(kept.gradients, formula.gradients), 0.03) << where << of;
+            EXPECT_LE(off(kept.state, formula.state), 0.03) << where << of;
+            if (formula.master > 0) {
+              EXPECT_LE(off(kept.master, formula.master), 0.03) << where << of;
+            }
+          };
+          expect_near(measure_kept(layout->buckets(), state), persistent_bytes(all), ", all");
+          const PersistentBytes of_experts = kept_of_experts(layout->buckets(), state);
+          expect_near(of_experts, persistent_bytes(experts), ", experts");
+          // By the allocator, with the two buffers of stage 2 for each kind of bucket; what stage 3
+          // gathers into is memory_test's.
+          if (stage < 2) {
+            EXPECT_LE(off(meter.alive() + meter.shared() - start, persistent_bytes(all).total()), 0.03)
+                << where;
+          }
+          // The comparison can fail: as if the experts of one rank fewer shared them out.
+          DataParallelPlan other = experts;
+          other.numel = other.dealt = expert_elements(config, ep - 1);
+          EXPECT_GT(off(of_experts.state, persistent_bytes(other).state), 0.03) << where;
+        });
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ std::vector<Way> ways() {
            {"zero3 shared", {.share_parameters = true}},
            {"zero3 shared once", {.reduce_once = true, .share_parameters = true}}})
     all.push_back({name,
-                   [options = options](const Sharded<Model>& model, const Mesh& mesh) {
+                   [options](const Sharded<Model>& model, const Mesh& mesh) {
                      return fully_shard(model, model->uses(), mesh, options);
                    },
                    true});
@@ -96,7 +96,7 @@ TEST(GivenUp, AfterAnExceptionInBackwardTheNextStepIsRight) {
       for (const int breaks_at : {0, 1})
         for (const bool finishes : {false, true}) {
           if (way.sharded_units) continue;
-          run_ranks(ranks, [&, ranks = ranks, replicas = replicas](World& world) {
+          run_ranks(ranks, [&](World& world) {
             const auto model = make_model();
             const Reference reference(*model);
             const auto layout =

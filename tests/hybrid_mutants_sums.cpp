@@ -177,8 +177,8 @@ void add_sums(std::vector<Mutant>& all) {
         {"summed over the ring with every micro-batch", kRing, AxisSet{"cp_ring"}},
         {"summed over Ulysses with every micro-batch", kUlysses, AxisSet{"cp_ulysses"}}})
     add(
-        what, [which = which](const Cell& c) { return plain(c) && above(c, which) && !c.is(kPacks, "9"); },
-        around_layout([axes = axes](auto right) -> std::unique_ptr<DataParallel> {
+        what, [which](const Cell& c) { return plain(c) && above(c, which) && !c.is(kPacks, "9"); },
+        around_layout([axes](auto right) -> std::unique_ptr<DataParallel> {
           return std::make_unique<museum::SumsAgain>(std::move(right), axes);
         }));
 }

@@ -85,7 +85,7 @@ inline std::vector<Way> ways() {
                                                               {"zero3 once", {.reduce_once = true}},
                                                               {"zero3 shared", {.share_parameters = true}}})
     all.push_back({name,
-                   [options = options](const Sharded<Net>& net, const Mesh& mesh) {
+                   [options](const Sharded<Net>& net, const Mesh& mesh) {
                      return fully_shard(net, {net->block}, mesh, options);
                    },
                    options.share_parameters, /*units=*/true});

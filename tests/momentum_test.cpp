@@ -167,9 +167,7 @@ double share_of_rounding(const Tensors& found, const Tensors& alone, const Refer
       std::ldexp(1.0, dtype == at::kFloat ? -24 : -8) * std::sqrt(static_cast<double>(ranks) * accumulation);
   double worst = 0;
   for (const auto& [name, end] : wanted.end) {
-    const auto error = [&, &end = end](const at::Tensor& values) {
-      return (values - end).norm().item<double>();
-    };
+    const auto error = [&](const at::Tensor& values) { return (values - end).norm().item<double>(); };
     const double share =
         error(found.at(name)) / (4 * error(alone.at(name)) + unit * wanted.rounding.at(name).item<double>());
     worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;

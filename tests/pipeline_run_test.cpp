@@ -175,7 +175,7 @@ TEST_F(PipelineRun, SchedulesGiveTheSameBits) {
   for (const char* dtype : {"float32", "bfloat16"})
     for (const auto& [stages, schedules] :
          {std::pair{1, std::pair{"1f1b", "zb-h1"}}, {2, {"interleaved", "zb-v"}}}) {
-      const auto trained = [&, stages = stages](const char* schedule) {
+      const auto trained = [&](const char* schedule) {
         const Cell cell{.ranks = 2, .pp = 2, .schedule = schedule, .stages_per_rank = stages, .packs = 1};
         return run(cut(mixed("x", dtype), cell, dtype), cell.ranks).outcomes[0].checkpoint;
       };

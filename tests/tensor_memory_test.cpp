@@ -34,7 +34,7 @@ TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
     for (const auto type : {at::kFloat, at::kBFloat16})
       for (const auto& [tp, data] : {std::pair{2, 1}, {2, 2}, {3, 1}, {3, 2}, {5, 1}}) {
         const DecoderConfig config = large(5, 1, 2);
-        run_ranks(tp * data, [&, tp = tp, data = data, stage = stage, strategy = strategy](World& world) {
+        run_ranks(tp * data, [&](World& world) {
           MemoryMeter meter;
           RunConfig run;
           run.model.shape = config;
@@ -98,7 +98,7 @@ TEST(TensorMemory, ActivationsAreTheFormula) {
       for (const int tp : {2, 3, 4, 6}) {
         const TensorOverlap overlap = overlaps[turn / 3 % (by_tokens ? 3 : 2)];
         const at::ScalarType type = types[turn++ % 3];
-        run_ranks(tp, [&, heads = heads, key_heads = key_heads](World& world) {
+        run_ranks(tp, [&](World& world) {
           const TensorParallelOptions options{.sequence_parallel = by_tokens, .overlap = overlap};
           const std::vector<std::int64_t> lengths = {301, 83, 128};
           const Batch batch = make_batch(lengths, 1001, 1);

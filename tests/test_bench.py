@@ -100,7 +100,8 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     records = json.loads((tmp_path / "step.json").read_text())
     strategies = {record["case"] for record in records}
     assert {"tiny, 2 ranks, stage 0", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
-            "tiny, 2 ranks, shared parameters"} <= strategies
+            "tiny, 2 ranks, ZeRO-3", "tiny, 2 ranks, shared parameters",
+            "tiny, 2 ranks, ZeRO-3, shared parameters"} <= strategies
     peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
     assert len(records) == len(strategies) * len(peers)
     for record in records:

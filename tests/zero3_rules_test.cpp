@@ -96,7 +96,7 @@ TEST(Zero3Memory, WhatIsWholeStaysWithinTheLimit) {
     });
   for (const auto& [limit, options] : std::vector<std::pair<std::int64_t, FullyShardOptions>>{
            {root + block - 1, {}}, {root + 3 * block - 1, {.reshard_after_forward = false}}, {8, {}}})
-    run_ranks(ranks, [&, limit = limit, options = options](World& world) {
+    run_ranks(ranks, [&](World& world) {
       auto model = make();
       FullyShardOptions limited = options;
       limited.gather_limit_bytes = limit;
@@ -321,7 +321,7 @@ TEST(Zero3Rules, RanksWithDifferentModelsAreToldApart) {
 TEST(Zero3Rules, AfterAnExceptionOnAllRanksTheNextStepIsRight) {
   for (const char* where : {"forward", "backward"})
     for (const auto& [checkpoint, finishes] : {std::pair{false, true}, {true, true}, {true, false}})
-      run_ranks(3, [&, checkpoint = checkpoint, finishes = finishes](World& world) {
+      run_ranks(3, [&](World& world) {
         auto model = make();
         const Reference reference(*model);
         const auto layout = fully_shard(model, model->uses(), world.group, {.checkpoint = checkpoint});

@@ -175,7 +175,7 @@ Turn Contestant::turn(double patience) {
   unread_.erase(0, end + 1);
   if (!problem.empty() || !line.contains("seconds") || !line.contains("losses"))
     fail(problem.empty() ? "a line without seconds or losses" : problem);
-  const auto numbers = [&line = line](const char* key) { return line.value(key, std::vector<double>{}); };
+  const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
   return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed"), numbers("parts")};
 }
 

@@ -98,10 +98,12 @@ Verb step_verb(CLI::App& bench) {
       ->check(CLI::Range(1, 256));
   add_cases(*step, options->cases, "which sizes", bench_step_cases());
   step->add_option("--strategy", options->strategies,
-                   "of several ranks; stage 0 to ZeRO-3 and shared parameters unless given, may be repeated")
+                   "of several ranks, may be repeated; unless given stage-0, zero-1, zero-2, zero-3,\n"
+                   "shared, zero-3-shared and stage-0-late. zero-1-late, zero-2-late, zero-3-late and\n"
+                   "shared-late are without overlap, too")
       ->type_name("NAME")
       ->allow_extra_args(false)
-      ->check(CLI::IsMember(bench_strategies()));
+      ->check(CLI::IsMember(bench_strategies()).description(""));
   step->add_flag("--compiled", options->compiled,
                  "torch.compile takes part: one process, and DDP over compiled blocks");
   step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL")

@@ -246,7 +246,6 @@ TEST(HostsBackend, BadInputIsRefused) {
 TEST(HostsBackend, RankThatFailsTellsThoseOfItsHostAtOnce) {
   HostGroups::Options untested;
   untested.self_test = false;
-  std::mutex mutex;
   std::map<int, std::string> said;
   on_hosts(
       {0, 0, 1},

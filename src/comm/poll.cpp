@@ -6,9 +6,11 @@
 #include <thread>
 
 namespace isograd {
+namespace {
+using Clock = std::chrono::steady_clock;
+}
 
 bool poll_until(const std::function<bool()>& done, std::chrono::milliseconds timeout) {
-  using Clock = std::chrono::steady_clock;
   constexpr int kSpins = 64;
   constexpr auto kYieldTime = std::chrono::milliseconds(1);
   constexpr auto kLongestNap = std::chrono::microseconds(1000);

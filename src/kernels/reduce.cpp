@@ -112,7 +112,7 @@ ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t be
   Stored* out[outputs_count];
   for (int k = 0; k < count; ++k) in[k] = static_cast<const Stored*>(inputs[k]);
   for (int k = 0; k < outputs_count; ++k) out[k] = static_cast<Stored*>(outputs[k]);
-#pragma GCC ivdep
+  ISOGRAD_INDEPENDENT_ITERATIONS
   for (std::int64_t i = begin; i < end; ++i) {
     auto value = Format::load(in[0][i]);
 #pragma GCC unroll 4

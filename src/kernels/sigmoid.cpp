@@ -78,13 +78,14 @@ ISOGRAD_ALWAYS_INLINE void slopes_body(const T* values, std::int64_t num_values,
         }
         T lanes[kLanes];
         for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = 0;
-        for (std::int64_t j = 0; j < whole; j += kLanes)
-#pragma GCC ivdep
+        for (std::int64_t j = 0; j < whole; j += kLanes) {
+          ISOGRAD_INDEPENDENT_ITERATIONS
           for (int lane = 0; lane < kLanes; ++lane) {
             const T d = slope((of_tile[j + lane] - anchor) * scale);
             partial[j + lane] += weight * d;
             lanes[lane] += d;
           }
+        }
         by_anchor[k] += fold(lanes) + rest;
       }
       for (std::int64_t j = 0; j < size; ++j) by_value[tile + j] += static_cast<double>(partial[j]);

@@ -95,7 +95,7 @@ ISOGRAD_ALWAYS_INLINE void gradient_body(const T* logits, std::int64_t rows, std
     }
     const C maximum = static_cast<C>(sums[t].maximum), factor = static_cast<C>(scale / sums[t].sum);
     const C at_target = factor * exponential(load(row[targets[t]]) - maximum) - static_cast<C>(scale);
-#pragma GCC ivdep  // out is row itself or does not overlap it
+    ISOGRAD_INDEPENDENT_ITERATIONS  // out is row itself or does not overlap it
     for (std::int64_t j = 0; j < vocabulary; ++j)
       store(factor * exponential(load(row[j]) - maximum), out + j);
     store(at_target, out + targets[t]);
@@ -120,7 +120,7 @@ ISOGRAD_ALWAYS_INLINE void softmax_gradient_body(const T* logits, std::int64_t r
     const C at_target = has_target ? factor * exponential(load(row[targets[t]]) - maximum) -
                                          static_cast<C>(of[t].uniform + of[t].at_target)
                                    : C(0);
-#pragma GCC ivdep  // out is row itself or does not overlap it
+    ISOGRAD_INDEPENDENT_ITERATIONS  // out is row itself or does not overlap it
     for (std::int64_t j = 0; j < vocabulary; ++j)
       store(factor * exponential(load(row[j]) - maximum) - uniform, out + j);
     if (has_target) store(at_target, out + targets[t]);
@@ -147,7 +147,7 @@ ISOGRAD_ALWAYS_INLINE void logit_sums_body(const T* logits, std::int64_t rows, s
 
 template <typename T>
 ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* results) {
-#pragma GCC ivdep
+  ISOGRAD_INDEPENDENT_ITERATIONS
   for (std::int64_t i = 0; i < count; ++i) results[i] = exponential(values[i]);
 }
 

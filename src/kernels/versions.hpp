@@ -12,10 +12,23 @@ int& processor_level();
 
 }  // namespace isograd::kernels
 
+// Before a loop whose iterations do not depend on one another, whatever its pointers look like.
+#if defined(__clang__)
+#define ISOGRAD_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define ISOGRAD_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
+#else
+#define ISOGRAD_INDEPENDENT_ITERATIONS
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ISOGRAD_ALWAYS_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)  // the width of vectors is an option of the file (CMakeLists.txt)
+#define ISOGRAD_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd")))
+#else
 #define ISOGRAD_AVX512 \
   __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")))
+#endif
 #define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
 
 // Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for

@@ -277,9 +277,7 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
       model.seams.own_tokens ? model.seams.own_tokens(count) : std::pair(std::int64_t{0}, count);
   Lengths lengths;  // of the fragments, as far as they are in this rank's stream
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
-    const auto within = [&, begin = begin, own = own](std::int64_t at) {
-      return std::clamp<std::int64_t>(at - begin, 0, own);
-    };
+    const auto within = [&](std::int64_t at) { return std::clamp<std::int64_t>(at - begin, 0, own); };
     lengths.push_back(within(batch.cu_seqlens[f + 1]) - within(batch.cu_seqlens[f]));
   }
   const auto linear = [](const at::Tensor& x, const Linear& with) {

@@ -244,7 +244,7 @@ void compare_with_listing(const fs::path& directory, const std::set<std::string>
     if (fs::file_size(file) != facts["bytes"])
       throw_damaged(directory, name, fmt::format("{} bytes", fs::file_size(file)),
                     facts["bytes"].dump() + " bytes");
-    if (const std::string found = checksum_file(file); found != facts["xxh3"])
+    if (const std::string found = checksum_file(file); facts["xxh3"] != found)
       throw_damaged(directory, name, "checksum " + found, "checksum " + facts["xxh3"].dump());
   }
   // A file that slipped in could be read in place of a listed one (a sharded index beside model.safetensors).

@@ -58,7 +58,7 @@ void read_own_shape(const fs::path& directory, const OwnFamily& family, const Sh
   for (const ShapeField& field : shape) {
     const auto found = json.find(field.key);
     std::visit(
-        [&, &json = json](auto* value) {
+        [&](auto* value) {
           if (found == json.end()) bad(field.key, "no such key", kExpected[field.value.index()]);
           if (!fits(*found, value)) bad(field.key, found->dump(), kExpected[field.value.index()]);
           *value = found->template get<std::decay_t<decltype(*value)>>();

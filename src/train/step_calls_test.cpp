@@ -58,7 +58,7 @@ TEST(StepOfCalls, KeepsCallsWithoutTargets) {
     const toy::Reference wanted = two_terms_plainly(all, divisor);
     for (const std::vector<std::size_t>& order :
          {std::vector<std::size_t>{0, 1, 2}, {1, 0, 2}, {2, 0, 1}, {1, 2, 0}})
-      run_ranks(2, [&, &make = make](World& world) {
+      run_ranks(2, [&](World& world) {
         toy::Model model;
         auto layout = bucketed(trainable_parameters(model.named()), world.group, {.bucket_bytes = 300});
         auto optimizer = sgd({.learning_rate = 0.1});

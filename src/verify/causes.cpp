@@ -274,7 +274,7 @@ void add_rank_causes(const ComparedStep& one, std::vector<Cause>& causes) {
              }});
       causes.push_back({.id = "not_summed_over_axis",
                         .weight = alone(times),
-                        .sentence = [rank, how = how](const ComparedStep&) {
+                        .sentence = [rank, how](const ComparedStep&) {
                           return fmt::format("the part of rank {} alone, {}: not reduced over the ranks",
                                              rank, how);
                         }});
@@ -307,9 +307,8 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   for (const auto& [name, value] : one.found().scales)
     causes.push_back(
         {.id = "scaled_by_factor",
-         .weight = [value = value](const ComparedStep&, const Cell&) { return value; },
-         .sentence = [name = name, value = value](
-                         const ComparedStep&) { return fmt::format("{:.6g}: {}", value, name); }});
+         .weight = [value](const ComparedStep&, const Cell&) { return value; },
+         .sentence = [name, value](const ComparedStep&) { return fmt::format("{:.6g}: {}", value, name); }});
   if (one.cells().empty()) return causes;
   // As long as every rank has data these are averages over all; emptying a rank tells.
   if (one.holders() > 1 && (one.can_run() || one.holders() < one.ranks()))

@@ -194,11 +194,11 @@ std::string ratio_histogram(const Verdict& verdict) {
     if (inside + outside == 0) continue;
     const std::string number = std::to_string(inside + outside);
     const double x = kLeft + wide * (i + 0.5) / kBars, half = 4.4 * static_cast<double>(number.size()) + 2;
-    const bool free = std::none_of(taken.begin(), taken.end(), [&, y = y](const auto& other) {
+    const bool free = std::none_of(taken.begin(), taken.end(), [&](const auto& other) {
       return x - half < other[1] && x + half > other[0] && std::abs(y - 5 - other[2]) < 15;
     });
     // Nor may it lie over a higher bar beside its own.
-    const bool beside = std::any_of(tops.begin(), tops.end(), [&, i = i, y = y](const auto& other) {
+    const bool beside = std::any_of(tops.begin(), tops.end(), [&](const auto& other) {
       const double left = kLeft + wide * other.first / kBars, right = left + wide / kBars;
       return other.first != i && other.second < y - 2 && x - half < right && x + half > left;
     });

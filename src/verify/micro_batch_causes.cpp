@@ -4,10 +4,12 @@
 #include "verify/compared_step.hpp"
 
 namespace isograd {
+namespace {
+using Cell = ComparedStep::Cell;
+}
 
 void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::string>& axes,
                             std::vector<Cause>& causes) {
-  using Cell = ComparedStep::Cell;
   // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
   const auto of_cell = [](const ComparedStep& c, const Cell& cell) { return c.targets() / cell.targets; };
   const auto micro_batches_of = [](const ComparedStep& c, const Cell& cell) {

@@ -65,7 +65,7 @@ INSTANTIATE_TEST_SUITE_P(RanksCutUneven, Seams,
 TEST_P(Seams, GiveTheGradientOfOneProcess) {
   const auto [ranks, cut_by_tokens, is_uneven] = GetParam();
   const Whole whole;
-  run_ranks(ranks, [&, cut_by_tokens = cut_by_tokens, is_uneven = is_uneven](World& world) {
+  run_ranks(ranks, [&](World& world) {
     check_seams(true);
     Group tp = along_tp(world);
     const int rank = world.rank, count = world.size;

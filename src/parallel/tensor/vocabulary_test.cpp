@@ -86,7 +86,7 @@ TEST_P(Vocabulary, LossesAndGradientsAreOneProcesss) {
       const at::Tensor weights = weighted ? whole.weights : at::ones({kPositions}, at::kDouble);
       const at::Tensor wanted = formula(whole, of, weights);
       wanted.backward();
-      run_ranks(ranks, [&, fused = fused, last_has_none = last_has_none](World& world) {
+      run_ranks(ranks, [&](World& world) {
         Cutting own = cut_over(world, whole, last_has_none);
         const at::Tensor hidden = enter(own.shard.group, own.hidden);
         at::Tensor sum;
