@@ -1,7 +1,7 @@
 # isograd_room(NAME SOURCES ... [TESTS ...] [DEPENDS room ...] [LIBRARIES lib ...] [NO_TORCH] [QUICK])
 # One static library per room. DEPENDS are the rooms it includes; a room that stands below it in
 # src/rooms.txt is refused here, and tests/check_rooms.py checks the #include lines themselves.
-# QUICK: no loops over elements of its own; compiled as tests are.
+# QUICK: for rooms whose time is LibTorch's and the kernels'; compiled as tests are (isograd_quick).
 # TESTS become one executable test_<room>, registered with CTest as <room>.
 file(STRINGS "${PROJECT_SOURCE_DIR}/src/rooms.txt" _lines REGEX "^[a-z]")
 set(ISOGRAD_ROOM_ORDER "")

@@ -23,12 +23,13 @@ int& processor_level();
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ISOGRAD_ALWAYS_INLINE inline __attribute__((always_inline))
-#if defined(__clang__)  // the width of vectors is an option of the file (CMakeLists.txt)
-#define ISOGRAD_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd")))
+#if defined(__clang__)  // an option of the file there (CMakeLists.txt)
+#define ISOGRAD_VECTOR_WIDTH
 #else
-#define ISOGRAD_AVX512 \
-  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")))
+#define ISOGRAD_VECTOR_WIDTH ",prefer-vector-width=512"
 #endif
+#define ISOGRAD_AVX512 \
+  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd" ISOGRAD_VECTOR_WIDTH)))
 #define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
 
 // Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for

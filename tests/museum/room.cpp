@@ -303,8 +303,7 @@ const std::vector<ExhibitClass>& shared_classes() {
       {"noise_depends_on_layout",
        {"B26b", "B26bc", "B26be", "B26bp", "B26bt"},
        "random numbers keyed by the rank: for samples of its own, beside experts or not, for parts of "
-       "samples, "
-       "for a stage, for what tp ranks all have"},
+       "samples, for a stage, for what tp ranks all have"},
       {"summed_over_micro_batches",
        {"B2", "B10", "B32"},
        "micro-batches that are added up and not divided by their number: sums of the step's mean, or means; "
