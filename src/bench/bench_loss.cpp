@@ -58,11 +58,11 @@ Inputs make_inputs(const LossCase& of) {
   return inputs;
 }
 
-enum Side : int { kOurs, kLibTorch, kTwoOperations, kSides };
+enum LossSide : int { kOurs, kLibTorch, kTwoOperations, kSides };
 const char* const kNames[] = {"fused", "LibTorch linear + cross_entropy_loss",
                               "isograd linear + cross_entropy_sum"};
 
-at::Tensor loss_of(Side side, const Inputs& in) {
+at::Tensor loss_of(LossSide side, const Inputs& in) {
   switch (side) {
     case kOurs:
       return linear_cross_entropy_sum(in.hidden, in.weight, in.targets);
@@ -79,7 +79,7 @@ struct LossMeasurement {
 };
 
 // One forward and backward as a training step makes them: the loss is what the backward starts from.
-LossMeasurement run_once(Side side, const Inputs& inputs) {
+LossMeasurement run_once(LossSide side, const Inputs& inputs) {
   inputs.hidden.mutable_grad().reset(), inputs.weight.mutable_grad().reset();
   const auto start = std::chrono::steady_clock::now();
   const at::Tensor loss = loss_of(side, inputs);
@@ -92,7 +92,7 @@ LossMeasurement run_once(Side side, const Inputs& inputs) {
   return result;
 }
 
-LossMeasurement run_alone(Side side, const LossCase& of) {
+LossMeasurement run_alone(LossSide side, const LossCase& of) {
   run_once(side, make_inputs(kCases.front()));  // code and scratch memory of the libraries
   const Inputs inputs = make_inputs(of);
   std::ofstream("/proc/self/clear_refs")
@@ -104,7 +104,7 @@ LossMeasurement run_alone(Side side, const LossCase& of) {
 }
 
 // In a process of its own, so that no allocator's past counts.
-LossMeasurement run_in_child(Side side, const LossCase& of) {
+LossMeasurement run_in_child(LossSide side, const LossCase& of) {
   int ends[2];
   if (pipe(ends) != 0)
     throw ConfigError({.where = "bench loss",
@@ -172,7 +172,7 @@ void take_turns(const LossCase& of, double seconds, Result& result) {
   while (result.turns < kFewest || elapsed() < seconds) {
     for (int i = 0; i < kSides; ++i) {
       const int side = result.turns % 2 == 0 ? i : kSides - 1 - i;
-      times[side].push_back(run_once(static_cast<Side>(side), inputs).seconds);
+      times[side].push_back(run_once(static_cast<LossSide>(side), inputs).seconds);
     }
     ++result.turns;
   }
@@ -214,7 +214,7 @@ int bench_loss(const BenchLossOptions& options) {
   std::vector<Result> results(cases.size());
   for (std::size_t i = 0; i < cases.size(); ++i)
     for (int side = 0; side < kSides; ++side)
-      results[i].alone[side] = run_in_child(static_cast<Side>(side), cases[i]);
+      results[i].alone[side] = run_in_child(static_cast<LossSide>(side), cases[i]);
   fmt::print(
       "output projection and cross entropy, forward and backward, fp32, one thread\n"
       "{:<18} {:<38} {:>10} {:>6}  {:>12} {:>7}   {:>6}\n",

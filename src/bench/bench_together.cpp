@@ -19,7 +19,7 @@ namespace {
 struct BenchCase {
   std::string name, step_case, text;
 };
-const std::string kTiny = "to see that the comparison works";  // such cases run where they are asked for
+const std::string kTinyText = "to see that the comparison works";  // such cases run where they are asked for
 
 struct Compared {
   std::string bench;
@@ -41,7 +41,7 @@ bool compare_sides(const Compared& compared, const BenchTogetherOptions& options
   bool comparable = true;
   for (const BenchCase& one : compared.cases) {
     const bool asked = std::find(options.cases.begin(), options.cases.end(), one.name) != options.cases.end();
-    if (!asked && (!options.cases.empty() || one.text == kTiny)) continue;
+    if (!asked && (!options.cases.empty() || one.text == kTinyText)) continue;
     const StepCase& step_case = find_step_case(one.step_case);
     for (const int ranks : compared.ranks) {
       const ExchangeFolder exchange;
@@ -101,21 +101,21 @@ const std::string kOneBatch = "one batch for all ranks";
 const std::vector<BenchCase> kTensorCases = {{"communication", "tensor-64", kOneBatch},
                                              {"middle", "tensor-512", kOneBatch},
                                              {"compute", "tensor-2048", kOneBatch},
-                                             {"tiny", "tensor-tiny", kTiny}};
+                                             {"tiny", "tensor-tiny", kTinyText}};
 const std::vector<BenchCase> kTensorOverlapCases = {{"overlap-communication", "tensor-64", kOneBatch},
                                                     {"overlap-middle", "tensor-512", kOneBatch},
                                                     {"overlap-compute", "tensor-2048", kOneBatch}};
 const std::vector<BenchCase> kExpertCases = {
     {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
     {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
-    {"tiny", "expert-tiny", kTiny}};
+    {"tiny", "expert-tiny", kTinyText}};
 const std::vector<BenchCase> kOverlapCases = {
     {"shared", "expert-shared", "each rank's; beside the others an expert computes all"},
-    {"shared-tiny", "expert-shared-tiny", kTiny}};
+    {"shared-tiny", "expert-shared-tiny", kTinyText}};
 const std::vector<BenchCase> kPipelineCases = {{"communication", "pipeline-64", kOneBatch},
                                                {"middle", "pipeline-512", kOneBatch},
                                                {"compute", "pipeline-2048", kOneBatch},
-                                               {"tiny", "pipeline-tiny", kTiny}};
+                                               {"tiny", "pipeline-tiny", kTinyText}};
 
 }  // namespace
 
