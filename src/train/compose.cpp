@@ -159,9 +159,13 @@ void check_stages(const RunConfig& config) {
                        parallel.schedule),
            "a schedule of whole backwards, or a strategy that keeps parameters whole",
            "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
-  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
-    refuse("loss.balance_scope", "micro_batch with parallel.pp, whose stages compute different micro-batches",
-           "step", "Set loss.balance_scope = \"step\"");
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
+      config.loss.balance_over == "model")
+    refuse("loss.balance_scope",
+           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute different "
+           "micro-batches at a time",
+           "step, or a balance loss of each layer",
+           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
 }
 
 }  // namespace

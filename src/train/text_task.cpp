@@ -73,14 +73,14 @@ class TextModel : public TaskModel {
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
-    if (routers_ && !pipeline_) routers_->sum_over(mesh.counting());
+    if (routers_ && !over_stages()) routers_->sum_over(mesh.counting());
     isograd::attend_over(*model_, mesh);
   }
   Layout::Named placements(const Grid& grid) override { return decoder_placements(*model_, config_, grid); }
   Layout cut(const Mesh& mesh) override {
     ComposedDecoder made = compose_decoder(*model_, config_, mesh);
     pipeline_ = made.pipeline;
-    if (pipeline_ && routers_) {
+    if (over_stages()) {
       AxisSet axes = data_axes(mesh.grid());
       axes.insert(kStageAxis);
       routers_->sum_over_stages(mesh.along(axes, "routers"));
@@ -94,6 +94,10 @@ class TextModel : public TaskModel {
   }
 
  private:
+  // Whether router statistics are those of all stages. Of one micro-batch they are not: its stages compute it
+  // one after another.
+  bool over_stages() const { return routers_ && pipeline_ && routers_->looks_ahead(); }
+
   std::shared_ptr<DecoderLM> model_;
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
