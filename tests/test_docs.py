@@ -70,6 +70,18 @@ def test_relative_links_lead_somewhere():
     assert not broken, broken
 
 
+def test_the_walk_of_a_micro_batch_has_at_most_twelve_stations_each_a_function_of_its_file():
+    walk = (ROOT / "DESIGN.md").read_text().partition("## One micro-batch, from file to update")[2].partition("\n## ")[0]
+    stations = re.findall(r"^\| (\d+) \| `([\w:]+)` \(`(src/[\w/.]+)`", walk, re.M)
+    assert [int(number) for number, *_ in stations] == list(range(1, len(stations) + 1)) and 8 <= len(stations) <= 12
+    assert len({name for _, name, _ in stations}) == len(stations), "a station is visited twice"
+    for _, name, place in stations:
+        text = "\n".join(source.read_text() for source in
+                         ([ROOT / place] if place.endswith(".cpp") else sorted((ROOT / place).glob("*.cpp"))))
+        function = name if place.endswith(".cpp") else name.partition("::")[2]  # a strategy's, an optimizer's
+        assert re.search(rf"\b{function}\([^;]*?\{{", text), f"DESIGN.md: {place} has no {name}"
+
+
 def test_the_step_is_short_and_does_only_the_step():
     text = (ROOT / "src/train/step.cpp").read_text()
     assert len(text.splitlines()) < 150
