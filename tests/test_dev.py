@@ -1,9 +1,11 @@
 """./dev's first command, with a stand-in for cmake: what it says before and while it builds, and that a build which
-fails ends it."""
+fails ends it. And what runs the tests: it takes any number of names, and a test that cannot be started has failed."""
 import os
 import pathlib
 import shutil
 import subprocess
+
+import run_all
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -92,3 +94,23 @@ if [ "$3" = wheel ]; then echo "$@"; mkdir -p dist; touch dist/isograd-0.1.0-py3
     (folder / "build/release/python/isograd_comm.missing").write_text("Python's headers")
     done = dev(folder, "wheel")
     assert done.returncode == 2 and "lacks Python's headers" in done.stderr
+
+
+def runs_of_base(results, cases):
+    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+    tests = run_all.Tests(build, results, {"base": ":".join(cases)}, verbose=False)
+    tests.run()
+    return tests
+
+
+def test_more_names_of_tests_than_an_argument_can_hold_are_all_run(tmp_path):
+    wanted = ["Error.MessageHasFoundExpectedAndAction", "Error.EachFamilyHasItsExitStatus"]
+    tests = runs_of_base(tmp_path, [wanted[0], *(f"None.{i:06d}" for i in range(20000)), wanted[1]])
+    assert not tests.failed
+    rows = run_all.read_junit(tmp_path / "test_base.xml")
+    assert sorted(f"{suite}.{case}" for suite, case, *_ in rows) == sorted(wanted)
+
+
+def test_a_test_that_cannot_be_started_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no ctest
+    assert runs_of_base(tmp_path, ["Error.*"]).failed == ["base"]
