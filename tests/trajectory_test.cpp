@@ -110,7 +110,7 @@ TEST(Trajectory, HasTheSameBitsUnderInjectedDelays) {
     const auto wanted = trajectory(4, size, options, 0.05);
     for (unsigned seed : {1u, 2u, 3u})
       EXPECT_TRUE(same(delayed(size, seed, false), wanted)) << size << " ranks, seed " << seed;
-#ifndef __SANITIZE_THREAD__  // the planted mistake is a data race, which the sanitizer reports as such
+#ifndef ISOGRAD_SANITIZE_THREAD  // the planted mistake is a data race, which the sanitizer reports as such
     EXPECT_FALSE(same(delayed(size, 1, true), wanted)) << "B17 passed on " << size << " ranks";
 #endif
   }

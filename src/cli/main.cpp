@@ -186,7 +186,7 @@ int run(int argc, char** argv) {
 
 // A preloaded library (a profiler) may write what it has seen when it is taken down, and sanitizers do.
 void skip_taking_down() {
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !defined(ISOGRAD_SANITIZE_ADDRESS) && !defined(ISOGRAD_SANITIZE_THREAD)
   if (!std::getenv("LD_PRELOAD")) ::on_exit(end_at_once, nullptr);
 #endif
 }

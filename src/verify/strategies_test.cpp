@@ -231,7 +231,7 @@ TEST_P(StrategiesDelayed, EqualOneProcess) {
   }
 }
 
-#ifndef __SANITIZE_THREAD__  // the planted mistake is a data race, which the sanitizer reports as such
+#ifndef ISOGRAD_SANITIZE_THREAD  // the planted mistake is a data race, which the sanitizer reports as such
 TEST_P(StrategiesDelayed, ABufferReusedInFlightIsSeen) {  // B17
   const Small small{.packs_per_micro_batch = 1};
   DelayedGroups delayed(GetParam(), 1);

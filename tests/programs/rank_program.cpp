@@ -375,7 +375,7 @@ int run(const std::string& mode, const Arguments& arguments, const std::string& 
 }  // namespace
 }  // namespace isograd
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(ISOGRAD_SANITIZE_ADDRESS)
 // What Open MPI never frees was taken by plugins that it has unloaded by then: no suppression could name
 // them.
 extern "C" int __lsan_is_turned_off();
