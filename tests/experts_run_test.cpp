@@ -231,24 +231,22 @@ TEST_F(ExpertsRun, MicroBatchScopeInStagesIsThatOfTheSameMicroBatches) {
   config.loss.balance_scope = "micro_batch";
   config.verify.at_end = false;
   config.batch.packs_per_micro_batch = 1;
-  const auto in_stages = [&](int data_ranks, int stages, int of_rank, const std::string& schedule,
-                             std::int64_t ep = 1) {
+  const auto in_stages = [&](int data_ranks, int stages, const std::string& schedule, std::int64_t ep = 1) {
     RunConfig own = config;
     own.run.directory = fmt::format("{}-{}-{}-{}-{}", config.run.directory, data_ranks, stages, schedule, ep);
-    own.parallel.pp = stages, own.parallel.stages_per_rank = of_rank, own.parallel.schedule = schedule;
-    own.parallel.ep = ep;
+    own.parallel.pp = stages, own.parallel.schedule = schedule, own.parallel.ep = ep;
     return run(own, data_ranks * stages);
   };
   // With two data ranks and five packs one of them ends with an empty micro-batch.
-  const Run alone = run(config, 1), both = in_stages(2, 1, 1, "1f1b");
+  const Run alone = run(config, 1), both = in_stages(2, 1, "1f1b");
   EXPECT_GT(std::abs(term(alone.steps[0], "balance") - term(both.steps[0], "balance")), 1e-6);
-  expect_same(in_stages(1, 2, 1, "1f1b"), alone, 0, "two stages");
-  expect_same(in_stages(1, 3, 1, "gpipe"), alone, 0, "three stages");
-  expect_same(in_stages(2, 2, 1, "1f1b"), both, 0, "two data ranks, two stages");
-  expect_same(in_stages(2, 3, 1, "zb-h1"), both, 0, "two data ranks, three stages");
-  expect_same(in_stages(2, 2, 1, "1f1b", 2), both, 0, "experts dealt, two stages");
+  expect_same(in_stages(1, 2, "1f1b"), alone, 0, "two stages");
+  expect_same(in_stages(1, 3, "gpipe"), alone, 0, "three stages");
+  expect_same(in_stages(2, 2, "1f1b"), both, 0, "two data ranks, two stages");
+  expect_same(in_stages(2, 3, "zb-h1"), both, 0, "two data ranks, three stages");
+  expect_same(in_stages(2, 2, "1f1b", 2), both, 0, "experts dealt, two stages");
   config.loss.balance_over = "model";
-  EXPECT_THAT(config_error_of([&] { in_stages(1, 2, 1, "1f1b"); }),
+  EXPECT_THAT(config_error_of([&] { in_stages(1, 2, "1f1b"); }),
               AllOf(HasSubstr("loss.balance_scope"), HasSubstr("loss.balance_over = \"layers\"")));
 }
 

@@ -23,7 +23,7 @@ class RouterLosses {
   bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
   // Over which ranks router statistics are summed: those that see different data, and of a model in stages
   // those that have other layers, which no look_ahead() takes back. Over stages only where looks_ahead():
-  // they compute different micro-batches at a time.
+  // stages compute different micro-batches at a time.
   void sum_over(const Group& data);
   void sum_over_stages(const Group& data_and_stages);
 
