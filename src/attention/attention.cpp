@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "attention/kernel.hpp"
 #include "attention/views.hpp"
 #include "isograd/error.hpp"
 
@@ -48,30 +49,30 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
         fmt::format("ascending from 0 to T = {}", q.size(0)));
 }
 
-// LibTorch's own blocked kernel, which neither reads nor writes a T×T matrix.
+Tile tile_of(const Rows& run, bool causal) {
+  return {.q_row = run.begin,
+          .q_length = run.length,
+          .k_row = run.begin,
+          .k_length = run.length,
+          .causal = causal,
+          .count = run.count};
+}
+
+at::Tensor rows_of(const at::Tensor& x, const Rows& run) {
+  return x.narrow(0, run.begin, run.count * run.length);
+}
+
+// Neither computes nor keeps a T×T matrix.
 class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
-    const auto runs = runs_of(cu_seqlens);
-    const std::int64_t groups = queries_per_key(q, k);
-    at::Tensor out;
-    variable_list saved{q, k, v, at::Tensor()};
-    for (const Rows& run : runs)
-      for (std::int64_t group = 0; group < groups; ++group) {
-        const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
-            heads_first(q, run, groups, group), heads_first(k, run), heads_first(v, run), 0.0, causal);
-        saved.push_back(log_sums);
-        if (runs.size() == 1 && groups == 1) {
-          out = part.transpose(1, 2).reshape(q.sizes());
-        } else {
-          if (!out.defined()) out = at::empty(q.sizes(), q.options());
-          heads_first(out, run, groups, group).copy_(part);
-        }
-      }
-    if (!out.defined()) out = at::zeros(q.sizes(), q.options());  // no token at all
-    saved[3] = out;
-    ctx->save_for_backward(std::move(saved));
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor log_sums =
+        at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
+    for (const Rows& run : runs_of(cu_seqlens))
+      attend_tile(q, k, v, tile_of(run, causal), rows_of(out, run), rows_of(log_sums, run));
+    ctx->save_for_backward({q, k, v, out, log_sums});
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
     return out;
@@ -81,40 +82,16 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
                       "a second derivative of attention, which is not supported");
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
-    const auto runs = runs_of(ctx->saved_data["cu_seqlens"].toIntVector());
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3], &log_sums = saved[4];
     const bool causal = ctx->saved_data["causal"].toBool();
-    const std::int64_t groups = queries_per_key(q, k);
     const at::Tensor gradient = gradients[0].contiguous();
-    if (runs.empty())
-      return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor()};
-
-    const bool whole = runs.size() == 1 && groups == 1;
-    at::Tensor dq, dk, dv;
-    if (!whole) {
-      dq = at::empty(q.sizes(), q.options());
-      dk = at::empty(k.sizes(), k.options());
-      dv = at::empty(v.sizes(), v.options());
+    const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+                                    at::empty(v.sizes(), v.options())};
+    for (const Rows& run : runs_of(ctx->saved_data["cu_seqlens"].toIntVector())) {
+      const AttendedGradient attended{rows_of(out, run), rows_of(log_sums, run), rows_of(gradient, run)};
+      attend_tile_backward(q, k, v, attended, tile_of(run, causal), result, /*adds=*/false);
     }
-    std::size_t log_sums = 4;
-    for (const Rows& run : runs) {
-      at::Tensor dk_sum, dv_sum;  // over the query heads that share a key head; in order, so the same bits
-      for (std::int64_t group = 0; group < groups; ++group) {
-        auto [dq_part, dk_part, dv_part] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            heads_first(gradient, run, groups, group), heads_first(q, run, groups, group),
-            heads_first(k, run), heads_first(v, run), heads_first(out, run, groups, group), saved[log_sums++],
-            0.0, causal);
-        if (whole)
-          return {dq_part.transpose(1, 2).reshape(q.sizes()), dk_part.transpose(1, 2).reshape(k.sizes()),
-                  dv_part.transpose(1, 2).reshape(v.sizes()), at::Tensor(), at::Tensor()};
-        heads_first(dq, run, groups, group).copy_(dq_part);
-        dk_sum = group == 0 ? dk_part : dk_sum.add_(dk_part);
-        dv_sum = group == 0 ? dv_part : dv_sum.add_(dv_part);
-      }
-      heads_first(dk, run).copy_(dk_sum);
-      heads_first(dv, run).copy_(dv_sum);
-    }
-    return {dq, dk, dv, at::Tensor(), at::Tensor()};
+    return {result.q, result.k, result.v, at::Tensor(), at::Tensor()};
   }
 };
 

@@ -1,9 +1,14 @@
 #include "attention/attention.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <utility>
+
 #include "isograd/error.hpp"
+#include "matmul/product.hpp"
 
 namespace isograd {
 namespace {
@@ -65,6 +70,84 @@ TEST(Attention, AgreesWithItsNaiveTwin) {
                 << c10::toString(type) << " heads " << heads << "/" << key_heads << " fragments "
                 << cut.size() - 1 << " causal " << causal << " result " << i;
         }
+}
+
+// Relative error of the norm in fp32, of outputs and gradients. A score of D products is off by at most
+// (D + 1) u of the sum of their magnitudes, at most S here, and so its weight by (D + 1) u S and the
+// exponential's 4 u; sums of at most n weights and products of D add n + D roundings. Twice, as backward has
+// two such factors.
+double bound(const Problem& p, std::int64_t longest) {
+  const double u = std::ldexp(1.0, -24), dim = static_cast<double>(p.q.size(2));
+  const double size = p.q.abs().max().item<double>() * p.k.abs().sum(2).max().item<double>() / std::sqrt(dim);
+  return 2 * u * ((dim + 1) * size + 4 + static_cast<double>(longest) + dim);
+}
+
+class ByMultiplier : public ::testing::TestWithParam<Multiplier> {
+ protected:
+  void SetUp() override { multiplier() = GetParam(); }
+  void TearDown() override { multiplier() = before_; }
+
+ private:
+  const Multiplier before_ = multiplier();
+};
+// LibTorch's kernel, and ours.
+INSTANTIATE_TEST_SUITE_P(Attention, ByMultiplier, ::testing::Values(Multiplier::kBlas, Multiplier::kBrgemm));
+
+// Lengths around the ends of blocks of queries (64), of keys (512) and of what blocks are filled up to (32).
+TEST_P(ByMultiplier, AgreesWithItsNaiveTwinOverBlocks) {
+  for (const std::vector<std::int64_t>& cut : {std::vector<std::int64_t>{0, 31, 63, 127, 192, 257},
+                                               {0, 64, 128, 192, 225},
+                                               {0, 511, 640},
+                                               {0, 512},
+                                               {0, 513, 1030},
+                                               {0, 1153}})
+    for (const auto& [heads, key_heads, dim] : {std::tuple{2, 2, 16}, {6, 2, 20}, {3, 1, 65}})
+      for (const bool causal : {true, false}) {
+        const auto problem = make_problem(cut.back(), heads, key_heads, dim, at::kFloat, 7);
+        auto wide = problem;
+        for (auto* x : {&wide.q, &wide.k, &wide.v, &wide.weight}) *x = x->to(at::kDouble);
+        const auto ours = run(variable_length_attention, problem, cut, causal);
+        const auto wanted = run(naive_variable_length_attention, wide, cut, causal);
+        for (std::size_t i = 0; i < ours.size(); ++i)
+          EXPECT_LT(relative(ours[i], wanted[i]), bound(problem, cut.back()))
+              << "heads " << heads << "/" << key_heads << " of " << dim << ", " << cut.back() << " tokens in "
+              << cut.size() - 1 << ", causal " << causal << ", result " << i << ", seed 7";
+      }
+}
+
+// A key of 1,153 that is left out, a weight's gradient without its mean: the comparison above must see them.
+TEST_P(ByMultiplier, TheComparisonSeesOneKeyLess) {
+  const auto problem = make_problem(1153, 2, 2, 16, at::kFloat, 7);
+  auto lacking = problem;
+  lacking.k = problem.k.clone(), lacking.k[700].fill_(-1e4);  // its weights are 0 or all
+  const auto whole = run(variable_length_attention, problem, {0, 1153}),
+             less = run(variable_length_attention, lacking, {0, 1153});
+  for (std::size_t i = 0; i < whole.size(); ++i)
+    EXPECT_GT(relative(less[i], whole[i]), bound(problem, 1153)) << "result " << i;
+}
+
+// As one call or as several that come upon another's memory, with a thread or with three.
+TEST_P(ByMultiplier, SameBitsRunToRun) {
+  const auto problem = make_problem(700, 4, 2, 32, at::kFloat, 8);
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  const auto first = run(variable_length_attention, problem, {0, 100, 700});
+  for (const int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    const auto again = run(variable_length_attention, problem, {0, 100, 700});
+    for (std::size_t i = 0; i < first.size(); ++i)
+      EXPECT_TRUE(again[i].equal(first[i])) << threads << ", result " << i;
+  }
+  at::set_num_threads(before);
+}
+
+// A key that is no number reaches every query that sees it, and none of another fragment.
+TEST_P(ByMultiplier, ANumberThatIsNoneIsNotSwallowed) {
+  const auto problem = make_problem(700, 2, 1, 16, at::kFloat, 9);
+  problem.k[650].fill_(NAN);
+  const auto out = variable_length_attention(problem.q, problem.k, problem.v, {0, 600, 700});
+  EXPECT_TRUE(out.narrow(0, 650, 50).isnan().all().item<bool>());
+  EXPECT_FALSE(out.narrow(0, 0, 600).isnan().any().item<bool>());
 }
 
 TEST(Attention, TheTwinsDifferWhereTheyShould) {

@@ -6,6 +6,7 @@
 #include <limits>
 #include <unordered_map>
 
+#include "attention/kernel.hpp"
 #include "attention/views.hpp"
 
 namespace isograd {
@@ -54,7 +55,7 @@ class Tiler {
   std::vector<Tile> tiles_;
 };
 
-// Of `part` [F, heads, L, D], whose log-sums are `log_sums` [F, heads, L], into what was there.
+// Of `part` [..., D], whose log-sums are `log_sums` [...], into what was there.
 void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums) {
   if (sums.eq(kNothing).all().item<bool>()) {
     out.copy_(part);
@@ -63,7 +64,7 @@ void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, a
   }
   const at::Tensor own = log_sums.to(sums.scalar_type()), both = at::logaddexp(sums, own);
   const auto weight = [&](const at::Tensor& of) {
-    return (of - both).exp_().unsqueeze(3).to(out.scalar_type());
+    return (of - both).exp_().unsqueeze(-1).to(out.scalar_type());
   };
   out.mul_(weight(sums));
   out.addcmul_(part.to(out.scalar_type()), weight(own));
@@ -114,31 +115,22 @@ Attended Attended::nothing(const at::Tensor& q) {
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
             Attended& attended) {
   if (!q.is_cpu()) return products::attend(q, k, v, tile, attended);
-  const std::int64_t groups = queries_per_key(q, k);
-  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
-  for (std::int64_t group = 0; group < groups; ++group) {
-    const auto [part, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(
-        heads_first(q, queries, groups, group), heads_first(k, keys), heads_first(v, keys), 0.0, tile.causal);
-    merge(part, log_sums, heads_first(attended.out, queries, groups, group),
-          heads_first(attended.log_sums, queries, groups, group));
-  }
+  const auto own = [&](const at::Tensor& x) { return x.narrow(0, tile.q_row, tile.count * tile.q_length); };
+  const at::Tensor out = own(attended.out), log_sums = own(attended.log_sums);
+  const at::Tensor part = at::empty(out.sizes(), q.options());
+  const at::Tensor part_sums = at::empty(log_sums.sizes(), out.options());
+  attend_tile(q, k, v, tile, part, part_sums);
+  merge(part, part_sums, out, log_sums);
 }
 
 void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
   if (!q.is_cpu()) return products::attend_backward(q, k, v, attended, tile, gradients);
-  const std::int64_t groups = queries_per_key(q, k);
-  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
-  for (std::int64_t group = 0; group < groups; ++group) {
-    const auto of_group = [&](const at::Tensor& x) { return heads_first(x, queries, groups, group); };
-    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        of_group(attended.gradient), of_group(q), heads_first(k, keys), heads_first(v, keys),
-        of_group(attended.out), of_group(attended.log_sums).to(accumulating_type(q.scalar_type())), 0.0,
-        tile.causal);
-    of_group(gradients.q).add_(dq);
-    heads_first(gradients.k, keys).add_(dk);
-    heads_first(gradients.v, keys).add_(dv);
-  }
+  const auto own = [&](const at::Tensor& x) { return x.narrow(0, tile.q_row, tile.count * tile.q_length); };
+  attend_tile_backward(
+      q, k, v,
+      {own(attended.out), own(attended.log_sums).to(gradients.q.scalar_type()), own(attended.gradient)}, tile,
+      gradients, /*adds=*/true);
 }
 
 namespace products {

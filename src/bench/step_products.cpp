@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <iterator>
 #include <utility>
 
 #include "bench/exchange.hpp"
@@ -42,31 +43,30 @@ void add_linear(std::vector<StepProduct>& products, std::int64_t tokens, std::in
                  .times = times});
 }
 
+// Those of attention/blocks.cpp: blocks of 64 queries and 512 keys, of which each sees the keys up to its
+// end.
 void add_attention(std::vector<StepProduct>& products, std::int64_t length, std::int64_t dim,
                    std::int64_t times) {
-  // at::_scaled_dot_product_flash_attention_for_cpu's blocks of queries; each sees the keys up to its end.
-  const std::int64_t block = std::min<std::int64_t>(length, length >= 768 ? 256 : length >= 192 ? 64 : 32);
-  for (std::int64_t begin = 0; begin < length; begin += block) {
-    const std::int64_t rows = std::min(block, length - begin), keys = begin + rows;
-    // Scores, again in backward, and the gradient of the probabilities; outputs and the queries' gradient;
-    // the keys' and the values'.
-    add(products,
-        {.name = "scores", .m = rows, .n = keys, .k = dim, .times = 3 * times, .in_attention = true});
-    add(products, {.name = "outputs",
-                   .m = rows,
-                   .n = dim,
-                   .k = keys,
+  constexpr std::int64_t kQueries = 64, kKeys = 512;
+  const auto add_block = [&](const char* name, std::int64_t m, std::int64_t n, std::int64_t k,
+                             std::int64_t in_each) {
+    add(products, {.name = name,
+                   .m = m,
+                   .n = n,
+                   .k = k,
                    .b_turned = true,
-                   .times = 2 * times,
+                   .times = in_each * times,
                    .in_attention = true});
-    add(products, {.name = "of keys",
-                   .m = keys,
-                   .n = dim,
-                   .k = rows,
-                   .a_turned = true,
-                   .b_turned = true,
-                   .times = 2 * times,
-                   .in_attention = true});
+  };
+  for (std::int64_t begin = 0; begin < length; begin += kQueries) {
+    const std::int64_t rows = std::min(kQueries, length - begin);
+    for (std::int64_t key = 0; key < begin + rows; key += kKeys) {
+      const std::int64_t keys = std::min(kKeys, begin + rows - key);
+      add_block("scores", rows, keys, dim, 1);
+      add_block("outputs", rows, dim, keys, 2);  // and the queries' gradient
+      add_block("scoresT", keys, rows, dim, 2);  // again in backward, and the gradient of the probabilities
+      add_block("of keys", keys, dim, rows, 2);  // and of values
+    }
   }
 }
 
@@ -81,35 +81,39 @@ void time_product(StepProduct& product_of) {
   constexpr double kSeconds = 0.02;
   constexpr std::size_t kFewest = 5;
   const auto bytes = 4.0 * static_cast<double>((product_of.m + product_of.n) * product_of.k);
-  const int copies = std::clamp(static_cast<int>(kCache / bytes), 2, 24);
+  // Attention's blocks are in the cache when they are multiplied.
+  const int copies = product_of.in_attention ? 1 : std::clamp(static_cast<int>(kCache / bytes), 2, 24);
   std::vector<std::pair<at::Tensor, at::Tensor>> operands;
   for (int i = 0; i < copies; ++i)
     operands.emplace_back(operand(product_of.m, product_of.k, product_of.a_turned),
                           operand(product_of.n, product_of.k, product_of.b_turned));
   at::Tensor into = at::empty({product_of.m, product_of.n});
+  constexpr Multiplier kAll[] = {Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm};
   const auto sweep = [&](Multiplier by) {
     multiplier() = by;
     return seconds_of([&] {
              for (const auto& [a, b] : operands)
-               if (by == Multiplier::kBlas)
-                 multiply_into(into, a, b);
-               else
+               if (by == Multiplier::kOneDnn)
                  into = product(a, b);
+               else
+                 multiply_into(into, a, b);
            }) /
            copies;
   };
-  std::vector<double> blas, one_dnn;
-  sweep(Multiplier::kBlas), sweep(Multiplier::kOneDnn);  // prepare themselves
-  for (double spent = 0; spent < 2 * kSeconds || blas.size() < kFewest;) {
-    const bool first = blas.size() % 2 == 0;
-    for (const bool by_blas : {first, !first})
-      (by_blas ? blas : one_dnn).push_back(sweep(by_blas ? Multiplier::kBlas : Multiplier::kOneDnn));
-    spent += copies * (blas.back() + one_dnn.back());
-  }
-  product_of.blas = quantile(blas, 0.5), product_of.one_dnn = quantile(one_dnn, 0.5);
+  std::vector<double> times[std::size(kAll)];
+  for (const Multiplier by : kAll) sweep(by);  // prepare themselves
+  std::size_t turn = 0;
+  for (double spent = 0; spent < std::size(kAll) * kSeconds || turn < kFewest; ++turn)
+    for (std::size_t i = 0; i < std::size(kAll); ++i) {
+      const std::size_t one = turn % 2 == 0 ? i : std::size(kAll) - 1 - i;
+      times[one].push_back(sweep(kAll[one]));
+      spent += copies * times[one].back();
+    }
+  product_of.blas = quantile(times[0], 0.5), product_of.one_dnn = quantile(times[1], 0.5);
+  product_of.brgemm = quantile(times[2], 0.5);
   multiplier() = Multiplier::kByRule;
-  product_of.one_dnn_by_rule =
-      !product_of.in_attention && multiplier_of(operands.front().first) == Multiplier::kOneDnn;
+  product_of.rule = product_of.in_attention && !products_by_brgemm() ? Multiplier::kBlas
+                                                                     : multiplier_of(operands.front().first);
 }
 
 }  // namespace

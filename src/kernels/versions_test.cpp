@@ -5,11 +5,13 @@
 
 #include <cstdlib>
 #include <functional>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "isograd/error.hpp"
+#include "kernels/attention.hpp"
 #include "kernels/flat.hpp"
 #include "kernels/reduce.hpp"
 #include "kernels/softmax.hpp"
@@ -168,6 +170,25 @@ TYPED_TEST(Versions, OfSoftmaxGiveTheSameBits) {
 }
 TEST(VersionsBfloat16, OfSoftmaxGiveTheSameBits) {
   check_softmax<Bfloat16>();
+}
+
+TEST(VersionsAttention, OfBlocksOfScoresGiveTheSameBits) {
+  constexpr std::int64_t kRows = 3, kStride = 128, kKeys = 101, kQueries = 64;
+  expect_same_bytes([&] {
+    auto scores = random_values<float>(kRows * kStride, 31),
+         weights = random_values<float>(kKeys * kQueries, 32),
+         dweights = random_values<float>(kKeys * kQueries, 33);
+    const auto mean = random_values<float>(kQueries, 34);
+    const std::vector<float> log_sums(kQueries, 20);
+    std::vector<float> max(kRows, -std::numeric_limits<float>::infinity()), sum(kRows, 0), factor(kRows);
+    attention_weights(scores.data(), kStride, kRows, kKeys, kStride, 70, 0.3f, max.data(), sum.data(),
+                      factor.data());
+    attention_weights_backward(weights.data(), dweights.data(), kKeys, kQueries, 5, 0.3f, log_sums.data(),
+                               mean.data());
+    std::string bytes;
+    for (const auto* values : {&scores, &max, &sum, &factor, &weights, &dweights}) append(bytes, *values);
+    return bytes;
+  });
 }
 
 }  // namespace

@@ -3,12 +3,13 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <string_view>
 
 #include "isograd/error.hpp"
-#include "kernels/versions.hpp"
+#include "matmul/brgemm.hpp"
 
 namespace isograd {
 namespace {
@@ -38,7 +39,8 @@ const std::optional<OneDnn>& one_dnn() {
   return found;
 }
 
-constexpr std::int64_t kFewRows = 8;  // below, preparing the operands costs more than it saves
+constexpr std::int64_t kFewRows = 8;             // below, preparing the operands costs more than it saves
+constexpr double kFewMultiplications = 1 << 15;  // of brgemm, whose calls cost as much as some 10,000
 // For a shape that it has not seen lately oneDNN prepares some 0.6 ms and keeps kernels that it has made, in
 // which time a core multiplies 2^25 pairs: it must gain that before it is asked for groups of tokens, which
 // have another shape in each layer and step.
@@ -88,6 +90,35 @@ bool takes_one_dnn(at::ScalarType type) {
   return type == at::kFloat ? single : type == at::kBFloat16 && half;
 }
 
+// In rows or turned, no two of which share memory.
+at::Tensor dense(const at::Tensor& x) {
+  const auto are_dense = [&](int outer, int inner) {
+    return x.stride(inner) == 1 && (x.size(outer) == 1 || x.stride(outer) >= x.size(inner));
+  };
+  return are_dense(0, 1) || are_dense(1, 0) ? x : x.contiguous();
+}
+
+Operand operand(const at::Tensor& x) {
+  const bool turned = x.stride(1) != 1 || (x.size(0) > 1 && x.stride(0) < x.size(1));
+  // The stride of a single row may be any number.
+  return {.data = x.const_data_ptr<float>(),
+          .stride = std::max(x.stride(turned ? 1 : 0), x.size(turned ? 0 : 1)),
+          .turned = turned};
+}
+
+void by_brgemm(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  const at::Tensor dense_a = dense(a), dense_b = dense(b);
+  multiply_by_brgemm(
+      a.size(0), b.size(0), a.size(1), operand(dense_a), operand(dense_b),
+      {.data = result.mutable_data_ptr<float>(), .stride = std::max(result.stride(0), result.size(1))}, adds);
+}
+
+bool takes_brgemm(const at::Tensor& a, const at::Tensor& b) {
+  const double multiplications = static_cast<double>(a.numel()) * static_cast<double>(b.size(0));
+  return a.is_cpu() && a.scalar_type() == at::kFloat && multiplications >= kFewMultiplications &&
+         multiplier_of(a) == Multiplier::kBrgemm;
+}
+
 // Numbers of bf16 multiplied in fp32 and rounded once, as kernels of bf16 do it; LibTorch's own product of
 // bf16 is several times slower on processors without instructions for it.
 at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
@@ -104,6 +135,8 @@ std::string_view name_of(Multiplier multiplier) {
       return "blas";
     case Multiplier::kOneDnn:
       return "onednn";
+    case Multiplier::kBrgemm:
+      return "brgemm";
     default:
       return "rule";
   }
@@ -113,11 +146,12 @@ Multiplier multiplier_of_variable() {
   const char* variable = std::getenv(kMultiplierVariable);
   const std::string_view text = variable ? variable : "";
   if (text.empty()) return Multiplier::kByRule;
-  for (const Multiplier one : {Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn})
+  for (const Multiplier one :
+       {Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm})
     if (text == name_of(one)) return one;
   throw ConfigError({.where = kMultiplierVariable,
                      .found = variable,
-                     .expected = "rule, blas or onednn",
+                     .expected = "rule, blas, onednn or brgemm",
                      .action = "Unset the variable, or correct it"});
 }
 
@@ -126,15 +160,27 @@ Multiplier& multiplier() {
   return chosen;
 }
 
+bool products_by_brgemm() {
+  return multiplier() == Multiplier::kBrgemm || (multiplier() == Multiplier::kByRule && has_brgemm());
+}
+
 Multiplier multiplier_of(const at::Tensor& a) {
+  if (products_by_brgemm()) return Multiplier::kBrgemm;
   if (multiplier() != Multiplier::kByRule) return multiplier();
-  constexpr int kAvx2 = 1;
-  const bool sums_over_rows = a.stride(0) == 1 && a.stride(1) != 1;
-  return sums_over_rows || kernels::processor_level() == kAvx2 ? Multiplier::kBlas : Multiplier::kOneDnn;
+  return a.stride(0) == 1 && a.stride(1) != 1 ? Multiplier::kBlas : Multiplier::kOneDnn;
 }
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                    const at::Tensor& bias) {
+  if (takes_brgemm(a, b)) {
+    at::Tensor result = at::empty({a.size(0), b.size(0)}, a.options());
+    if (addend.defined() && bias.defined())
+      at::add_out(result, addend, bias);
+    else if (addend.defined() || bias.defined())
+      result.copy_(addend.defined() ? addend : bias);
+    by_brgemm(result, a, b, addend.defined() || bias.defined());
+    return result;
+  }
   const auto type = a.scalar_type();
   if (a.is_cpu() && a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 &&
       at::globalContext().userEnabledMkldnn()) {
@@ -146,6 +192,7 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 }
 
 void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  if (takes_brgemm(a, b)) return by_brgemm(result, a, b, adds);
   const bool many =
       static_cast<double>(result.numel()) * static_cast<double>(a.size(1)) >= kManyMultiplications;
   const bool by_one_dnn = a.scalar_type() == at::kFloat && multiplier_of(a) == Multiplier::kOneDnn &&

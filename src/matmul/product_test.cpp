@@ -3,13 +3,15 @@
 #include "matmul/product.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <utility>
 
 #include "base/error_testing.hpp"
-#include "kernels/versions.hpp"
+#include "matmul/brgemm.hpp"
 
 namespace isograd {
 namespace {
@@ -24,7 +26,8 @@ class Product : public ::testing::TestWithParam<Multiplier> {
   const Multiplier before_ = multiplier();
 };
 INSTANTIATE_TEST_SUITE_P(By, Product,
-                         ::testing::Values(Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn));
+                         ::testing::Values(Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn,
+                                           Multiplier::kBrgemm));
 
 std::vector<at::Tensor> draw(const std::vector<std::vector<std::int64_t>>& shapes, at::ScalarType type,
                              std::uint64_t seed) {
@@ -118,6 +121,67 @@ TEST_P(Product, ReadsABiasWhereverItsElementsLie) {
     }
 }
 
+// Sizes around a block's in every dim, whichever operand is turned, into a part of a larger tensor.
+TEST_P(Product, MeetsTheEdgesOfBlocks) {
+  for (const std::int64_t m : {1, 15, 127, 128, 131, 300})
+    for (const std::int64_t n : {1, 16, 63, 64, 65, 130})
+      for (const std::int64_t k : {1, 64, 511, 512, 513, 1100}) {
+        const auto x = draw({{m, k}, {n, k}, {m, n}}, at::kFloat, 17);
+        const at::Tensor wide = x[0].to(at::kDouble).mm(x[1].to(at::kDouble).t());
+        const at::Tensor magnitudes = x[0].to(at::kDouble).abs().mm(x[1].to(at::kDouble).abs().t());
+        for (const bool a_turned : {false, true})
+          for (const bool b_turned : {false, true})
+            for (const bool adds : {false, true}) {
+              at::Tensor around = at::full({m, n + 3}, NAN, x[0].options());
+              const at::Tensor into = around.narrow(1, 1, n);
+              if (adds) into.copy_(x[2]);
+              multiply_into(into, a_turned ? x[0].t().contiguous().t() : x[0],
+                            b_turned ? x[1].t().contiguous().t() : x[1], adds);
+              const at::Tensor wanted = adds ? wide + x[2].to(at::kDouble) : wide,
+                               sizes = adds ? magnitudes + x[2].to(at::kDouble).abs() : magnitudes;
+              const double allowed = 2 * (static_cast<double>(k) + 3) * unit(at::kFloat);
+              ASSERT_LE(((into.to(at::kDouble) - wanted).abs() / (sizes * allowed)).max().item<double>(), 1)
+                  << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds " << adds
+                  << ", seed 17";
+              ASSERT_TRUE(around.select(1, 0).isnan().all().item<bool>());
+              ASSERT_TRUE(around.narrow(1, n + 1, 2).isnan().all().item<bool>());
+            }
+      }
+}
+
+// Rows that lie on one another, rows apart, and a single one with any stride.
+TEST_P(Product, ReadsAnyStrides) {
+  const auto x = draw({{70, 200}, {40, 200}}, at::kFloat, 19);
+  const auto check = [&](const at::Tensor& a, const at::Tensor& b) {
+    EXPECT_LE(worst_error(product(a, b), {a, b}, false, false), 1)
+        << a.strides() << " and " << b.strides() << ", seed 19";
+  };
+  check(x[0].narrow(0, 0, 1).expand({70, 200}), x[1]);
+  check(x[0].narrow(1, 0, 1).expand({70, 200}), x[1]);
+  check(x[0].narrow(1, 3, 150), x[1].narrow(1, 50, 150));
+  check(x[0].slice(1, 0, 200, 2), x[1].slice(1, 0, 200, 2));
+  check(x[0].as_strided({1, 200}, {7, 1}), x[1]);
+  check(x[0], x[1].as_strided({1, 200}, {3, 1}));
+  check(x[0].as_strided({70, 180}, {2, 1}), x[1].narrow(1, 0, 180));
+}
+
+// Whatever number of threads takes part.
+TEST(Brgemm, SameBitsByAnyNumberOfThreads) {
+  const int before = at::get_num_threads();
+  const Multiplier chosen = std::exchange(multiplier(), Multiplier::kBrgemm);
+  const auto x = draw({{300, 600}, {130, 600}}, at::kFloat, 23);
+  for (const bool turned : {false, true}) {
+    const auto of = [&](const at::Tensor& t) { return turned ? t.t().contiguous().t() : t; };
+    at::set_num_threads(1);
+    const at::Tensor wanted = product(of(x[0]), of(x[1]));
+    for (const int threads : {2, 3, 8}) {
+      at::set_num_threads(threads);
+      EXPECT_TRUE(product(of(x[0]), of(x[1])).equal(wanted)) << threads << " threads, turned " << turned;
+    }
+  }
+  at::set_num_threads(before), multiplier() = chosen;
+}
+
 TEST_P(Product, TheComparisonSeesALostProduct) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
     auto x = draw({{65, 33}, {50, 33}}, type, 7);
@@ -148,11 +212,10 @@ TEST_P(Product, SameBitsRunToRun) {
   }
 }
 
-// Whoever is told to multiply does: the two round differently, and the rule takes one for sums over tokens
-// and the other elsewhere.
+// Whoever is told to multiply does: all three round differently.
 TEST(Multipliers, AreThoseThatAreChosen) {
   const Multiplier before = multiplier();
-  const auto x = draw({{96, 130}, {80, 130}}, at::kFloat, 5);
+  const auto x = draw({{96, 1030}, {80, 1030}}, at::kFloat, 5);
   const auto by = [&](Multiplier chosen, bool sums_over_tokens) {
     multiplier() = chosen;
     const auto turned = [&](const at::Tensor& of) { return sums_over_tokens ? of.t().contiguous().t() : of; };
@@ -164,12 +227,13 @@ TEST(Multipliers, AreThoseThatAreChosen) {
   };
   for (const bool sums : {false, true}) {
     const at::Tensor blas = by(Multiplier::kBlas, sums), one_dnn = by(Multiplier::kOneDnn, sums),
-                     rule = by(Multiplier::kByRule, sums);
-    const bool by_blas = sums || kernels::processor_level() == 1;
-    EXPECT_TRUE(rule.equal(by_blas ? blas : one_dnn));
+                     brgemm = by(Multiplier::kBrgemm, sums), rule = by(Multiplier::kByRule, sums);
+    EXPECT_TRUE(!has_brgemm() || !brgemm.equal(blas));
+    EXPECT_TRUE(rule.equal(has_brgemm() ? brgemm : sums ? blas : one_dnn));
     multiplier() = Multiplier::kByRule;
-    EXPECT_EQ(multiplier_of(sums ? x[0].t().contiguous().t() : x[0]),
-              by_blas ? Multiplier::kBlas : Multiplier::kOneDnn);
+    EXPECT_EQ(multiplier_of(sums ? x[0].t().contiguous().t() : x[0]), has_brgemm() ? Multiplier::kBrgemm
+                                                                      : sums       ? Multiplier::kBlas
+                                                                                   : Multiplier::kOneDnn);
   }
   multiplier() = before;
 }
@@ -185,7 +249,9 @@ TEST(Multipliers, AVariableNamesThemOrIsRefused) {
   EXPECT_EQ(named("rule"), Multiplier::kByRule);
   EXPECT_EQ(named("blas"), Multiplier::kBlas);
   EXPECT_EQ(named("onednn"), Multiplier::kOneDnn);
-  EXPECT_THAT(error_testing::error_of([&] { named("mkl"); }), ::testing::HasSubstr("rule, blas or onednn"));
+  EXPECT_EQ(named("brgemm"), Multiplier::kBrgemm);
+  EXPECT_THAT(error_testing::error_of([&] { named("mkl"); }),
+              ::testing::HasSubstr("rule, blas, onednn or brgemm"));
   setenv(variable, before.c_str(), 1);
 }
 

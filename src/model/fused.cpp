@@ -204,7 +204,12 @@ class Linears : public torch::autograd::Function<Linears> {
     variable_list results(1 + n);
     for (std::size_t i = 0; i < n; ++i) {
       const at::Tensor dy = gradients[i].defined() ? gradients[i].contiguous() : at::Tensor();
-      if (dy.defined() && ctx->needs_input_grad(0)) results[0] = product(dy, saved[1 + i].t(), results[0]);
+      if (dy.defined() && ctx->needs_input_grad(0)) {
+        if (results[0].defined())
+          multiply_into(results[0], dy, saved[1 + i].t(), /*adds=*/true);
+        else
+          results[0] = product(dy, saved[1 + i].t());
+      }
       if (dy.defined() && ctx->needs_input_grad(1 + i))
         results[1 + i] = weight_gradient(dy, saved[0], saved[1 + i]);
       if (has_bias[i] != 0) {
