@@ -38,8 +38,8 @@ struct BenchProductOptions {
 // Those of bench_step, and "expert-even".
 std::vector<std::string> bench_product_cases();
 
-// `isograd bench product`: each matrix product of a step by BLAS and by oneDNN, which of them isograd takes,
-// and what a step's products take by that rule and by the faster library of each. Records as bench_step's, in
+// `isograd bench product`: each matrix product of a step by BLAS, oneDNN and brgemm, which isograd takes,
+// and what a step's products take by that rule and by the fastest of each. Records as bench_step's, in
 // milliseconds.
 int bench_product(const BenchProductOptions& options);
 

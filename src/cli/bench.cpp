@@ -121,12 +121,12 @@ Verb step_verb(CLI::App& bench) {
 
 Verb product_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
-      "product", "Each matrix product of a step by BLAS and by oneDNN, and which of them isograd takes");
+      "product", "Each matrix product of a step by BLAS, oneDNN and brgemm, and which of them isograd takes");
   auto options = std::make_shared<BenchProductOptions>();
   add_cases(*verb, options->cases, "whose step", bench_product_cases());
   add_json(*verb, options->json);
   verb->footer(
-      "ISOGRAD_PRODUCTS=blas or =onednn has one library multiply in fp32, in every verb.\n"
+      "ISOGRAD_PRODUCTS=blas, =onednn or =brgemm has one of them multiply in fp32, in every verb.\n"
       "Status: 0 measured, 2 bad input.");
   return {verb, [options] { return bench_product(*options); }};
 }

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "kernels/transpose.hpp"
@@ -32,11 +33,23 @@ std::vector<Part> parts_of(std::int64_t total, std::int64_t block, std::int64_t 
   return parts;
 }
 
-// Where a thread turns the part of an operand that it needs in rows; aligned to a cache line.
-float* turned_part() {
-  thread_local const at::Tensor memory = at::empty({std::max(kRows, kColumns) * kDepth}, at::kFloat);
-  return memory.mutable_data_ptr<float>();
-}
+struct Factors {
+  Operand a, b;
+
+  // a's rows, and b as [k, n], as the kernel reads them: where they lie, or turned into `memory`.
+  ConstRows rows_of_a(const Part& row, const Part& depth, float* memory) const {
+    if (!a.turned) return {a.data + row.begin * a.stride + depth.begin, a.stride};
+    kernels::transpose(a.data + depth.begin * a.stride + row.begin, a.stride, depth.size, row.size, memory,
+                       depth.size);
+    return {memory, depth.size};
+  }
+  ConstRows rows_of_b(const Part& column, const Part& depth, float* memory) const {
+    if (b.turned) return {b.data + depth.begin * b.stride + column.begin, b.stride};
+    kernels::transpose(b.data + column.begin * b.stride + depth.begin, b.stride, column.size, depth.size,
+                       memory, column.size);
+    return {memory, column.size};
+  }
+};
 
 }  // namespace
 
@@ -65,52 +78,40 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   }
   const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
-  // a's rows as the kernel reads them, and b as [k, n]: where they lie, or turned once for all blocks that
-  // use them. Rows are outside where a's are turned, columns elsewhere.
-  const auto rows_of_a = [&](const Part& row, const Part& depth) -> ConstRows {
-    if (!a.turned) return {a.data + row.begin * a.stride + depth.begin, a.stride};
-    kernels::transpose(a.data + depth.begin * a.stride + row.begin, a.stride, depth.size, row.size,
-                       turned_part(), depth.size);
-    return {turned_part(), depth.size};
-  };
-  std::vector<float> both_turned(a.turned && !b.turned ? kColumns * kDepth : 0);
-  const auto rows_of_b = [&](const Part& column, const Part& depth) -> ConstRows {
-    if (b.turned) return {b.data + depth.begin * b.stride + column.begin, b.stride};
-    float* const to = a.turned ? both_turned.data() : turned_part();
-    kernels::transpose(b.data + column.begin * b.stride + depth.begin, b.stride, column.size, depth.size, to,
-                       column.size);
-    return {to, column.size};
-  };
-  const auto multiply = [&](const Part& row, const Part& column, const Part& depth, ConstRows of_a,
-                            ConstRows of_b) {
-    multiply_block(row.size, column.size, depth.size, of_a, of_b,
-                   {c.data + row.begin * c.stride + column.begin, c.stride}, adds || depth.begin > 0);
-  };
+  const Factors factors{a, b};
+  // What is turned is turned once for all blocks that read it: a's rows are outside where a is turned, b's
+  // columns elsewhere.
   const auto& outer = a.turned ? rows : columns;
   const auto& inner = a.turned ? columns : rows;
   // Fewer outer parts than threads: each is done in several pieces of the inner ones.
-  const auto threads = static_cast<std::size_t>(both_turned.empty() ? at::get_num_threads() : 1);
-  const std::size_t pieces = std::min((threads + outer.size() - 1) / outer.size(), inner.size());
+  const std::int64_t threads = at::get_num_threads(), num_outer = std::ssize(outer),
+                     num_inner = std::ssize(inner),
+                     pieces = std::min(at::divup(threads, num_outer), num_inner);
   const auto work = [&](std::int64_t first, std::int64_t last) {
-    for (auto task = static_cast<std::size_t>(first); task < static_cast<std::size_t>(last); ++task) {
-      const Part& out = outer[task / pieces];
-      const std::size_t piece = task % pieces, begin = piece * inner.size() / pieces,
-                        end = (piece + 1) * inner.size() / pieces;
+    const std::int64_t depth_size = depths.front().size;
+    const at::Tensor memory = at::empty({((a.turned ? kRows : 0) + (b.turned ? 0 : kColumns)) * depth_size},
+                                        at::TensorOptions(at::kFloat));
+    float* const turned_a = memory.mutable_data_ptr<float>();
+    float* const turned_b = turned_a + (a.turned ? kRows * depth_size : 0);
+    for (std::int64_t task = first; task < last; ++task) {
+      const std::int64_t piece = task % pieces, begin = piece * num_inner / pieces,
+                         end = (piece + 1) * num_inner / pieces;
+      const Part& out = outer[static_cast<std::size_t>(task / pieces)];
       for (const Part& depth : depths) {
-        const ConstRows kept = a.turned ? rows_of_a(out, depth) : rows_of_b(out, depth);
-        for (std::size_t i = begin; i < end; ++i)
-          if (a.turned)
-            multiply(out, inner[i], depth, kept, rows_of_b(inner[i], depth));
-          else
-            multiply(inner[i], out, depth, rows_of_a(inner[i], depth), kept);
+        const ConstRows kept =
+            a.turned ? factors.rows_of_a(out, depth, turned_a) : factors.rows_of_b(out, depth, turned_b);
+        for (std::int64_t i = begin; i < end; ++i) {
+          const Part& in = inner[static_cast<std::size_t>(i)];
+          const Part &row = a.turned ? out : in, &column = a.turned ? in : out;
+          multiply_block(row.size, column.size, depth.size,
+                         a.turned ? kept : factors.rows_of_a(row, depth, turned_a),
+                         a.turned ? factors.rows_of_b(column, depth, turned_b) : kept,
+                         {c.data + row.begin * c.stride + column.begin, c.stride}, adds || depth.begin > 0);
+        }
       }
     }
   };
-  const auto tasks = static_cast<std::int64_t>(outer.size() * pieces);
-  if (threads == 1)
-    work(0, tasks);
-  else
-    at::parallel_for(0, tasks, 1, work);
+  at::parallel_for(0, num_outer * pieces, 1, work);
 }
 
 }  // namespace isograd
