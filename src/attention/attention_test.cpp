@@ -115,7 +115,24 @@ TEST_P(ByMultiplier, AgreesWithItsNaiveTwinOverBlocks) {
       }
 }
 
-// A key of 1,153 that is left out, a weight's gradient without its mean: the comparison above must see them.
+// Longer than what is gathered at once (8,192), against LibTorch's kernel in fp64, which the tests above hold
+// to the twin; and as one of the rectangles of context parallelism.
+TEST(AttentionByBlocks, AgreesOverLongFragments) {
+  const Multiplier before = std::exchange(multiplier(), Multiplier::kBrgemm);
+  const auto problem = make_problem(8300, 2, 1, 16, at::kFloat, 10);
+  auto wide = problem;
+  for (auto* x : {&wide.q, &wide.k, &wide.v, &wide.weight}) *x = x->to(at::kDouble);
+  for (const bool causal : {true, false}) {
+    const auto ours = run(variable_length_attention, problem, {0, 8300}, causal);
+    const auto wanted = run(variable_length_attention, wide, {0, 8300}, causal);
+    for (std::size_t i = 0; i < ours.size(); ++i)
+      EXPECT_LT(relative(ours[i], wanted[i]), bound(problem, 8300))
+          << "causal " << causal << ", result " << i << ", seed 10";
+  }
+  multiplier() = before;
+}
+
+// Without one key of 1,153, or with it alone: the comparison must see it.
 TEST_P(ByMultiplier, TheComparisonSeesOneKeyLess) {
   const auto problem = make_problem(1153, 2, 2, 16, at::kFloat, 7);
   auto lacking = problem;

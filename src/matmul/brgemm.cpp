@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <span>
 #include <vector>
 
 #include "kernels/transpose.hpp"
@@ -20,6 +21,7 @@ namespace {
 // first- and second-level cache while rows pass by. Chosen among {64, 128, 256} and {256, 512} on a Zen 4
 // core (README.md), by the products of all cases of `isograd bench product`.
 constexpr std::int64_t kRows = 128, kColumns = 64, kDepth = 512;
+constexpr std::int64_t kTurnedRows = 4;  // blocks of a's rows that are turned at once: 1 MB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
 struct Part {
@@ -33,8 +35,19 @@ std::vector<Part> parts_of(std::int64_t total, std::int64_t block, std::int64_t 
   return parts;
 }
 
+// Rows of b that lie a multiple of 4 KiB apart fall on the same few lines of the first-level cache. The
+// kernel for AVX2 reads them several times, a few columns each, and is then half as fast.
+bool wants_copies(const Operand& b) {
+  constexpr int kAvx2 = 1;
+  constexpr std::int64_t kFloatsApart = 4096 / sizeof(float);
+  return b.turned && b.stride % kFloatsApart == 0 && kernels::processor_level() == kAvx2;
+}
+
 struct Factors {
   Operand a, b;
+  bool copies_b = wants_copies(b);
+
+  bool moves_b() const { return !b.turned || copies_b; }
 
   // a's rows, and b as [k, n], as the kernel reads them: where they lie, or turned into `memory`.
   ConstRows rows_of_a(const Part& row, const Part& depth, float* memory) const {
@@ -44,7 +57,13 @@ struct Factors {
     return {memory, depth.size};
   }
   ConstRows rows_of_b(const Part& column, const Part& depth, float* memory) const {
-    if (b.turned) return {b.data + depth.begin * b.stride + column.begin, b.stride};
+    if (b.turned) {
+      const float* const from = b.data + depth.begin * b.stride + column.begin;
+      if (!copies_b) return {from, b.stride};
+      for (std::int64_t i = 0; i < depth.size; ++i)
+        std::copy_n(from + i * b.stride, column.size, memory + i * column.size);
+      return {memory, column.size};
+    }
     kernels::transpose(b.data + column.begin * b.stride + depth.begin, b.stride, column.size, depth.size,
                        memory, column.size);
     return {memory, column.size};
@@ -79,39 +98,44 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const Factors factors{a, b};
-  // What is turned is turned once for all blocks that read it: a's rows are outside where a is turned, b's
-  // columns elsewhere.
-  const auto& outer = a.turned ? rows : columns;
-  const auto& inner = a.turned ? columns : rows;
-  // Fewer outer parts than threads: each is done in several pieces of the inner ones.
-  const std::int64_t threads = at::get_num_threads(), num_outer = std::ssize(outer),
-                     num_inner = std::ssize(inner),
-                     pieces = std::min(at::divup(threads, num_outer), num_inner);
-  const auto work = [&](std::int64_t first, std::int64_t last) {
-    const std::int64_t depth_size = depths.front().size;
-    const at::Tensor memory = at::empty({((a.turned ? kRows : 0) + (b.turned ? 0 : kColumns)) * depth_size},
-                                        at::TensorOptions(at::kFloat));
-    float* const turned_a = memory.mutable_data_ptr<float>();
-    float* const turned_b = turned_a + (a.turned ? kRows * depth_size : 0);
+  // A task is some rows and some columns. What is turned or copied is so once for all blocks of the task that
+  // read it: a's rows for all columns, b's columns for all rows.
+  const std::int64_t num_rows = std::ssize(rows), num_columns = std::ssize(columns);
+  std::int64_t rows_each = a.turned ? std::min(kTurnedRows, num_rows) : num_rows,
+               columns_each = a.turned ? num_columns : 1;
+  const auto num_tasks = [&] {
+    return at::divup(num_rows, rows_each) * at::divup(num_columns, columns_each);
+  };
+  for (std::int64_t& each = a.turned ? columns_each : rows_each;
+       num_tasks() < at::get_num_threads() && each > 1;)
+    each = at::divup(each, 2);
+  const std::int64_t tasks_across = at::divup(num_columns, columns_each);
+  at::parallel_for(0, num_tasks(), 1, [&](std::int64_t first, std::int64_t last) {
+    const std::int64_t of_a = a.turned ? kRows * depths.front().size : 0,
+                       of_b = factors.moves_b() ? kColumns * depths.front().size : 0;
+    const at::Tensor memory = at::empty({rows_each * of_a + of_b}, at::TensorOptions(at::kFloat));
+    float* const moved_a = memory.mutable_data_ptr<float>();
+    float* const moved_b = moved_a + rows_each * of_a;
     for (std::int64_t task = first; task < last; ++task) {
-      const std::int64_t piece = task % pieces, begin = piece * num_inner / pieces,
-                         end = (piece + 1) * num_inner / pieces;
-      const Part& out = outer[static_cast<std::size_t>(task / pieces)];
+      const std::int64_t row_begin = task / tasks_across * rows_each,
+                         column_begin = task % tasks_across * columns_each;
+      const std::span own_rows(rows.begin() + row_begin, std::min(rows_each, num_rows - row_begin));
+      const std::span own_columns(columns.begin() + column_begin,
+                                  std::min(columns_each, num_columns - column_begin));
+      std::vector<ConstRows> rows_of_a(own_rows.size());
       for (const Part& depth : depths) {
-        const ConstRows kept =
-            a.turned ? factors.rows_of_a(out, depth, turned_a) : factors.rows_of_b(out, depth, turned_b);
-        for (std::int64_t i = begin; i < end; ++i) {
-          const Part& in = inner[static_cast<std::size_t>(i)];
-          const Part &row = a.turned ? out : in, &column = a.turned ? in : out;
-          multiply_block(row.size, column.size, depth.size,
-                         a.turned ? kept : factors.rows_of_a(row, depth, turned_a),
-                         a.turned ? factors.rows_of_b(column, depth, turned_b) : kept,
-                         {c.data + row.begin * c.stride + column.begin, c.stride}, adds || depth.begin > 0);
+        for (std::size_t i = 0; i < own_rows.size(); ++i)
+          rows_of_a[i] = factors.rows_of_a(own_rows[i], depth, moved_a + static_cast<std::int64_t>(i) * of_a);
+        for (const Part& column : own_columns) {
+          const ConstRows rows_of_b = factors.rows_of_b(column, depth, moved_b);
+          for (std::size_t i = 0; i < own_rows.size(); ++i)
+            multiply_block(own_rows[i].size, column.size, depth.size, rows_of_a[i], rows_of_b,
+                           {c.data + own_rows[i].begin * c.stride + column.begin, c.stride},
+                           adds || depth.begin > 0);
         }
       }
     }
-  };
-  at::parallel_for(0, num_outer * pieces, 1, work);
+  });
 }
 
 }  // namespace isograd

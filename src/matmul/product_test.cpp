@@ -163,6 +163,10 @@ TEST_P(Product, ReadsAnyStrides) {
   check(x[0].as_strided({1, 200}, {7, 1}), x[1]);
   check(x[0], x[1].as_strided({1, 200}, {3, 1}));
   check(x[0].as_strided({70, 180}, {2, 1}), x[1].narrow(1, 0, 180));
+  // Columns 4 KiB apart.
+  const at::Tensor apart = draw({{200, 1024}}, at::kFloat, 20)[0];
+  check(x[0], apart.narrow(1, 5, 70).t());
+  check(apart.narrow(1, 5, 70).t(), apart.narrow(1, 300, 70).t());
 }
 
 // Whatever number of threads takes part.
