@@ -116,7 +116,7 @@ TEST_P(ByMultiplier, AgreesWithItsNaiveTwinOverBlocks) {
 }
 
 // Longer than what is gathered at once (8,192), against LibTorch's kernel in fp64, which the tests above hold
-// to the twin; and as one of the rectangles of context parallelism.
+// to the twin.
 TEST(AttentionByBlocks, AgreesOverLongFragments) {
   const Multiplier before = std::exchange(multiplier(), Multiplier::kBrgemm);
   const auto problem = make_problem(8300, 2, 1, 16, at::kFloat, 10);
