@@ -24,8 +24,22 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum
 // many on every rank) becomes their sums. The others may be anything: what is only logged stops no step.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group);
 
-// The same in two halves: squares of the elements that this rank owns, bucket by bucket in their order, and
-// the rest from their sum.
+// The same in two halves: Σ g² in fp64 of the elements that this rank owns, bucket by bucket in their order,
+// and the rest from their sum. Gradients on a GPU are read when the sum is asked for, all in one pass: they
+// must stay as they are until then.
+class OwnedSquares {
+ public:
+  void add(const Bucket& bucket);
+  void add(const Bucket& bucket, const Slot& slot);  // of one parameter
+  void add(double squares) { sum_ += squares; }      // that a reduction has taken on its way
+  double value();
+
+ private:
+  void add(const at::Tensor& flat, Range range);
+
+  double sum_ = 0;
+  std::vector<at::Tensor> waiting_;
+};
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
@@ -52,7 +66,7 @@ struct NormParts {
   std::function<int(const std::string& name)> of{};
 };
 // Adds the squares of what this rank owns in the bucket to those of their parts, [names.size()].
-void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<double>& squares);
+void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<OwnedSquares>& squares);
 
 // max |g| over the whole gradient; NaN if any element is one.
 double infinity_norm(const std::vector<Bucket>& buckets, Group group);

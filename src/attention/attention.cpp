@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/kernel.hpp"
+#include "attention/products.hpp"
 #include "attention/views.hpp"
 #include "isograd/error.hpp"
 
@@ -12,18 +13,19 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Consecutive fragments of one length are one call of the kernel.
-std::vector<Rows> runs_of(const std::vector<std::int64_t>& cu_seqlens) {
-  std::vector<Rows> runs;
+// Consecutive fragments of one length are one call of a kernel.
+std::vector<Tile> tiles_of(const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  std::vector<Tile> tiles;
   for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
-    const std::int64_t length = cu_seqlens[f + 1] - cu_seqlens[f];
+    const std::int64_t begin = cu_seqlens[f], length = cu_seqlens[f + 1] - begin;
     if (length == 0) continue;
-    if (!runs.empty() && runs.back().length == length)
-      ++runs.back().count;
+    if (!tiles.empty() && tiles.back().q_length == length)
+      ++tiles.back().count;
     else
-      runs.push_back({cu_seqlens[f], 1, length});
+      tiles.push_back(
+          {.q_row = begin, .q_length = length, .k_row = begin, .k_length = length, .causal = causal});
   }
-  return runs;
+  return tiles;
 }
 
 void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -49,17 +51,8 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
         fmt::format("ascending from 0 to T = {}", q.size(0)));
 }
 
-Tile tile_of(const Rows& run, bool causal) {
-  return {.q_row = run.begin,
-          .q_length = run.length,
-          .k_row = run.begin,
-          .k_length = run.length,
-          .causal = causal,
-          .count = run.count};
-}
-
-at::Tensor rows_of(const at::Tensor& x, const Rows& run) {
-  return x.narrow(0, run.begin, run.count * run.length);
+at::Tensor rows_of(const at::Tensor& x, const Tile& tile) {
+  return x.narrow(0, tile.q_row, tile.count * tile.q_length);
 }
 
 // Neither computes nor keeps a T×T matrix.
@@ -67,12 +60,17 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+    const auto tiles = tiles_of(cu_seqlens, causal);
     at::Tensor out = at::empty(q.sizes(), q.options());
-    at::Tensor log_sums =
-        at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
-    for (const Rows& run : runs_of(cu_seqlens))
-      attend_tile(q, k, v, tile_of(run, causal), rows_of(out, run), rows_of(log_sums, run));
-    ctx->save_for_backward({q, k, v, out, log_sums});
+    if (has_tile_kernel(q, k, causal)) {
+      const at::Tensor log_sums =
+          at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
+      for (const Tile& tile : tiles) attend_tile(q, k, v, tile, rows_of(out, tile), rows_of(log_sums, tile));
+      ctx->save_for_backward({q, k, v, out, log_sums});
+    } else {
+      products::attend_fragments(q, k, v, tiles, out);
+      ctx->save_for_backward({q, k, v});
+    }
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
     return out;
@@ -82,14 +80,17 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
                       "a second derivative of attention, which is not supported");
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3], &log_sums = saved[4];
-    const bool causal = ctx->saved_data["causal"].toBool();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const bool causal = ctx->saved_data["causal"].toBool(), by_tiles = saved.size() > 3;
     const at::Tensor gradient = gradients[0].contiguous();
+    const auto tiles = tiles_of(ctx->saved_data["cu_seqlens"].toIntVector(), causal);
     const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                     at::empty(v.sizes(), v.options())};
-    for (const Rows& run : runs_of(ctx->saved_data["cu_seqlens"].toIntVector())) {
-      const AttendedGradient attended{rows_of(out, run), rows_of(log_sums, run), rows_of(gradient, run)};
-      attend_tile_backward(q, k, v, attended, tile_of(run, causal), result, /*adds=*/false);
+    if (!by_tiles) products::attend_fragments_backward(q, k, v, gradient, tiles, result);
+    for (const Tile& tile : by_tiles ? tiles : std::vector<Tile>()) {
+      const AttendedGradient attended{rows_of(saved[3], tile), rows_of(saved[4], tile),
+                                      rows_of(gradient, tile)};
+      attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
     }
     return {result.q, result.k, result.v, at::Tensor(), at::Tensor()};
   }
@@ -104,26 +105,7 @@ at::Tensor dense_rows(const at::Tensor& x) {
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   check(q, k, v, cu_seqlens);
-  if (q.is_cpu())
-    return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, causal);
-
-  // Elsewhere LibTorch chooses among its kernels; splitting and joining have cheap backwards.
-  const auto runs = runs_of(cu_seqlens);
-  if (runs.empty()) return q + (k.sum() + v.sum());  // empty, and still part of the graph
-  std::vector<std::int64_t> sizes;
-  for (const Rows& run : runs) sizes.push_back(run.count * run.length);
-  const auto qs = q.split_with_sizes(sizes), ks = k.split_with_sizes(sizes), vs = v.split_with_sizes(sizes);
-  std::vector<at::Tensor> parts;
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    const auto heads_first = [&](const at::Tensor& x) {
-      return x.reshape({runs[i].count, runs[i].length, x.size(1), x.size(2)}).transpose(1, 2);
-    };
-    const at::Tensor part =
-        at::scaled_dot_product_attention(heads_first(qs[i]), heads_first(ks[i]), heads_first(vs[i]), {}, 0.0,
-                                         causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1));
-    parts.push_back(part.transpose(1, 2).reshape({sizes[i], q.size(1), q.size(2)}));
-  }
-  return at::cat(parts);
+  return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, causal);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values) {

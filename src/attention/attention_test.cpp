@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "attention/products.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 
@@ -130,6 +131,49 @@ TEST(AttentionByBlocks, AgreesOverLongFragments) {
           << "causal " << causal << ", result " << i << ", seed 10";
   }
   multiplier() = before;
+}
+
+// What computes on a device that has no kernel for the type, here on the CPU; with one score
+// allowed, slices end after 256 queries.
+std::vector<at::Tensor> by_products(const Problem& p, const std::vector<std::int64_t>& cut, bool causal,
+                                    std::int64_t scores) {
+  std::vector<Tile> tiles;
+  for (std::size_t f = 0; f + 1 < cut.size(); ++f)
+    tiles.push_back({.q_row = cut[f],
+                     .q_length = cut[f + 1] - cut[f],
+                     .k_row = cut[f],
+                     .k_length = cut[f + 1] - cut[f],
+                     .causal = causal});
+  at::Tensor out = at::full_like(p.q, NAN);
+  products::attend_fragments(p.q, p.k, p.v, tiles, out, scores);
+  const AttentionGradients of{at::full_like(p.q, NAN), at::full_like(p.k, NAN), at::full_like(p.v, NAN)};
+  products::attend_fragments_backward(p.q, p.k, p.v, p.weight, tiles, of, scores);
+  return {out, of.q, of.k, of.v};
+}
+
+TEST(Attention, ProductsOfWholeFragmentsAgreeWithTheNaiveTwin) {
+  for (const auto& [heads, key_heads, dim] : {std::tuple{2, 2, 16}, {6, 2, 20}, {3, 1, 65}})
+    for (const std::vector<std::int64_t>& cut :
+         {std::vector<std::int64_t>{0, 1, 37}, {0, 255, 511, 768}, {0, 257, 600}, {0, 513}})
+      for (const bool causal : {true, false}) {
+        const auto problem = make_problem(cut.back(), heads, key_heads, dim, at::kFloat, 11);
+        auto wide = problem;
+        for (auto* x : {&wide.q, &wide.k, &wide.v, &wide.weight}) *x = x->to(at::kDouble);
+        const auto wanted = run(naive_variable_length_attention, wide, cut, causal);
+        auto lacking = wide;
+        lacking.k = wide.k.clone(), lacking.k[cut.back() / 2].fill_(-1e4);
+        EXPECT_GT(relative(by_products(lacking, cut, causal, 1)[0], wanted[0]), 1e-6) << "a key left out";
+        for (const std::int64_t scores : {std::int64_t{1}, products::kScores}) {
+          const auto narrow = by_products(problem, cut, causal, scores),
+                     exact = by_products(wide, cut, causal, scores);
+          for (std::size_t i = 0; i < wanted.size(); ++i) {
+            EXPECT_LT(relative(narrow[i], wanted[i]), bound(problem, cut.back()))
+                << "result " << i << ", seed 11";
+            EXPECT_LT(relative(exact[i], wanted[i]), std::ldexp(bound(problem, cut.back()), 24 - 53))
+                << "result " << i << ", seed 11";
+          }
+        }
+      }
 }
 
 // Without one key of 1,153, or with it alone: the comparison must see it.

@@ -1,6 +1,7 @@
 #include "attention/kernel.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include "attention/blocks.hpp"
 #include "attention/views.hpp"
@@ -34,10 +35,81 @@ void put(const at::Tensor& from, at::Tensor to, bool adds) {
   adds ? to.add_(from) : to.copy_(from);
 }
 
+// LibTorch's flash attention for GPUs. Query heads share key heads inside it.
+namespace flash {
+
+// x [T, H, ...] -> [count, length, H, ...]
+at::Tensor batch(const at::Tensor& x, const Rows& rows) {
+  std::vector<std::int64_t> sizes{rows.count, rows.length};
+  sizes.insert(sizes.end(), x.sizes().begin() + 1, x.sizes().end());
+  return x.narrow(0, rows.begin, rows.count * rows.length).view(sizes);
+}
+
+// While one lives, backward adds the parts of a query's gradient in one order, so that a step made twice has
+// the same bits. The flag is the process's, whose ranks on GPUs are processes.
+class InOneOrder {
+ public:
+  InOneOrder() { set(true, context_.deterministicAlgorithmsWarnOnly(), /*fills=*/false); }
+  ~InOneOrder() { set(was_, warns_, fills_); }
+  InOneOrder(const InOneOrder&) = delete;
+  InOneOrder& operator=(const InOneOrder&) = delete;
+
+ private:
+  void set(bool on, bool warns, bool fills) {
+    context_.setDeterministicAlgorithms(on, warns);
+    context_.setDeterministicFillUninitializedMemory(fills);
+  }
+  at::Context& context_ = at::globalContext();
+  const bool was_ = context_.deterministicAlgorithms(), warns_ = context_.deterministicAlgorithmsWarnOnly(),
+             fills_ = context_.deterministicFillUninitializedMemory();
+};
+
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            const at::Tensor& out, const at::Tensor& log_sums) {
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  const Rows own{0, tile.count, tile.q_length};
+  const auto result =
+      at::_flash_attention_forward(batch(q, queries), batch(k, keys), batch(v, keys), std::nullopt,
+                                   std::nullopt, tile.q_length, tile.k_length, 0.0, tile.causal, false);
+  put(std::get<0>(result), batch(out, own), false);
+  put(std::get<1>(result).transpose(1, 2), batch(log_sums, own), false);  // [count, H, q_length]
+}
+
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, const AttentionGradients& gradients,
+                     bool adds) {
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  const Rows own{0, tile.count, tile.q_length};
+  const at::Tensor log_sums = batch(attended.log_sums, own).transpose(1, 2).contiguous();
+  const at::Tensor nothing_drawn = at::empty({2}, q.options().dtype(at::kUInt64));  // without dropout
+  const InOneOrder guard;
+  const auto [dq, dk, dv] =
+      at::_flash_attention_backward(batch(attended.gradient, own), batch(q, queries), batch(k, keys),
+                                    batch(v, keys), batch(attended.out, own), log_sums, {}, {}, tile.q_length,
+                                    tile.k_length, 0.0, tile.causal, nothing_drawn, nothing_drawn);
+  put(dq, batch(gradients.q, queries), adds);
+  put(dk, batch(gradients.k, keys), adds);
+  put(dv, batch(gradients.v, keys), adds);
+}
+
+}  // namespace flash
 }  // namespace
+
+bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
+  if (q.is_cpu()) return true;
+  const auto type = q.scalar_type();
+  if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) || q.size(2) % 8 != 0 || q.size(0) == 0)
+    return false;
+  // LibTorch knows which GPUs and sizes its kernels take.
+  const at::Tensor queries = q.unsqueeze(0).transpose(1, 2), keys = k.unsqueeze(0).transpose(1, 2);
+  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      queries, keys, keys, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1)));
+  return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
+}
 
 void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
                  const at::Tensor& out, const at::Tensor& log_sums) {
+  if (!q.is_cpu()) return flash::attend(q, k, v, tile, out, log_sums);
   if (goes_by_blocks(q)) return blocks::attend(q, k, v, tile, out, log_sums);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {
@@ -51,6 +123,7 @@ void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const AttendedGradient& attended, const Tile& tile,
                           const AttentionGradients& gradients, bool adds) {
+  if (!q.is_cpu()) return flash::attend_backward(q, k, v, attended, tile, gradients, adds);
   if (goes_by_blocks(q)) return blocks::attend_backward(q, k, v, attended, tile, gradients, adds);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {

@@ -7,10 +7,14 @@
 
 namespace isograd {
 
+// Whether the two below compute tiles of these: on the CPU all; on a GPU bf16 and fp16, where LibTorch's
+// flash attention takes them. They do in backward what they did in forward. Elsewhere: products.hpp.
+bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);
+
 // Of the tile alone: out [count · q_length, H, D] in q's type and its log-sums [count · q_length, H] in the
-// accumulating type, rows of larger tensors perhaps. q [T, H, D], k and v [N, Hkv, D] on the CPU: heads
-// dense, rows any distance apart. No gradient; neither scores nor weights are kept. In fp32 by blocks.hpp
-// where products go to brgemm (matmul/product.hpp), else by LibTorch's blocked kernel.
+// accumulating type, rows of larger tensors perhaps. q [T, H, D], k and v [N, Hkv, D]: heads
+// dense, rows any distance apart. No gradient; neither scores nor weights are kept. On the CPU in fp32 by
+// blocks.hpp where products go to brgemm (matmul/product.hpp), else by LibTorch's blocked kernel.
 void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
                  const at::Tensor& out, const at::Tensor& log_sums);
 

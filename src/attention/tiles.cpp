@@ -2,12 +2,11 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <limits>
 #include <unordered_map>
 
 #include "attention/kernel.hpp"
-#include "attention/views.hpp"
+#include "attention/products.hpp"
 
 namespace isograd {
 namespace {
@@ -55,22 +54,6 @@ class Tiler {
   std::vector<Tile> tiles_;
 };
 
-// Of `part` [..., D], whose log-sums are `log_sums` [...], into what was there.
-void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums) {
-  if (sums.eq(kNothing).all().item<bool>()) {
-    out.copy_(part);
-    sums.copy_(log_sums);
-    return;
-  }
-  const at::Tensor own = log_sums.to(sums.scalar_type()), both = at::logaddexp(sums, own);
-  const auto weight = [&](const at::Tensor& of) {
-    return (of - both).exp_().unsqueeze(-1).to(out.scalar_type());
-  };
-  out.mul_(weight(sums));
-  out.addcmul_(part.to(out.scalar_type()), weight(own));
-  sums.copy_(both);
-}
-
 }  // namespace
 
 std::vector<Tile> tiles_between(const std::vector<Span>& queries, const std::vector<Span>& keys,
@@ -112,6 +95,21 @@ Attended Attended::nothing(const at::Tensor& q) {
           at::full({q.size(0), q.size(1)}, kNothing, options.dtype(at::kDouble))};
 }
 
+void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums) {
+  if (sums.eq(kNothing).all().item<bool>()) {
+    out.copy_(part);
+    sums.copy_(log_sums);
+    return;
+  }
+  const at::Tensor own = log_sums.to(sums.scalar_type()), both = at::logaddexp(sums, own);
+  const auto weight = [&](const at::Tensor& of) {
+    return (of - both).exp_().unsqueeze(-1).to(out.scalar_type());
+  };
+  out.mul_(weight(sums));
+  out.addcmul_(part.to(out.scalar_type()), weight(own));
+  sums.copy_(both);
+}
+
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
             Attended& attended) {
   if (!q.is_cpu()) return products::attend(q, k, v, tile, attended);
@@ -133,82 +131,4 @@ void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
       gradients, /*adds=*/true);
 }
 
-namespace products {
-namespace {
-
-constexpr std::int64_t kQueries = 256;  // of one product: their scores are all that is kept
-
-// Some queries of a tile: [F, Hkv, groups · L, D] of x, as the products want them.
-struct Slice {
-  const Tile& tile;
-  std::int64_t begin, length, groups;
-
-  // [F · q_length rows, H, D] -> [F, Hkv, groups, L, D]
-  at::Tensor of(const at::Tensor& x) const {
-    return x.narrow(0, tile.q_row, tile.count * tile.q_length)
-        .view({tile.count, tile.q_length, x.size(1) / groups, groups, -1})
-        .narrow(1, begin, length)
-        .permute({0, 2, 3, 1, 4});
-  }
-  at::Tensor joined(const at::Tensor& x, at::ScalarType type) const {
-    const at::Tensor part = of(x).to(type);
-    return part.reshape({part.size(0), part.size(1), groups * length, part.size(4)});
-  }
-  // Back into the shape of of().
-  at::Tensor apart(const at::Tensor& x) const {
-    return x.view({x.size(0), x.size(1), groups, length, x.size(3)});
-  }
-  // [F, Hkv, groups · L, k_length]; −∞ where a query must not see a key.
-  at::Tensor scores(const at::Tensor& q, const at::Tensor& keys) const {
-    at::Tensor result =
-        at::matmul(joined(q, keys.scalar_type()), keys.transpose(2, 3)) / std::sqrt(double(q.size(2)));
-    if (!tile.causal) return result;
-    const auto places = keys.options().dtype(at::kLong);
-    const at::Tensor later = at::arange(tile.k_length, places).unsqueeze(0) >
-                             at::arange(begin, begin + length, places).unsqueeze(1);  // [L, k_length]
-    return apart(result).masked_fill_(later, kNothing).view(result.sizes());
-  }
-};
-
-template <typename F>
-void for_each_slice(const at::Tensor& q, const at::Tensor& k, const Tile& tile, F&& work) {
-  for (std::int64_t begin = 0; begin < tile.q_length; begin += kQueries)
-    work(Slice{tile, begin, std::min(kQueries, tile.q_length - begin), queries_per_key(q, k)});
-}
-
-}  // namespace
-
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            Attended& attended) {
-  const auto type = attended.out.scalar_type();
-  const Rows rows{tile.k_row, tile.count, tile.k_length};
-  const at::Tensor keys = heads_first(k, rows).to(type), values = heads_first(v, rows).to(type);
-  for_each_slice(q, k, tile, [&](const Slice& slice) {
-    const at::Tensor scores = slice.scores(q, keys), log_sums = at::logsumexp(scores, {3}, true);
-    const at::Tensor part = at::matmul((scores - log_sums).exp_(), values);
-    merge(slice.apart(part).flatten(1, 2), slice.apart(log_sums).squeeze(4).flatten(1, 2),
-          slice.of(attended.out).flatten(1, 2), slice.of(attended.log_sums).squeeze(4).flatten(1, 2));
-  });
-}
-
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
-  const auto type = gradients.q.scalar_type();
-  const double scale = 1 / std::sqrt(double(q.size(2)));
-  const Rows rows{tile.k_row, tile.count, tile.k_length};
-  const at::Tensor keys = heads_first(k, rows).to(type), values = heads_first(v, rows).to(type);
-  for_each_slice(q, k, tile, [&](const Slice& slice) {
-    const at::Tensor gradient = slice.joined(attended.gradient, type);
-    const at::Tensor log_sums = slice.joined(attended.log_sums, type);  // [F, Hkv, groups · L, 1]
-    const at::Tensor weights = (slice.scores(q, keys) - log_sums).exp_();
-    const at::Tensor mean = (gradient * slice.joined(attended.out, type)).sum(3, true);
-    const at::Tensor of_scores =
-        (at::matmul(gradient, values.transpose(2, 3)) - mean).mul_(weights).mul_(scale);
-    slice.of(gradients.q).add_(slice.apart(at::matmul(of_scores, keys)));
-    heads_first(gradients.k, rows).add_(at::matmul(of_scores.transpose(2, 3), slice.joined(q, type)));
-    heads_first(gradients.v, rows).add_(at::matmul(weights.transpose(2, 3), gradient));
-  });
-}
-
-}  // namespace products
 }  // namespace isograd

@@ -54,9 +54,12 @@ struct Attended {
   static Attended nothing(const at::Tensor& q);
 };
 
+// Merges `part` [..., D], whose log-sums are `log_sums` [...], into what was there.
+void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums);
+
 // Merges one tile into `attended`. q [T, H, D], k and v [N, Hkv, D], H a multiple of Hkv (query head h reads
-// key head h / (H / Hkv)), the last dim dense. No gradient. Scores are never kept: LibTorch's blocked kernel
-// on the CPU, elsewhere products of a few hundred queries at a time.
+// key head h / (H / Hkv)), the last dim dense. No gradient. Scores are never kept: by kernel.hpp on the CPU,
+// elsewhere by products.hpp.
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
             Attended& attended);
 
@@ -74,13 +77,5 @@ struct AttendedGradient {
 // log-sums every weight exp(score − log_sum) is final.
 void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients);
-
-// The same by matrix products, for any device; what the kernel is tested against.
-namespace products {
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            Attended& attended);
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients);
-}  // namespace products
 
 }  // namespace isograd

@@ -1,4 +1,5 @@
 #include "attention/tiles.hpp"
+#include "attention/products.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

@@ -57,13 +57,13 @@ class Problem {
       parts[part].push_back(std::chrono::duration<double>(now - last).count());
       last = now;
     };
-    double squares = 0;
+    OwnedSquares squares;
     layout_->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
-      squares += taken ? *taken : owned_squares(bucket);
+      taken ? squares.add(*taken) : squares.add(bucket);
     });
     lap(0);
     std::vector<double> no_loss = {0};
-    const GlobalNorm global = global_norm(squares, no_loss, group_);
+    const GlobalNorm global = global_norm(squares.value(), no_loss, group_);
     lap(1);
     optimizer_->update(layout_->buckets(), clip_coefficient(global.norm, kBenchMaxNorm));
     lap(2);

@@ -83,6 +83,8 @@ const std::vector<StepCase>& step_cases() {
       {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
       // Attention and products over many tokens; few parameters.
       {"compute", shape(256, 4, 4, 4, 64, 704, false), 1, 2048, 1},
+      // For a GPU: every kernel takes longer than starting it. On one core a step takes minutes.
+      {"large", shape(2048, 4, 16, 16, 128, 5632, false), 1, 2048, 4, false},
       // Shows in a few seconds that the comparison works; its ratio says nothing.
       {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };

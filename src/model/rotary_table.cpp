@@ -78,19 +78,20 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::at(const at::Tensor& positions,
                                                   const std::vector<std::int64_t>& cu_seqlens,
                                                   const std::vector<std::int64_t>& lengths) {
   const at::NoGradGuard no_grad;
-  const at::Tensor places = positions.cpu();
-  std::int64_t longest = places.numel() == 0 ? 0 : places.max().item<std::int64_t>() + 1;
-  if (places.numel() > 0 && !lengths.empty())
+  std::int64_t longest = positions.numel() == 0 ? 0 : positions.max().item<std::int64_t>() + 1;
+  if (positions.numel() > 0 && !lengths.empty())
     longest = std::max(longest, *std::max_element(lengths.begin(), lengths.end()));
   at::Tensor cos, sin;
   if (!depends_on_length(longest)) {
     const std::lock_guard lock(mutex_);
-    if (!cos_.defined() || cos_.size(0) < longest) {
+    if (!cos_.defined() || cos_.size(0) < longest || cos_.device() != positions.device()) {
       const auto size = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest + 1)));
-      std::tie(cos_, sin_) = compute(at::arange(size), 0);
+      std::tie(cos_, sin_) = compute(at::arange(size), 0);  // on the CPU: the same bits everywhere
+      cos_ = cos_.to(positions.device()), sin_ = sin_.to(positions.device());
     }
-    cos = cos_.index_select(0, places), sin = sin_.index_select(0, places);
+    cos = cos_.index_select(0, positions), sin = sin_.index_select(0, positions);
   } else {
+    const at::Tensor places = positions.cpu();
     std::vector<at::Tensor> all_cos, all_sin;
     for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
       if (cu_seqlens[f + 1] == cu_seqlens[f]) continue;

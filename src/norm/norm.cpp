@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "isograd/layout.hpp"
 #include "norm/passes.hpp"
@@ -16,13 +17,35 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum
 }
 
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group) {
-  double squares = 0;
-  for (const Bucket& bucket : buckets) squares += owned_squares(bucket);
-  return global_norm(squares, local_sums, group);
+  OwnedSquares squares;
+  for (const Bucket& bucket : buckets) squares.add(bucket);
+  return global_norm(squares.value(), local_sums, group);
+}
+
+void OwnedSquares::add(const Bucket& bucket) {
+  add(bucket.gradients, owned_part(bucket));
+}
+
+void OwnedSquares::add(const Bucket& bucket, const Slot& slot) {
+  add(bucket.gradients, owned_part(bucket, slot));
+}
+
+void OwnedSquares::add(const at::Tensor& flat, Range range) {
+  if (flat.is_cpu())
+    sum_ += squared_norm(flat, range);
+  else
+    waiting_.push_back(flat.narrow(0, range.begin, range.size()));
+}
+
+double OwnedSquares::value() {
+  sum_ += by_libtorch::squared_norm(std::exchange(waiting_, {}));
+  return sum_;
 }
 
 double owned_squares(const Bucket& bucket) {
-  return squared_norm(bucket.gradients, owned_part(bucket));
+  OwnedSquares squares;
+  squares.add(bucket);
+  return squares.value();
 }
 
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group) {

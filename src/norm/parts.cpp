@@ -1,5 +1,6 @@
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -38,29 +39,30 @@ std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
                                Group group) {
   std::vector<double> values(parts);
+  std::vector<OwnedSquares> squares(parts);
   for (const Bucket& bucket : buckets)
     for (const Slot& slot : bucket.plan.slots) {
       const int part = part_of(slot);
       if (part < 0 || part >= parts) continue;
-      const Range range = owned_part(bucket, slot);
       if (order == NormOrder::kTwo) {
-        values[part] += squared_norm(bucket.gradients, range);
+        squares[part].add(bucket, slot);
       } else {
-        const double largest = max_abs(bucket.gradients, range);
+        const double largest = max_abs(bucket.gradients, owned_part(bucket, slot));
         if (std::isnan(largest) || largest > values[part]) values[part] = largest;
       }
     }
   if (order == NormOrder::kInfinity) return largest_of_all(std::move(values), group);
+  std::ranges::transform(squares, values.begin(), &OwnedSquares::value);
   values = add_up(std::move(values), group, ReduceOp::kSum);
   for (double& value : values) value = std::sqrt(value);
   return values;
 }
 
-void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<double>& squares) {
+void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector<OwnedSquares>& squares) {
   for (const Slot& slot : bucket.plan.slots) {
     const int part = parts.of(slot.name);
     if (part < 0 || static_cast<std::size_t>(part) >= squares.size()) continue;
-    squares[static_cast<std::size_t>(part)] += squared_norm(bucket.gradients, owned_part(bucket, slot));
+    squares[static_cast<std::size_t>(part)].add(bucket, slot);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <vector>
 
 #include "kernels/flat.hpp"
@@ -56,12 +57,18 @@ Range owned_part(const Bucket& bucket, const Slot& slot) {
 namespace by_libtorch {
 
 double squared_norm(const at::Tensor& flat, Range range) {
+  return squared_norm({flat.narrow(0, range.begin, range.size())});
+}
+
+double squared_norm(const std::vector<at::Tensor>& parts) {
   const at::NoGradGuard no_grad;
-  // The norm is one pass, which squares and adds in fp64; its own square is right to an fp64 rounding or two.
-  const double norm = at::linalg_vector_norm(flat.narrow(0, range.begin, range.size()), 2, std::nullopt,
-                                             /*keepdim=*/false, at::kDouble)
-                          .item<double>();
-  return norm * norm;
+  std::vector<at::Tensor> filled;
+  std::ranges::copy_if(parts, std::back_inserter(filled), [](const at::Tensor& x) { return x.numel() > 0; });
+  if (filled.empty()) return 0;
+  // One pass over all, which squares and adds in fp64; a norm's own square is right to an fp64 rounding or
+  // two.
+  const at::Tensor norms = at::stack(at::_foreach_norm(filled, 2, at::kDouble));
+  return norms.square().sum().item<double>();
 }
 
 double max_abs(const at::Tensor& flat, Range range) {

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "isograd/parameters.hpp"
 
 namespace isograd {
@@ -19,6 +21,7 @@ double max_abs(const at::Tensor& flat, Range range);
 // The same in LibTorch's operators: what other devices than the CPU do, in LibTorch's order of summation.
 namespace by_libtorch {
 double squared_norm(const at::Tensor& flat, Range range);
+double squared_norm(const std::vector<at::Tensor>& parts);  // of all of them, which are on one device
 double max_abs(const at::Tensor& flat, Range range);
 }  // namespace by_libtorch
 

@@ -15,8 +15,15 @@ std::vector<at::Tensor> parts(const at::Tensor& flat, const std::vector<Range>& 
   return result;
 }
 
+std::vector<Range> from_begin_of(Range range, std::vector<Range> parts) {
+  for (Range& each : parts) each = {each.begin - range.begin, each.end - range.begin};
+  return parts;
+}
+
+// Perhaps the bucket's own memory: to be read alone.
 at::Tensor gradient_of(const Bucket& bucket, Range range, double scale) {
-  return part(bucket.gradients, range).to(bucket.master.scalar_type()).mul(scale);
+  const at::Tensor gradient = part(bucket.gradients, range).to(bucket.master.scalar_type());
+  return scale == 1 ? gradient : gradient.mul(scale);
 }
 
 void write_back(Bucket& bucket, Range range) {
@@ -24,20 +31,43 @@ void write_back(Bucket& bucket, Range range) {
     part(bucket.parameters, range).copy_(part(bucket.master, range));
 }
 
+// LibTorch's fused pass takes a count of updates and corrects by it. Ours is in the scalars: from this count
+// on its own corrections are 1.
+constexpr double kManyUpdates = 1e9;
+
+// What of `range` lies between `parts`, which are in order.
+std::vector<Range> between(Range range, const std::vector<Range>& parts) {
+  std::vector<Range> result;
+  std::int64_t at = range.begin;
+  for (const Range& each : parts) {
+    if (each.begin > at) result.push_back({at, each.begin});
+    at = each.end;
+  }
+  if (range.end > at) result.push_back({at, range.end});
+  return result;
+}
+
 }  // namespace
 
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
            const LongRun& run) {
   const at::NoGradGuard no_grad;
-  const Range range = run.range;
-  const at::Tensor g = gradient_of(bucket, range, scalars.gradient_scale);
-  const at::Tensor p = part(bucket.master, range), m = part(first, range), v = part(second, range);
-  if (scalars.keep != 1 && !run.decaying.empty())
-    at::_foreach_mul_(parts(bucket.master, run.decaying), scalars.keep);
-  m.lerp_(g, 1 - scalars.beta1);
-  v.mul_(scalars.beta2).addcmul_(g, g, 1 - scalars.beta2);
-  p.addcdiv_(m, v.sqrt().mul_(scalars.inverse_root_correction).add_(scalars.epsilon), -scalars.step_size);
-  write_back(bucket, range);
+  const at::Tensor g = gradient_of(bucket, run.range, scalars.gradient_scale);
+  // s m / (r √v + ε) = (s / r) m / (√v + ε / r)
+  const double rate = scalars.step_size / scalars.inverse_root_correction,
+               epsilon = scalars.epsilon / scalars.inverse_root_correction;
+  const at::Tensor updates = at::full({}, kManyUpdates, g.options().dtype(at::kFloat));
+  const auto update = [&](const std::vector<Range>& ranges, double weight_decay) {
+    if (ranges.empty()) return;
+    at::_fused_adamw_(parts(bucket.master, ranges), parts(g, from_begin_of(run.range, ranges)),
+                      parts(first, ranges), parts(second, ranges), {},
+                      std::vector<at::Tensor>(ranges.size(), updates), rate, scalars.beta1, scalars.beta2,
+                      weight_decay, epsilon, /*amsgrad=*/false,
+                      /*maximize=*/false);
+  };
+  update(run.decaying, rate > 0 ? (1 - scalars.keep) / rate : 0);
+  update(between(run.range, run.decaying), 0);
+  write_back(bucket, run.range);
 }
 
 void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, const LongRun& run) {
@@ -46,9 +76,9 @@ void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, cons
   at::Tensor g = gradient_of(bucket, range, scalars.gradient_scale);
   const at::Tensor p = part(bucket.master, range);
   if (scalars.weight_decay != 0 && !run.decaying.empty()) {
-    std::vector<Range> in_run;
-    for (const Range& own : run.decaying) in_run.push_back({own.begin - range.begin, own.end - range.begin});
-    at::_foreach_add_(parts(g, in_run), parts(bucket.master, run.decaying), scalars.weight_decay);
+    g = g.is_alias_of(bucket.gradients) ? g.clone() : g;
+    at::_foreach_add_(parts(g, from_begin_of(range, run.decaying)), parts(bucket.master, run.decaying),
+                      scalars.weight_decay);
   }
   if (velocity) {
     const at::Tensor b = part(*velocity, range);

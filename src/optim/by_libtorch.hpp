@@ -8,8 +8,8 @@
 
 namespace isograd::by_libtorch {
 
-// Of a run's elements; scalars.keep and scalars.weight_decay are for those that decay. The same expressions
-// in the type of the master, each operator rounding once.
+// Of a run's elements; scalars.keep and scalars.weight_decay are for those that decay. In the type of the
+// master; AdamW by LibTorch's fused pass, SGD by the same expressions, each operator rounding once.
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
            const LongRun& run);
 // `velocity` is null exactly when momentum is 0.

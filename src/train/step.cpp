@@ -99,10 +99,10 @@ StepReport Step::finish() {
 
   // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
   // gradient_scale.
-  double squares = 0;  // of the elements that this rank owns
-  std::vector<double> part_squares(options_.norm_parts.names.size());
+  OwnedSquares squares;
+  std::vector<OwnedSquares> part_squares(options_.norm_parts.names.size());
   layout_.finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
-    squares += taken ? *taken : owned_squares(bucket);
+    taken ? squares.add(*taken) : squares.add(bucket);
     if (!part_squares.empty()) add_owned_squares(bucket, options_.norm_parts, part_squares);
   });
   const double scale = work_->denominator().gradient_scale;
@@ -113,8 +113,8 @@ StepReport Step::finish() {
   if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
   const std::size_t parts = sums.size();
-  std::ranges::copy(part_squares, std::back_inserter(sums));
-  const GlobalNorm global = global_norm(squares, sums, layout_.mesh().all());
+  std::ranges::transform(part_squares, std::back_inserter(sums), &OwnedSquares::value);
+  const GlobalNorm global = global_norm(squares.value(), sums, layout_.mesh().all());
 
   StepReport report;
   report.loss = global.loss_sum * scale;
