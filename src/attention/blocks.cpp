@@ -1,7 +1,6 @@
 #include "attention/blocks.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +12,7 @@
 #include "kernels/attention.hpp"
 #include "kernels/transpose.hpp"
 #include "matmul/brgemm.hpp"
+#include "threads/parallel_for.hpp"
 
 // FlashAttention's recurrences (Dao 2023, arXiv 2307.08691, algorithms 1 and 2), one head at a time: softmax
 // over blocks of keys with the maximum and the sum so far, and backward from the saved log-sums.
@@ -96,7 +96,7 @@ struct Work {
   // Calls `each` (fragment, key head) on LibTorch's threads, with a thread's memory of as many floats.
   template <typename F>
   void for_each_head(std::int64_t floats, F&& each) const {
-    at::parallel_for(0, tile.count * key_heads, 1, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(0, tile.count * key_heads, 1, [&](std::int64_t first, std::int64_t last) {
       const at::Tensor memory = at::empty({floats}, at::kFloat);
       for (std::int64_t i = first; i < last; ++i)
         each(i / key_heads, i % key_heads, memory.mutable_data_ptr<float>());

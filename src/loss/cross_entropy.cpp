@@ -1,6 +1,5 @@
 // Cross entropy as a sum over targets, in two fused passes: row sums forward, softmax minus one-hot backward.
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -14,6 +13,7 @@
 #include "loss/checks.hpp"
 #include "loss/elements.hpp"
 #include "loss/rows.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -30,7 +30,7 @@ double forward_pass(const at::Tensor& logits, const at::Tensor& targets, const a
   auto* row_sums = static_cast<kernels::RowSum*>(sums.mutable_data_ptr());
   std::vector<double> losses(rows);
   with_elements(logits, [&](auto* elements) {
-    at::parallel_for(0, rows, rows_per_task(vocabulary), [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(0, rows, rows_per_task(vocabulary), [&](std::int64_t begin, std::int64_t end) {
       kernels::row_sums(elements + begin * vocabulary, end - begin, vocabulary, valid + begin,
                         row_sums + begin);
     });
@@ -83,7 +83,7 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
     at::Tensor gradient = in_place ? logits.detach() : at::empty_like(rows);
     with_elements(rows, [&](auto* elements) {
       auto* out = static_cast<decltype(elements)>(const_cast<void*>(gradient.const_data_ptr()));
-      at::parallel_for(0, rows.size(0), rows_per_task(vocabulary), [&](std::int64_t begin, std::int64_t end) {
+      parallel_for(0, rows.size(0), rows_per_task(vocabulary), [&](std::int64_t begin, std::int64_t end) {
         kernels::cross_entropy_gradient(elements + begin * vocabulary, end - begin, vocabulary,
                                         mask.const_data_ptr<bool>() + begin,
                                         targets.const_data_ptr<std::int64_t>() + begin,

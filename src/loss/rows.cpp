@@ -1,7 +1,6 @@
 #include "loss/rows.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +9,7 @@
 #include "kernels/softmax.hpp"
 #include "loss/checks.hpp"
 #include "loss/elements.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -58,7 +58,7 @@ void take_in(const at::Tensor& logits, std::int64_t first_column, const at::Tens
   auto* at_target = rows.target.mutable_data_ptr<double>();
   double* total = rows.total.defined() ? rows.total.mutable_data_ptr<double>() : nullptr;
   with_elements(logits, [&](auto* elements) {
-    at::parallel_for(0, logits.size(0), rows_per_task(columns), [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(0, logits.size(0), rows_per_task(columns), [&](std::int64_t begin, std::int64_t end) {
       constexpr bool kThis = true;
       for (std::int64_t t = begin; t < end; ++t) {
         if (valid && !valid[t]) continue;
@@ -139,7 +139,7 @@ void write_gradient(const at::Tensor& logits, std::int64_t first_column, const a
   const auto* of = static_cast<const kernels::RowGradient*>(coefficients.const_data_ptr());
   with_elements(logits, [&](auto* elements) {
     auto* out = static_cast<decltype(elements)>(const_cast<void*>(gradient.const_data_ptr()));
-    at::parallel_for(0, logits.size(0), rows_per_task(columns), [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(0, logits.size(0), rows_per_task(columns), [&](std::int64_t begin, std::int64_t end) {
       kernels::softmax_gradient(elements + begin * columns, end - begin, columns,
                                 valid ? valid + begin : nullptr, target + begin, of + begin,
                                 out + begin * columns);

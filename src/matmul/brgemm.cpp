@@ -13,6 +13,7 @@
 
 #include "kernels/transpose.hpp"
 #include "kernels/versions.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -110,7 +111,7 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
        num_tasks() < at::get_num_threads() && each > 1;)
     each = at::divup(each, 2);
   const std::int64_t tasks_across = at::divup(num_columns, columns_each);
-  at::parallel_for(0, num_tasks(), 1, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(0, num_tasks(), 1, [&](std::int64_t first, std::int64_t last) {
     const std::int64_t of_a = a.turned ? kRows * depths.front().size : 0,
                        of_b = factors.moves_b() ? kColumns * depths.front().size : 0;
     const at::Tensor memory = at::empty({rows_each * of_a + of_b}, at::TensorOptions(at::kFloat));

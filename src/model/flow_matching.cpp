@@ -1,7 +1,6 @@
 #include "isograd/flow_matching.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/token_losses.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -76,14 +76,14 @@ FlowNoise flow_noise(const Batch& batch, std::int64_t elements, std::uint64_t se
   for (std::int64_t f = 0; f < fragments; ++f) {
     time[f] = random_uniform(key(f, of_time), 0);
     const RandomKey own = key(f, of_noise);
-    at::parallel_for(batch.cu_seqlens[static_cast<std::size_t>(f)],
-                     batch.cu_seqlens[static_cast<std::size_t>(f) + 1], kGrain,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       for (std::int64_t t = begin; t < end; ++t)
-                         for (std::int64_t e = 0; e < elements; ++e)
-                           noise[t * elements + e] =
-                               random_normal(own, static_cast<std::uint64_t>(position[t] * elements + e));
-                     });
+    parallel_for(batch.cu_seqlens[static_cast<std::size_t>(f)],
+                 batch.cu_seqlens[static_cast<std::size_t>(f) + 1], kGrain,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t t = begin; t < end; ++t)
+                     for (std::int64_t e = 0; e < elements; ++e)
+                       noise[t * elements + e] =
+                           random_normal(own, static_cast<std::uint64_t>(position[t] * elements + e));
+                 });
   }
   return drawn;
 }

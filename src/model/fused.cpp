@@ -1,12 +1,11 @@
 #include "model/fused.hpp"
 
-#include <ATen/Parallel.h>
-
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/rows.hpp"
 #include "model/weight_gradient.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -54,7 +53,7 @@ std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Te
   with_types(x, [&](auto* t, auto* c) {
     using T = std::remove_pointer_t<decltype(t)>;
     using C = std::remove_pointer_t<decltype(c)>;
-    at::parallel_for(0, rows, kChunk, [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(0, rows, kChunk, [&](std::int64_t begin, std::int64_t end) {
       rows::rms_norm(data<T>(x) + begin * width, data<T>(weight), end - begin, width, epsilon,
                      data<T>(y) + begin * width, data<C>(scale) + begin);
     });
@@ -75,7 +74,7 @@ variable_list norm_backward(AutogradContext* ctx, const at::Tensor& gradient, co
   with_types(x, [&](auto* t, auto* c) {
     using T = std::remove_pointer_t<decltype(t)>;
     using C = std::remove_pointer_t<decltype(c)>;
-    at::parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t chunk = first; chunk < last; ++chunk) {
         const std::int64_t begin = chunk * kChunk, count = std::min(kChunk, rows - begin), at = begin * width;
         rows::rms_norm_backward(data<T>(dy) + at, data<T>(x) + at, data<T>(weight), data<C>(scale) + begin,
@@ -121,7 +120,7 @@ at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor&
   with_types(x, [&](auto* t, auto* c) {
     using T = std::remove_pointer_t<decltype(t)>;
     using C = std::remove_pointer_t<decltype(c)>;
-    at::parallel_for(0, x.size(0), kChunk, [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(0, x.size(0), kChunk, [&](std::int64_t begin, std::int64_t end) {
       rows::rotate(data<T>(x) + begin * stride, stride, data<C>(cos) + begin * half,
                    data<C>(sin) + begin * half, end - begin, heads, dim, direction,
                    data<T>(y) + begin * heads * dim);
@@ -156,7 +155,7 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
     at::Tensor y = at::empty(gate.sizes(), gate.options());
     with_types(gate, [&](auto* t, auto*) {
       using T = std::remove_pointer_t<decltype(t)>;
-      at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+      parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
         rows::swiglu(data<T>(gate) + begin, data<T>(up) + begin, end - begin, data<T>(y) + begin);
       });
     });
@@ -171,7 +170,7 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
     at::Tensor dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(up.sizes(), up.options());
     with_types(gate, [&](auto* t, auto*) {
       using T = std::remove_pointer_t<decltype(t)>;
-      at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+      parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
         rows::swiglu_backward(data<T>(dy) + begin, data<T>(gate) + begin, data<T>(up) + begin, end - begin,
                               data<T>(dgate) + begin, data<T>(dup) + begin);
       });

@@ -1,7 +1,6 @@
 #include "norm/passes.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "kernels/flat.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -20,7 +20,7 @@ template <typename Pass>
 std::vector<double> by_chunks(Range range, const Pass& of) {
   const std::int64_t chunks = (range.size() + kChunk - 1) / kChunk;
   std::vector<double> results(chunks);
-  at::parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t chunk = first; chunk < last; ++chunk) {
       const std::int64_t at = range.begin + chunk * kChunk;
       results[chunk] = of(at, std::min(kChunk, range.end - at));

@@ -1,10 +1,10 @@
 #include "optim/runs.hpp"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/zeros_like.h>
 #include <fmt/format.h>
 
 #include "isograd/error.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 
@@ -68,7 +68,7 @@ std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements, const
 void for_each_run(const Bucket& bucket, const Optimizer::Missed& missed,
                   const std::function<void(const Run&)>& pass) {
   const auto runs = runs_of(bucket, 1 << 16, missed);
-  at::parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) pass(runs[i]);
   });
 }

@@ -1,11 +1,10 @@
 #include "verify/sums.hpp"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <array>
 
 #include "isograd/error.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -19,7 +18,7 @@ template <std::size_t N, typename Add>
 std::array<double, N> summed(std::int64_t begin, std::int64_t end, const Add& add) {
   const std::int64_t blocks = (end - begin + kBlock - 1) / kBlock;
   std::vector<std::array<double, N>> of_block(static_cast<std::size_t>(std::max<std::int64_t>(blocks, 0)));
-  at::parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t b = first; b < last; ++b) {
       std::array<std::array<double, kLanes>, N> lanes{};
       std::int64_t i = begin + b * kBlock;
