@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <exception>
@@ -11,6 +12,8 @@
 
 namespace isograd {
 namespace {
+
+thread_local bool in_part = false;  // this thread computes a part of a loop
 
 #ifdef ISOGRAD_SANITIZE_THREAD
 // The sanitizer does not see how LibTorch's threads wait for one another.
@@ -55,11 +58,13 @@ void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
   const std::int64_t count = end - begin;
   const std::int64_t parts =
       std::min<std::int64_t>(at::get_num_threads(), count / std::max<std::int64_t>(1, grain));
-  if (parts <= 1 || at::in_parallel_region()) return body(begin, end);
+  if (parts <= 1 || in_part || at::in_parallel_region()) return body(begin, end);
   // The first `longer` parts have one more.
   const std::int64_t each = count / parts, longer = count % parts;
   for_each_part(parts, [&](std::int64_t part) {
     const std::int64_t from = begin + part * each + std::min(part, longer);
+    const auto after = c10::make_scope_exit([] { in_part = false; });
+    in_part = true;
     body(from, from + each + (part < longer ? 1 : 0));
   });
 }
