@@ -46,6 +46,8 @@ def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     assert record["peer_name"] == "PyTorch eager"
     check_ratio(record)
     assert "NOT COMPARABLE" not in result.stdout
+    of_two = bench("--case", "tiny", "--ranks", 1, "--threads", 2, "--seconds", 0.2)
+    assert of_two.returncode == 0 and "tiny, 1 rank of 2 threads" in of_two.stdout, of_two.stdout + of_two.stderr
 
 
 def test_every_product_of_a_step_is_timed_by_every_library(tmp_path):

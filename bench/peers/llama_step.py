@@ -195,7 +195,7 @@ def clip(model, max_norm):
 def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for, backward):
     """`clip` returns how to read the norm, outside of what is timed."""
     c = json.loads((exchange / "case.json").read_text())
-    torch.set_num_threads(1)
+    torch.set_num_threads(c["threads"])
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(exchange / f"compiled.{rank}"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     device = torch.device("cuda", rank) if c["device"] == "cuda" else torch.device("cpu")

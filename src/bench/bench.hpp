@@ -16,6 +16,7 @@ struct BenchStepOptions {
   double seconds = 60;         // of taking turns, for each case and number of ranks
   std::string python;          // empty: as find_python() says
   std::string device = "cpu";  // or "cuda": a GPU for each rank, over NCCL, for both sides
+  int threads = 1;             // of each rank, on both sides
 };
 
 // "small", "medium", "communication", "compute", and "tiny", which only shows that the comparison works.

@@ -65,7 +65,7 @@ struct Run {
 
 Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
   const ExchangeFolder exchange;
-  write_exchange(exchange.path(), step_case, ranks, options.device);
+  write_exchange(exchange.path(), step_case, ranks, options.device, options.threads);
   std::vector<Side> sides;
   for (const Strategy& strategy : strategies_of(ranks, options))
     sides.push_back({.name = strategy.name,
@@ -74,7 +74,8 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
                                  std::to_string(ranks), strategy.name},
                      .ranks = ranks});
   const std::size_t count = sides.size();
-  Run run{.name = fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s"),
+  const std::string threads = options.threads == 1 ? "" : fmt::format(" of {} threads", options.threads);
+  Run run{.name = fmt::format("{}, {} rank{}{}", step_case.name, ranks, ranks == 1 ? "" : "s", threads),
           .ranks = ranks,
           .tokens = step_case.tokens(),
           .described = peers_of(ranks, options.compiled)};
@@ -92,7 +93,8 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
     run.agreements.push_back(other_tokens ? Agreement{} : compare(results[i].first, reference));
     (i < count ? run.ours : run.peers).push_back(std::move(results[i]));
   }
-  if (options.device == "cpu") run.products = fastest_products(step_case);  // now that all sides are gone
+  if (options.device == "cpu" && options.threads == 1)
+    run.products = fastest_products(step_case);  // now that all sides are gone
   return run;
 }
 
@@ -170,9 +172,10 @@ int bench_step(const BenchStepOptions& options) {
     std::copy_if(step_cases().begin(), step_cases().end(), std::back_inserter(cases),
                  [](const StepCase& step_case) { return step_case.standard; });
   fmt::print(
-      "whole training steps, fp32, one thread a rank: median, quartile spread, ms of it that a rank waited "
+      "whole training steps, fp32, {} thread{} a rank: median, quartile spread, ms of it that a rank waited "
       "for\n"
-      "communication, and how much faster than each peer (lowest .. highest of single rounds)\n");
+      "communication, and how much faster than each peer (lowest .. highest of single rounds)\n",
+      options.threads, options.threads == 1 ? "" : "s");
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;

@@ -146,12 +146,13 @@ AdamWOptions bench_adamw() {
 }
 
 void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const std::string& device) {
+                    const std::string& device, int threads) {
   const DecoderConfig& config = step_case.shape;
   const AdamWOptions adamw = bench_adamw();
   const nlohmann::ordered_json description = {{"name", step_case.name},
                                               {"ranks", ranks},
                                               {"device", device},
+                                              {"threads", threads},
                                               {"vocabulary", config.vocabulary},
                                               {"hidden", config.hidden},
                                               {"layers", config.layers},
@@ -219,6 +220,10 @@ std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, con
 
 std::string read_case_name(const std::filesystem::path& directory) {
   return parse_json(read_file(directory / "case.json")).value.at("name").get<std::string>();
+}
+
+int read_threads(const std::filesystem::path& directory) {
+  return parse_json(read_file(directory / "case.json")).value.at("threads").get<int>();
 }
 
 std::string read_device(const std::filesystem::path& directory) {

@@ -33,12 +33,13 @@ inline constexpr double kBenchMaxNorm = 1.0;
 
 // Fills `directory` with case.json, model/ and tokens.bin for that many ranks.
 void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const std::string& device = "cpu");
+                    const std::string& device = "cpu", int threads = 1);
 
 // This rank's steps, in order, from tokens.bin.
 std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
                                      int rank, int ranks);
 std::string read_case_name(const std::filesystem::path& directory);
 std::string read_device(const std::filesystem::path& directory);  // "cpu" or "cuda"
+int read_threads(const std::filesystem::path& directory);         // of each rank
 
 }  // namespace isograd

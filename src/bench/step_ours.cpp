@@ -18,7 +18,7 @@ namespace isograd {
 namespace {
 
 void run_step_rank(const std::filesystem::path& exchange, const std::string& name) {
-  at::set_num_threads(1);
+  at::set_num_threads(read_threads(exchange));
   keep_freed_memory();  // as `isograd train` does
   const bool on_gpu = read_device(exchange) == "cuda";
   World world = join({.backend = on_gpu ? "nccl" : "shm"});

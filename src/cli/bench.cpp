@@ -106,6 +106,9 @@ Verb step_verb(CLI::App& bench) {
       ->check(CLI::IsMember(bench_strategies()).description(""));
   step->add_flag("--compiled", options->compiled,
                  "torch.compile takes part: one process, and DDP over compiled blocks");
+  step->add_option("--threads", options->threads, "of each rank, and of PyTorch's")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1024));
   step->add_option("--device", options->device, "cpu, or cuda: a GPU for each rank, over NCCL")
       ->type_name("NAME")
       ->check(CLI::IsMember({"cpu", "cuda"}))
