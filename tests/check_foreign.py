@@ -1,7 +1,7 @@
-"""Fails when JSON is parsed, or text is printed, past the one function that is made for untrusted input.
+"""Fails when JSON is parsed, text is printed or a loop is shared among threads past the one function that is made for it.
 
 `parse_json` (src/base/json.hpp) has the limits that keep a hostile file from ending the program; `print` and
-`printable` (src/base/print.hpp) keep escape sequences and forged lines off the terminal. Programs that only test
+`printable` (src/base/print.hpp) keep escape sequences and forged lines off the terminal; `at::parallel_for` outside LibTorch is a plain loop (src/threads). Programs that only test
 or measure, and print nothing but their own numbers, are listed with their reason.
 """
 import pathlib
@@ -15,6 +15,9 @@ from check_one_division import code_lines  # noqa: E402
 PARSING = re.compile(r"\b[Jj]son::(?:sax_)?parse\s*\(|\b[Jj]son::(?:from_\w+|accept)\s*\(")
 PRINTING = re.compile(r"\bfmt::print\s*\(|\bstd::(?:cout|cerr|clog)\s*<<|\b(?:f?puts|f?printf|putc(?:har)?|perror)\s*\(|"
                       r"\bfwrite\s*\([^;]*std(?:out|err)\s*\)")
+SHARING = re.compile(r"\bat::parallel_(?:for|reduce)\b|#\s*pragma\s+omp\b")
+ONE = {PARSING: "parse_json (base/json.hpp)", PRINTING: "print (base/print.hpp)",
+       SHARING: "parallel_for (threads/parallel_for.hpp)"}
 
 # (path or folder, rule, why)
 ALLOWED = [
@@ -26,14 +29,15 @@ ALLOWED = [
 ]
 WRONG = ['const auto j = nlohmann::json::parse(text);', 'auto o = json::parse(t, nullptr, false);', 'fmt::print("x");',
          'std::puts(name.c_str());', 'std::cerr << name;', 'std::fprintf(stderr, "%s", s);',
-         'std::fwrite(t.data(), 1, t.size(), stdout);']
+         'std::fwrite(t.data(), 1, t.size(), stdout);', 'at::parallel_for(0, n, 1, f);']
 RIGHT = ['print(stdout, text);', 'const auto [value, problem] = parse_json(text);', 'std::fwrite(p, 1, n, file_);',
-         'fields.inputs(1);', '// std::cout']
+         'fields.inputs(1);', '// std::cout',
+         'parallel_for(0, n, 1, f);']
 
 
 def findings(text):
     return [(number, line.strip(), rule) for number, line in enumerate(code_lines(text), 1)
-            for rule in (PARSING, PRINTING) if rule.search(line)]
+            for rule in ONE if rule.search(line)]
 
 
 def main():
@@ -48,8 +52,7 @@ def main():
         for number, code, rule in findings(path.read_text()):
             allowed = next((i for i, (place, of, _) in enumerate(ALLOWED) if name.startswith(place) and of is rule), None)
             if allowed is None:
-                one = "parse_json (base/json.hpp)" if rule is PARSING else "print (base/print.hpp)"
-                problems.append(f"{name}:{number}: past {one}: {code}")
+                problems.append(f"{name}:{number}: past {ONE[rule]}: {code}")
             else:
                 used.add(allowed)
     problems += [f"ALLOWED names {place}, where nothing is found any more: remove the entry"
