@@ -81,16 +81,19 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
                       "a second derivative of attention, which is not supported");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
-    const bool causal = ctx->saved_data["causal"].toBool(), by_tiles = saved.size() > 3;
+    const bool causal = ctx->saved_data["causal"].toBool();
     const at::Tensor gradient = gradients[0].contiguous();
     const auto tiles = tiles_of(ctx->saved_data["cu_seqlens"].toIntVector(), causal);
     const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                     at::empty(v.sizes(), v.options())};
-    if (!by_tiles) products::attend_fragments_backward(q, k, v, gradient, tiles, result);
-    for (const Tile& tile : by_tiles ? tiles : std::vector<Tile>()) {
-      const AttendedGradient attended{rows_of(saved[3], tile), rows_of(saved[4], tile),
-                                      rows_of(gradient, tile)};
-      attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
+    if (saved.size() == 3) {  // without `out` and its log-sums
+      products::attend_fragments_backward(q, k, v, gradient, tiles, result);
+    } else {
+      for (const Tile& tile : tiles) {
+        const AttendedGradient attended{rows_of(saved[3], tile), rows_of(saved[4], tile),
+                                        rows_of(gradient, tile)};
+        attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
+      }
     }
     return {result.q, result.k, result.v, at::Tensor(), at::Tensor()};
   }

@@ -31,9 +31,9 @@ void write_back(Bucket& bucket, Range range) {
     part(bucket.parameters, range).copy_(part(bucket.master, range));
 }
 
-// LibTorch's fused pass takes a count of updates and corrects by it. Ours is in the scalars: from this count
-// on its own corrections are 1.
-constexpr double kManyUpdates = 1e9;
+// LibTorch's fused pass takes a count of updates and corrects by it. Ours is in the scalars: at this count
+// its own corrections are 1 for every β below 1.
+constexpr double kManyUpdates = 1e30;
 
 // What of `range` lies between `parts`, which are in order.
 std::vector<Range> between(Range range, const std::vector<Range>& parts) {
