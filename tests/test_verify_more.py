@@ -10,9 +10,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 
 
-def isograd(*arguments, status=0):
+def isograd(*arguments, status=0, threads=1):
     done = subprocess.run([BUILD / "bin/isograd", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True,
-                          timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
+                          timeout=300, env=dict(os.environ, OMP_NUM_THREADS=str(threads)))
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -25,6 +25,14 @@ def strategies_and_meshes(verdict):
     assert all(mesh["proved"] for mesh in tried) and all(grade["passed"] for grade in meshes.values())
     assert verdict["meshes"]["admissible"] == len(tried) + len(verdict["meshes"]["not_run"])
     return {name: grade for name, grade in verdict["grades"].items() if name not in meshes}, meshes
+
+
+def test_ranks_of_several_threads(config, tmp_path):  # noqa: F811
+    """Large enough that products, attention, norms and the update are shared among them."""
+    wide = ["--set", "data.pack_length=300", "--set", "model.hidden=192", "--set", "model.head_dim=48"]
+    for ranks in (1, 2):
+        text = isograd("verify", config, "--ranks", ranks, *wide, threads=3)
+        assert f"parity PASS: {ranks} rank" in text and "same bits twice" in text, text
 
 
 def test_every_layout_that_four_ranks_allow(config, tmp_path):  # noqa: F811

@@ -170,7 +170,8 @@ void publish_directory(const fs::path& directory, const std::function<void(const
   const fs::path root = directory.parent_path(), partial = hidden(directory, kPartial);
   const fs::path replaced = hidden(directory, kReplaced);
   files(directory.string(), [&] {
-    make_folders(root);
+    // The folder above is the run's. Where it has gone meanwhile it is not made anew.
+    if (fs::create_directory(root)) fsync_directory(root.parent_path());
     clear_leftovers(root);
     fs::create_directory(partial);
     try {

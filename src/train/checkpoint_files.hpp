@@ -18,7 +18,7 @@ std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directo
 // `write` fills a hidden sibling of `directory`; then checksums.json is added, every file and the folder are
 // fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside first,
 // stays listed until the new one stands, and is deleted then. What killed saves left behind is cleared up at
-// the start.
+// the start. The folder that holds it is made where it lacks, the one above that is not.
 void publish_directory(const std::filesystem::path& directory,
                        const std::function<void(const std::filesystem::path&)>& write,
                        const Moment& moment = {});

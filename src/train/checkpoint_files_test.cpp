@@ -13,6 +13,7 @@
 #include <set>
 
 #include "base/files.hpp"
+#include "base/paths.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 
@@ -118,6 +119,9 @@ TEST_F(CheckpointFiles, TheParentsOfANewFolderAreSynced) {
   const fs::path base = fs::canonical(root_);
   root_ = base / "runs/new/checkpoints";
   synced.clear();
+  EXPECT_THROW(save(10, "ten"), ConfigError) << "a run's folder that has gone is not made anew";
+  EXPECT_FALSE(fs::exists(base / "runs"));
+  make_folders(base / "runs/new");  // as a run's begin does
   save(10, "ten");
   for (const fs::path& folder : {base, base / "runs", base / "runs/new", root_})
     EXPECT_TRUE(synced.contains(folder)) << folder;

@@ -30,6 +30,7 @@ class RunFolders : public testing_runs::TinyRuns {
   }
   // As a run leaves it.
   void leave_a_run(const std::vector<std::int64_t>& steps) {
+    fs::create_directories(directory_);
     for (const auto step : steps)
       publish_directory(checkpoint_path(checkpoint_root(config_), step),
                         [](const fs::path& folder) { write_file(folder / "state.json", "{}"); });

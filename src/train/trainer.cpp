@@ -298,6 +298,7 @@ struct Trainer::Impl {
     try {
       if (saved_step != state.step) write_checkpoint();
     } catch (const AgreedConfigError&) {
+      present([] {});                      // the folder may have gone meanwhile
       throw_agreed(world.group, trouble);  // what came first
       throw;
     }
