@@ -59,6 +59,7 @@ struct SaveOptions {
   std::int64_t keep = 2;       // the newest that stay; older ones go once the new one is complete
   // Of a model whose parameters are cut over ranks; null: every rank, or its shards, have them whole.
   const Layout* placed = nullptr;
+  bool makes_folders = true;  // `root` and those above it; without: where the one above has gone, ConfigError
 };
 
 // Writes config.json, model.safetensors and what else belongs to the model into a folder. Called on rank 0.

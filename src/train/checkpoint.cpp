@@ -7,6 +7,7 @@
 #include <map>
 
 #include "base/files.hpp"
+#include "base/paths.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "model/safetensors.hpp"
@@ -104,6 +105,7 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   on_rank_zero(all, [&] {
     std::exception_ptr problem;
     try {
+      if (options.makes_folders) make_folders(options.root);
       publish_directory(directory, [&](const fs::path& folder) {
         write_model(folder, weights.stream());
         weights.drain();

@@ -307,7 +307,11 @@ struct Trainer::Impl {
   void write_checkpoint() {
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
-        {.root = checkpoint_root(config), .keep = config.checkpoint.keep, .placed = cut_layout()}, state,
+        {.root = checkpoint_root(config),
+         .keep = config.checkpoint.keep,
+         .placed = cut_layout(),
+         .makes_folders = false},
+        state,
         [this](const std::filesystem::path& directory, const TensorStream& weights) {
           model->write(directory, weights);
         },
