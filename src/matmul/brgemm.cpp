@@ -128,7 +128,8 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
       for (std::int64_t i = 0; i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.f);
     return;
   }
-  if (m <= kRowsToTurn && m < n && !a.turned && !b.turned) return multiply_few_rows(m, n, k, a, b, c, adds);
+  if (m <= kRowsToTurn && m < n && !a.turned && !b.turned && kernels::processor_level() >= kAvx512)
+    return multiply_few_rows(m, n, k, a, b, c, adds);
   const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const Factors factors{a, b};
