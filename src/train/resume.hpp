@@ -31,6 +31,8 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now);
 
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
+// Of a run, whose own folder is not made anew where it has gone. `placed` as in SaveOptions.
+SaveOptions save_options(const RunConfig& config, const Layout* placed);
 
 // In run.directory: everything that the run was configured with, by its file, --set and flags.
 inline constexpr const char* kRunConfig = "config.toml";

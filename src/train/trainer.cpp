@@ -307,11 +307,7 @@ struct Trainer::Impl {
   void write_checkpoint() {
     state.bucket_order = layout->bucket_order();
     outcome.checkpoint = save_checkpoint(
-        {.root = checkpoint_root(config),
-         .keep = config.checkpoint.keep,
-         .placed = cut_layout(),
-         .makes_folders = false},
-        state,
+        save_options(config, cut_layout()), state,
         [this](const std::filesystem::path& directory, const TensorStream& weights) {
           model->write(directory, weights);
         },
