@@ -23,8 +23,9 @@ namespace {
 // core (README.md), by the products of all cases of `isograd bench product`.
 constexpr std::int64_t kRows = 128, kColumns = 64, kDepth = 512;
 constexpr int kAvx2 = 1, kAvx512 = 2;      // kernels::processor_level()
-constexpr std::int64_t kRowsToTurn = 128;  // of a, at most: they cost less to turn than b does
-constexpr std::int64_t kTurnedRows = 4;    // blocks of a's rows that are turned at once: 1 MB
+constexpr std::int64_t kFewRowsOfA = 128;  // of a, at most; b is then read from memory for little work
+constexpr std::int64_t kNarrowest = 256, kWidest = 768;  // columns of b, read along whole rows
+constexpr std::int64_t kTurnedRows = 4;                  // blocks of a's rows that are turned at once: 1 MB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
 struct Part {
@@ -72,13 +73,24 @@ struct Factors {
   }
 };
 
-// cᵀ = b aᵀ, for few rows of a and a b, [n, k], that the kernel cannot read as its second factor: what is
-// turned is a, once, and each block of cᵀ. The kernel for AVX-512 is then a seventh faster over 64 rows; that
-// for AVX2 a twentieth slower, which keeps to turning b.
-void multiply_few_rows(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
-                       bool adds) {
+// Few rows of a: what costs is to read b, once, from memory, so b is read along its rows, as the processor
+// reads ahead.
+
+// One part of so many of b's rows, the next of which the processor's first-level prefetcher leaves alone.
+void prefetch(Operand b, std::int64_t begin, std::int64_t end, std::int64_t columns) {
+  constexpr std::int64_t kLine = 64 / sizeof(float);
+  for (std::int64_t row = begin; row < end; ++row)
+    for (std::int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(b.data + row * b.stride + i);
+}
+
+// x Wᵀ as cᵀ = b aᵀ, for a b, [n, k], that the kernel cannot read as its second factor: what is turned is a,
+// once, and each block of cᵀ. The kernel for AVX2 does not keep up with its first factor unless the rows to
+// come are asked for while those before are multiplied; that for AVX-512 does so better without.
+void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
+                   bool adds) {
   const auto rows = parts_of(n, kRows, kRowStep), columns = parts_of(m, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
+  const bool asks_ahead = kernels::processor_level() == kAvx2;
   const std::int64_t stride = at::divup(m, kColumns) * kColumns;  // few different ones: see multiply_block()
   const at::Tensor turned = at::empty({k * stride}, at::TensorOptions(at::kFloat));
   kernels::transpose(a.data, a.stride, m, k, turned.mutable_data_ptr<float>(), stride);
@@ -88,10 +100,16 @@ void multiply_few_rows(std::int64_t m, std::int64_t n, std::int64_t k, Operand a
     float *const block = memory.mutable_data_ptr<float>(), *const upright = block + kRows * kColumns;
     for (std::int64_t i = first; i < last; ++i)
       for (const Part& row = rows[static_cast<std::size_t>(i)]; const Part& column : columns) {
-        for (const Part& depth : depths)
+        for (const Part& depth : depths) {
+          if (asks_ahead && column.begin == 0 && i + 1 < last) {
+            const Part& next = rows[static_cast<std::size_t>(i) + 1];
+            prefetch(b, next.begin + next.size * depth.begin / k,
+                     next.begin + next.size * (depth.begin + depth.size) / k, k);
+          }
           multiply_block(
               row.size, column.size, depth.size, {b.data + row.begin * b.stride + depth.begin, b.stride},
               {of_a + depth.begin * stride + column.begin, stride}, {block, column.size}, depth.begin > 0);
+        }
         float* const to = c.data + column.begin * c.stride + row.begin;
         if (!adds) {
           kernels::transpose(block, column.size, row.size, column.size, to, c.stride);
@@ -101,6 +119,27 @@ void multiply_few_rows(std::int64_t m, std::int64_t n, std::int64_t k, Operand a
         for (std::int64_t y = 0; y < column.size; ++y)
           for (std::int64_t x = 0; x < row.size; ++x) to[y * c.stride + x] += upright[y * row.size + x];
       }
+  });
+}
+
+// dy W, for a b, [k, n], that is read where it lies: a few of its rows at a time, whole or in wide parts, for
+// which c, in the second-level cache, is read and written once. The rows are so few because all that the
+// kernel reads of one column of theirs must find a place in the first-level cache, whose sets are few.
+void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
+                   bool adds) {
+  const std::int64_t wide = std::clamp(at::divup(at::divup(n, at::get_num_threads()), kColumns) * kColumns,
+                                       kNarrowest, kWidest),
+                     few = kernels::processor_level() >= kAvx512 ? 32 : 16;
+  const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, wide, kColumnStep);
+  parallel_for(0, std::ssize(columns), 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i)
+      for (const Part& column = columns[static_cast<std::size_t>(i)];
+           const Part& depth : parts_of(k, few, few))
+        for (const Part& row : rows)
+          multiply_block(row.size, column.size, depth.size,
+                         {a.data + row.begin * a.stride + depth.begin, a.stride},
+                         {b.data + depth.begin * b.stride + column.begin, b.stride},
+                         {c.data + row.begin * c.stride + column.begin, c.stride}, adds || depth.begin > 0);
   });
 }
 
@@ -128,8 +167,10 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
       for (std::int64_t i = 0; i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.f);
     return;
   }
-  if (m <= kRowsToTurn && m < n && !a.turned && !b.turned && kernels::processor_level() >= kAvx512)
-    return multiply_few_rows(m, n, k, a, b, c, adds);
+  if (m <= kFewRowsOfA && !a.turned) {
+    if (!b.turned && m < n) return few_rows_x_wt(m, n, k, a, b, c, adds);
+    if (b.turned && n >= kNarrowest && !wants_copies(b)) return few_rows_dy_w(m, n, k, a, b, c, adds);
+  }
   const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const Factors factors{a, b};
