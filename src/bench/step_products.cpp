@@ -87,16 +87,22 @@ void time_product(StepProduct& product_of) {
   for (int i = 0; i < copies; ++i)
     operands.emplace_back(operand(product_of.m, product_of.k, product_of.a_turned),
                           operand(product_of.n, product_of.k, product_of.b_turned));
-  at::Tensor into = at::empty({product_of.m, product_of.n});
+  // A weight's gradient goes to memory, other results to what was in use a moment ago.
+  std::vector<at::Tensor> places;
+  for (int i = 0; i < (product_of.a_turned ? copies : 1); ++i)
+    places.push_back(at::zeros({product_of.m, product_of.n}));
   constexpr Multiplier kAll[] = {Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm};
   const auto sweep = [&](Multiplier by) {
     multiplier() = by;
     return seconds_of([&] {
-             for (const auto& [a, b] : operands)
+             for (std::size_t i = 0; i < operands.size(); ++i) {
+               const auto& [a, b] = operands[i];
+               at::Tensor& into = places[i % places.size()];
                if (by == Multiplier::kOneDnn)
                  into = product(a, b);
                else
                  multiply_into(into, a, b);
+             }
            }) /
            copies;
   };

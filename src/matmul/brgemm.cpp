@@ -26,6 +26,7 @@ constexpr int kAvx2 = 1, kAvx512 = 2;      // kernels::processor_level()
 constexpr std::int64_t kFewRowsOfA = 128;  // of a, at most; b is then read from memory for little work
 constexpr std::int64_t kNarrowest = 256, kWidest = 768;  // columns of b, read along whole rows
 constexpr std::int64_t kTurnedRows = 4;                  // blocks of a's rows that are turned at once: 1 MB
+constexpr std::int64_t kKept = 1 << 17;     // floats of b that stay in the second-level cache: 512 KB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
 struct Part {
@@ -37,6 +38,24 @@ std::vector<Part> parts_of(std::int64_t total, std::int64_t block, std::int64_t 
   for (std::int64_t begin = 0; begin < total; begin += parts.back().size)
     parts.push_back({begin, next_block(total - begin, block, step)});
   return parts;
+}
+
+// So many of n columns, `most` at most, that each thread has some.
+std::int64_t a_threads_share(std::int64_t n, std::int64_t most) {
+  return std::min(at::divup(at::divup(n, at::get_num_threads()), kColumns) * kColumns, most);
+}
+
+// Where little is summed over, b's part is wider, of the same size: more of what a thread does is then to
+// write c, which it should do along c's rows.
+std::int64_t columns_of_block(std::int64_t n, std::int64_t depth) {
+  std::int64_t most = kColumns;
+  while (most < kDepth && 2 * most * depth <= kColumns * kDepth) most *= 2;
+  return a_threads_share(n, most);
+}
+
+// From one row of what is moved to the next. Rows of a wide part must not lie on the same few lines either.
+constexpr std::int64_t moved_stride(std::int64_t columns) {
+  return columns > kColumns ? columns + 16 : columns;
 }
 
 // Rows of b that lie a multiple of 4 KiB apart fall on the same few lines of the first-level cache. The
@@ -60,16 +79,17 @@ struct Factors {
     return {memory, depth.size};
   }
   ConstRows rows_of_b(const Part& column, const Part& depth, float* memory) const {
+    const std::int64_t stride = moved_stride(column.size);
     if (b.turned) {
       const float* const from = b.data + depth.begin * b.stride + column.begin;
       if (!copies_b) return {from, b.stride};
       for (std::int64_t i = 0; i < depth.size; ++i)
-        std::copy_n(from + i * b.stride, column.size, memory + i * column.size);
-      return {memory, column.size};
+        std::copy_n(from + i * b.stride, column.size, memory + i * stride);
+      return {memory, stride};
     }
     kernels::transpose(b.data + column.begin * b.stride + depth.begin, b.stride, column.size, depth.size,
-                       memory, column.size);
-    return {memory, column.size};
+                       memory, stride);
+    return {memory, stride};
   }
 };
 
@@ -127,10 +147,9 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
 // kernel reads of one column of theirs must find a place in the first-level cache, whose sets are few.
 void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
-  const std::int64_t wide = std::clamp(at::divup(at::divup(n, at::get_num_threads()), kColumns) * kColumns,
-                                       kNarrowest, kWidest),
-                     few = kernels::processor_level() >= kAvx512 ? 32 : 16;
-  const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, wide, kColumnStep);
+  const std::int64_t few = kernels::processor_level() >= kAvx512 ? 32 : 16;
+  const auto rows = parts_of(m, kRows, kRowStep),
+             columns = parts_of(n, a_threads_share(n, kWidest), kColumnStep);
   parallel_for(0, std::ssize(columns), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i)
       for (const Part& column = columns[static_cast<std::size_t>(i)];
@@ -171,13 +190,15 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
     if (!b.turned && m < n) return few_rows_x_wt(m, n, k, a, b, c, adds);
     if (b.turned && n >= kNarrowest && !wants_copies(b)) return few_rows_dy_w(m, n, k, a, b, c, adds);
   }
-  const auto rows = parts_of(m, kRows, kRowStep), columns = parts_of(n, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
+  const auto rows = parts_of(m, kRows, kRowStep),
+             columns = parts_of(n, columns_of_block(n, depths.front().size), kColumnStep);
   const Factors factors{a, b};
   // A task is some rows and some columns. What is turned or copied is so once for all blocks of the task that
   // read it: a's rows for all columns, b's columns for all rows.
   const std::int64_t num_rows = std::ssize(rows), num_columns = std::ssize(columns);
-  std::int64_t rows_each = a.turned ? std::min(kTurnedRows, num_rows) : num_rows,
+  const bool keeps_b = !factors.moves_b() && depths.front().size * n <= kKept;
+  std::int64_t rows_each = keeps_b ? 1 : a.turned ? std::min(kTurnedRows, num_rows) : num_rows,
                columns_each = a.turned ? num_columns : 1;
   const auto num_tasks = [&] {
     return at::divup(num_rows, rows_each) * at::divup(num_columns, columns_each);
@@ -188,7 +209,8 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   const std::int64_t tasks_across = at::divup(num_columns, columns_each);
   parallel_for(0, num_tasks(), 1, [&](std::int64_t first, std::int64_t last) {
     const std::int64_t of_a = a.turned ? kRows * depths.front().size : 0,
-                       of_b = factors.moves_b() ? kColumns * depths.front().size : 0;
+                       of_b =
+                           factors.moves_b() ? moved_stride(columns.front().size) * depths.front().size : 0;
     const at::Tensor memory = at::empty({rows_each * of_a + of_b}, at::TensorOptions(at::kFloat));
     float* const moved_a = memory.mutable_data_ptr<float>();
     float* const moved_b = moved_a + rows_each * of_a;
