@@ -26,7 +26,7 @@ constexpr int kAvx2 = 1, kAvx512 = 2;      // kernels::processor_level()
 constexpr std::int64_t kFewRowsOfA = 128;  // of a, at most; b is then read from memory for little work
 constexpr std::int64_t kNarrowest = 256, kWidest = 768;  // columns of b, read along whole rows
 constexpr std::int64_t kTurnedRows = 4;                  // blocks of a's rows that are turned at once: 1 MB
-constexpr std::int64_t kKept = 1 << 17;     // floats of b that stay in the second-level cache: 512 KB
+constexpr std::int64_t kKept = 1 << 17;  // floats of b that stay in the second-level cache: 512 KB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
 struct Part {
@@ -93,19 +93,19 @@ struct Factors {
   }
 };
 
-// Few rows of a: what costs is to read b, once, from memory, so b is read along its rows, as the processor
-// reads ahead.
-
-// One part of so many of b's rows, the next of which the processor's first-level prefetcher leaves alone.
+// Asks for rows [begin, end) of b, so that they are in the cache when the kernel comes to them.
 void prefetch(Operand b, std::int64_t begin, std::int64_t end, std::int64_t columns) {
   constexpr std::int64_t kLine = 64 / sizeof(float);
   for (std::int64_t row = begin; row < end; ++row)
     for (std::int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(b.data + row * b.stride + i);
 }
 
+// Two forms for few rows of a (kFewRowsOfA), where reading b from memory costs as much as multiplying: both
+// read it along its rows, as the processor's prefetchers do.
+//
 // x Wᵀ as cᵀ = b aᵀ, for a b, [n, k], that the kernel cannot read as its second factor: what is turned is a,
-// once, and each block of cᵀ. The kernel for AVX2 does not keep up with its first factor unless the rows to
-// come are asked for while those before are multiplied; that for AVX-512 does so better without.
+// once, and each block of cᵀ. The kernel for AVX2 is a seventh faster when the next rows of b are asked for
+// while it multiplies; that for AVX-512 is a twentieth slower.
 void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
   const auto rows = parts_of(n, kRows, kRowStep), columns = parts_of(m, kColumns, kColumnStep);
@@ -142,9 +142,10 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
   });
 }
 
-// dy W, for a b, [k, n], that is read where it lies: a few of its rows at a time, whole or in wide parts, for
-// which c, in the second-level cache, is read and written once. The rows are so few because all that the
-// kernel reads of one column of theirs must find a place in the first-level cache, whose sets are few.
+// dy W, for a b, [k, n], that the kernel reads where it lies: `few` of its rows at a time, whole or in wide
+// parts. c stays in the second-level cache and is read and written once for each. The kernel takes a few
+// columns of all rows at once: of more rows, those lines would drive one another out of the first-level
+// cache.
 void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
   const std::int64_t few = kernels::processor_level() >= kAvx512 ? 32 : 16;
@@ -198,7 +199,9 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   // read it: a's rows for all columns, b's columns for all rows.
   const std::int64_t num_rows = std::ssize(rows), num_columns = std::ssize(columns);
   const bool keeps_b = !factors.moves_b() && depths.front().size * n <= kKept;
-  std::int64_t rows_each = keeps_b ? 1 : a.turned ? std::min(kTurnedRows, num_rows) : num_rows,
+  std::int64_t rows_each = keeps_b    ? 1
+                           : a.turned ? std::min(kTurnedRows, num_rows)
+                                      : num_rows,
                columns_each = a.turned ? num_columns : 1;
   const auto num_tasks = [&] {
     return at::divup(num_rows, rows_each) * at::divup(num_columns, columns_each);

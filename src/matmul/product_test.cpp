@@ -123,30 +123,39 @@ TEST_P(Product, ReadsABiasWhereverItsElementsLie) {
 
 // Sizes around a block's in every dim, whichever operand is turned, into a part of a larger tensor.
 TEST_P(Product, MeetsTheEdgesOfBlocks) {
-  for (const std::int64_t m : {1, 15, 127, 128, 131, 300})
-    for (const std::int64_t n : {1, 16, 63, 64, 65, 130})
-      for (const std::int64_t k : {1, 64, 511, 512, 513, 1100}) {
-        const auto x = draw({{m, k}, {n, k}, {m, n}}, at::kFloat, 17);
-        const at::Tensor wide = x[0].to(at::kDouble).mm(x[1].to(at::kDouble).t());
-        const at::Tensor magnitudes = x[0].to(at::kDouble).abs().mm(x[1].to(at::kDouble).abs().t());
-        for (const bool a_turned : {false, true})
-          for (const bool b_turned : {false, true})
-            for (const bool adds : {false, true}) {
-              at::Tensor around = at::full({m, n + 3}, NAN, x[0].options());
-              const at::Tensor into = around.narrow(1, 1, n);
-              if (adds) into.copy_(x[2]);
-              multiply_into(into, a_turned ? x[0].t().contiguous().t() : x[0],
-                            b_turned ? x[1].t().contiguous().t() : x[1], adds);
-              const at::Tensor wanted = adds ? wide + x[2].to(at::kDouble) : wide,
-                               sizes = adds ? magnitudes + x[2].to(at::kDouble).abs() : magnitudes;
-              const double allowed = 2 * (static_cast<double>(k) + 3) * unit(at::kFloat);
-              ASSERT_LE(((into.to(at::kDouble) - wanted).abs() / (sizes * allowed)).max().item<double>(), 1)
-                  << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds " << adds
-                  << ", seed 17";
-              ASSERT_TRUE(around.select(1, 0).isnan().all().item<bool>());
-              ASSERT_TRUE(around.narrow(1, n + 1, 2).isnan().all().item<bool>());
-            }
-      }
+  struct Sizes {
+    std::vector<std::int64_t> m, n, k;
+  };
+  // Of blocks of the usual shape, of wide ones where few rows meet b, and of wide ones where little is
+  // summed.
+  for (const Sizes& sizes :
+       {Sizes{{1, 15, 127, 128, 131, 300}, {1, 16, 63, 64, 65, 130}, {1, 64, 511, 512, 513, 1100}},
+        Sizes{{1, 17, 128, 129}, {255, 256, 769, 1000}, {1, 15, 33, 64, 130}},
+        Sizes{{129, 700}, {255, 513, 1100}, {1, 64, 65, 128, 257}}})
+    for (const std::int64_t m : sizes.m)
+      for (const std::int64_t n : sizes.n)
+        for (const std::int64_t k : sizes.k) {
+          const auto x = draw({{m, k}, {n, k}, {m, n}}, at::kFloat, 17);
+          const at::Tensor wide = x[0].to(at::kDouble).mm(x[1].to(at::kDouble).t());
+          const at::Tensor magnitudes = x[0].to(at::kDouble).abs().mm(x[1].to(at::kDouble).abs().t());
+          for (const bool a_turned : {false, true})
+            for (const bool b_turned : {false, true})
+              for (const bool adds : {false, true}) {
+                at::Tensor around = at::full({m, n + 3}, NAN, x[0].options());
+                const at::Tensor into = around.narrow(1, 1, n);
+                if (adds) into.copy_(x[2]);
+                multiply_into(into, a_turned ? x[0].t().contiguous().t() : x[0],
+                              b_turned ? x[1].t().contiguous().t() : x[1], adds);
+                const at::Tensor wanted = adds ? wide + x[2].to(at::kDouble) : wide,
+                                 reach = adds ? magnitudes + x[2].to(at::kDouble).abs() : magnitudes;
+                const double allowed = 2 * (static_cast<double>(k) + 3) * unit(at::kFloat);
+                ASSERT_LE(((into.to(at::kDouble) - wanted).abs() / (reach * allowed)).max().item<double>(), 1)
+                    << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds " << adds
+                    << ", seed 17";
+                ASSERT_TRUE(around.select(1, 0).isnan().all().item<bool>());
+                ASSERT_TRUE(around.narrow(1, n + 1, 2).isnan().all().item<bool>());
+              }
+        }
 }
 
 // Rows that lie on one another, rows apart, and a single one with any stride.
@@ -167,21 +176,29 @@ TEST_P(Product, ReadsAnyStrides) {
   const at::Tensor apart = draw({{200, 1024}}, at::kFloat, 20)[0];
   check(x[0], apart.narrow(1, 5, 70).t());
   check(apart.narrow(1, 5, 70).t(), apart.narrow(1, 300, 70).t());
+  check(apart.narrow(0, 0, 60).t(), apart.narrow(0, 70, 60).t());  // and so many that the parts are wide
+  check(x[0], apart.t());
 }
 
 // Whatever number of threads takes part.
 TEST(Brgemm, SameBitsByAnyNumberOfThreads) {
   const int before = at::get_num_threads();
   const Multiplier chosen = std::exchange(multiplier(), Multiplier::kBrgemm);
-  const auto x = draw({{300, 600}, {130, 600}}, at::kFloat, 23);
-  for (const bool turned : {false, true}) {
-    const auto of = [&](const at::Tensor& t) { return turned ? t.t().contiguous().t() : t; };
-    at::set_num_threads(1);
-    const at::Tensor wanted = product(of(x[0]), of(x[1]));
-    for (const int threads : {2, 3, 8}) {
-      at::set_num_threads(threads);
-      EXPECT_TRUE(product(of(x[0]), of(x[1])).equal(wanted)) << threads << " threads, turned " << turned;
-    }
+  // Blocks of the usual shape, few rows, little that is summed over.
+  for (const auto& [m, n, k] : {std::tuple{300, 130, 600}, {100, 800, 600}, {300, 800, 64}}) {
+    const auto x = draw({{m, k}, {n, k}}, at::kFloat, 23);
+    for (const bool a_turned : {false, true})
+      for (const bool b_turned : {false, true}) {
+        const at::Tensor a = a_turned ? x[0].t().contiguous().t() : x[0],
+                         b = b_turned ? x[1].t().contiguous().t() : x[1];
+        at::set_num_threads(1);
+        const at::Tensor wanted = product(a, b);
+        for (const int threads : {2, 3, 8}) {
+          at::set_num_threads(threads);
+          EXPECT_TRUE(product(a, b).equal(wanted)) << m << ", " << n << ", " << k << ", " << threads
+                                                   << " threads, turned " << a_turned << b_turned;
+        }
+      }
   }
   at::set_num_threads(before), multiplier() = chosen;
 }
