@@ -150,11 +150,10 @@ void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
                    bool adds) {
   const std::int64_t few = kernels::processor_level() >= kAvx512 ? 32 : 16;
   const auto rows = parts_of(m, kRows, kRowStep),
-             columns = parts_of(n, a_threads_share(n, kWidest), kColumnStep);
+             columns = parts_of(n, a_threads_share(n, kWidest), kColumnStep), depths = parts_of(k, few, few);
   parallel_for(0, std::ssize(columns), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i)
-      for (const Part& column = columns[static_cast<std::size_t>(i)];
-           const Part& depth : parts_of(k, few, few))
+      for (const Part& column = columns[static_cast<std::size_t>(i)]; const Part& depth : depths)
         for (const Part& row : rows)
           multiply_block(row.size, column.size, depth.size,
                          {a.data + row.begin * a.stride + depth.begin, a.stride},
@@ -187,14 +186,14 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
       for (std::int64_t i = 0; i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.f);
     return;
   }
+  const Factors factors{a, b};
   if (m <= kFewRowsOfA && !a.turned) {
     if (!b.turned && m < n) return few_rows_x_wt(m, n, k, a, b, c, adds);
-    if (b.turned && n >= kNarrowest && !wants_copies(b)) return few_rows_dy_w(m, n, k, a, b, c, adds);
+    if (b.turned && n >= kNarrowest && !factors.copies_b) return few_rows_dy_w(m, n, k, a, b, c, adds);
   }
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const auto rows = parts_of(m, kRows, kRowStep),
              columns = parts_of(n, columns_of_block(n, depths.front().size), kColumnStep);
-  const Factors factors{a, b};
   // A task is some rows and some columns. What is turned or copied is so once for all blocks of the task that
   // read it: a's rows for all columns, b's columns for all rows.
   const std::int64_t num_rows = std::ssize(rows), num_columns = std::ssize(columns);
