@@ -263,15 +263,54 @@ os._exit(0)  # with rank 0 its store goes
 """
 
 
-def test_rank_0_leaves_when_the_others_have_its_verdict(warm):
+def over_tcp(python, program, *more):
+    """[(output, errors)] of two ranks whose store listens on a port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([str(warm), "-W", "ignore", "-c", LEAVES, str(rank), port], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    ranks = [subprocess.Popen([str(python), "-W", "ignore", "-c", program, str(rank), port, *map(str, more)], env=environment,
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    return [rank.communicate(timeout=60) for rank in ranks]
+
+
+def test_rank_0_leaves_when_the_others_have_its_verdict(warm):
+    said = over_tcp(warm, LEAVES)
     assert [output for output, _ in said] == ["True\n", "True\n"], said
+
+
+PLANTED = """
+import pathlib, pickle, sys, time, torch, torch.distributed as dist, isograd
+rank, port, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+class Runs:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path(file),)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+if rank == 1:  # as anyone can who reaches the port
+    key = "isograd/watch/1/verdict"
+    dist.TCPStore("127.0.0.1", port, is_master=False).set("default_pg/0//" + key, pickle.dumps(Runs()))
+    assert dist.distributed_c10d._get_default_store().get(key) == pickle.dumps(Runs())
+model = torch.nn.Linear(3, 1)
+def loss(model, sample):
+    time.sleep(2)  # the planted verdict is there before rank 0's
+    return model(sample).square().sum(), 1
+try:
+    with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=loss, timeout=8) as step:
+        model(torch.ones(3)).square().sum().backward()
+except isograd.PeerError as error:
+    print("no verdict" if "found no verdict of rank 0" in str(error) else error, flush=True)
+try:
+    isograd._groups.gather_objects(Runs() if rank == 1 else 0)
+except pickle.UnpicklingError:
+    print("refused", flush=True)
+"""
+
+
+def test_a_pickle_in_the_store_is_not_executed(warm, tmp_path):
+    """Anyone on the host can write into the store that ranks meet in."""
+    said = over_tcp(warm, PLANTED, tmp_path / "ran")
+    assert not (tmp_path / "ran").exists(), said
+    assert [output for output, _ in said] == ["refused\n", "no verdict\nrefused\n"], said
 
 
 def test_the_demo_names_the_mistake_and_passes_the_cure_with_nothing_but_torch(installed):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any, Callable, Sequence, Union
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from ._assemble import held, whole
 from ._checks import place_along
 from ._errors import refuse
+from ._groups import gather_bytes
 from ._samples import like, on_cpu
 from ._verdict import Verdict
 from .watching import watch
@@ -108,7 +110,8 @@ def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple
         found.append(("with one micro-batch a rank", [everything], {}))
     if first.size == 1:
         return found
-    same: list[Any] = next((some for some in first._exchange([on_cpu(sample) for sample in everything[:1]]) if some), [])
+    own = bytearray(pickle.dumps([on_cpu(sample) for sample in everything[:1]]))  # as samples travel in `watch`
+    same: list[Any] = next((some for some in map(pickle.loads, gather_bytes(own)) if some), [])
     if same:  # here each copy counts, whatever its id
         found.append(("with the same sample on every rank", [[like(same[0], everything)]], {"ids": None}))
     if empty is not None:

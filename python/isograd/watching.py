@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
+import json
 import pathlib
 import pickle
 import tempfile
@@ -19,7 +21,7 @@ from . import _checks
 from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
 from ._dumps import add_to_step, write_dump
 from ._errors import ConfigError, PeerError, refuse
-from ._groups import Group, gather_objects
+from ._groups import Buffer, Group, gather_bytes, gather_objects
 from ._jumps import measure
 from ._recording import Recording
 from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process
@@ -143,13 +145,14 @@ class watch:
     def _exchange(self, value: Any) -> list[Any]:
         return gather_objects(value)
 
-    def _gathered_samples(self) -> list[bytes]:
-        """By rank along data: [micro-batch] -> samples, pickled, on rank 0."""
-        own: list[bytes] = []
+    def _gathered_samples(self) -> list[Buffer]:
+        """By rank along data: [micro-batch] -> samples, pickled, on rank 0. They are objects of the user's own classes, and
+        come through the process group of the run that they train: what it is trusted with already."""
+        own: list[bytearray] = []
 
         def told() -> tuple[int, list[list[str]], int, int | None]:
             mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
-            own.append(pickle.dumps(mine))
+            own.append(bytearray(pickle.dumps(mine)))
             digests = [[digest(sample) for sample in micro] for micro in mine]
             return _checks.place_along(self.data, self.rank), digests, len(own[0]), _checks.available()
 
@@ -164,7 +167,7 @@ class watch:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
                        "which samples differ, or mend the sampler")
-        gathered = gather_objects(own[0] if first[place] == self.rank else None, to=0)
+        gathered = gather_bytes(own[0] if first[place] == self.rank else bytearray(1), to=0)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []
 
     # The end.
@@ -238,7 +241,7 @@ class watch:
             except Exception as error:
                 made = error
             if store:
-                store.set(key, pickle.dumps(str(made) if isinstance(made, Exception) else made))
+                store.set(key, json.dumps({"error": str(made)} if isinstance(made, Exception) else dataclasses.asdict(made)))
                 with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
                     store.wait([f"{key}/{other}" for other in range(1, self.size)],
                                datetime.timedelta(seconds=min(self.timeout, LAST_READ)))
@@ -246,15 +249,17 @@ class watch:
                 raise made
             return made
         try:
-            made = pickle.loads(_get(store, key, self.timeout))
+            told = json.loads(_get(store, key, self.timeout))  # no pickle: others on the host may write into the store
+            made = None if "error" in told else Verdict(**told)
             store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
             raise PeerError(f"PeerError: isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
                             f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \
                 from None
-        if isinstance(made, str):
-            raise ConfigError(made if "ConfigError" in made else f"ConfigError: isograd.watch: found that rank 0 could not "
-                              f"compare: {made}; expected two dumps. See rank 0")
+        if made is None:
+            said = str(told["error"])
+            raise ConfigError(said if "ConfigError" in said else f"ConfigError: isograd.watch: found that rank 0 could not "
+                              f"compare: {said}; expected two dumps. See rank 0")
         return made
 
     # Rank 0 alone.
