@@ -6,6 +6,7 @@
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
 #include "train/device.hpp"
+#include "train/peers.hpp"
 
 namespace isograd {
 std::optional<int> rank_of_several() {
@@ -64,6 +65,7 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
                        .found = fmt::format("WORLD_SIZE={} in the environment", world.size),
                        .expected = "the same number, or no --ranks where a launcher has started the ranks",
                        .action = "Leave --ranks out"});
+  check_same_configuration(config, world.group);
   check(config, world.size);
   const int status = body(world);
   // NCCL takes a rank down that still reads from one whose process has ended.

@@ -57,11 +57,13 @@ inline void from_value(std::optional<double>& field, const ConfigValue& value) {
 }
 
 template <auto kField>
-ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string description) {
+ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string description,
+                   Ranks ranks = Ranks::kAlike) {
   return {.name = std::move(name),
           .unit = std::move(unit),
           .allowed = std::move(allowed),
           .description = std::move(description),
+          .ranks = ranks,
           .get = [](const RunConfig& config) { return to_value(kField(config)); },
           .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
 }

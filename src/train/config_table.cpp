@@ -18,9 +18,11 @@ std::vector<ConfigKey> common_keys() {
       KEY("run.directory", run.directory, "", not_empty(),
           "Folder of this run: report, metrics, TensorBoard events and checkpoints. Relative paths start at "
           "the "
-          "working directory."),
+          "working directory.",
+          Ranks::kMayDiffer),
       KEY("run.json_log", run.json_log, "", any(),
-          "File for the metrics as JSON lines. Empty: `metrics.jsonl` in `run.directory`."),
+          "File for the metrics as JSON lines. Empty: `metrics.jsonl` in `run.directory`.",
+          Ranks::kMayDiffer),
       KEY("run.seed", run.seed, "", at_least(0),
           "Initial weights, the order of the data, the choice of validation documents and generated text "
           "follow "

@@ -25,11 +25,15 @@ struct Allowed {
   bool not_empty = false;  // texts
 };
 
+// Whether ranks of one run may have different values of a key.
+enum class Ranks { kAlike, kMayDiffer };  // kMayDiffer: where a host keeps its files
+
 struct ConfigKey {
   std::string name;  // "section.key", "section.table.key"
   std::string unit;  // empty: none
   Allowed allowed;
   std::string description;
+  Ranks ranks;
   ConfigValue (*get)(const RunConfig&);
   void (*set)(RunConfig&, const ConfigValue&);  // of the alternative that get() gives
 };

@@ -11,6 +11,8 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
+#include "train/peers.hpp"
+#include "train/trainer_testing.hpp"
 
 namespace isograd {
 namespace {
@@ -51,22 +53,75 @@ TEST(Config, EveryKeyBelongsToADocumentedSectionAndIsNamedOnce) {
   }
 }
 
+// The default configuration with another value of this key.
+RunConfig with_another(const ConfigKey& key) {
+  RunConfig config;
+  ConfigValue value = key.get(config);
+  if (auto flag = std::get_if<bool>(&value)) *flag = !*flag;
+  if (auto integer = std::get_if<std::int64_t>(&value)) ++*integer;
+  if (auto number = std::get_if<double>(&value)) *number += 0.5;
+  if (auto text = std::get_if<std::string>(&value))
+    *text = key.name == "schedule.kind" ? "constant" : *text + "x";
+  if (auto texts = std::get_if<std::vector<std::string>>(&value)) texts->push_back("x");
+  key.set(config, value);
+  return config;
+}
+
 // Two keys bound to one field would pass every other test.
 TEST(Config, EveryKeyHasAFieldOfItsOwn) {
   for (const auto& key : config_keys()) {
-    RunConfig config;
-    ConfigValue value = key.get(config);
-    if (auto flag = std::get_if<bool>(&value)) *flag = !*flag;
-    if (auto integer = std::get_if<std::int64_t>(&value)) ++*integer;
-    if (auto number = std::get_if<double>(&value)) *number += 0.5;
-    if (auto text = std::get_if<std::string>(&value))
-      *text = key.name == "schedule.kind" ? "constant" : *text + "x";
-    if (auto texts = std::get_if<std::vector<std::string>>(&value)) texts->push_back("x");
-    key.set(config, value);
+    const RunConfig config = with_another(key);
     for (const auto& other : config_keys())
       EXPECT_EQ(other.get(config) == other.get(RunConfig{}), other.name != key.name)
           << key.name << " and " << other.name;
   }
+}
+
+// Which keys may differ stands here a second time, so that a new key cannot be left out of the comparison by
+// its entry alone.
+TEST(Config, RanksAreRefusedADifferenceInEveryKeyButTheFoldersOfAHost) {
+  const std::vector<std::string> of_a_host = {"run.directory",  "run.json_log", "data.text", "data.shards",
+                                              "data.tokenizer", "data.cache",   "data.table"};
+  run_ranks(3, [&](World& world) {
+    for (const auto& key : config_keys()) {
+      const bool differs = std::find(of_a_host.begin(), of_a_host.end(), key.name) != of_a_host.end();
+      const RunConfig usual, another = with_another(key);
+      const std::string said = testing_runs::config_error_of(
+          [&] { check_same_configuration(world.rank == 1 ? another : usual, world.group); });
+      if (differs)
+        EXPECT_EQ(said, "no error") << key.name;
+      else
+        EXPECT_THAT(said,
+                    AllOf(HasSubstr(key.name + ": found"),
+                          HasSubstr(fmt::format("{} on rank 1, {} on rank 0", toml_text(key.get(another)),
+                                                toml_text(key.get(usual))))));
+    }
+  });
+}
+
+TEST(Config, RanksAreRefusedOtherDataThanRankZeros) {
+  const TaskFacts facts{.train_documents = 20,
+                        .validation_documents = 4,
+                        .num_tokens = 900,
+                        .tokenizer = "bytes",
+                        .order = {{"data.table (a checksum of its numbers)", "00ff"}}};
+  TaskFacts training = facts, validation = facts, tokens = facts, tokenizer = facts, content = facts;
+  training.train_documents = 21, validation.validation_documents = 5, tokens.num_tokens = 901;
+  tokenizer.tokenizer = "other";
+  content.order.begin()->second = "00fe";
+  const std::vector<std::pair<TaskFacts, std::string>> cases = {
+      {facts, "no error"},
+      {training, "training documents: found 21 on rank 2, 20 on rank 0"},
+      {validation, "validation documents: found 5 on rank 2, 4 on rank 0"},
+      {tokens, "tokens of all data: found 901 on rank 2, 900 on rank 0"},
+      {tokenizer, "data.tokenizer: found \"other\" on rank 2, \"bytes\" on rank 0"},
+      {content, "data.table (a checksum of its numbers): found \"00fe\" on rank 2, \"00ff\" on rank 0"}};
+  run_ranks(3, [&](World& world) {
+    for (const auto& [other, said] : cases)
+      EXPECT_THAT(testing_runs::config_error_of(
+                      [&] { check_same_data(world.rank == 2 ? other : facts, world.group); }),
+                  HasSubstr(said));
+  });
 }
 
 // Nesting by dots, which the TOML reader does not limit, and which it frees by recursion.

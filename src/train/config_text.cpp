@@ -231,7 +231,10 @@ std::string configuration_markdown() {
       "impossible values are errors that name file, line, what is allowed and the nearest key.\n\n"
       "This page is generated from the table that parses the file: "
       "`isograd config --markdown > docs/configuration.md`. "
-      "`isograd config CONFIG.toml` prints a file with every key written out.\n";
+      "`isograd config CONFIG.toml` prints a file with every key written out.\n\n"
+      "The ranks of a run must have the same configuration. Only keys marked *may differ* may have other "
+      "values on "
+      "other hosts: they name files, and what is in the files must still be the same.\n";
   for (const auto& section : config_sections()) {
     text += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n",
                         section.name, section.description);
@@ -239,7 +242,8 @@ std::string configuration_markdown() {
       const auto dot = key.name.rfind('.');
       if (key.name.substr(0, dot) != section.name) continue;
       text += fmt::format("| `{}` | `{}` | {} | {} |\n", key.name.substr(dot + 1),
-                          toml_text(key.get(RunConfig{})), allowed_text(key), key.description);
+                          toml_text(key.get(RunConfig{})), allowed_text(key),
+                          key.description + (key.ranks == Ranks::kMayDiffer ? " *May differ.*" : ""));
     }
   }
   return text;

@@ -32,6 +32,22 @@ std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
   return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum >> 2)};
 }
 
+using Named = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
+
+// Collective: throws on all ranks where a value is not that of rank 0.
+void refuse_others(const Named& own, Group& world, const std::string& expected, const std::string& action) {
+  std::string text;
+  for (const auto& [name, value] : own) text += value + '\n';
+  const std::string first = broadcast_text(world, text);
+  on_every_rank(world, [&] {
+    std::istringstream values(first);
+    std::string value;
+    for (const auto& [name, here] : own)
+      if (std::getline(values, value); value != here)
+        refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value), expected, action);
+  });
+}
+
 }  // namespace
 
 bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
@@ -57,30 +73,26 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
 
 void check_same_configuration(const RunConfig& config, Group& world) {
   if (world.size() == 1) return;
-  std::vector<std::pair<std::string, std::string>> own;
-  std::string text;
-  for (const ConfigKey& key : config_keys()) {
-    // Where files lie may be each host's affair.
-    const std::string section = key.name.substr(0, key.name.find('.'));
-    if (section == "run" || section == "data" || section == "checkpoint") continue;
-    own.emplace_back(key.name, toml_text(key.get(config)));
-    text += own.back().second + '\n';
-  }
+  Named own;
+  for (const ConfigKey& key : config_keys())
+    if (key.ranks == Ranks::kAlike) own.emplace_back(key.name, toml_text(key.get(config)));
   // No key: who multiplies. What several ranks compute alike, as those of tp do, must be the same bits.
   std::string_view products;
   on_every_rank(world, [&] { products = name_of(multiplier()); });
   own.emplace_back(kMultiplierVariable, products);
-  text += own.back().second + '\n';
-  const std::string first = broadcast_text(world, text);
-  on_every_rank(world, [&] {
-    std::istringstream values(first);
-    std::string value;
-    for (const auto& [name, here] : own)
-      if (std::getline(values, value); value != here)
-        refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value),
-               "one configuration on all ranks",
-               "Start every rank with the same file, --set and environment");
-  });
+  refuse_others(own, world, "one configuration on all ranks",
+                "Start every rank with the same file, --set and environment");
+}
+
+void check_same_data(const TaskFacts& facts, Group& world) {
+  if (world.size() == 1) return;
+  Named own = {{"data.tokenizer", toml_text(facts.tokenizer)},
+               {"training " + facts.documents, std::to_string(facts.train_documents)},
+               {"validation " + facts.documents, std::to_string(facts.validation_documents)},
+               {facts.tokens + " of all data", std::to_string(facts.num_tokens)}};
+  for (const auto& [name, value] : facts.order) own.emplace_back(name, toml_text(value));
+  refuse_others(own, world, "the same data on all ranks",
+                "Copy the same files to every host, whatever their paths there");
 }
 
 std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own) {

@@ -17,7 +17,8 @@ std::vector<ConfigKey> scorer_keys() {
       KEY("data.table", data.table, "", any(),
           "Of a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` [rows, "
           "features] and "
-          "`y` [rows]."),
+          "`y` [rows].",
+          Ranks::kMayDiffer),
       KEY("data.target", data.target, "", any(),
           "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
 

@@ -3,6 +3,7 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
+#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task_kind.hpp"
 
@@ -11,7 +12,9 @@ namespace isograd {
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   // Once, before anybody reads of them.
   if (!config.model.load.empty()) on_rank_zero(group, [&] { verify_model_files(config.model.load); });
-  return kind_of(config).make(config, group);
+  auto task = kind_of(config).make(config, group);
+  check_same_data(task->facts(), group);
+  return task;
 }
 
 Layout::Named TaskModel::placements(const Grid& grid) {

@@ -21,20 +21,23 @@ std::vector<ConfigKey> text_keys() {
       KEY("data.text", data.text, "", any(),
           "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, from the "
           "field "
-          "`text`. Empty together with `data.shards`: the C++ headers of the LibTorch in use."),
+          "`text`. Empty together with `data.shards`: the C++ headers of the LibTorch in use.",
+          Ranks::kMayDiffer),
       KEY("data.shards", data.shards, "", any(),
           "Files, directories or globs of shards packed already: by `isograd data pack`, or `.bin` files of "
-          "llm.c and nanoGPT as they are."),
+          "llm.c and nanoGPT as they are.",
+          Ranks::kMayDiffer),
       KEY("data.tokenizer", data.tokenizer, "", not_empty(),
           "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or a Hugging "
           "Face "
           "`tokenizer.json` (by the Python package `tokenizers`; a document ends with the `eos_token` of a "
-          "`tokenizer_config.json` beside it). Shards packed with another tokenizer are refused."),
+          "`tokenizer_config.json` beside it). Shards packed with another tokenizer are refused.",
+          Ranks::kMayDiffer),
       KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
           "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is then one "
           "document."),
       KEY("data.cache", data.cache, "", not_empty(),
-          "Folder that keeps `data.text` as shards, so that the next run starts at once."),
+          "Folder that keeps `data.text` as shards, so that the next run starts at once.", Ranks::kMayDiffer),
       KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
           "Length of a pack. Documents are laid end to end and cut at this length; attention and positions "
           "never "

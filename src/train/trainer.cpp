@@ -87,8 +87,8 @@ struct Trainer::Impl {
 
   void prepare() {
     Group& group = world.group;
+    check_same_configuration(config, group);  // first, so that every rank is refused what one has alone
     check(config, world.size);
-    check_same_configuration(config, group);
     device = device_of(config, world);
     on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); });
     task = make_task(config, group);
