@@ -1,16 +1,18 @@
-"""Fails when code outside src/loss divides by a number of ranks, tokens, targets, samples or micro-batches.
+"""Fails when code outside the normaliser's one function divides by a number of ranks, tokens, targets, samples or
+micro-batches.
 
-The law: gradients and losses are summed everywhere and divided once, by the normaliser (src/loss). A second
-division is the commonest mistake of distributed trainers, and Adam hides it. Divisions that are not means of
+The law: gradients and losses are summed everywhere and divided once, by share_of(), of which Normalizer::scale is made.
+A second division is the commonest mistake of distributed trainers, and Adam hides it. Divisions that are not means of
 gradients or losses are listed in ALLOWED with their reason; an entry that matches nothing any more fails too.
-Before the tree, the check runs on planted examples: it must find the wrong ones and pass the right ones.
+Before the tree, the check runs on planted examples: it must find the wrong ones, in every file of src/loss as well, and
+pass the right ones.
 """
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-THE_ONE_PLACE = "src/loss/"
+THE_ONE_FILE, THE_ONE_FUNCTION = "src/loss/normalizer.cpp", "at::Tensor share_of("
 
 # (file, the code of the line, why it is no second division)
 ALLOWED = [
@@ -31,6 +33,28 @@ ALLOWED = [
     ("src/comm/mpi/numbers.cpp", "ReduceOp::AVG", "PyTorch asks backends for means; Group refuses them"),
     ("src/comm/mpi/numbers.cpp", "ReduceOp::PREMUL_SUM", "PyTorch asks backends for it; Group cannot say it"),
     ("src/comm/mpi/numbers.cpp", "combined.div_(size", "the mean that PyTorch asked for"),
+    ("src/loss/deferred.cpp", "Normalizer(checked(of).mean()", "which mean it is"),
+    ("src/loss/deferred.cpp", "1 / result.value", "a deferred mean: the same division, of the finished gradient"),
+    ("src/loss/ledger.cpp", "term.sum.item<double>() / divisor", "the logged loss: what was differentiated"),
+    ("src/loss/own_loop.cpp", "sums[0] / divisor", "a loop of one's own, which has no normaliser: its one division"),
+    ("src/loss/normalizer.cpp", "ranks = size / replicas", "ranks of each replica"),
+    ("src/loss/normalizer.cpp", "census.rank / ranks", "the replica of this rank"),
+    ("src/loss/normalizer.cpp", "share[t] / t_b", "sample_mean: the weight of a token in its sample's mean"),
+    ("src/loss/counting.cpp", "rows_by_rank.size()) / rule.replicas", "ranks of each replica"),
+    ("src/loss/linear_cross_entropy.cpp", "(problem.shard.vocabulary + ranks - 1) / ranks", "each rank's columns"),
+    ("src/loss/linear_cross_entropy.cpp", "kMostBytes / element / (tiles.tokens", "the size of a tile"),
+    ("src/loss/linear_cross_entropy.cpp", "elements / count", "rows of a slice"),
+    ("src/loss/token_losses.cpp", "/ static_cast<double>(tokens)", "elements of a token, over which its loss is a mean"),
+    ("src/loss/ranking/classes.cpp", "slopes[c].slopes[i] / whole.mass", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/cores.cpp", "pool.weight(anchor_rows[k]) / whole", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/cores.cpp", "pool.weight(rows.back()) / whole", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/cores.cpp", "pool.weight(rows[i]) / whole", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/cores.cpp", "whole.weighted / whole.mass", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/cores.cpp", "own.slopes[i] / sums.mass", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/focal.cpp", "totals.sum / divisor", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/reduced.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
+    ("src/verify/fits.cpp", "- target) / whole", "the diagnosis: what a fit leaves"),
+    ("src/verify/oracle.cpp", "term.sum(batch) / divisor", "the outside oracle: one process, no code of the normaliser"),
     ("src/comm/traffic.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),
     ("src/bench/bench_context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
@@ -70,7 +94,7 @@ ALLOWED = [
 
 # What a mean of gradients or losses is divided by: as a whole word or as the last part of a name.
 COUNTS = (r"(?:\w*_)?(?:world|world_size|size|ranks|num_ranks|nranks|W|G|targets|tokens|num_targets|num_tokens|"
-          r"samples|num_samples|micro_batches|accumulation|grad_acc|replicas|denominator|count|counts|N)_?")
+          r"divisor|mass|whole|t_b|samples|num_samples|micro_batches|accumulation|grad_acc|replicas|denominator|count|counts|N|value)_?")
 # An operand: an optional cast or parenthesis, then member accesses and calls, e.g. double(group_.size()).
 OPERAND = (r"\(*\s*(?:static_cast\s*<[^>]*>\s*\(|double\s*\(|float\s*\()?\s*\(*"
            r"(?:\w+(?:\(\))?(?:\[[^\]]*\])?\s*(?:\.|->|::)\s*)*" + COUNTS + r"\b(?!\s*(?:\.|->|::))")
@@ -95,6 +119,7 @@ WRONG = [
     "backend->allreduce(tensors, {c10d::ReduceOp::AVG});",
     "at::cross_entropy_loss(logits, targets, {}, at::Reduction::Mean)",
     "gradient *= 1.0f / float(W);",
+    "factors.push_back(term.weight / divisor);",
 ]
 RIGHT = [
     "#include \"isograd/world.hpp\"",
@@ -133,8 +158,30 @@ def findings(text):
     return found
 
 
+def outside(name, text):
+    """The text without the one function that may divide: its lines are blank."""
+    if name != THE_ONE_FILE:
+        return text
+    begin = text.index("\n" + THE_ONE_FUNCTION)
+    end = text.index("\n}\n", begin)
+    return text[:begin] + "\n" * text.count("\n", begin, end) + text[end:]
+
+
+def is_test(name):
+    return re.search(r"_(test|testing|cases)\.[hc]pp$|/test_\w+\.[hc]pp$", name)
+
+
 def self_test():
     problems = [f"planted mistake not found: {code}" for code in WRONG if not findings(code)]
+    for path in ROOT.glob("src/loss/**/*.[hc]pp"):
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        known = len(findings(outside(name, text)))
+        for planted in (f"{WRONG[0]}\n{text}", f"{text}\nvoid planted() {{\n  {WRONG[-1]}\n}}\n"):
+            if len(findings(outside(name, planted))) != known + 1:
+                problems.append(f"planted mistake not found in {name}")
+    text = (ROOT / THE_ONE_FILE).read_text()
+    if len(findings(text)) != len(findings(outside(THE_ONE_FILE, text))) + 1:
+        problems.append(f"{THE_ONE_FILE}: expected one division in {THE_ONE_FUNCTION}...), of a term's weight")
     problems += [f"false alarm: {code}" for code in RIGHT if findings(code)]
     return problems
 
@@ -143,13 +190,13 @@ def main():
     problems, used, files = self_test(), set(), 0
     for path in sorted([*ROOT.glob("src/**/*.[hc]pp"), *ROOT.glob("include/**/*.hpp")]):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(THE_ONE_PLACE) or re.search(r"_test(ing)?\.[hc]pp$|/test_\w+\.[hc]pp$", name):
+        if is_test(name):
             continue
         files += 1
-        for number, code, why in findings(path.read_text()):
+        for number, code, why in findings(outside(name, path.read_text())):
             allowed = next((i for i, (file, text, _) in enumerate(ALLOWED) if file == name and text in code), None)
             if allowed is None:
-                problems.append(f"{name}:{number}: {why} outside {THE_ONE_PLACE}: {code}")
+                problems.append(f"{name}:{number}: {why} outside {THE_ONE_FILE}, {THE_ONE_FUNCTION}...): {code}")
             else:
                 used.add(allowed)
     for i, (file, text, _) in enumerate(ALLOWED):
