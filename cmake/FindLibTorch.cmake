@@ -1,7 +1,7 @@
 # Finds LibTorch without torch's own CMake package, which asks for a CUDA toolkit when the build has CUDA.
 #   ISOGRAD_TORCH   folder holding include/ and lib/ (a `torch` Python package or an unpacked libtorch)
-# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Only 2.13 is accepted: the code
-# uses headers below torch/csrc, which carry no promise across versions.
+# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Tested versions alone are
+# accepted: the code uses headers below torch/csrc, which carry no promise across versions (src/base/torch_versions.hpp).
 set(ISOGRAD_TORCH "$ENV{ISOGRAD_TORCH}" CACHE PATH "LibTorch: folder that holds include/ and lib/")
 if(NOT ISOGRAD_TORCH)
   find_package(Python3 QUIET COMPONENTS Interpreter)
@@ -34,9 +34,14 @@ find_package_handle_standard_args(LibTorch
   REASON_FAILURE_MESSAGE "looked in '${ISOGRAD_TORCH}'. Set ISOGRAD_TORCH to a folder with include/ and lib/, \
 or run `pip install torch==2.13.0`, or let ./dev set it up.")
 
-if(LibTorch_FOUND AND NOT LibTorch_VERSION MATCHES "^2\\.13(\\.|$)")
-  message(FATAL_ERROR "LibTorch ${LibTorch_VERSION} found in ${ISOGRAD_TORCH}; expected 2.13.*. "
-    "Other versions are refused until they are tested: install torch==2.13.0 or point ISOGRAD_TORCH at one.")
+set(LibTorch_TESTED 2.11 2.13)  # ./dev reads this line, too
+if(LibTorch_FOUND)
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" _minor "${LibTorch_VERSION}")
+  if(NOT _minor IN_LIST LibTorch_TESTED)
+    list(JOIN LibTorch_TESTED ", " _tested)
+    message(FATAL_ERROR "LibTorch ${LibTorch_VERSION} found in ${ISOGRAD_TORCH}; expected one of ${_tested}. "
+      "Other versions are refused until they are tested: install torch==2.13.0 or point ISOGRAD_TORCH at a tested one.")
+  endif()
 endif()
 
 if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
@@ -45,6 +50,12 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
     "${LibTorch_INCLUDE_DIR}" "${LibTorch_INCLUDE_DIR}/torch/csrc/api/include")
   target_link_libraries(isograd_torch::torch INTERFACE "${LibTorch_CPU}" "${LibTorch_C10}")
   target_compile_definitions(isograd_torch::torch INTERFACE USE_DISTRIBUTED USE_C10D)
+  # Clang 18 and later spell functions whose template parameters are constrained in a way that g++ does not, which built
+  # LibTorch; from 2.13 on it has no such function of its own.
+  if(LibTorch_VERSION VERSION_LESS 2.13 AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND
+     CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 18)
+    target_compile_options(isograd_torch::torch INTERFACE -fclang-abi-compat=17)
+  endif()
   # A CUDA build registers its kernels from a library nobody calls by name: keep it linked.
   find_library(LibTorch_CUDA torch_cuda PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
   if(LibTorch_CUDA)

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include <torch/csrc/distributed/c10d/Types.hpp>
+#include "base/torch_versions.hpp"
 
 namespace isograd::testing {
 namespace {
@@ -106,7 +106,7 @@ class Check {
                                                          {"min", ReduceOp::MIN},
                                                          {"product", ReduceOp::PRODUCT}};
     if (type_ != at::kBool) ops.push_back({"avg", ReduceOp::AVG});
-    if (floating) ops.push_back({"premul_sum", c10d::makePreMulSum(0.5)});
+    if (floating) ops.push_back({"premul_sum", torch_versions::pre_mul_sum(0.5)});
     if (!floating)
       ops.insert(ops.end(), {{"band", ReduceOp::BAND}, {"bor", ReduceOp::BOR}, {"bxor", ReduceOp::BXOR}});
     for (const auto& [name, op] : ops) reduction(name, op);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/torch_versions.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
@@ -102,7 +103,7 @@ TEST(Operations, AverageProductAndScaledSum) {
     }
     EXPECT_EQ(reduced(c10d::ReduceOp::PRODUCT, rank + 2), product);
     EXPECT_EQ(reduced(c10d::ReduceOp::AVG, rank + 1), sum / size);
-    EXPECT_EQ(reduced(c10d::makePreMulSum(0.5 + rank), rank + 1), scaled);
+    EXPECT_EQ(reduced(torch_versions::pre_mul_sum(0.5 + rank), rank + 1), scaled);
   });
 }
 

@@ -37,7 +37,8 @@ std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const Decoder
                  const auto chosen = own.outputs(batch).chosen;
                  places.resize(chosen.size(), at::zeros({experts}, at::kDouble));
                  for (std::size_t layer = 0; layer < chosen.size(); ++layer)
-                   places[layer] = places[layer] + at::one_hot(chosen[layer].cpu(), experts).sum({0, 1});
+                   places[layer] =
+                       places[layer] + at::one_hot(chosen[layer].cpu(), experts).sum(at::IntArrayRef{0, 1});
                  known->tokens += static_cast<double>(batch.num_tokens());
                }
                known->places = places.empty() ? at::zeros({0, experts}, at::kDouble) : at::stack(places);

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/torch_versions.hpp"
 #include "comm/mpi/backend.hpp"
 #include "comm/mpi/runtime.hpp"
 #include "isograd/error.hpp"
@@ -241,7 +242,7 @@ MpiBackend::Works MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tenso
 
 MpiBackend::Works MpiBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                               const c10d::ReduceScatterOptions& options) {
-  return start("reduce_scatter_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, options.timeout,
+  return start("reduce_scatter_coalesced", torch_versions::kReduceScatterCoalesced, outputs, options.timeout,
                [&](Operation& operation) {
                  check_same(outputs.size(), inputs.size(), "outputs", operation.where);
                  for (std::size_t i = 0; i < inputs.size(); ++i)

@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "base/torch_versions.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::mpi {
@@ -150,7 +151,7 @@ Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const std::s
   form.mean = op.op_ == c10d::ReduceOp::AVG;
   form.tensor = tensor.scalar_type() == type ? tensor : tensor.to(type);
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+    const auto* supplement = dynamic_cast<const torch_versions::PreMulSum*>(op.supplement_.get());
     if (!supplement) refuse(where, "PREMUL_SUM without a factor", "a factor");
     const at::Tensor& given = supplement->tensor_factor;
     form.tensor = form.tensor.mul(given.defined() ? given.item<double>() : supplement->double_factor);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/torch_versions.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::shm {
@@ -209,7 +210,7 @@ Reduction Arguments::reduction(const at::Tensor& tensor, const c10d::ReduceOp& o
              "Convert the tensor or choose another reduction");
     }
     if (reduction.combine == Combine::kScaledSum) {
-      const auto* scale = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      const auto* scale = dynamic_cast<const torch_versions::PreMulSum*>(op.supplement_.get());
       if (!scale) refuse("PREMUL_SUM without a factor", "a factor", "Make it with _make_nccl_premul_sum");
       reduction.factor =
           scale->tensor_factor.defined() ? scale->tensor_factor.item().toDouble() : scale->double_factor;

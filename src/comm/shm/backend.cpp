@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/torch_versions.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
 
@@ -211,7 +212,7 @@ ShmBackend::Works ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, 
   std::vector<Task> tasks;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(reduce_scatter_one(outputs[i], inputs[i], options.reduceOp));
-  return work(std::move(tasks), c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, options.timeout);
+  return work(std::move(tasks), torch_versions::kReduceScatterCoalesced, outputs, options.timeout);
 }
 
 ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {

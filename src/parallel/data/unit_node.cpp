@@ -15,6 +15,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "base/torch_versions.hpp"
 #include "comm/anchor.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
@@ -303,7 +304,7 @@ variable_list call_without_graph(const UnitCall& call, const variable_list& inpu
 
 variable_list call_with_graph(const UnitCall& call, std::size_t use, const variable_list& inputs,
                               const UnitBody& body) {
-  auto node = c10::make_intrusive<UnitNode>(call, use, call.checkpoint ? body : UnitBody(), inputs);
+  auto node = torch_versions::make_node<UnitNode>(call, use, call.checkpoint ? body : UnitBody(), inputs);
   InnerGraph graph;
   if (call.checkpoint) {
     graph.inputs = as_leaves(inputs);

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/torch_versions.hpp"
 #include "isograd/error.hpp"
 #include "layout/storage.hpp"
 
@@ -60,7 +61,7 @@ void UnitStorage::add(Part part) {
 void UnitStorage::fill(const Part& part) const {
   auto* begin = static_cast<char*>(memory_.mutable_data_ptr()) +
                 part.offset * static_cast<std::int64_t>(c10::elementSize(dtype_));
-  part.storage->clear_data_ptr_access_error_msg_();
+  torch_versions::allow_reading(*part.storage);
   part.storage->set_data_ptr_noswap(c10::DataPtr(begin, device_));
 }
 

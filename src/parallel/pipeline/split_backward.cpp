@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/torch_versions.hpp"
 #include "comm/anchor.hpp"
 #include "comm/separable.hpp"
 
@@ -233,7 +234,7 @@ void WeightsBackward::run() {
   if (!left || left->to.empty()) return;
   const HooksAside retaining(left->border, HooksAside::kRetaining);
   const EdgesAside followed(left->cuts);
-  const auto root = c10::make_intrusive<Resumed>(left->to, std::move(left->gradients));
+  const auto root = torch_versions::make_node<Resumed>(left->to, std::move(left->gradients));
   autograd::Engine::get_default_engine().execute({Edge(root, 0)}, {Resumed::start()}, /*keep_graph=*/false,
                                                  /*create_graph=*/false, /*accumulate_grad=*/true);
 }

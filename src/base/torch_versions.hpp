@@ -1,0 +1,60 @@
+// What the accepted versions of LibTorch (cmake/FindLibTorch.cmake) name differently. No other file asks for
+// the version.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/headeronly/version.h>
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+namespace isograd::torch_versions {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+
+using PreMulSum = c10d::NCCLPreMulSumSupplement;
+inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::COALESCED;
+inline c10d::ReduceOp pre_mul_sum(double factor) {
+  return c10d::makeNCCLPreMulSum(factor);
+}
+
+template <class Node, class... Arguments>
+std::shared_ptr<Node> make_node(Arguments&&... arguments) {
+  return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
+}
+
+// A storage that refuses to be read cannot be told to be read again. An explicit instantiation may name the
+// member.
+bool& refuses(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*member>
+struct Refuses {
+  friend bool& refuses(c10::StorageImpl& storage) { return storage.*member; }
+};
+template struct Refuses<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+inline void allow_reading(c10::StorageImpl& storage) {
+  refuses(storage) = false;  // set_data_ptr_noswap(), which follows, notes it
+}
+
+#else
+
+using PreMulSum = c10d::PreMulSumSupplement;
+inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+inline c10d::ReduceOp pre_mul_sum(double factor) {
+  return c10d::makePreMulSum(factor);
+}
+
+template <class Node, class... Arguments>
+c10::intrusive_ptr<Node> make_node(Arguments&&... arguments) {
+  return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
+}
+
+inline void allow_reading(c10::StorageImpl& storage) {
+  storage.clear_data_ptr_access_error_msg_();
+}
+
+#endif
+
+}  // namespace isograd::torch_versions
