@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "data/libav.hpp"
-#include "data/options.hpp"
 #include "data/video.hpp"
 #include "isograd/error.hpp"
 
@@ -205,17 +204,6 @@ class Reader {
 };
 
 }  // namespace
-
-void check(const VideoOptions& options) {
-  constexpr std::int64_t kMostPixels = 1 << 14, kMostFrames = 1 << 30;
-  in_range<std::int64_t>("video.patch_frames", options.patch.t, 1, 256);
-  in_range<std::int64_t>("video.patch_height", options.patch.h, 1, 1024);
-  in_range<std::int64_t>("video.patch_width", options.patch.w, 1, 1024);
-  in_range<std::int64_t>("video.height", options.height, options.patch.h, kMostPixels);
-  in_range<double>("video.frames_per_second", options.frames_per_second, 0, 1000);
-  if (options.max_frames != 0)
-    in_range<std::int64_t>("video.max_frames", options.max_frames, options.patch.t, kMostFrames);
-}
 
 at::Tensor decode_video(const fs::path& file, const VideoOptions& options) {
   check(options);

@@ -7,6 +7,7 @@
 
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
+#include "data/options.hpp"
 #include "data/video.hpp"
 #include "isograd/error.hpp"
 
@@ -25,6 +26,17 @@ VideoGrid grid_of(const at::Tensor& frames, VideoGrid patch) {
 }
 
 }  // namespace
+
+void check(const VideoOptions& options) {
+  constexpr std::int64_t kMostPixels = 1 << 14, kMostFrames = 1 << 30;
+  in_range<std::int64_t>("video.patch_frames", options.patch.t, 1, 256);
+  in_range<std::int64_t>("video.patch_height", options.patch.h, 1, 1024);
+  in_range<std::int64_t>("video.patch_width", options.patch.w, 1, 1024);
+  in_range<std::int64_t>("video.height", options.height, options.patch.h, kMostPixels);
+  in_range<double>("video.frames_per_second", options.frames_per_second, 0, 1000);
+  if (options.max_frames != 0)
+    in_range<std::int64_t>("video.max_frames", options.max_frames, options.patch.t, kMostFrames);
+}
 
 at::Tensor patchify(const at::Tensor& frames, VideoGrid patch) {
   const VideoGrid grid = grid_of(frames, patch);

@@ -1,0 +1,31 @@
+// A build without FFmpeg's libraries.
+#include "isograd/error.hpp"
+#include "isograd/video_data.hpp"
+
+namespace isograd {
+namespace {
+
+[[noreturn]] void refuse_without_video(const std::string& where) {
+  throw ConfigError({.where = where,
+                     .found = "a build of isograd without videos",
+                     .expected = "one that was made with FFmpeg's libraries",
+                     .action =
+                         "Install libavformat, libavcodec, libavutil and libswscale with their headers, "
+                         "and build again with -DISOGRAD_VIDEO=ON"});
+}
+
+}  // namespace
+
+at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions&) {
+  refuse_without_video("video " + file.string());
+}
+
+std::string encode_png(const at::Tensor&) {
+  refuse_without_video("encode_png");
+}
+
+void write_apng(const std::filesystem::path& file, const at::Tensor&, double) {
+  refuse_without_video(file.string());
+}
+
+}  // namespace isograd
