@@ -5,17 +5,18 @@ Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
 directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS SIDE eager|compiled|ddp|ddp-compiled|fsdp2|tp   starts the ranks
+    python llama_step.py EXCHANGE RANKS SIDE MODE   starts the ranks; MODE: eager, compiled, autocast, autocast-compiled, ddp, ddp-compiled, fsdp2 or tp
 
 EXCHANGE holds
     case.json            shapes, learning rate, steps per turn
     model/               config.json, model.safetensors
     tokens.bin           int64 [steps, ranks of case.json, micro-batches x sequences, length + 1]
-    SIDE.go.R            one byte per turn for rank R; end of file: done
+    SIDE.go.R            one byte per turn for rank R, "p" for one under the profiler; end of file: done
     SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
 
 Ranks of "tp" hold one model together and see one batch: their case has one rank's tokens. An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
+import itertools
 import json
 import os
 import pathlib
@@ -62,6 +63,7 @@ class Block(nn.Module):
         q, k, v = (attn[f"{name}_proj"](y) for name in "qkv")
         b, t, _ = q.shape  # all tokens, also where x has this rank's
         q, k, v = (z.view(b, t, -1, self.head_dim).transpose(1, 2) for z in (q, k, v))
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         y = self.attend(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
         x = x + attn["o_proj"](y.transpose(1, 2).reshape(b, t, -1))
@@ -157,7 +159,7 @@ def wrap(model, mode, ranks, c):
     """The model as its wrapper trains it. DDP and FSDP2 then hold the mean over ranks of the ranks' gradients."""
     if mode == "tp":
         return cut(model, ranks)
-    if mode == "compiled":
+    if mode in ("compiled", "autocast-compiled"):
         model.compile()
     if mode == "ddp-compiled":  # by block: DDP's hooks then overlap as they do without
         for block in model.model["layers"]:
@@ -178,8 +180,9 @@ def backward(trained, batch, c):
     """Gradients of the mean over the micro-batches, which have as many tokens; returns it."""
     parts, total = batch.chunk(c["micro_batches"]), 0
     for part in parts:
-        logits = trained(part[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        with torch.autocast(part.device.type, torch.bfloat16, enabled=c.get("autocast", False)):
+            logits = trained(part[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
         if len(parts) > 1:
             loss = loss / len(parts)
         loss.backward()
@@ -192,13 +195,77 @@ def clip(model, max_norm):
     return lambda: (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
+class Masters:
+    """fp32 copies of the parameters of a bf16 model, which are clipped and updated in their place."""
+
+    def __init__(self, model):
+        self.held = list(model.parameters())
+        self.masters = [p.detach().float().requires_grad_() for p in self.held]
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+
+    def parameters(self):
+        return self.masters
+
+    def take_gradients(self):
+        torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.held])
+        for p in self.held:
+            p.grad = None
+
+    @torch.no_grad()
+    def give_parameters(self):
+        torch._foreach_copy_(self.held, self.masters)
+
+
+def profile_steps(device, steps, step):
+    """What src/bench/device_profile.cpp tells of our steps."""
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        begin = time.time_ns()
+        for _ in range(steps):
+            step()
+        issued = time.time_ns()
+        time.sleep(0.002)  # apart in time from the wait with which the profiler ends
+    waiting = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+               "cuStreamSynchronize", "cuCtxSynchronize"}
+    kernels, busy, end = {}, [], issued
+    count = waits = copies = 0
+    for event in profiler.profiler.kineto_results.events():
+        name, start, stop = event.name(), event.start_ns(), event.end_ns()
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            waits += name in waiting and start < issued + 1_000_000
+            continue
+        busy.append((start, stop))
+        end = max(end, stop)
+        times = kernels.setdefault(name, [0, 0])
+        times[0] += 1
+        times[1] += stop - start
+        copies += name.startswith("Memcpy DtoH")
+        count += not name.startswith("Mem")
+    covered = until = 0
+    for start, stop in sorted(busy):
+        covered += max(0, stop - max(start, until))
+        until = max(until, stop)
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:15]
+    return {"kernels": count / steps, "waits": waits / steps, "copies_to_host": copies / steps,
+            "busy_ms": covered / steps / 1e6, "step_ms": (end - begin) / steps / 1e6, "idle": 1 - covered / (end - begin),
+            "top": [{"name": name[:120], "count": n / steps, "ms": ns / steps / 1e6} for name, (n, ns) in longest],
+            "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
 def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for, backward):
     """`clip` returns how to read the norm, outside of what is timed."""
     c = json.loads((exchange / "case.json").read_text())
     torch.set_num_threads(c["threads"])
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(exchange / f"compiled.{rank}"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    device = torch.device("cuda", rank) if c["device"] == "cuda" else torch.device("cpu")
+    # ISOGRAD_PEER_DEVICE=cpu: where our side's GPU is the tests' stand-in, which Python's torch does not see.
+    on_gpu = os.environ.get("ISOGRAD_PEER_DEVICE", c["device"]) == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks > 1:
@@ -206,30 +273,51 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
     model = make_model(exchange, c, mode, rank, ranks).to(device)
+    c["autocast"] = mode.startswith("autocast")
+    in_bf16 = c.get("dtype") == "bfloat16" and not c["autocast"]
+    if in_bf16:
+        model.bfloat16()
     trained = wrap(model, mode, ranks, c)
-    optimizer = optimizer_for(model, c, mode)
+    updated = Masters(model) if in_bf16 else model
+    optimizer = optimizer_for(updated, c, mode)
     raw = bytearray((exchange / "tokens.bin").read_bytes())
     tokens = torch.frombuffer(raw, dtype=torch.int64)
     sequences = c["micro_batches"] * c["sequences"]
     tokens = tokens.reshape(-1, c["ranks"], sequences, c["length"] + 1)[:, rank % c["ranks"]]
     go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
     done = open(exchange / f"{side}.done", "w") if rank == 0 else None
-    step = 0
-    while go.read(1):
+    batches = itertools.cycle(tokens)
+
+    def train():
+        """One step's loss, and how to read its norm. All of it is done when it returns."""
+        batch = next(batches).to(device, non_blocking=True)
+        loss = backward(trained, batch, c)
+        if in_bf16:
+            updated.take_gradients()
+        norm = clip(updated, c["max_norm"])
+        optimizer.step()
+        if in_bf16:
+            updated.give_parameters()
+        else:
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item(), norm
+
+    while turn := go.read(1):
         seconds, losses, norms = [], [], []
         if ranks > 1:
             dist.barrier()
+        if turn == b"p":
+            found = profile_steps(device, 3, train)
+            if done:
+                done.write(json.dumps({"seconds": [], "losses": [], "profile": found}) + "\n")
+                done.flush()
+            continue
         for _ in range(c["steps_per_turn"]):
             start = time.perf_counter()
-            batch = tokens[step % len(tokens)].to(device, non_blocking=True)
-            loss = backward(trained, batch, c)
-            norm = clip(model, c["max_norm"])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())
+            loss, norm = train()
             seconds.append(time.perf_counter() - start)
+            losses.append(loss)
             norms.append(norm)
-            step += 1
         total = torch.tensor(losses, dtype=torch.float64, device=device)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)

@@ -11,16 +11,21 @@ struct BenchStepOptions {
   std::vector<std::string> cases;  // empty: all but "tiny"
   std::vector<int> ranks{1, 2};    // 1: PyTorch eager; more: DDP and FSDP2 over Gloo, and one process alone
   std::vector<std::string> strategies;  // of several ranks; empty: the standard ones
-  bool compiled = false;       // PyTorch with torch.compile takes part: alone, and DDP over compiled blocks
-  std::filesystem::path json;  // where the records go; empty: nowhere
-  double seconds = 60;         // of taking turns, for each case and number of ranks
-  std::string python;          // empty: as find_python() says
-  std::string device = "cpu";  // or "cuda": a GPU for each rank, over NCCL, for both sides
-  int threads = 1;             // of each rank, on both sides
+  bool compiled = false;  // PyTorch with torch.compile takes part: alone, and DDP over compiled blocks
+  std::vector<std::string> peers;  // of one rank, by name, instead of those: bench_step_peers()
+  std::filesystem::path json;      // where the records go; empty: nowhere
+  double seconds = 60;             // of taking turns, for each case and number of ranks
+  std::string python;              // empty: as find_python() says
+  std::string device = "cpu";      // or "cuda": a GPU for each rank, over NCCL, for both sides
+  std::string dtype = "float32";   // or "bfloat16": parameters in it with fp32 masters, on both sides
+  int threads = 1;                 // of each rank, on both sides
 };
 
-// "small", "medium", "communication", "compute", and "tiny", which only shows that the comparison works.
+// "small", "medium", "communication", "compute"; for a GPU "large" and "8B-layer"; and "tiny", which only
+// shows that the comparison works.
 std::vector<std::string> bench_step_cases();
+// "eager", "compiled", "autocast", "autocast-compiled".
+std::vector<std::string> bench_step_peers();
 // "stage-0", "zero-1", ...
 std::vector<std::string> bench_strategies();
 
@@ -28,7 +33,9 @@ std::vector<std::string> bench_strategies();
 // PyTorch's, by strategy, from the same weights on the same tokens with one thread a rank. Prints tables,
 // with the time that our ranks waited for communication, and writes records
 // {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio"}; a ratio above 1 means that ours is faster.
-// Returns 0 whatever the ratios are; 1 when losses or norms differ, for then the comparison is void.
+// On a GPU a record also has "dtype", the model's "flops" of a step, and "ours_device" and "peer_device",
+// what the device did in a step (device_profile.hpp). Returns 0 whatever the ratios are; 1 when losses or
+// norms differ, for then the comparison is void.
 int bench_step(const BenchStepOptions& options);
 
 struct BenchProductOptions {

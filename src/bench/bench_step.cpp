@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
@@ -11,6 +12,7 @@
 #include "bench/step_case.hpp"
 #include "bench/step_products.hpp"
 #include "bench/strategy.hpp"
+#include "train/utilisation.hpp"
 
 namespace isograd {
 namespace {
@@ -22,16 +24,28 @@ struct Peer {
 const std::vector<Peer> kPeers = {{"ddp", "PyTorch DDP over Gloo", "ddp"},
                                   {"fsdp2", "PyTorch FSDP2 over Gloo", "fsdp2"},
                                   {"single", "one PyTorch process", "eager", true}};
-const Peer kEager = {"eager", "PyTorch eager", "eager"},
-           kCompiled = {"compiled", "PyTorch compiled", "compiled"};
+// Of one rank. What autocast computes in bf16, the others keep in it, with fp32 masters.
+const std::vector<Peer> kAlone = {{"eager", "PyTorch eager", "eager"},
+                                  {"compiled", "PyTorch compiled", "compiled"},
+                                  {"autocast", "PyTorch eager, autocast", "autocast"},
+                                  {"autocast-compiled", "PyTorch compiled, autocast", "autocast-compiled"}};
 const std::vector<Peer> kCompiledPeers = {
     {"ddp-compiled", "DDP over compiled blocks", "ddp-compiled"},
     {"single-compiled", "one compiled PyTorch process", "compiled", true}};
 
-std::vector<Peer> peers_of(int ranks, bool compiled) {
-  if (ranks == 1) return compiled ? std::vector<Peer>{kEager, kCompiled} : std::vector<Peer>{kEager};
-  std::vector<Peer> peers = kPeers;
-  if (compiled) peers.insert(peers.end(), kCompiledPeers.begin(), kCompiledPeers.end());
+std::vector<Peer> peers_of(int ranks, const BenchStepOptions& options) {
+  std::vector<Peer> peers;
+  if (ranks == 1) {
+    const auto wanted = [&](const Peer& peer) {
+      if (!options.peers.empty()) return std::ranges::count(options.peers, peer.name) > 0;
+      if (peer.mode.ends_with("compiled") && !options.compiled) return false;
+      return !peer.mode.starts_with("autocast") || options.dtype == "bfloat16";
+    };
+    std::ranges::copy_if(kAlone, std::back_inserter(peers), wanted);
+    return peers;
+  }
+  peers = kPeers;
+  if (options.compiled) peers.insert(peers.end(), kCompiledPeers.begin(), kCompiledPeers.end());
   return peers;
 }
 
@@ -56,16 +70,24 @@ struct Run {
   std::vector<Agreement> agreements{};  // of ours, then of the peers
   std::vector<Peer> described{};        // the peers
   double products = 0;                  // seconds of a rank's matrix products alone; 0: not timed
+  double flops = 0;                     // of the model in a rank's step
+  StepSetting setting{};
 
+  // bf16 has 8 bits: one rounding of the first loss, eight of what follows.
+  bool good(const Agreement& each) const {
+    constexpr double kRounding = 1.0 / 256;
+    if (setting.dtype == "float32") return each.good();
+    return each.first_loss <= kRounding && each.losses <= 8 * kRounding && each.norm <= 8 * kRounding;
+  }
   bool comparable() const {
-    return std::all_of(agreements.begin(), agreements.end(),
-                       [](const Agreement& each) { return each.good(); });
+    return std::ranges::all_of(agreements, [this](const Agreement& each) { return good(each); });
   }
 };
 
 Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& options) {
   const ExchangeFolder exchange;
-  write_exchange(exchange.path(), step_case, ranks, options.device, options.threads);
+  const StepSetting setting{.device = options.device, .dtype = options.dtype, .threads = options.threads};
+  write_exchange(exchange.path(), step_case, ranks, setting);
   std::vector<Side> sides;
   for (const Strategy& strategy : strategies_of(ranks, options))
     sides.push_back({.name = strategy.name,
@@ -78,7 +100,12 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
   Run run{.name = fmt::format("{}, {} rank{}{}", step_case.name, ranks, ranks == 1 ? "" : "s", threads),
           .ranks = ranks,
           .tokens = step_case.tokens(),
-          .described = peers_of(ranks, options.compiled)};
+          .described = peers_of(ranks, options),
+          .setting = setting};
+  const auto length = static_cast<double>(step_case.length);
+  const auto sequences = static_cast<double>(step_case.micro_batches * step_case.sequences);
+  run.flops = decoder_flops(step_case.shape, sequences * length, sequences * length * (length + 1) / 2);
+  if (setting.dtype == "bfloat16") run.name += ", bf16";
   for (const Peer& peer : run.described)
     sides.push_back(
         {.name = peer.name,
@@ -86,16 +113,37 @@ Run run_case(const StepCase& step_case, int ranks, const BenchStepOptions& optio
          .command = {find_python(options.python), "-W", "ignore", find_peer("llama_step.py").string(),
                      exchange.path().string(), std::to_string(peer.alone ? 1 : ranks), peer.name, peer.mode},
          .ranks = peer.alone ? 1 : ranks});
-  auto results = take_turns(sides, exchange.path(), options.seconds);
+  auto results = take_turns(sides, exchange.path(), options.seconds, options.device == "cuda");
   const Turn reference = results[count].first;  // the first peer's
   for (std::size_t i = 0; i < results.size(); ++i) {
     const bool other_tokens = i >= count && run.described[i - count].alone;
     run.agreements.push_back(other_tokens ? Agreement{} : compare(results[i].first, reference));
     (i < count ? run.ours : run.peers).push_back(std::move(results[i]));
   }
-  if (options.device == "cpu" && options.threads == 1)
+  if (options.device == "cpu" && options.threads == 1 && options.dtype == "float32")
     run.products = fastest_products(step_case);  // now that all sides are gone
   return run;
+}
+
+nlohmann::ordered_json profile_of(const SideResult& result) {
+  return result.profile.empty() ? nlohmann::ordered_json::object()
+                                : nlohmann::ordered_json::parse(result.profile);
+}
+
+// What the device did in a step of each side.
+void print_device(const Run& run) {
+  fmt::print("  {:<26} {:>8} {:>7} {:>9} {:>8} {:>8} {:>9}\n", "", "TFLOP/s", "kernels", "waits", "to host",
+             "idle", "peak MiB");
+  const auto line = [&](const SideResult& result) {
+    const auto found = profile_of(result);
+    const auto number = [&](const char* key) { return found.value(key, 0.0); };
+    fmt::print("  {:<26} {:>8.1f} {:>7.0f} {:>9.1f} {:>8.1f} {:>6.1f} % {:>9.0f} {}\n", result.side.title,
+               run.flops * result.side.ranks / result.median() / 1e12, number("kernels"),
+               number("waits"), number("copies_to_host"), 100 * number("idle"),
+               number("peak_bytes") / (1 << 20), found.value("problem", ""));
+  };
+  for (const SideResult& result : run.ours) line(result);
+  for (const SideResult& result : run.peers) line(result);
 }
 
 void print(const Run& run) {
@@ -122,9 +170,10 @@ void print(const Run& run) {
     fmt::print("  {:<26} {:>8.2f} {}\n", "a rank's products alone", run.products * 1e3,
                fmt::format(" {:.0f} % of the step of {}", 100 * run.products / run.ours.front().median(),
                            run.ours.front().side.title));
+  if (run.setting.device == "cuda") print_device(run);
   for (std::size_t i = 0; i < run.agreements.size(); ++i) {
     const Agreement& found = run.agreements[i];
-    if (found.good()) continue;
+    if (run.good(found)) continue;
     const auto& side = i < run.ours.size() ? run.ours[i].side : run.peers[i - run.ours.size()].side;
     fmt::print("  NOT COMPARABLE: {}\n", found.text(side.title, run.peers.front().side.title));
   }
@@ -145,6 +194,14 @@ void add_records(const Run& run, nlohmann::ordered_json& records) {
                         : bench_record("step", name, tokens / ours.median(), tokens / peer.median(),
                                        peer.side.title, "tokens/s", ratio);
       if (run.products > 0) record["products_ms"] = run.products * 1e3;
+      if (run.setting.device == "cuda") {
+        record["device"] = "cuda";
+        record["dtype"] = run.setting.dtype;
+        record["ours_ms"] = ours.median() * 1e3, record["peer_ms"] = peer.median() * 1e3;
+        record["flops"] = run.flops * run.ranks;
+        record["ours_device"] = profile_of(ours);
+        record["peer_device"] = profile_of(peer);
+      }
       if (!ours.exposed.empty()) record["exposed_ms"] = quantile(ours.exposed, 0.5) * 1e3;
       records.push_back(std::move(record));
     }
@@ -155,6 +212,12 @@ void add_records(const Run& run, nlohmann::ordered_json& records) {
 std::vector<std::string> bench_step_cases() {
   std::vector<std::string> names;
   for (const auto& step_case : step_cases()) names.push_back(step_case.name);
+  return names;
+}
+
+std::vector<std::string> bench_step_peers() {
+  std::vector<std::string> names;
+  for (const Peer& peer : kAlone) names.push_back(peer.name);
   return names;
 }
 
@@ -172,10 +235,11 @@ int bench_step(const BenchStepOptions& options) {
     std::copy_if(step_cases().begin(), step_cases().end(), std::back_inserter(cases),
                  [](const StepCase& step_case) { return step_case.standard; });
   fmt::print(
-      "whole training steps, fp32, {} thread{} a rank: median, quartile spread, ms of it that a rank waited "
+      "whole training steps, {}, {} thread{} a rank: median, quartile spread, ms of it that a rank waited "
       "for\n"
       "communication, and how much faster than each peer (lowest .. highest of single rounds)\n",
-      options.threads, options.threads == 1 ? "" : "s");
+      options.dtype == "bfloat16" ? "bf16 with fp32 masters" : "fp32", options.threads,
+      options.threads == 1 ? "" : "s");
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;

@@ -154,9 +154,12 @@ void Contestant::fail(const std::string& found) {
        .action = "Read its output above; the peer needs a Python with torch (variable PYTHON)"});
 }
 
-Turn Contestant::turn(double patience) {
+void Contestant::start(char kind) {
   for (int file : go_)
-    if (write(file, "g", 1) != 1) fail(std::strerror(errno));
+    if (write(file, &kind, 1) != 1) fail(std::strerror(errno));
+}
+
+Turn Contestant::answer(double patience) {
   const auto start = std::chrono::steady_clock::now();
   while (unread_.find('\n') == std::string::npos) {
     pollfd waiting{done_, POLLIN, 0};
@@ -176,7 +179,8 @@ Turn Contestant::turn(double patience) {
   if (!problem.empty() || !line.contains("seconds") || !line.contains("losses"))
     fail(problem.empty() ? "a line without seconds or losses" : problem);
   const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
-  return {numbers("seconds"), numbers("losses"), numbers("norms"), numbers("exposed"), numbers("parts")};
+  return {numbers("seconds"), numbers("losses"), numbers("norms"),
+          numbers("exposed"), numbers("parts"),  line.contains("profile") ? line["profile"].dump() : ""};
 }
 
 }  // namespace isograd

@@ -16,7 +16,10 @@ struct Turn {
   std::vector<double> norms;    // of the whole gradient; empty where a side does not say
   std::vector<double> exposed;  // seconds of each step that waited for communication; empty likewise
   std::vector<double> parts;    // seconds of the parts of a step, medians of the turn; empty likewise
+  std::string profile;          // of a profiled turn: JSON as profile_steps() gives it
 };
+
+inline constexpr char kTimedTurn = 'g', kProfiledTurn = 'p';
 
 // Starts `command` and talks to it through named pipes in the exchange folder: NAME.go.R, one byte a turn for
 // each rank, so that a waiting side sleeps in the kernel and leaves the cores to the other; NAME.done, one
@@ -28,8 +31,13 @@ class Contestant {
   Contestant(const Contestant&) = delete;
   Contestant& operator=(const Contestant&) = delete;
 
+  void start(char kind = kTimedTurn);
   // ConfigError with the end of its output when it ended or said nothing for `patience` seconds.
-  Turn turn(double patience = 300);
+  Turn answer(double patience = 300);
+  Turn turn(double patience = 300) {
+    start();
+    return answer(patience);
+  }
 
  private:
   bool running();

@@ -27,12 +27,14 @@ ExchangeFolder::~ExchangeFolder() {
 }
 
 fs::path find_peer(const std::string& script) {
-  const fs::path path = fs::path(ISOGRAD_PEERS) / script;
+  const char* elsewhere = std::getenv("ISOGRAD_PEERS");  // of a program that was built on another machine
+  const fs::path path = fs::path(elsewhere ? elsewhere : ISOGRAD_PEERS) / script;
   if (!fs::exists(path))
-    throw ConfigError({.where = "isograd bench",
-                       .found = "no " + path.string(),
-                       .expected = "the peer's script",
-                       .action = "Run a build whose source tree is still there"});
+    throw ConfigError(
+        {.where = "isograd bench",
+         .found = "no " + path.string(),
+         .expected = "the peer's script",
+         .action = "Run a build whose source tree is still there, or name its bench/peers in ISOGRAD_PEERS"});
   return path;
 }
 

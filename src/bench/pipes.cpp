@@ -24,7 +24,7 @@ TurnPipes::TurnPipes(const std::filesystem::path& exchange, const std::string& n
       done_(rank == 0 ? open_pipe(exchange / (name + ".done"), "w") : nullptr, &std::fclose) {}
 
 bool TurnPipes::wait() {
-  return std::fgetc(go_.get()) != EOF;
+  return (turn_ = std::fgetc(go_.get())) != EOF;
 }
 
 void TurnPipes::answer(const nlohmann::json& line) {

@@ -32,14 +32,16 @@ std::vector<double> SideResult::median_parts() const {
 }
 
 std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
-                                   double seconds) {
+                                   double seconds, bool on_device) {
   std::vector<std::unique_ptr<Contestant>> contestants;
   std::vector<SideResult> results;
   for (const Side& side : sides) {
     contestants.push_back(std::make_unique<Contestant>(side.name, side.command, exchange, side.ranks));
     results.push_back({.side = side});
   }
-  for (std::size_t i = 0; i < sides.size(); ++i) results[i].first = contestants[i]->turn();
+  for (std::size_t i = 0; on_device && i < sides.size(); ++i) contestants[i]->start();
+  for (std::size_t i = 0; i < sides.size(); ++i)
+    results[i].first = on_device ? contestants[i]->answer() : contestants[i]->turn();
 
   constexpr int kFewest = 3;
   const auto start = std::chrono::steady_clock::now();
@@ -56,6 +58,10 @@ std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::fi
       if (!turn.parts.empty()) result.parts.push_back(turn.parts);
       result.rounds.push_back(quantile(turn.seconds, 0.5));
     }
+  for (std::size_t i = 0; on_device && i < sides.size(); ++i) {
+    contestants[i]->start(kProfiledTurn);
+    results[i].profile = contestants[i]->answer().profile;
+  }
   return results;
 }
 

@@ -27,15 +27,18 @@ struct SideResult {
 
   std::vector<std::vector<double>> parts{};  // Turn's, of each turn after the first
 
+  std::string profile{};  // Turn's; empty where none was asked for
+
   double median() const;
   std::vector<double> median_parts() const;
   double spread() const;  // (third − first quartile) / median
 };
 
 // The first turn of each, then rounds until `seconds` are over, three at least: A B C, C B A, ... so that no
-// side always comes first and a machine's slow moments fall on all.
+// side always comes first and a machine's slow moments fall on all. `on_device`: the first turns run at once,
+// because torch.compile takes a minute in them, and a profiled turn comes last.
 std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
-                                   double seconds);
+                                   double seconds, bool on_device = false);
 
 // How much faster ours is: of the medians, and the lowest and highest of single rounds.
 struct Ratio {

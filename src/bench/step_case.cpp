@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t kSteps = 32;  // different batches; used again from the first after that
 constexpr std::int64_t kVocabulary = 258;
+constexpr std::int64_t kGpuStepsPerTurn = 8;  // tens to hundreds of milliseconds
 
 DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads,
                     std::int64_t key_value_heads, std::int64_t head_dim, std::int64_t feed_forward,
@@ -85,6 +86,9 @@ const std::vector<StepCase>& step_cases() {
       {"compute", shape(256, 4, 4, 4, 64, 704, false), 1, 2048, 1},
       // For a GPU: every kernel takes longer than starting it. On one core a step takes minutes.
       {"large", shape(2048, 4, 16, 16, 128, 5632, false), 1, 2048, 4, false},
+      // The shapes of one layer of Llama 3 8B. 258 words instead of 128,256, so that the layer is what is
+      // timed.
+      {"8B-layer", shape(4096, 1, 32, 8, 128, 14336, false), 1, 8192, 1, false},
       // Shows in a few seconds that the comparison works; its ratio says nothing.
       {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };
@@ -146,35 +150,38 @@ AdamWOptions bench_adamw() {
 }
 
 void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const std::string& device, int threads) {
+                    const StepSetting& setting) {
+  const bool on_gpu = setting.device == "cuda";
   const DecoderConfig& config = step_case.shape;
   const AdamWOptions adamw = bench_adamw();
-  const nlohmann::ordered_json description = {{"name", step_case.name},
-                                              {"ranks", ranks},
-                                              {"device", device},
-                                              {"threads", threads},
-                                              {"vocabulary", config.vocabulary},
-                                              {"hidden", config.hidden},
-                                              {"layers", config.layers},
-                                              {"heads", config.heads},
-                                              {"key_value_heads", config.key_value_heads},
-                                              {"head_dim", config.head_dim},
-                                              {"feed_forward", config.feed_forward},
-                                              {"rope_theta", config.rope_theta},
-                                              {"norm_epsilon", config.norm_epsilon},
-                                              {"tied_output", config.tied_output},
-                                              {"experts", config.experts.count},
-                                              {"experts_per_token", config.experts.per_token},
-                                              {"sequences", step_case.sequences},
-                                              {"micro_batches", step_case.micro_batches},
-                                              {"length", step_case.length},
-                                              {"steps_per_turn", step_case.steps_per_turn},
-                                              {"max_norm", kBenchMaxNorm},
-                                              {"learning_rate", adamw.learning_rate},
-                                              {"beta1", adamw.beta1},
-                                              {"beta2", adamw.beta2},
-                                              {"epsilon", adamw.epsilon},
-                                              {"weight_decay", adamw.weight_decay}};
+  const nlohmann::ordered_json description = {
+      {"name", step_case.name},
+      {"ranks", ranks},
+      {"device", setting.device},
+      {"dtype", setting.dtype},
+      {"threads", setting.threads},
+      {"vocabulary", config.vocabulary},
+      {"hidden", config.hidden},
+      {"layers", config.layers},
+      {"heads", config.heads},
+      {"key_value_heads", config.key_value_heads},
+      {"head_dim", config.head_dim},
+      {"feed_forward", config.feed_forward},
+      {"rope_theta", config.rope_theta},
+      {"norm_epsilon", config.norm_epsilon},
+      {"tied_output", config.tied_output},
+      {"experts", config.experts.count},
+      {"experts_per_token", config.experts.per_token},
+      {"sequences", step_case.sequences},
+      {"micro_batches", step_case.micro_batches},
+      {"length", step_case.length},
+      {"steps_per_turn", on_gpu ? kGpuStepsPerTurn : step_case.steps_per_turn},
+      {"max_norm", kBenchMaxNorm},
+      {"learning_rate", adamw.learning_rate},
+      {"beta1", adamw.beta1},
+      {"beta2", adamw.beta2},
+      {"epsilon", adamw.epsilon},
+      {"weight_decay", adamw.weight_decay}};
   write_file(directory / "case.json", description.dump(2) + "\n");
   DecoderLM model(config, at::kFloat, 1);
   if (step_case.one_quarter) route_to_one_quarter(model);
@@ -218,16 +225,27 @@ std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, con
   return steps;
 }
 
+namespace {
+
+nlohmann::json read_description(const std::filesystem::path& directory) {
+  return parse_json(read_file(directory / "case.json")).value;
+}
+
+}  // namespace
+
 std::string read_case_name(const std::filesystem::path& directory) {
-  return parse_json(read_file(directory / "case.json")).value.at("name").get<std::string>();
+  return read_description(directory).at("name").get<std::string>();
 }
 
-int read_threads(const std::filesystem::path& directory) {
-  return parse_json(read_file(directory / "case.json")).value.at("threads").get<int>();
+StepSetting read_setting(const std::filesystem::path& directory) {
+  const auto description = read_description(directory);
+  return {.device = description.at("device").get<std::string>(),
+          .dtype = description.at("dtype").get<std::string>(),
+          .threads = description.at("threads").get<int>()};
 }
 
-std::string read_device(const std::filesystem::path& directory) {
-  return parse_json(read_file(directory / "case.json")).value.at("device").get<std::string>();
+std::int64_t read_steps_per_turn(const std::filesystem::path& directory) {
+  return read_description(directory).at("steps_per_turn").get<std::int64_t>();
 }
 
 }  // namespace isograd

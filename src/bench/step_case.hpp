@@ -16,7 +16,7 @@ struct StepCase {
   DecoderConfig shape;
   std::int64_t sequences = 1;       // of a rank's micro-batch
   std::int64_t length = 256;        // tokens of a sequence
-  std::int64_t steps_per_turn = 1;  // about a second
+  std::int64_t steps_per_turn = 1;  // about a second of one core
   bool standard = true;             // part of a run without --case
   bool one_quarter = false;         // of the experts of each layer computes all tokens
   std::int64_t micro_batches = 1;   // of a step
@@ -32,14 +32,19 @@ AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
 
 // Fills `directory` with case.json, model/ and tokens.bin for that many ranks.
+struct StepSetting {
+  std::string device = "cpu";     // or "cuda"
+  std::string dtype = "float32";  // or "bfloat16", with fp32 masters
+  int threads = 1;                // of each rank
+};
 void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const std::string& device = "cpu", int threads = 1);
+                    const StepSetting& setting = {});
 
 // This rank's steps, in order, from tokens.bin.
 std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
                                      int rank, int ranks);
 std::string read_case_name(const std::filesystem::path& directory);
-std::string read_device(const std::filesystem::path& directory);  // "cpu" or "cuda"
-int read_threads(const std::filesystem::path& directory);         // of each rank
+StepSetting read_setting(const std::filesystem::path& directory);
+std::int64_t read_steps_per_turn(const std::filesystem::path& directory);
 
 }  // namespace isograd

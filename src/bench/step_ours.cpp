@@ -7,6 +7,7 @@
 
 #include "base/memory.hpp"
 #include "bench/bench.hpp"
+#include "bench/device_profile.hpp"
 #include "bench/pipes.hpp"
 #include "bench/rounds.hpp"
 #include "bench/step_case.hpp"
@@ -18,9 +19,10 @@ namespace isograd {
 namespace {
 
 void run_step_rank(const std::filesystem::path& exchange, const std::string& name) {
-  at::set_num_threads(read_threads(exchange));
+  const StepSetting setting = read_setting(exchange);
+  at::set_num_threads(setting.threads);
   keep_freed_memory();  // as `isograd train` does
-  const bool on_gpu = read_device(exchange) == "cuda";
+  const bool on_gpu = setting.device == "cuda";
   World world = join({.backend = on_gpu ? "nccl" : "shm"});
   const at::Device device =
       on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
@@ -28,7 +30,7 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const Strategy& strategy = find_strategy(name);
   const bool one_batch = strategy.one_batch();
   const auto steps = read_steps(exchange, step_case, one_batch ? 0 : world.rank, one_batch ? 1 : world.size);
-  const auto model = read_hf(exchange / "model", at::kFloat);
+  const auto model = read_hf(exchange / "model", setting.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
   model->to(device);
   Prepared prepared = prepare(strategy, *model, world);
   const ForwardLossTerms forward = [device, &prepared](const Batch& batch) {
@@ -42,13 +44,22 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
 
   TurnPipes pipes(exchange, name, world.rank);
   std::size_t next = 0;
+  const std::int64_t in_a_turn = read_steps_per_turn(exchange);
+  const auto train = [&] { return step(steps[next++ % steps.size()]); };
   while (pipes.wait()) {
     std::vector<double> seconds, losses, norms, exposed;
     world.group.barrier();
-    for (std::int64_t i = 0; i < step_case.steps_per_turn; ++i) {
+    if (pipes.profiled()) {
+      constexpr std::int64_t kProfiled = 3;
+      pipes.answer(
+          {{"seconds", seconds}, {"losses", losses}, {"profile", profile_steps(device, kProfiled, train)}});
+      continue;
+    }
+    for (std::int64_t i = 0; i < in_a_turn; ++i) {
       const double waited = layout->exposed_seconds();
       const auto start = std::chrono::steady_clock::now();
-      const StepReport report = step(steps[next++ % steps.size()]);
+      const StepReport report = train();
+      synchronize(device);
       seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       losses.push_back(report.loss);
       norms.push_back(report.norm);
@@ -64,7 +75,7 @@ int bench_step_ours(const std::filesystem::path& exchange, int ranks, const std:
   if (ranks > 1 && !std::getenv("RANK"))
     return launch_ranks(
         {bench_self(), "bench", "step-ours", exchange.string(), std::to_string(ranks), strategy},
-        {.ranks = ranks, .backend = read_device(exchange) == "cuda" ? "nccl" : "shm"});
+        {.ranks = ranks, .backend = read_setting(exchange).device == "cuda" ? "nccl" : "shm"});
   run_step_rank(exchange, strategy);
   return 0;
 }

@@ -106,6 +106,16 @@ Verb step_verb(CLI::App& bench) {
       ->check(CLI::IsMember(bench_strategies()).description(""));
   step->add_flag("--compiled", options->compiled,
                  "torch.compile takes part: one process, and DDP over compiled blocks");
+  step->add_option(
+          "--peer", options->peers,
+          "of one rank, instead of eager (and compiled); with bfloat16 also of autocast; may be repeated")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(bench_step_peers()));
+  step->add_option("--dtype", options->dtype, "float32, or bfloat16 with fp32 masters")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"float32", "bfloat16"}))
+      ->capture_default_str();
   step->add_option("--threads", options->threads, "of each rank, and of PyTorch's")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));

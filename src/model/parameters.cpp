@@ -2,6 +2,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
+#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -9,9 +10,13 @@ namespace {
 template <typename T>
 void fill(at::Tensor& values, double range, const RandomKey& key) {
   T* to = values.mutable_data_ptr<T>();
-  for (std::int64_t i = 0, n = values.numel(); i < n; ++i)
-    to[i] = static_cast<T>(static_cast<std::conditional_t<std::is_same_v<T, double>, double, float>>(
-        range * random_normal(key, static_cast<std::uint64_t>(i))));
+  // Each value by its own place: the bits do not depend on the threads. One thread takes 23 s for 200 M values.
+  constexpr std::int64_t kGrain = 1 << 16;
+  parallel_for(0, values.numel(), kGrain, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i)
+      to[i] = static_cast<T>(static_cast<std::conditional_t<std::is_same_v<T, double>, double, float>>(
+          range * random_normal(key, static_cast<std::uint64_t>(i))));
+  });
 }
 
 }  // namespace
