@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -292,3 +293,33 @@ def test_the_stand_in_refuses_mixed_devices(folder):
     done = subprocess.run([str(probe), "--device", "cuda", "--plant", "left-behind"], capture_output=True, text=True, timeout=LIMIT,
                           env=dict(os.environ, LD_PRELOAD=str(STANDIN), OMP_NUM_THREADS="1"))
     assert done.returncode == 1 and "of tensors on cuda:0 and cpu" in done.stderr, done.stderr
+
+
+def gpu_check(folder, out, *arguments):
+    """`./dev gpu-check` with the stand-in for a GPU, and what it wrote."""
+    done = subprocess.run([sys.executable, str(ROOT / "tools/gpu_check.py"), "--built", str(BUILD), "--stand-in", str(STANDIN),
+                           "--out", str(out), "--config", str(config(folder, "text")), "--seconds", "0.1", *map(str, arguments)],
+                          capture_output=True, text=True, timeout=LIMIT)
+    return done, json.loads((out / "result.json").read_text())
+
+
+def test_gpu_check_runs_on_the_stand_in(folder, tmp_path):
+    done, result = gpu_check(folder, tmp_path, "--parts", "^device_check$|^bench tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    device, bench = result["parts"]
+    assert device["status"] == bench["status"] == "passed", result
+    assert re.search(r"^cuda:0, 1 rank\(s\): \d+ cases, 0 failed$", device["found"]), device
+    assert [record["peer_name"] for record in bench["found"]] == ["PyTorch eager", "PyTorch eager, autocast"]
+    for record in bench["found"]:
+        assert record["dtype"] == "bfloat16" and record["flops"] > 0 and record["ours_ms"] > 0
+        assert record["ours_device"]["peak_bytes"] > 0 and "problem" not in record["ours_device"], record
+    assert all(line in done.stdout for line in result["table"])
+    assert "not run: none" in done.stdout and "==== device_check: passed" in (tmp_path / "log.txt").read_text()
+
+
+def test_gpu_check_ends_at_its_limit_with_what_it_has(folder, tmp_path):
+    """Two layouts of verify take longer than it has: that part is ended, and what comes after it is named."""
+    done, result = gpu_check(folder, tmp_path, "--limit", 8, "--parts", "verify|bench")
+    assert result["seconds"] < 12
+    assert [part["status"].split(" (")[0] for part in result["parts"]] == ["out of time", "not run"], result
+    assert "not run: bench tiny bfloat16" in done.stdout and result["limit"] == 8
