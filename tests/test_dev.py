@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 
+import pytest
 import run_all
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -114,3 +115,26 @@ def test_more_names_of_tests_than_an_argument_can_hold_are_all_run(tmp_path):
 def test_a_test_that_cannot_be_started_has_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no ctest
     assert runs_of_base(tmp_path, ["Error.*"]).failed == ["base"]
+
+
+@pytest.mark.parametrize("version, accepted", [("2.11.0", True), ("2.13.1", True), ("2.12.0", False), ("2.1.3", False)])
+def test_a_libtorch_of_an_untested_version_is_refused_with_those_that_were_tested(tmp_path, version, accepted):
+    torch = tmp_path / "torch"
+    for file in ["include/ATen/core/Tensor.h", "lib/libtorch_cpu.so", "lib/libc10.so"]:
+        (torch / file).parent.mkdir(parents=True, exist_ok=True)
+        (torch / file).touch()
+    numbers = "".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in
+                      zip(["MAJOR", "MINOR", "PATCH"], version.split(".")))
+    (torch / "include/torch/headeronly").mkdir(parents=True)
+    (torch / "include/torch/headeronly/version.h").write_text(numbers)
+    script = tmp_path / "find.cmake"
+    script.write_text(f'cmake_minimum_required(VERSION 3.24)\nset(CMAKE_MODULE_PATH "{ROOT}/cmake")\nset(CMAKE_FIND_LIBRARY_PREFIXES lib)\n'
+                      f'set(CMAKE_FIND_LIBRARY_SUFFIXES .so)\nset(ISOGRAD_TORCH "{torch}")\n'
+                      "macro(add_library)\n  message(\"accepted ${LibTorch_VERSION}\")\n  return()\nendmacro()\n"
+                      "find_package(LibTorch REQUIRED)\n")
+    done = subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, timeout=60)
+    said = " ".join((done.stdout + done.stderr).split())
+    if accepted:
+        assert f"accepted {version}" in said, said
+    else:
+        assert done.returncode and f"LibTorch {version} found in" in said and "expected one of 2.11, 2.13" in said, said
