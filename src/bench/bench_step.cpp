@@ -138,9 +138,9 @@ void print_device(const Run& run) {
     const auto found = profile_of(result);
     const auto number = [&](const char* key) { return found.value(key, 0.0); };
     fmt::print("  {:<26} {:>8.1f} {:>7.0f} {:>9.1f} {:>8.1f} {:>6.1f} % {:>9.0f} {}\n", result.side.title,
-               run.flops * result.side.ranks / result.median() / 1e12, number("kernels"),
-               number("waits"), number("copies_to_host"), 100 * number("idle"),
-               number("peak_bytes") / (1 << 20), found.value("problem", ""));
+               run.flops * result.side.ranks / result.median() / 1e12, number("kernels"), number("waits"),
+               number("copies_to_host"), 100 * number("idle"), number("peak_bytes") / (1 << 20),
+               found.value("problem", ""));
   };
   for (const SideResult& result : run.ours) line(result);
   for (const SideResult& result : run.peers) line(result);

@@ -10,7 +10,8 @@ namespace {
 template <typename T>
 void fill(at::Tensor& values, double range, const RandomKey& key) {
   T* to = values.mutable_data_ptr<T>();
-  // Each value by its own place: the bits do not depend on the threads. One thread takes 23 s for 200 M values.
+  // Each value by its own place: the bits do not depend on the threads. One thread takes 23 s for 200 M
+  // values.
   constexpr std::int64_t kGrain = 1 << 16;
   parallel_for(0, values.numel(), kGrain, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i)
