@@ -107,6 +107,21 @@ function(isograd_test_at_levels name)
   endforeach()
 endfunction()
 
+# isograd_test_as_intel(NAME FILTER pattern): tests of an executable once more with MKL's kernels for Intel's processors.
+function(isograd_test_as_intel name)
+  cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
+  if(NOT TARGET test_${name} OR ISOGRAD_SANITIZE)
+    return()
+  endif()
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  foreach(_level intel intel-avx2)
+    add_test(NAME ${name}_as_${_level} COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/processors.py ${_level}
+      $<TARGET_FILE:test_${name}> --gtest_color=no --gtest_filter=${TEST_FILTER})
+    set_tests_properties(${name}_as_${_level} PROPERTIES TIMEOUT 1800 SKIP_RETURN_CODE 77
+      ENVIRONMENT "OMP_NUM_THREADS=1;ISOGRAD_BUILD_DIR=${CMAKE_BINARY_DIR}" WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
+  endforeach()
+endfunction()
+
 # isograd_test_by_products(NAME [FILTER pattern]): the tests of an executable once more with each library that can
 # multiply in fp32 (src/matmul), as NAME_by_LIBRARY.
 function(isograd_test_by_products name)

@@ -124,14 +124,15 @@ def main():
     parser.add_argument("--match", default="")
     parser.add_argument("--verbose", action="store_true", help="show what passing tests of CTest print")
     parser.add_argument("--rooms-only", action="store_true", help="only the GoogleTest executables (sanitizers)")
-    parser.add_argument("--as", dest="level", choices=processors.LEVELS,
-                        help="as on a processor with these instruction sets and no newer ones (tests/processors.py)")
+    parser.add_argument("--as", dest="level", choices=[*processors.LEVELS, *processors.INTEL],
+                        help="as on a processor with these instruction sets and no newer ones, or of Intel's (tests/processors.py)")
     options = parser.parse_args()
     if options.level:
         if processors.missing(options.level):
             parser.error(f"--as {options.level}: this processor has no {', '.join(processors.missing(options.level))}")
-        os.environ.update(processors.LEVELS[options.level])
-        print("as", options.level, *(f"{name}={value}" for name, value in processors.LEVELS[options.level].items()))
+        variables = processors.environment(options.level, {})
+        os.environ.update(variables)
+        print("as", options.level, *(f"{name}={value}" for name, value in variables.items()))
     build = (ROOT / options.build).resolve()
     results = build / "-".join(["test-results", *filter(None, [options.level])])  # levels may run at the same time
     results.mkdir(exist_ok=True)
@@ -142,7 +143,7 @@ def main():
     match = options.match.lower()
     tests = tests_named(build, match)
     if options.level:  # everything runs at this level: the tests of single rooms at each level say nothing more
-        again = tuple(f"_as_{level}" for level in processors.LEVELS)
+        again = tuple(f"_as_{level}" for level in (*processors.LEVELS, *processors.INTEL))
         tests = {name: cases for name, cases in tests.items() if not name.endswith(again)}
     queue = Tests(build, results, tests, options.verbose)
     python = []

@@ -187,17 +187,25 @@ TEST_P(ByMultiplier, TheComparisonSeesOneKeyLess) {
     EXPECT_GT(relative(less[i], whole[i]), bound(problem, 1153)) << "result " << i;
 }
 
-// As one call or as several that come upon another's memory, with a thread or with three.
+// Of several calls that come upon another's memory: with as many threads, and by our blocks with any number
+// of them. The BLAS may cut its sums by threads.
 TEST_P(ByMultiplier, SameBitsRunToRun) {
-  const auto problem = make_problem(700, 4, 2, 32, at::kFloat, 8);
   const int before = at::get_num_threads();
-  at::set_num_threads(1);
-  const auto first = run(variable_length_attention, problem, {0, 100, 700});
-  for (const int threads : {1, 3}) {
-    at::set_num_threads(threads);
-    const auto again = run(variable_length_attention, problem, {0, 100, 700});
-    for (std::size_t i = 0; i < first.size(); ++i)
-      EXPECT_TRUE(again[i].equal(first[i])) << threads << ", result " << i;
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    const auto problem = make_problem(700, 4, 2, 32, type, 8);
+    std::vector<at::Tensor> first;
+    for (const int threads : {1, 3}) {
+      at::set_num_threads(threads);
+      if (first.empty() || type != at::kFloat || GetParam() != Multiplier::kBrgemm)
+        first = run(variable_length_attention, problem, {0, 100, 700});
+      for (int call = 0; call < 2; ++call) {
+        const at::Tensor elsewhere = at::empty({call * 1000 + 1});
+        const auto again = run(variable_length_attention, problem, {0, 100, 700});
+        for (std::size_t i = 0; i < first.size(); ++i)
+          EXPECT_TRUE(again[i].equal(first[i]))
+              << c10::toString(type) << ", " << threads << " threads, result " << i;
+      }
+    }
   }
   at::set_num_threads(before);
 }

@@ -10,7 +10,8 @@ namespace isograd {
 // a bᵀ (+ addend) (+ bias over rows); a [m, k], b [n, k], addend [m, n], bias [n]; a and b may be transposed
 // views, addend and bias undefined. On the CPU bf16 by oneDNN, or in fp32 where oneDNN has no bf16 for the
 // processor; fp32 as multiplier_of() says; in fp64, of few numbers and on other devices by at::mm.
-// Accumulates in fp32 (fp64 for fp64); the same bits run to run.
+// Accumulates in fp32 (fp64 for fp64); the same bits run to run with as many threads, from operands that
+// begin as far from a multiple of 64 bytes (LibTorch's own tensors: at one).
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 

@@ -219,9 +219,8 @@ std::vector<ConfigKey> common_keys() {
       KEY("checkpoint.keep", checkpoint.keep, "", at_least(1, 1e9),
           "How many of the newest checkpoints stay."),
       KEY("checkpoint.resume", checkpoint.resume, "", any(),
-          "Checkpoint to continue from, bit for bit: its folder, or `latest` in `run.directory`. Empty: a "
-          "new "
-          "run."),
+          "Checkpoint to continue from, bit for bit on as many ranks with as many threads: its folder, or "
+          "`latest` in `run.directory`. Empty: a new run."),
 
       KEY("verify.at_end", verify.at_end, "", any(),
           "Whether a finished run proves that its gradient is the one that a single process has on the whole "
