@@ -23,10 +23,15 @@ case "$1" in
 esac
 """
 
+DPKG_QUERY = """#!/bin/bash
+echo dpkg-query >>calls
+for package in "${@:4}"; do echo "$package install ok installed"; done
+"""
+
 
 def checkout(tmp_path):
     shutil.copy(ROOT / "dev", tmp_path / "dev")
-    for name, text in {"tools/cmake": CMAKE, "tools/dpkg-query": "#!/bin/sh\necho install ok installed\n",
+    for name, text in {"tools/cmake": CMAKE, "tools/dpkg-query": DPKG_QUERY,
                        ".venv/bin/python": "#!/bin/sh\n"}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +78,35 @@ def test_a_build_that_fails_ends_the_command_and_shows_why(tmp_path):
     assert done.returncode == 2 and "expected ';'" in done.stderr, done.stderr
     assert "release.build.log" in done.stderr and done.stdout == ""
     assert dev(folder, "build").returncode != 0
+
+
+def test_what_is_installed_is_asked_once_and_again_only_after_a_change(tmp_path):
+    folder = checkout(tmp_path)
+    (folder / "tools/python3").write_text(f"""#!/bin/bash
+case "$*" in *find_spec*) echo torch >>calls; echo {folder}/site/torch ;; esac
+""")
+    (folder / "tools/python3").chmod(0o755)
+    (folder / "site/torch/lib").mkdir(parents=True)
+
+    def asked(**variables):
+        (folder / "calls").write_text("")
+        environment = dict(os.environ, PATH=f"{folder / 'tools'}:{os.environ['PATH']}", ISOGRAD_JOBS="2", **variables)
+        for name in {"ISOGRAD_BUILD", "ISOGRAD_TORCH"} - set(variables):
+            environment.pop(name, None)
+        done = subprocess.run([folder / "dev", "isograd", "--version"], env=environment, capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode == 0 and done.stdout == "trained --version\n", done.stderr
+        return (folder / "calls").read_text().split()
+
+    assert sorted(asked()) == ["dpkg-query", "torch"]
+    assert asked() == []
+    assert asked(ISOGRAD_TORCH=str(folder / "torch")) == ["dpkg-query"]  # another answer, which is given
+    assert sorted(asked()) == ["dpkg-query", "torch"]
+    assert asked() == []
+    (folder / "site/package").mkdir()  # installed beside torch, or another torch
+    assert sorted(asked()) == ["dpkg-query", "torch"]
+    (folder / "dev").touch()
+    assert sorted(asked()) == ["dpkg-query", "torch"]
 
 
 def test_install_says_where_everything_is(tmp_path):
