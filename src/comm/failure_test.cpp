@@ -67,6 +67,36 @@ TEST(RunRanks, RethrowsTheFirstErrorWithItsRankAndFamily) {
   EXPECT_THROW(run_ranks(0, [](World&) {}), ConfigError);
 }
 
+// A rank that throws leaves its groups before its error is noted. A peer's error that follows from that may
+// be noted earlier, and may have been caught and passed on.
+TEST(RunRanks, RethrowsTheCauseThoughAConsequenceIsFaster) {
+  struct Sleeps {
+    const bool at_all;
+    ~Sleeps() {
+      if (at_all) std::this_thread::sleep_for(300ms);
+    }
+  };
+  const ErrorText text{.where = "here", .found = "a hole", .expected = "none", .action = "Fix it"};
+  for (const bool of_peers : {false, true})
+    for (const int size : {3, 4, 5}) try {
+        run_ranks(size, [&](World& world) {
+          const Sleeps after_its_groups{world.rank == 1};
+          if (world.rank > 1) return world.group.barrier();
+          Group pair = world.subgroup({0, 1}, "pair");
+          if (world.rank == 1 && of_peers) throw PeerError(text);
+          if (world.rank == 1) throw std::runtime_error("a hole");
+          try {
+            pair.barrier();
+          } catch (const PeerError& error) {
+            throw PeerError(error.text());
+          }
+        });
+        FAIL();
+      } catch (const std::exception& error) {
+        EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1: "), HasSubstr("a hole"))) << size;
+      }
+}
+
 TEST(Failure, ThrowingRankEndsTheOthersAtOnceWithItsReason) {
   const auto begin = std::chrono::steady_clock::now();
   std::string messages[3];

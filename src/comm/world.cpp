@@ -28,6 +28,7 @@
 #include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/nccl/nccl.hpp"
+#include "comm/relayed.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 #include "isograd/hosts.hpp"
@@ -302,21 +303,30 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
                        .action = "Ask for at least one rank"});
   }
   auto store = c10::make_intrusive<c10d::HashStore>();
+  struct Failure {
+    int rank = -1;
+    std::exception_ptr error{};
+  };
   std::mutex mutex;
-  int first_rank = -1;
-  std::exception_ptr first;
+  // The first of each kind. A rank that throws leaves its groups before its error is noted here, so that a
+  // peer's consequence of it may be noted earlier.
+  Failure cause, consequence;
   const auto run = [&](int rank) {
     at::set_num_threads(1);  // before anything else: it is kept per thread
     World world;
     world.host = identify_host().name;
+    ended_by_another_rank = false;
     try {
       if (size > 1) world = WorldMaker::make(store, rank, size, options);
       body(world);
     } catch (...) {
       std::string reason = "an exception that is no std::exception";
       std::exception_ptr error = std::current_exception();
+      bool is_peer_error = false;
       try {
         throw;
+      } catch (const PeerError& known) {
+        reason = known.what(), is_peer_error = true;
       } catch (const std::exception& known) {
         reason = known.what();
       } catch (...) {
@@ -324,10 +334,8 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
       }
       {
         const std::lock_guard lock(mutex);
-        if (!first) {
-          first = error;
-          first_rank = rank;
-        }
+        Failure& first = is_peer_error && ended_by_another_rank ? consequence : cause;
+        if (!first.error) first = {rank, error};
       }
       world.group.poison(reason);
     }
@@ -335,7 +343,8 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) threads.emplace_back(run, rank);
   for (std::thread& thread : threads) thread.join();
-  if (first) rethrow(first_rank, first);
+  for (const Failure& first : {cause, consequence})
+    if (first.error) rethrow(first.rank, first.error);
 }
 
 }  // namespace isograd

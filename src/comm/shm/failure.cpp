@@ -89,6 +89,7 @@ void Engine::throw_if_lost(Task& task) {
   const std::string name = member.pid == members_[static_cast<std::size_t>(rank_)].pid
                                ? fmt::format("rank {} (a thread of this process)", r)
                                : fmt::format("rank {} (host {}, pid {})", r, member.host, member.pid);
+  ended_by_another_rank = true;
   fail(task, fmt::format("{} {}", name, died ? "has ended" : "left the group"), kRestart);
 }
 
