@@ -4,13 +4,15 @@ import pathlib
 import re
 import shutil
 import subprocess
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 
 
-def run(*command, cwd=None, env=None):
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+def run(*command, cwd=None, env=None, input=None):
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, input=input, capture_output=True, text=True,
+                          timeout=600)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -32,6 +34,43 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
     assert losses[-1] < 0.25 * losses[0], losses
+
+
+def linked_files(folder):
+    """Programs and shared libraries below a folder."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink() and (path.suffix == ".so" or os.access(path, os.X_OK)):
+            with path.open("rb") as file:
+                if file.read(4) == b"\x7fELF":
+                    yield path
+
+
+def searched_folders(path):
+    """Where the loader looks for the libraries of a file: the elements of its RPATH or RUNPATH."""
+    text = run("readelf", "-d", path)
+    return [one for found in re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text) for one in found.split(":")]
+
+
+def test_nothing_loads_libraries_from_the_working_folder(tmp_path, request):
+    """An empty or relative element of the path would: whoever can write there would run their code."""
+    # The check sees one.
+    planted = tmp_path / "planted"
+    run("c++", "-x", "c++", "-", "-o", planted, "-Wl,-rpath,/usr/lib:", input="int main() {}")
+    assert searched_folders(planted) == ["/usr/lib", ""]
+    planted.unlink()
+    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
+    if not (BUILD / "python/isograd_comm.missing").exists():
+        with zipfile.ZipFile(request.getfixturevalue("wheel")) as packed:
+            packed.extractall(tmp_path / "wheel")
+        for name in ("isograd", "isograd_comm.so"):
+            (tmp_path / "wheel/isograd/_native" / name).chmod(0o755)
+    found = {}
+    for folder in (BUILD, tmp_path / "prefix", tmp_path / "wheel"):
+        for path in linked_files(folder):
+            found[path] = [one for one in searched_folders(path) if not one.startswith(("/", "$ORIGIN"))]
+    assert {"isograd", "isograd_comm.so"} <= {path.name for path in found} or not (tmp_path / "wheel").exists()
+    assert sum(path.name == "isograd" for path in found) >= 2
+    assert not {str(path): bad for path, bad in found.items() if bad}
 
 
 def test_the_installed_program_starts_and_trains(tmp_path):
