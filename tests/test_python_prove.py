@@ -160,6 +160,9 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     "batch_too_large": ["a batch of 4 samples", "GiB that are free"],
     "sample_too_large": ["a sample whose forward does not fit", "9007199254740992 bytes"],
     "not_repeatable": ["another gradient when it is made again", "zero_grad()", "torch.manual_seed"],
+    "not_finite_again": ["another gradient when it is made again: norm.weight is off by inf"],
+    "raises": ["an exception in the loss of a sample: IndexError: no such row; expected its losses"],
+    "raises_in_backward": ["an exception in the loss of a sample: IndexError: no such column"],
     "mean": ["mean='average'"],
     "nothing_trained": ["without a parameter that is trained"],
 }.items())
@@ -167,6 +170,7 @@ def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
     for rank in cases[0]:
         assert rank[name] is not None and rank[name].startswith("ConfigError ConfigError: ")
         assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
+        assert ("fp64" in rank[name]) == (name in ("not_in_fp64", "loss_in_fp32")), rank[name]
 
 
 @pytest.mark.parametrize("name, refuses, text", [("one_rank_without_lists", 0, "no lists of samples"),

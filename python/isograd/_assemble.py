@@ -1,6 +1,7 @@
 """Whole tensors, by the names of the plain model, out of what ranks hold: DDP, FSDP2, DTensors, stages."""
 from __future__ import annotations
 
+import copy
 from typing import Mapping, Sequence
 
 import torch
@@ -31,6 +32,15 @@ def plain(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy with the hooks of its parameters, which copy.deepcopy leaves out."""
+    other = copy.deepcopy(model)
+    for own, new in zip(model.parameters(), other.parameters()):
+        for hook in (own._backward_hooks or {}).values():
+            new.register_hook(hook)
+    return other
 
 
 def plain_name(name: str) -> str:

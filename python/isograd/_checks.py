@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._assemble import plain, trained
+from ._assemble import plain, plain_name, trained
 from ._errors import ConfigError, refuse
 from ._groups import Group
 from ._samples import digest
@@ -88,6 +88,12 @@ def of_rank(step: watch) -> Told:
                    "a loss that is a sum over samples", "Call eval() on it for this step: its loss depends on how the batch "
                    "is cut, and no cut is one device's")
     return {name: tuple(p.shape) for name, p in parameters.items()}
+
+
+def other_modes(model: nn.Module) -> dict[str, bool]:
+    """Of the modules that are not in the model's mode, training or not, by the plain model's names."""
+    return {plain_name(name): module.training for name, module in plain(model).named_modules()
+            if module.training != model.training}
 
 
 def refused_by_none(problems: Sequence[str | None]) -> None:

@@ -13,13 +13,13 @@ rounding: how far one process in that precision is from fp64 there: the largest 
 """
 from __future__ import annotations
 
-import copy
+import math
 from typing import Callable, Mapping
 
 import torch
 from torch import nn
 
-from ._assemble import plain_name
+from ._assemble import copied, plain_name
 
 MOST_DRAWS = 16  # as `isograd verify` makes
 FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
@@ -36,7 +36,7 @@ def apart(one: Gradients, other: Gradients) -> dict[str, float]:
 
 def nudged(model: nn.Module, draw: int, unit: float) -> nn.Module:
     """A copy in fp64 whose trained parameters are each moved by what rounding in a type of unit round-off `unit` is worth."""
-    other = copy.deepcopy(model).double()
+    other = copied(model).double()
     random = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -54,12 +54,16 @@ def measure(model: nn.Module, step: Step, precision: torch.dtype, found: Gradien
     """
     unit = torch.finfo(precision).eps / 2
     off = apart(found, right)
+    if not all(map(math.isfinite, off.values())):
+        return None  # no jump of a derivative does that
     smooth = {name: SMOOTH * unit * float(g.double().norm()) for name, g in right.items()}
     moves, rounding = dict.fromkeys(off, 0.0), dict.fromkeys(off, 0.0)
     for draw in range(MOST_DRAWS):
         there = nudged(model, draw, unit)
         exact = {name: g.clone() for name, g in step(there, torch.float64).items()}
         moved, rounded = apart(exact, right), apart(step(there, precision), exact)
+        if not all(map(math.isfinite, [*moved.values(), *rounded.values()])):
+            return None  # and this bounds nothing
         for name in off:
             moves[name], rounding[name] = max(moves[name], moved[name]), max(rounding[name], rounded[name])
         if all(off[name] <= max(smooth[name], 4 * min(moves[name], rounding[name])) for name in off):

@@ -10,6 +10,7 @@ import torch.nn.utils.clip_grad as torch_clip
 from torch import nn
 
 from . import clip as own_clip
+from ._random import Draws, moved, states
 from ._assemble import held, plain, trained
 
 
@@ -24,6 +25,8 @@ class Recording:
         self.max_norm: float | None = None
         self.steps = self.clips = 0
         self.autocast: torch.dtype | None = None
+        self.draws = Draws()  # in the model's forward
+        self.drew: list[str] = []  # generators that the whole step drew from
         self._apart = False  # groups of parameters are clipped one after the other
 
     def take(self, scale: float = 1.0) -> None:
@@ -87,6 +90,9 @@ class Recording:
             undo.callback(own_clip.observers.remove, self.clipping)
             for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
                 undo.callback(module.register_forward_pre_hook(self.forward).remove)
+            undo.enter_context(self.draws.of({"": self.model}))
+            before = states()
+            undo.callback(lambda: self.drew.extend(moved(before, states())))
             if self.optimizer is not None:
                 undo.callback(self.optimizer.register_step_pre_hook(self.stepping).remove)
             yield

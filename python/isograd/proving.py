@@ -8,6 +8,7 @@ from typing import Any, Callable, Sequence, Union
 import torch
 from torch import nn
 
+from . import _random
 from ._assemble import held, whole
 from ._checks import place_along
 from ._errors import refuse
@@ -38,9 +39,16 @@ def prove(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, *, mic
     empty:         a sample without targets: then also with that alone on the last rank.
     options:       those of `watch`, `loss` above all.
 
-    Parameters, buffers and the optimizer's state are afterwards what they were before, gradients are None. Errors are
-    those of `watch`; and ConfigError: the step fails and gives another gradient when it is made again.
+    Parameters, buffers, the optimizer's state and the states of all generators of random numbers are afterwards what they
+    were before, gradients are None. Errors are those of `watch`; and ConfigError: the step fails and gives another gradient
+    when it is made again.
     """
+    with _random.kept():
+        return _proved(step, model, optimizer, micro_batches, experiments, empty, options)
+
+
+def _proved(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: MicroBatches, experiments: bool,
+            empty: Any, options: dict[str, Any]) -> Verdict:
     values = [(tensor, held(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
     state = copy.deepcopy(optimizer.state_dict())
 
@@ -83,17 +91,10 @@ def prove(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, *, mic
 def _check_repeatable(first: watch, second: watch) -> None:
     """Refuses a step whose gradient is another one the second time, by more than sums in another order make it."""
     worst, where = 0.0, ""
-    again = second.recording.gradients or {}
-    pairs = {name: (whole(g).double(), whole(again[name]).double()) for name, g in (first.recording.gradients or {}).items()}
-    # Where a gradient is nothing but rounding it may be another one: held to a thousandth of the typical element.
-    count = sum(one.numel() for one, _ in pairs.values())
-    typical = (sum(float(one.square().sum()) for one, _ in pairs.values()) / max(count, 1)) ** 0.5
-    for name, (one, two) in pairs.items():
-        floor = max(1e-3 * typical * one.numel() ** 0.5, 1e-300)
-        apart = float((one - two).norm() / max(float(one.norm()), floor)) if bool(torch.isfinite(one).all()) else 0.0
-        allowed = min(0.1, 1e3 * torch.finfo((first.recording.gradients or {})[name].dtype).eps)
-        if apart > max(worst, allowed):
-            worst, where = apart, name
+    ones, others = ({name: whole(g) for name, g in (one.recording.gradients or {}).items()} for one in (first, second))
+    for name, share in _random.apart(ones, others).items():
+        if not share <= max(worst, min(0.1, 1e3 * torch.finfo(ones[name].dtype).eps)):
+            worst, where = share, name
     found = first._exchange((worst, where))
     worst, where = max(found)
     if worst > 0.0:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _checks
-from ._assemble import assembled, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
+from . import _checks, _random
+from ._assemble import assembled, copied, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
 from ._dumps import add_to_step, write_dump
 from ._errors import ConfigError, PeerError, refuse
 from ._groups import Buffer, Group, gather_bytes, gather_objects
 from ._jumps import measure
 from ._recording import Recording
-from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process
+from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process, set_modes
 from ._samples import digest, on_cpu
 from ._verdict import Verdict, compare
 
@@ -59,8 +59,9 @@ class watch:
     report:        a page goes to this file, by rank 0. folder: the dumps stay there.
     timeout:       seconds to wait for the other ranks' end of the step, and for rank 0's comparison.
 
-    ConfigError, on every rank: models or sample lists do not fit together, dropout or batch statistics are on, the
-    model does not run in fp64. PeerError: another rank failed in the step. An exception in the block is passed on, and
+    ConfigError, on every rank: models or sample lists do not fit together, the loss is random (dropout, noise: rank 0
+    makes a sample twice, from other states of all generators) or takes statistics over the batch, it raises an exception,
+    the model does not run in fp64. The generators go on from where the step left them. PeerError: another rank failed in the step. An exception in the block is passed on, and
     no rank waits for the one that failed.
     """
 
@@ -107,10 +108,11 @@ class watch:
     def __enter__(self) -> watch:
         self.rank, self.size = ranks()
         everyone = self._agreed(self._prepared)
-        _checks.same_models([told for told, _, _ in everyone], self.stages)
+        _checks.same_models([told for told, *_ in everyone], self.stages)
         global _turns
-        _turns = max(turn for _, turn, _ in everyone)  # a rank may have watched something alone
-        self._threads = _checks.idle_threads([place for _, _, place in everyone])
+        _turns = max(turn for _, turn, *_ in everyone)  # a rank may have watched something alone
+        self._threads = _checks.idle_threads([place for _, _, place, _ in everyone])
+        self._modes = {name: mode for *_, modes in reversed(everyone) for name, mode in modes.items()}
         self._turn = f"isograd/watch/{_turns}"
         parameters = {name: held(p) for name, p in trained(self.model).items()}
         rest = {plain_name(name): value for name, value in
@@ -123,11 +125,11 @@ class watch:
         self._hooks.enter_context(self.recording.attached())
         return self
 
-    def _prepared(self) -> tuple[_checks.Told, int, _checks.Place]:
+    def _prepared(self) -> tuple[_checks.Told, int, _checks.Place, dict[str, bool]]:
         told = _checks.of_rank(self)
         if self.rank == 0 and self.make_model is None:
             self._copy = copy.deepcopy(plain(self.model))
-        return told, _turns + 1, _checks.place()
+        return told, _turns + 1, _checks.place(), _checks.other_modes(self.model)
 
     def _agreed(self, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank; what one rank cannot do ends it on all. Collective."""
@@ -193,6 +195,7 @@ class watch:
         said = self._exchange({"initial": self._sums, "gradients": sums,
                                **{name: value for name, value in own.items() if value is not None}})
         ends = self._exchange(later)
+        self._drew = self._exchange((sorted(taken.draws.names), taken.drew))  # from which generators, by rank
         if _differ([one["gradients"] for one in said]) and not _differ(ends) and not self.stages and taken.steps == 1:
             # Ranks held parts when they clipped, and the same sum when they updated.
             self._notes.append("ranks clipped before gradients were summed: those of the update are compared")
@@ -237,7 +240,8 @@ class watch:
         store, key = self._store(), f"{self._turn}/verdict"
         if self.rank == 0:
             try:
-                made: Any = make()
+                with _random.kept():  # of the user, whose run goes on as if nobody had watched it
+                    made: Any = make()
             except Exception as error:
                 made = error
             if store:
@@ -267,16 +271,17 @@ class watch:
                   said: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
+        own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
         batch = [pickle.loads(some) for some in self._samples]
         numbers = [self.ids(s) if self.ids else i for i, s in enumerate(s for micros in batch for m in micros for s in m)]
         once = _once(batch, numbers) if self.ids else batch
         notes = self._notes + (_checks.notes(batch) if self.ids is None else [])
         model = self.make_model() if self.make_model else self._copy
         assert model is not None
-        model = fill(model.cpu(), self._initial, names).train(self.model.training)
+        model = set_modes(fill(model.cpu(), self._initial, names), self.model.training, self._modes)
         _checks.fits_in_memory(model, self.reference)
         with _checks.threads(self._threads) as look:  # in fp64 their number makes no difference that is looked at
-            right = one_process(copy.deepcopy(model), self.loss, once, self.mean, self.reference, after_each=look)
+            right = one_process(copied(model), self.loss, once, self.mean, self.reference, after_each=look, own=own)
         counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
         limit = self.recording.max_norm
         axes = self._axes(len(batch))
@@ -289,7 +294,6 @@ class watch:
                 "tokens": self._logged.get("tokens"), "axes": axes, "norm": norm,
                 "peers": dict.fromkeys(peers, list(axes)[-1]) or None,
                 "clip_coefficient": _coefficient(limit, norm), "ranks": None if self.stages else said}
-        own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
         alone = self.alone and own != self.reference
 
         def rounded(of: nn.Module) -> Reference:
@@ -321,7 +325,20 @@ class watch:
                 for file in folder.iterdir():
                     _checks.replace(file, kept / file.name)
                 verdict.folder = str(kept)
+        in_forward, in_step = ([(rank, of) for rank, of in enumerate(every) if of] for every in zip(*self._drew))
+        if not verdict.passed and in_forward and not right.draws:
+            rank, drew = in_forward[0]
+            refuse(_random.WHERE, f"a model whose forward draws random numbers on rank {rank} (from a generator of "
+                   f"{', '.join(drew)}), where that of the reference draws none", "a model that draws in neither",
+                   f"{_random.CURE}; take off a hook that draws and that make_model leaves out")
+        if "unknown" in verdict.findings and in_step and not right.draws:
+            rank, drew = in_step[0]
+            notes.append(f"the step draws random numbers on rank {rank} (from a generator of {', '.join(drew)}), and the loss of "
+                         "the reference draws none: where they go into the gradient, no other process makes the same one")
         verdict.notes += notes
+        if right.unseeded:
+            verdict.notes.append(f"the loss draws from a generator of {', '.join(right.unseeded)}: of {_random.TRIES} times that a "
+                                 "sample was made, from other states, it was the same each time")
         return verdict
 
     def _write(self, folder: pathlib.Path, step: Reference, dealt: list[list[list[Any]]], numbers: list[int],
@@ -364,7 +381,10 @@ def _differ(sums: list[list[str]]) -> bool:
 
 
 def _coefficient(limit: float | None, norm: float | None) -> float | None:
-    return None if limit is None or norm is None else min(1.0, limit / (norm + 1e-6))  # as PyTorch clips
+    if limit is None or norm is None:
+        return None
+    coefficient = limit / (norm + 1e-6)  # as PyTorch clips
+    return 1.0 if coefficient >= 1.0 else coefficient  # NaN where the norm is
 
 
 def _once(batch: list[list[list[Any]]], numbers: list[int]) -> list[list[list[Any]]]:

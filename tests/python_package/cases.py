@@ -315,6 +315,36 @@ def not_repeatable(rank):
     isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
 
 
+def not_finite_again(rank):
+    """Each time another gradient, of which the second is not finite."""
+    made = []
+
+    def step(model, optimizer, micro_batches):
+        optimizer.zero_grad()
+        batch_loss(model, micro_batches[0], "mean").backward()
+        made.append(None)
+        if len(made) > 1:
+            next(model.parameters()).grad[0] = float("nan")
+
+    model = make_model()
+    isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
+
+
+def raises(model, sample):
+    if len(sample[1]) > 4:
+        raise IndexError("no such row")
+    return sample_loss(model, sample)
+
+
+def raises_in_backward(model, sample):
+    def fail(grad):
+        raise IndexError("no such column")
+
+    losses = sample_loss(model, sample)
+    losses.register_hook(fail)
+    return losses
+
+
 def too_large(rank, free, **more):
     available = isograd._checks.available
     isograd._checks.available = lambda: free
@@ -347,6 +377,9 @@ BAD = {
     "batch_too_large": lambda rank: too_large(rank, 1000),
     "sample_too_large": lambda rank: watched(rank, loss=activations_too_large),
     "not_repeatable": not_repeatable,
+    "not_finite_again": not_finite_again,
+    "raises": lambda rank: watched(rank, loss=raises),
+    "raises_in_backward": lambda rank: watched(rank, loss=raises_in_backward),
     "mean": lambda rank: watched(rank, mean="average"),
     "nothing_trained": lambda rank: watched(rank, make_model().requires_grad_(False), step=lambda: None),
     "a_rank_fails": lambda rank: watched(rank, step=lambda: fails(rank), timeout=20),
