@@ -107,6 +107,7 @@ std::optional<RankEnvironment> read_mpirun() {
   for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"}) {
     if (environment->session_folder.empty()) environment->session_folder = variable(name).value_or("");
   }
+  environment->run = variable("PMIX_NAMESPACE").value_or("");  // several jobs of one server share its folder
   return environment;
 }
 
@@ -128,8 +129,13 @@ std::optional<RankEnvironment> read_srun() {
   } else if (list) {
     environment->address = first_host(*list);
   }
+  // Steps of one job may run at once on the same hosts.
+  const auto step = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_ID") : variable("SLURM_STEPID");
+  environment->run = fmt::format("{}.{}", variable("SLURM_JOB_ID").value_or(""), step.value_or(""));
   if (const auto job = number("SLURM_JOB_ID", 0, std::numeric_limits<int>::max())) {
-    environment->port = 15000 + *job % 10000;
+    constexpr std::int64_t kApart = 613;  // jobs at once have numbers close to one another
+    const auto steps = std::strtoll(step.value_or("0").c_str(), nullptr, 10) % 10000;
+    environment->port = static_cast<int>(15000 + (*job % 10000 + kApart * steps) % 10000);
   }
   return environment;
 }
@@ -173,6 +179,7 @@ std::optional<RankEnvironment> read_rank_environment() {
   if (port) environment->port = *port;
   environment->store = launched.value_or("");
   environment->store_is_hosted = agent && (*agent == "True" || *agent == "1");
+  if (const auto id = variable("TORCHELASTIC_RUN_ID")) environment->run = *id;
   environment->attempt = variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;
 }
@@ -213,9 +220,12 @@ std::string local_store_name(const RankEnvironment& environment, int join) {
   if (!one_host || (environment.port == 0 && !job)) return {};
   // Whatever tells this run from others of the host: mpirun's folder for the job, or a port.
   const std::string run = job ? environment.session_folder : fmt::format("port {}", environment.port);
-  const std::string key =
-      fmt::format("{}, user {}, attempt {}, join {}", run, ::geteuid(), environment.attempt, join);
+  const std::string key = fmt::format("{}, user {}, {}", run, ::geteuid(), store_prefix(environment, join));
   return "isograd-" + checksum(key.data(), key.size());
+}
+
+std::string store_prefix(const RankEnvironment& environment, int join) {
+  return fmt::format("isograd/{}/{}/{}", environment.run, environment.attempt, join);
 }
 
 }  // namespace isograd

@@ -22,6 +22,7 @@ struct RankEnvironment {
   std::string store;             // of our launcher, by name; empty where another has started the ranks
   bool store_is_hosted = false;  // at `address`, by torchrun's agent; otherwise rank 0 hosts it
   std::string session_folder;    // of mpirun's job, on each host
+  std::string run;               // which of those that a launcher has started at the same place: srun's step
   std::string attempt = "0";     // differs between restarts of the same ranks, which may share a store
 };
 
@@ -39,7 +40,8 @@ bool says_rank(const std::string& variable);
 // 2. mpirun: OMPI_COMM_WORLD_RANK and _SIZE (Open MPI), or PMI_RANK and PMI_SIZE (MPICH and others).
 // 3. srun: SLURM_PROCID and SLURM_STEP_NUM_TASKS. A batch script has the former alone and is no rank.
 // MASTER_ADDR and MASTER_PORT say where the store is. Without them it is on loopback under an srun of one
-// host, else on the step's first host; its port is 15000 + the last four digits of the job's number.
+// host, else on the step's first host; its port follows from the
+// numbers of the job and the step, 15000 + the last four digits of the job's for its first step.
 std::optional<RankEnvironment> read_rank_environment();
 
 // ConfigError unless mpirun or srun has started the ranks, which MPI needs.
@@ -51,5 +53,8 @@ void check_one_host(const RankEnvironment& environment);
 // The name of the ranks' store on this host (LocalStore); empty where they may be on several hosts, so that
 // it must be at `address`. `join`: how many times this process has joined before.
 std::string local_store_name(const RankEnvironment& environment, int join);
+
+// What the keys of these ranks begin with in a store that others may use as well.
+std::string store_prefix(const RankEnvironment& environment, int join);
 
 }  // namespace isograd

@@ -47,7 +47,11 @@ class Environment : public ::testing::Test {
                                            "SLURM_NNODES",
                                            "SLURM_STEP_NODELIST",
                                            "SLURM_JOB_NODELIST",
-                                           "SLURM_JOB_ID"};
+                                           "SLURM_JOB_ID",
+                                           "SLURM_STEP_ID",
+                                           "SLURM_STEPID",
+                                           "PMIX_NAMESPACE",
+                                           "TORCHELASTIC_RESTART_COUNT"};
   void SetUp() override { clear(); }
   void TearDown() override { clear(); }
   static void clear() {
@@ -120,6 +124,53 @@ TEST_F(Environment, SrunOnOneHostAndOnSeveral) {
   found = read(variables);
   EXPECT_EQ(found.address, "here");
   EXPECT_EQ(found.port, 1234);
+}
+
+// Each pair may run on one host at the same time, and the second even at the first one's MASTER_PORT.
+TEST_F(Environment, RunsAtTheSamePlaceMeetInStoresOfTheirOwn) {
+  const Variables srun = {{"SLURM_PROCID", "1"},
+                          {"SLURM_STEP_NUM_TASKS", "2"},
+                          {"SLURM_STEP_NUM_NODES", "1"},
+                          {"SLURM_JOB_ID", "4123456"}};
+  const Variables mpirun = {{"OMPI_COMM_WORLD_RANK", "1"},
+                            {"OMPI_COMM_WORLD_SIZE", "2"},
+                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                            {"PMIX_SERVER_TMPDIR", "/server"}};
+  const Variables torchrun = {{"RANK", "1"},
+                              {"WORLD_SIZE", "2"},
+                              {"LOCAL_WORLD_SIZE", "2"},
+                              {"MASTER_ADDR", "127.0.0.1"},
+                              {"MASTER_PORT", "29500"}};
+  struct Case {
+    Variables same;
+    const char *name, *one, *other;
+  };
+  const std::vector<Case> cases = {{srun, "SLURM_STEP_ID", "0", "1"},
+                                   {srun, "SLURM_STEPID", "3", "4"},
+                                   {srun, "SLURM_STEP_ID", "1", "4294967290"},
+                                   {srun, "SLURM_JOB_ID", "4123456", "4133456"},
+                                   {mpirun, "PMIX_NAMESPACE", "prterun-a@1", "prterun-a@2"},
+                                   {torchrun, "TORCHELASTIC_RUN_ID", "one", "other"},
+                                   {torchrun, "TORCHELASTIC_RESTART_COUNT", "0", "1"}};
+  for (const Case& of : cases)
+    for (const bool port_given : {false, true}) {
+      const auto with = [&](const char* value) {
+        Variables variables = of.same;
+        if (port_given)
+          variables.insert(variables.end(), {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1234"}});
+        variables.emplace_back(of.name, value);
+        return read(variables);
+      };
+      const RankEnvironment one = with(of.one), other = with(of.other);
+      EXPECT_NE(local_store_name(one, 0), local_store_name(other, 0)) << of.name << " " << of.other;
+      EXPECT_NE(store_prefix(one, 0), store_prefix(other, 0)) << of.name << " " << of.other;
+      EXPECT_EQ(local_store_name(one, 0), local_store_name(with(of.one), 0)) << of.name;
+    }
+  Variables variables = srun;
+  variables.emplace_back("SLURM_STEP_ID", "0");
+  EXPECT_EQ(read(variables).port, 18456);
+  variables.back().second = "1";
+  EXPECT_EQ(read(variables).port, 19069);
 }
 
 TEST_F(Environment, ABatchScriptIsNoRank) {

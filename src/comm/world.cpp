@@ -283,9 +283,9 @@ World join(const JoinOptions& options) {
   static std::atomic<int> joins{0};
   const int count = joins++;
   auto store = connect(*environment, count, options.timeout);
-  const std::string prefix = fmt::format("isograd/{}/{}", environment->attempt, count);
-  return WorldMaker::make(c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store)), environment->rank,
-                          environment->size, options);
+  return WorldMaker::make(
+      c10::make_intrusive<c10d::PrefixStore>(store_prefix(*environment, count), std::move(store)),
+      environment->rank, environment->size, options);
 }
 
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options) {
