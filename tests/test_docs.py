@@ -2,8 +2,11 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
 
+import pytest
 import warm_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -52,6 +55,83 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
         assert found, f"not printed: {line}\n{done.stdout}"
         assert any(all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(numbers, theirs)) for theirs in found), \
             f"other numbers: {line}\n{found}"
+
+
+# What a block of commands may need that is not at hand: `<!-- needs: WORD, ... -->` above it. `WORD (TEXT)`: only the lines with
+# TEXT in them. Those are checked for their words alone; `minutes` runs with ISOGRAD_FULL_TESTS=1.
+NEEDS = {"build": "sets up and builds a clone", "dumps": "gradient dumps of two trainers", "gpu": "a GPU",
+         "hosts": "several hosts, or a file that names them", "mpi": "a build with MPI",
+         "minutes": "more time than the default tests have", "packages": "packages from the network",
+         "table": "a table from the network", "videos": "videos from the network"}
+COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:isograd|\./dev|python3?|pip|mpirun|torchrun|git|cmake) ")
+# Steps, packs and words, not what a command is about.
+SHORT = ("--set train.steps=2 --set train.evaluate_packs=2 --set batch.packs_per_step=8 --set batch.packs_per_micro_batch=1 "
+         "--set data.pack_length=32 --set sample.tokens=4")
+
+
+def command_blocks(document):
+    """[(line number, [(word, text or None)], [command])] of the ```bash blocks of a document, lines that go on joined."""
+    blocks = []
+    text = document.read_text()
+    for found in re.finditer(r"(?:<!-- needs: (.*?) -->\n)?```(\w*)\n(.*?)^```", text, re.M | re.S):
+        needs, language, block = found.groups()
+        lines = [re.sub(r"\s+#.*", "", line) for line in block.replace("\\\n", " ").splitlines()]
+        if language == "bash":
+            words = [re.fullmatch(r"(\w+)(?: \((.*)\))?", need).groups() for need in (needs or "").split(", ") if need]
+            blocks.append((text[:found.start()].count("\n") + 1, words, [line for line in lines if line.strip()]))
+        elif not language:
+            stray = [line for line in lines if COMMAND.match(line)]
+            assert not stray, f"{document.name}: commands that no test runs, write ```bash: {stray}"
+    return blocks
+
+
+def documents():
+    return [path for path in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("src/**/README.md"))]
+            if command_blocks(path)]
+
+
+def test_what_commands_of_the_documents_need_is_said_in_known_words():
+    for document in documents():
+        for line, needs, commands in command_blocks(document):
+            for word, text in needs:
+                where = f"{document.name}:{line}: {word}"
+                assert word in NEEDS, f"{where}: not one of {sorted(NEEDS)}"
+                assert text is None or any(text in command for command in commands), f"{where}: no line has {text!r}"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A folder as it is after `./dev run`, but for its length."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    run = (folder / "examples/first_light.toml").read_text()  # to "run.toml", the reader's own; heads that cp_ulysses = 2 can deal
+    for old, new in [("runs/first_light", "runs/own"), ("\nheads = 6", "\nheads = 4"), ("key_value_heads = 3", "key_value_heads = 2")]:
+        assert old in run
+        run = run.replace(old, new)
+    (folder / "run.toml").write_text(run)
+    done = in_shell(f"isograd train examples/first_light.toml --ranks 2 {SHORT}", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def in_shell(command, folder):
+    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+    environment = dict(os.environ, PATH=f"{build / 'bin'}:{os.environ['PATH']}", OMP_NUM_THREADS="1", PYTHON=sys.executable)
+    return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_a_document_run_as_pasted(document, reader, tmp_path):
+    """One after the other in a folder where `./dev run` has been, with fewer steps and shorter packs."""
+    at_hand = {"minutes"} if os.environ.get("ISOGRAD_FULL_TESTS") else set()
+    shutil.copytree(reader, tmp_path / "reader", symlinks=True)
+    for line, needs, commands in command_blocks(document):
+        for command in commands:
+            if any(word not in at_hand and (text is None or text in command) for word, text in needs):
+                continue
+            short = SHORT if re.search(r"isograd (train|verify) ", re.sub(" +", " ", command)) else ""
+            done = in_shell(f"{command} {short}", tmp_path / "reader")
+            assert done.returncode == 0, f"{document.name}:{line}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def test_the_readme_counts_the_mistakes_that_the_museum_shows():
