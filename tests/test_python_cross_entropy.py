@@ -1,5 +1,6 @@
 """isograd.linear_cross_entropy of the installed wheel, beside the formula in fp64, token after token."""
 import json
+import re
 
 import pytest
 from test_python_prove import run
@@ -39,7 +40,7 @@ def test_a_tied_weight_gets_both_parts(found):
     "hidden_index": ["-100", "ignore_index"]}.items())
 def test_bad_input_is_refused(found, name, parts):
     said = found["refused"][name]
-    assert said and said.startswith("ConfigError ConfigError") and all(part in said for part in parts), said
+    assert said and re.match("ConfigError (?!ConfigError)", said) and all(part in said for part in parts), said
 
 
 def test_a_second_derivative_is_refused(found):

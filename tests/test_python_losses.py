@@ -146,7 +146,7 @@ def test_a_state_goes_on_where_it_was_left(found):
 @pytest.mark.parametrize("name", ["type", "weights"])
 def test_ranks_that_differ_are_refused(found, name):
     for rank in found[2]["refused"]:
-        assert "on rank 1 than on rank 0" in rank[name] and "ConfigError" in rank[name]
+        assert "on rank 1 than on rank 0" in rank[name] and "ConfigError" not in rank[name]
 
 
 def test_steps_without_a_value_are_zero_and_not_finite_ones_are_said(found):
@@ -186,4 +186,4 @@ def test_options_out_of_range_are_refused(refusals, place):
     name, options = OUT_OF_RANGE[place]
     assert len(refusals) == len(OUT_OF_RANGE)
     said = refusals[place]
-    assert f"ConfigError: {name}: found" in said and "; expected " in said and next(iter(options)) in said
+    assert said.startswith(f"{name}: found") and "; expected " in said and next(iter(options)) in said

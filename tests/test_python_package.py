@@ -3,6 +3,7 @@ import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -79,6 +80,23 @@ def test_the_extension_of_a_build_folder_is_the_same_one(installed, first, secon
                "print(isograd.__version__, isograd.ConfigError is isograd_comm.ConfigError, isograd.checksum(v), "
                "isograd.checksum(v.T))", PYTHONPATH=str(BINARY.parent.parent / "python"))
     assert said.split() == [version, "True", *sums] and sums[0] != sums[1]
+
+
+@pytest.mark.parametrize("call", [
+    "isograd.clip_grad_norm_([], -1.0)",
+    "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
+    "isograd.empty_shared(4, torch.float32)"])
+def test_an_error_says_its_family_once(installed, call):
+    """Of Python and of the extension: once in the last line of a traceback, which Python writes in front."""
+    said = run(installed, "-c", f"import isograd, torch\n{call}", status=1)
+    last = said.strip().splitlines()[-1]
+    assert last.count("ConfigError") == 1 and re.search("ConfigError: (?!ConfigError)", last), said
+
+
+def test_errors_say_what_they_are_for(installed):
+    said = run(installed, "-c", "import isograd\nprint(isograd.ConfigError.__doc__)\nprint(isograd.PeerError.__doc__)")
+    input_wrong, rank_lost = said.splitlines()
+    assert "input" in input_wrong and "rank" in rank_lost and "Unspecified" not in said
 
 
 @pytest.mark.parametrize("version", ["2.12.1+cpu", "3.13.0"])

@@ -168,7 +168,7 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
 }.items())
 def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
     for rank in cases[0]:
-        assert rank[name] is not None and rank[name].startswith("ConfigError ConfigError: ")
+        assert rank[name] is not None and re.match("ConfigError (?!ConfigError)", rank[name])
         assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
         assert ("fp64" in rank[name]) == (name in ("not_in_fp64", "loss_in_fp32")), rank[name]
 
@@ -184,7 +184,7 @@ def test_what_one_rank_refuses_ends_all(cases, name, refuses, text):
 def test_an_exception_in_the_step_leaves_no_rank_waiting(cases):
     first, second = (rank["a_rank_fails"] for rank in cases[0])
     assert second == "ValueError out of cheese"
-    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
+    assert first.startswith("PeerError isograd.watch: found that rank 1 failed: ValueError: out of cheese")
 
 
 FAILS = """

@@ -4,6 +4,7 @@ The loops are those of the report card (examples/report_card), nine of its cells
 """
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_step_that_is_not_reached_has_no_verdict(cases):
     "two_optimizers": ["2 optimizers and manual optimization", "isograd.watch"]}.items())
 def test_what_does_not_fit_is_refused(cases, name, parts):
     for rank in cases:
-        assert rank[name].startswith("ConfigError ConfigError: "), rank[name]
+        assert re.match("ConfigError (?!ConfigError)", rank[name]), rank[name]
         assert all(part in rank[name] for part in [*parts, "; expected "]), rank[name]
 
 
@@ -107,7 +108,7 @@ def test_rows_of_tuples_and_tensors(cases):
 def test_a_rank_that_fails_tells_the_other(cases):
     first, second = (rank["a_rank_fails"] for rank in cases)
     assert second == "ValueError out of cheese"
-    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ValueError: out of cheese")
+    assert first.startswith("PeerError isograd.watch: found that rank 1 failed: ValueError: out of cheese")
 
 
 @pytest.mark.parametrize("name, fails, told", [
@@ -117,7 +118,7 @@ def test_a_rank_that_fails_tells_the_other(cases):
 def test_a_rank_that_leaves_a_loop_over_accelerate_tells_the_other(cases, name, fails, told):
     first, second = (rank[name] for rank in cases)
     assert second == fails
-    assert first.startswith("PeerError PeerError: isograd.watch: found that rank 1 failed: ") and told in first, first
+    assert first.startswith("PeerError isograd.watch: found that rank 1 failed: ") and told in first, first
 
 
 def test_nothing_is_imported_that_is_not_asked_for(installed):

@@ -100,7 +100,7 @@ def refused_by_none(problems: Sequence[str | None]) -> None:
     """Refuses on every rank what one cannot do."""
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ConfigError(f"ConfigError: {_WHERE}: found that rank {rank} refuses its part: {problem}; expected a step "
+            raise ConfigError(f"{_WHERE}: found that rank {rank} refuses its part: {problem}; expected a step "
                               "that every rank can make. Look at that rank's own message.")
 
 

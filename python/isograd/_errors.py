@@ -10,4 +10,4 @@ __all__ = ["ConfigError", "PeerError", "refuse"]
 
 def refuse(where: str, found: str, expected: str, action: str) -> NoReturn:
     """Raises a ConfigError in its three parts: what was found, what was expected, what to do."""
-    raise ConfigError(f"ConfigError: {where}: found {found}; expected {expected}. {action}.")
+    raise ConfigError(f"{where}: found {found}; expected {expected}. {action}.")

@@ -43,7 +43,7 @@ def agreed(where: str, problem: str | None, header: list[int], group: Group) -> 
         raise ConfigError(problem)
     for rank, (bad, *one) in enumerate(said):
         if bad:
-            raise ConfigError(f"ConfigError: {where}: found that rank {rank} refuses its input; expected one that every "
+            raise ConfigError(f"{where}: found that rank {rank} refuses its input; expected one that every "
                               "rank can take. Look at that rank's own message.")
         if one[1:] != said[0][2:]:
             refuse(where, f"another number of classes, type, mode, weights or options on rank {rank} than on rank 0",

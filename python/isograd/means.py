@@ -257,7 +257,7 @@ class _Exchange:
         self.rows = gather(torch.tensor(own, dtype=torch.float64), self.group)  # exact below 2^53
         refused = self.rows[:, _REFUSED].nonzero().flatten().tolist()
         if error is None and refused:
-            raise ConfigError(f"ConfigError: {self.where}: found input that rank {refused[0]} refuses; expected input "
+            raise ConfigError(f"{self.where}: found input that rank {refused[0]} refuses; expected input "
                               "that every rank can count. Look at that rank's own message.")
         self.targets, self.weight = float(self.rows[:, _COUNTED].sum()), float(self.rows[:, _WEIGHED].sum())
         self.global_micro_batches = int(self.rows[:, -1].max())

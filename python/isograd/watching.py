@@ -229,10 +229,10 @@ class watch:
             try:
                 said = _get(store, f"{self._turn}/{other}", self.timeout).decode()
             except Exception as error:
-                raise PeerError(f"PeerError: isograd.watch: found rank {other} not at the end of its step after "
+                raise PeerError(f"isograd.watch: found rank {other} not at the end of its step after "
                                 f"{self.timeout:g} s; expected every rank there. Look at what it does ({error}).") from None
             if said != "done":
-                raise PeerError(f"PeerError: isograd.watch: found that rank {other} {said}; expected a step that ends on "
+                raise PeerError(f"isograd.watch: found that rank {other} {said}; expected a step that ends on "
                                 "every rank. Look at that rank's own message.")
 
     def _from_rank_0(self, make: Callable[[], Verdict]) -> Verdict:
@@ -245,7 +245,8 @@ class watch:
             except Exception as error:
                 made = error
             if store:
-                store.set(key, json.dumps({"error": str(made)} if isinstance(made, Exception) else dataclasses.asdict(made)))
+                store.set(key, json.dumps({"error": str(made), "refused": isinstance(made, ConfigError)}
+                                          if isinstance(made, Exception) else dataclasses.asdict(made)))
                 with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
                     store.wait([f"{key}/{other}" for other in range(1, self.size)],
                                datetime.timedelta(seconds=min(self.timeout, LAST_READ)))
@@ -257,12 +258,12 @@ class watch:
             made = None if "error" in told else Verdict(**told)
             store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
-            raise PeerError(f"PeerError: isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
+            raise PeerError(f"isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
                             f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \
                 from None
         if made is None:
             said = str(told["error"])
-            raise ConfigError(said if "ConfigError" in said else f"ConfigError: isograd.watch: found that rank 0 could not "
+            raise ConfigError(said if told.get("refused") else f"isograd.watch: found that rank 0 could not "
                               f"compare: {said}; expected two dumps. See rank 0")
         return made
 

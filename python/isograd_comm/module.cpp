@@ -5,6 +5,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
+#include <cstring>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -86,19 +88,29 @@ std::string checksum_of(const at::Tensor& tensor) {
   return checksum(held.const_data_ptr(), held.nbytes());
 }
 
+// Without the family's name: Python writes it in front.
+std::string message_of(const Error& error, std::string_view family) {
+  const std::string_view text = error.what();
+  return std::string(text.starts_with(family) ? text.substr(family.size() + std::strlen(": ")) : text);
+}
+
 void register_errors(py::module_& module, const py::object& distributed) {
   // Kept for good, as is the interpreter's own table of exceptions.
   static const py::handle config_error =
       py::exception<ConfigError>(module, "ConfigError", PyExc_RuntimeError).release();
   static const py::handle peer_error =
       py::exception<PeerError>(module, "PeerError", distributed.attr("DistBackendError")).release();
+  config_error.attr("__doc__") =
+      "The input is wrong: an argument, a configuration, a file. Fix it and call again.";
+  peer_error.attr("__doc__") =
+      "A rank was lost, late or called something else. The group cannot be used any more: make a new one.";
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const ConfigError& error) {
-      PyErr_SetString(config_error.ptr(), error.what());
+      PyErr_SetString(config_error.ptr(), message_of(error, "ConfigError").c_str());
     } catch (const PeerError& error) {
-      PyErr_SetString(peer_error.ptr(), error.what());
+      PyErr_SetString(peer_error.ptr(), message_of(error, "PeerError").c_str());
     }
   });
 }
