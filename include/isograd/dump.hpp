@@ -27,6 +27,13 @@ struct StepFigures {
 
 inline constexpr std::int64_t kNotRecorded = -1;  // a count that its writer left out
 
+// What a diagnosis says.
+struct Finding {
+  std::string id;        // class of the diagnosis: "averaged_over_axis", "mean_of_rank_means", ..., "unknown"
+  std::string sentence;  // in words: "all parameters scaled by 1/4: averaged over dp_shard (4)"
+  std::vector<std::string> evidence;  // what was run, and the numbers
+};
+
 // One optimizer step. A field that its writer did not record is empty, NaN or, for a count, kNotRecorded;
 // what needs it is then not claimed. Lists by parameter have the order of `gradients`.
 struct StepDump {
@@ -94,16 +101,13 @@ struct StepDump {
   };
   std::vector<CutParameter> cut{};
 
+  // What the recorder saw by itself to be wrong or not proven, beside all that is compared: a parameter that
+  // no optimizer holds. Ids are those of a diagnosis; without evidence.
+  std::vector<Finding> findings{};
+
   // [rank][micro-batch] the part of `gradients` that its tokens made, so that all of them add up to it. With
   // it, wrong weights can be told where the step cannot be made again. Empty where there are no tokens.
   std::vector<std::vector<Named>> shares{};
-};
-
-// What a diagnosis says.
-struct Finding {
-  std::string id;        // class of the diagnosis: "averaged_over_axis", "mean_of_rank_means", ..., "unknown"
-  std::string sentence;  // in words: "all parameters scaled by 1/4: averaged over dp_shard (4)"
-  std::vector<std::string> evidence;  // what was run, and the numbers
 };
 
 // A dump as a directory: gradients.safetensors and step.json, with applied.safetensors and

@@ -55,6 +55,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in plain(model).named_parameters() if p.requires_grad}
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros where there is none; of an embedding with sparse=True dense, as one that is not sparse has it."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
 def held(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of what this rank has: no communication, for it is taken in the middle of a step."""
     return tensor.detach().clone()

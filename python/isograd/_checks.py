@@ -177,6 +177,35 @@ def notes(batch: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
     return []
 
 
+def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[dict[str, str]]:
+    """A finding where the model that `make_model` makes and the one of the run, which trains `names`, freeze other parameters."""
+    made = {plain_name(name): p.requires_grad for name, p in model.named_parameters()}
+    said = [f"{what} {', '.join(some[:5])}{' and more' if len(some) > 5 else ''}" for what, some in (
+        ("does not train", [name for name, trains in made.items() if trains and name not in names]),
+        ("trains", [name for name in names if not made.get(name, True)])) if some]
+    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says otherwise: correct "
+             "requires_grad in the run, or set it in make_model too where that is meant"}] if said else []
+
+
+def same_samples(dealt: Sequence[Sequence[Sequence[str]]], data: Group) -> list[dict[str, str]]:
+    """A finding where all ranks along an axis of `data` have the same samples: a step that leaves out the reduction over them
+    has the same gradient. dealt: by place along data, the digests of the samples of each micro-batch."""
+    have = [sorted(sample for micro in micros for sample in micro) for micros in dealt]
+    mesh = isinstance(data, DeviceMesh) and data.ndim > 1
+    sizes = list(data.shape) if isinstance(data, DeviceMesh) and mesh else [len(have)]
+    names = (data.mesh_dim_names if isinstance(data, DeviceMesh) and mesh else None) or [f"axis {i}" for i in range(len(sizes))]
+    findings = []
+    stride = len(have)
+    for name, size in zip(names, sizes):
+        outer, stride = stride, stride // size
+        if size > 1 and any(have) and all(some == have[at // outer * outer + at % stride] for at, some in enumerate(have)):
+            where = f"all {size} ranks along {name}" if mesh else f"all {size} ranks"
+            findings.append({"id": "reduction_not_proven", "sentence": f"{where} have the same samples: a step that does not "
+                             "reduce its gradient over them has the same one, so that nothing is proven of the reduction; give "
+                             "each rank samples of its own, and `data` the axes along which they differ"})
+    return findings
+
+
 def replace(path: pathlib.Path, to: pathlib.Path) -> None:
     """Moves a file or folder to where an older one may be."""
     if to.is_dir():

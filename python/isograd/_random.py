@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator, Mapping, NoReturn
 import torch
 from torch import nn
 
-from ._assemble import plain_name
+from ._assemble import gradient_of, plain_name
 from ._errors import refuse
 
 WHERE = "isograd.watch"
@@ -161,7 +161,7 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
         loss = make()
         loss.backward()
         after = states()
-        return loss.detach(), {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in named.items()}, \
+        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items()}, \
             moved(before, after), after
 
     def compare(loss: torch.Tensor, other: torch.Tensor) -> None:

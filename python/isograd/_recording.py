@@ -3,39 +3,50 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.nn.utils.clip_grad as torch_clip
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import clip as own_clip
+from ._assemble import gradient_of, held, plain, trained
 from ._random import Draws, moved, states
-from ._assemble import held, plain, trained
+from ._updates import Updates, held_by, sums_of
 
 
 class Recording:
-    """Gradients before clipping, what the optimizer took, norm and limit, how often it stepped."""
+    """Gradients before clipping, what optimizers took, norm and limit, and which parameters they updated."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
         self.gradients: dict[str, torch.Tensor] | None = None
-        self.applied: dict[str, torch.Tensor] | None = None
+        self.applied: dict[str, torch.Tensor] = {}
         self.norm: torch.Tensor | None = None
         self.max_norm: float | None = None
-        self.steps = self.clips = 0
+        self.clips = 0
         self.autocast: torch.dtype | None = None
         self.draws = Draws()  # in the model's forward
         self.drew: list[str] = []  # generators that the whole step drew from
+        self.updates = Updates(model, optimizer)
+        self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self._apart = False  # groups of parameters are clipped one after the other
 
-    def take(self, scale: float = 1.0) -> None:
-        """The gradients as they are now, unless they are taken already."""
-        if self.gradients is None:
-            self.gradients = {name: held(g).mul_(scale) if scale != 1.0 else held(g) for name, g in self._now()}
+    def take(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
+        """The gradients as they are now, unless they are taken already; names: of these parameters alone."""
+        before = self.gradients or {}
+        now = {name: before[name] if name in before else held(g).mul_(scale) if scale != 1.0 else held(g)
+               for name, g in self._now() if name in before or names is None or name in names}
+        self.gradients = now
+
+    def end(self) -> None:
+        """After the step."""
+        self.take()
+        self.applied = {name: self.applied[name] if name in self.applied else held(g) for name, g in self._now()}
 
     def _now(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in trained(self.model).items()]
+        return [(name, gradient_of(p)) for name, p in trained(self.model).items()]
 
     def clipping(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None, scale: float = 1.0) -> None:
         """Before gradients are multiplied; norm: of them, as the trainer has it."""
@@ -51,29 +62,44 @@ class Recording:
         self.clips += 1
         self.max_norm = float(max_norm)
 
-    def stepping(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the optimizer updates; where it is given a closure, which makes the gradient, after that."""
+    def stepping(self, optimizer: Any, given: tuple[Any, ...],
+                 named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before any optimizer updates; where it is given a closure, which makes the gradient, after that."""
+        groups = held_by(optimizer, trained(self.model))
+        if self._inside not in (None, optimizer) or not (groups or optimizer is self.optimizer):
+            return None
+        self._inside = optimizer
         closure = named.get("closure", given[1] if len(given) > 1 else None)
-        if closure is None:
-            self.updating()
+        if not callable(closure):
+            self.updating(optimizer, groups)
             return None
 
         def made() -> Any:
             loss = closure()
-            self.updating()
+            self.updating(optimizer, groups)
             return loss
 
         return given[:1], {**named, "closure": made}
 
-    def updating(self) -> None:
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        """After it."""
+        if optimizer is self._inside:
+            self._inside = None
+
+    def updating(self, optimizer: Any, groups: Mapping[str, dict[str, Any]]) -> None:
         """What plain SGD with learning rate 1 would take away now."""
-        self.take()
-        self.steps += 1
-        if self.applied is None:
-            self.applied = {name: held(g) for name, g in self._now()}
-        else:
-            for name, g in self._now():
-                self.applied[name] += g
+        scaled = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to divide by it
+        scale = 1.0 if scaled is None else 1.0 / float(scaled)
+        in_backward = torch._C._current_graph_task_id() != -1  # other parameters' gradients come after it
+        self.take(scale, groups if in_backward else None)
+        if float(getattr(optimizer, "found_inf", None) or 0) > 0:
+            return  # and to skip the update
+        for name, g in self._now():
+            if name in groups and name in self.updates.by:
+                self.applied[name] += g * scale
+            elif name in groups or not (in_backward or name in self.applied):
+                self.applied[name] = held(g).mul_(scale) if scale != 1.0 else held(g)
+        self.updates.stepped(optimizer, groups)
 
     def forward(self, *_: Any) -> None:
         device = next((p.device.type for p in self.model.parameters()), "cpu")
@@ -93,8 +119,10 @@ class Recording:
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))
-            if self.optimizer is not None:
-                undo.callback(self.optimizer.register_step_pre_hook(self.stepping).remove)
+            # Of all optimizers: the one that was given may be a wrapper, or not the one that steps.
+            undo.callback(register_optimizer_step_pre_hook(self.stepping).remove)
+            undo.callback(register_optimizer_step_post_hook(self.stepped).remove)
+            self.updates.before = sums_of(self.model)
             yield
 
     def _told_by_torch(self, original: Callable[..., Any]) -> Callable[..., Any]:

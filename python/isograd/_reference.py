@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import _random
-from ._assemble import plain_name
+from ._assemble import gradient_of, plain_name
 from ._checks import too_large
 from ._errors import refuse
 from ._samples import in_precision
@@ -114,7 +114,7 @@ def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[
                 tried |= {"first"} | drawing
                 doubtful.append(sample)
         # Taken, not copied: the next micro-batch's are new ones.
-        part_of = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in named.items()}
+        part_of = {name: gradient_of(p).detach() for name, p in named.items()}
         for sample in doubtful:
             unseeded += _random.check_repeats(model, lambda: made(sample)[0], dtype)  # noqa: B023  called at once
         if shares:

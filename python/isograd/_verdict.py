@@ -21,6 +21,7 @@ class Verdict:
     findings: names of the diagnoses, as docs/museum.md has them: "mean_of_rank_means".
     notes:    what was not compared, or seen beside it.
     folder:   the dumps, where they were to be kept.
+    update:   what is proven of the optimizer's update, in a sentence.
     bounded:  the step of one process in the run's precision was a bound, or was not asked to be one.
     """
 
@@ -30,6 +31,7 @@ class Verdict:
     notes: list[str] = dataclasses.field(default_factory=list)
     folder: str | None = None
     bounded: bool = True
+    update: str = "not looked at"
 
     @property
     def findings(self) -> list[str]:
@@ -39,7 +41,7 @@ class Verdict:
         return self.passed
 
     def __str__(self) -> str:
-        return self.text.rstrip("\n") + "".join(f"\nnote: {note}" for note in self.notes)
+        return self.text.rstrip("\n") + f"\nupdate: {self.update}" + "".join(f"\nnote: {note}" for note in self.notes)
 
 
 def compare(folder: pathlib.Path, alone: bool, report: str | None, threads: int = 1) -> Verdict:

@@ -31,7 +31,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequenc
     Squares are summed in fp64: along the axes of a DTensor's mesh that cut it, and not along those that copy it; plain
     tensors are whole on each rank. Gradients are reduced already. Collective, in the same order on all ranks. The
     coefficient is PyTorch's, max_norm / (norm + 1e-6) and at most 1; by a norm that is not finite nothing is clipped. A
-    parameter without a gradient takes part with zeros. ConfigError: a limit below zero; a DTensor's gradient is a part
+    parameter without a gradient takes part with zeros; a sparse gradient stays sparse. ConfigError: a limit below zero; a DTensor's gradient is a part
     that is not summed yet. RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
     if not max_norm >= 0:
@@ -65,6 +65,8 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     """[] fp64 on the CPU; a device is waited for once."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
+        if gradient.is_sparse:  # of an embedding: rows that come twice are added up first
+            gradient = gradient.coalesce().values()
         by_device.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
     sums = [torch.stack(some).sum().cpu() for some in by_device.values()]
     return torch.stack([torch.zeros((), dtype=torch.float64), *sums]).sum()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ._assemble import gradient_of
 from ._errors import refuse
 from ._groups import Group, Parameters, groups_of, listed, local
 
@@ -43,13 +44,16 @@ def all_reduce_gradients(parameters: Parameters, group: Group = None) -> None:
     """Sums the gradients of a plain model over the ranks of `group`, in place; after the last backward of a step.
 
     A parameter that got no gradient here takes part with zeros: another rank may have one. A tied one is summed once;
-    of a DTensor its part, over ranks that hold the same part. Collective: the same parameters in the same order on
+    of a DTensor its part, over ranks that hold the same part. A sparse one (nn.Embedding(sparse=True)) is sparse again
+    afterwards, and takes a dense copy meanwhile. Collective: the same parameters in the same order on
     every rank.
     """
     for parameter in listed(parameters):
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        sparse = parameter.grad is not None and parameter.grad.is_sparse
+        parameter.grad = gradient_of(parameter)  # ranks have other rows: the sum is made of whole tensors
         for each in groups_of(group):
             dist.all_reduce(local(parameter.grad), group=each)
+        if sparse:
+            parameter.grad = parameter.grad.to_sparse(1)

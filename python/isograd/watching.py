@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import datetime
 import json
+import math
 import pathlib
 import pickle
 import tempfile
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _checks, _random
+from . import _checks, _random, _updates
 from ._assemble import assembled, copied, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
 from ._dumps import add_to_step, write_dump
 from ._errors import ConfigError, PeerError, refuse
@@ -42,7 +43,8 @@ class watch:
         print(step.verdict)
 
     model:         as you train it: plain, DDP, FSDP2 (fully_shard), DTensors, torch.compile; or a pipeline's stage.
-    optimizer:     whose step() the gradient goes to; None: the gradient at the end of the block is taken.
+    optimizer:     whose groups hold the parameters and whose step() the gradient goes to; others that step inside the block
+                   are seen too. None: the gradient is taken at the step of whichever steps, else at the end of the block.
     micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles. None: `add` tells it.
     loss:          loss(model, sample) -> the losses of its targets, one for each, or (their sum, how many). Called on
                    rank 0 alone, with a plain model in fp64 and a sample in fp64, on the CPU.
@@ -84,6 +86,7 @@ class watch:
         self.recording.max_norm = max_norm
         self._logged: dict[str, Any] = {}
         self._notes: list[str] = []
+        self._unproven: list[dict[str, str]] = []
         self._copy: nn.Module | None = None  # of rank 0, as it is before the step
         self._hooks = contextlib.ExitStack()
 
@@ -169,6 +172,7 @@ class watch:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
                        "which samples differ, or mend the sampler")
+        self._unproven = _checks.same_samples([dealt[where] for where in sorted(dealt)], self.data)
         gathered = gather_bytes(own[0] if first[place] == self.rank else bytearray(1), to=0)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []
 
@@ -180,32 +184,39 @@ class watch:
             return
         self._tell("done")
         self._wait_for_all()
-        self.recording.take()
+        taken = self.recording
+        taken.end()
         if not self.compares:
             return
         if self._come is not None:
             self.micro_batches = self._come
             self._samples = self._gathered_samples()
-        taken = self.recording
         gradients, sums = assembled(taken.gradients or {}, self.stages)
-        seen = taken.applied if taken.max_norm is not None or taken.steps > 1 else None
-        applied, later = assembled(seen, self.stages) if seen is not None else (None, sums)
-        norm = float(whole(taken.norm)) if taken.norm is not None else self._logged.get("norm")
-        own = {"norm": norm, "owned_norm": owned_norm(taken.gradients or {})}
+        steps = max(taken.updates.steps.values(), default=1)
+        did = self._exchange((taken.updates.any, taken.max_norm is not None or steps > 1, taken.norm is not None))
+        # Collective for DTensors: on all ranks or on none.
+        applied, later = (assembled(taken.applied, self.stages) if all(stepped for stepped, *_ in did) and
+                          any(limited for _, limited, _ in did) else (None, sums))
+        norm = float(whole(taken.norm)) if taken.norm is not None and all(known for *_, known in did) else None
+        own = {"norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(taken.gradients or {})}
         said = self._exchange({"initial": self._sums, "gradients": sums,
                                **{name: value for name, value in own.items() if value is not None}})
         ends = self._exchange(later)
         self._drew = self._exchange((sorted(taken.draws.names), taken.drew))  # from which generators, by rank
-        if _differ([one["gradients"] for one in said]) and not _differ(ends) and not self.stages and taken.steps == 1:
+        names = list(taken.gradients or {})
+        updated = self._exchange({"stepped": taken.updates.any, "states": taken.updates.states(taken.applied),
+                                  "initial": dict(zip(names, self._sums)), "gradients": dict(zip(names, sums)),
+                                  "taken": dict(zip(names, later)), "after": _updates.after(self.model)})
+        if _differ([one["gradients"] for one in said]) and not _differ(ends) and not self.stages and steps == 1:
             # Ranks held parts when they clipped, and the same sum when they updated.
             self._notes.append("ranks clipped before gradients were summed: those of the update are compared")
-            gradients, applied, norm, taken.max_norm = applied or {}, None, None, None
+            gradients, applied, taken.max_norm = applied or {}, None, None
             said = [{**one, "gradients": end} for one, end in zip(said, ends)]
             for one in said:
                 one.pop("norm", None)
                 one.pop("owned_norm", None)
         parts = self._parts(taken.gradients or {}, [one["gradients"] for one in said])
-        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, norm, said, parts))
+        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, said, parts, updated))
 
     def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         """By rank, on rank 0: gradients of which ranks hold other ones. Collective."""
@@ -268,8 +279,8 @@ class watch:
         return made
 
     # Rank 0 alone.
-    def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, norm: float | None,
-                  said: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]]) -> Verdict:
+    def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, said: list[dict[str, Any]],
+                  parts: list[dict[str, torch.Tensor]], updated: list[dict[str, Any]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
         own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
@@ -279,6 +290,8 @@ class watch:
         notes = self._notes + (_checks.notes(batch) if self.ids is None else [])
         model = self.make_model() if self.make_model else self._copy
         assert model is not None
+        findings, update = _updates.judge(updated)
+        findings += _checks.frozen_otherwise(model, names) + self._unproven
         model = set_modes(fill(model.cpu(), self._initial, names), self.model.training, self._modes)
         _checks.fits_in_memory(model, self.reference)
         with _checks.threads(self._threads) as look:  # in fp64 their number makes no difference that is looked at
@@ -286,6 +299,10 @@ class watch:
         counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
         limit = self.recording.max_norm
         axes = self._axes(len(batch))
+        clipped_by = said[0].get("norm", said[0].get("logged_norm"))
+        for one in said:
+            _keep_the_wrong_norm(one, right.norm)
+        norm = said[0].get("norm")
         for one, part in zip(said, parts):
             one["spread"] = spread(part, parts[0])
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
@@ -294,7 +311,8 @@ class watch:
                 "loss": self._logged.get("loss"), "targets": self._logged.get("targets"),
                 "tokens": self._logged.get("tokens"), "axes": axes, "norm": norm,
                 "peers": dict.fromkeys(peers, list(axes)[-1]) or None,
-                "clip_coefficient": _coefficient(limit, norm), "ranks": None if self.stages else said}
+                "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else said,
+                "findings": findings or None}
         alone = self.alone and own != self.reference
 
         def rounded(of: nn.Module) -> Reference:
@@ -336,6 +354,7 @@ class watch:
             rank, drew = in_step[0]
             notes.append(f"the step draws random numbers on rank {rank} (from a generator of {', '.join(drew)}), and the loss of "
                          "the reference draws none: where they go into the gradient, no other process makes the same one")
+        verdict.update = update
         verdict.notes += notes
         if right.unseeded:
             verdict.notes.append(f"the loss draws from a generator of {', '.join(right.unseeded)}: of {_random.TRIES} times that a "
@@ -375,6 +394,13 @@ class watch:
 def _get(store: Any, key: str, seconds: float) -> bytes:
     store.wait([key], datetime.timedelta(seconds=seconds))
     return bytes(store.get(key))
+
+
+def _keep_the_wrong_norm(one: dict[str, Any], right: float) -> None:
+    """Of the norm that a rank clipped by and the one that it logs, as "norm", the one that is further from the right one."""
+    some = [one.pop(key) for key in ("norm", "logged_norm") if key in one]
+    if some:
+        one["norm"] = max(some, key=lambda norm: abs(norm - right) if math.isfinite(norm) else math.inf)
 
 
 def _differ(sums: list[list[str]]) -> bool:

@@ -319,6 +319,13 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                                          pair.found.figures.tokens, names.found, expected.figures.tokens,
                                          names.expected));
   result.findings = diagnose(one, again, &result.notices);
+  for (const Finding& finding : pair.found.findings) {
+    // What is not proven is no cause of what is known to be wrong.
+    if (finding.id == kReductionNotProven && !result.findings.empty())
+      result.notices.push_back(finding.sentence);
+    else
+      result.findings.push_back(finding);
+  }
   // Whatever is known to be wrong fails, and what fails is said.
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
                    result.findings.empty();

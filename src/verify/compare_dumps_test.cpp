@@ -81,6 +81,29 @@ TEST(CompareDumps, TheSameStepIsTheSame) {
   EXPECT_THAT(text, ::testing::Not(HasSubstr("nan")));  // the norm was not recorded
 }
 
+// What the recorder saw fails a step whose numbers are right. Where these are wrong, what is not proven is no
+// cause of it.
+TEST(CompareDumps, WhatTheRecorderSawIsAFinding) {
+  const auto with = [](StepDump dump) {
+    dump.findings = {{"updates_differ", "rank 2 did not step", {}},
+                     {kReductionNotProven, "the same samples", {}}};
+    return compare_dumps(std::move(dump), right(), kNames);
+  };
+  const auto only = with(right(false));
+  EXPECT_FALSE(only.verdict.passed);
+  ASSERT_EQ(only.findings.size(), 1);
+  EXPECT_EQ(only.findings[0].sentence, "rank 2 did not step");
+  EXPECT_THAT(only.notices, ::testing::Contains("the same samples"));
+  StepDump same = right(false);
+  same.findings = {{kReductionNotProven, "the same samples", {}}};
+  const auto unproven = compare_dumps(same, right(), kNames);
+  EXPECT_FALSE(unproven.verdict.passed);
+  EXPECT_EQ(first_id(unproven), kReductionNotProven);
+  const auto both = with(mean_of_rank_means());
+  ASSERT_EQ(both.findings.size(), 2);
+  EXPECT_EQ(first_id(both), "mean_of_rank_means");
+}
+
 TEST(CompareDumps, MeansOfRankMeansAreNamedFromTheShares) {
   const auto guilty = compare_dumps(mean_of_rank_means(), right(), kNames);
   EXPECT_FALSE(guilty.verdict.passed);

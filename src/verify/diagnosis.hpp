@@ -72,6 +72,7 @@ struct Diagnosis {
   const char* meaning;
 };
 extern const std::vector<Diagnosis> kDiagnoses;
+inline constexpr const char* kReductionNotProven = "reduction_not_proven";
 
 // "2", "1/3", "0.70710678": integers and their inverses up to 4096 by name, others as numbers.
 std::string ratio_text(double ratio);

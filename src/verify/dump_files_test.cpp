@@ -39,6 +39,7 @@ StepDump full_dump() {
   dump.ranks[1].norm = 4;
   dump.ranks[1].bytes_moved = 1e12;
   dump.peer_sums = {{"a.bias", "tp", at::full({4}, 0.3, at::kDouble)}};
+  dump.findings = {{"updates_differ", "rank 2 did not step", {}}, {"not_in_optimizer", "a.bias", {}}};
   dump.shares = {{gradients(0.5), gradients(0.25)}, {}, {gradients(0.125)}};
   return dump;
 }
@@ -80,6 +81,11 @@ void expect_equal(const StepDump& read, const StepDump& written) {
     EXPECT_THAT(read.ranks[rank].norm, ::testing::NanSensitiveDoubleEq(written.ranks[rank].norm));
     EXPECT_THAT(read.ranks[rank].bytes_moved,
                 ::testing::NanSensitiveDoubleEq(written.ranks[rank].bytes_moved));
+  }
+  ASSERT_EQ(read.findings.size(), written.findings.size());
+  for (std::size_t i = 0; i < read.findings.size(); ++i) {
+    EXPECT_EQ(read.findings[i].id, written.findings[i].id);
+    EXPECT_EQ(read.findings[i].sentence, written.findings[i].sentence);
   }
   EXPECT_EQ(read.figures.loss, written.figures.loss);
   EXPECT_EQ(read.figures.targets, written.figures.targets);
@@ -233,6 +239,13 @@ TEST(DumpFiles, WhatIsNoStepIsRefusedByItsKey) {
       {R"(, "peers": {"b.bias": "tp"})", "names of gradients.safetensors"},
       {R"(, "peers": {"zz.weight": "tp"})", "no tensor zz.weight"},
       {R"(, "peers": {"a.bias": "tp", "zz.weight": "tp"})", "1 tensors"},
+      {R"(, "findings": [])", "an empty list"},
+      {R"(, "findings": {"id": "updates_differ"})", "findings"},
+      {R"(, "findings": ["updates_differ"])", "an object for each finding"},
+      {R"(, "findings": [{"id": "updates_differ"}])", R"(findings.0.sentence": found no such key)"},
+      {R"(, "findings": [{"id": "updates_differ", "sentence": ""}])", "a text"},
+      {R"(, "findings": [{"id": "gremlins", "sentence": "all over"}])", "a name of docs/museum.md"},
+      {R"(, "findings": [{"id": "updates_differ", "sentence": "all over", "rank": 1}])", "findings.0.rank"},
       {R"(, "owners": [])", "an empty list"},
       {R"(, "ranks": [{"initial": []}])", "ranks.0.initial"},
       {R"(, "ranks": [{"initial": ["0123456789abcdef"]}])", "one for each of 2 parameters"},

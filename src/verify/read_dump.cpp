@@ -14,6 +14,7 @@
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
 #include "model/safetensors.hpp"
+#include "verify/diagnosis.hpp"
 #include "verify/dump_format.hpp"
 
 namespace isograd {
@@ -143,6 +144,12 @@ class StepReader {
         dump.peer_sums.push_back({name, axes.get<std::string>(), {}});
       }
     }
+    if (const auto* value = find("findings")) {
+      if (!value->is_array())
+        bad("findings", show(*value), "[{\"id\": \"updates_differ\", \"sentence\": ...}]");
+      expect_entries("findings", *value);
+      for (const auto& finding : *value) dump.findings.push_back(finding_of(finding, dump.findings.size()));
+    }
     expect_ranks(dump);
     refuse_others(object_, seen_, "");
     return dump;
@@ -250,6 +257,23 @@ class StepReader {
       }
     refuse_others(view, {"spread", "owned_norm", "norm", "bytes_moved", "initial", "gradients"}, in);
     return read;
+  }
+
+  Finding finding_of(const json& entry, std::size_t place) const {
+    const std::string in = fmt::format("findings.{}.", place);
+    if (!entry.is_object()) bad("findings", show(entry), "an object for each finding");
+    const auto text = [&](const char* key) {
+      const auto found = entry.find(key);
+      if (found == entry.end() || !found->is_string() || found->get_ref<const std::string&>().empty())
+        bad(in + key, found == entry.end() ? "no such key" : show(*found), "a text");
+      return found->get<std::string>();
+    };
+    Finding finding{text("id"), text("sentence"), {}};
+    if (std::none_of(kDiagnoses.begin(), kDiagnoses.end(),
+                     [&](auto& known) { return finding.id == known.id; }))
+      bad(in + "id", show(entry["id"]), "a name of docs/museum.md");
+    refuse_others(entry, {"id", "sentence"}, in);
+    return finding;
   }
 
   // Lists by rank are of one number of ranks, and checksums of one number of parameters.

@@ -61,6 +61,8 @@ json describe(const StepDump& dump) {
     object["ranks"].push_back(std::move(view));
   }
   for (const auto& peers : dump.peer_sums) object["peers"][peers.name] = peers.axes;
+  for (const auto& finding : dump.findings)
+    object["findings"].push_back({{"id", finding.id}, {"sentence", finding.sentence}});
   return object;
 }
 

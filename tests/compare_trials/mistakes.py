@@ -366,7 +366,7 @@ TRIALS = [
     Trial(TiedWeightAccumulatedTwice, Problem("transformer", ((1, 2), (2, 1))), "buffers take the tied weight twice",
           ("some_parameters_scaled",)),
     Trial(FrozenParameterTrained, Problem("transformer", ((2,), (1,)), frozen=("positions",)),
-          "a parameter was to be frozen", ("parameters_missing",)),
+          "a parameter was to be frozen", ("parameters_missing", "frozen_otherwise")),
     Trial(SignFlipped, Problem("convolution", ((9,), (4,)), precision="bf16_parameters"),
           "one bias has its gradient's sign wrong", ("some_parameters_scaled",), alone=True),
     Trial(GradientLost, Problem("mlp", uneven), "one weight gets no gradient",

@@ -207,11 +207,34 @@ def own_clipping(rank):
 
 def sample_twice_is_noted(rank):
     model = summing()
-    same = samples(0)
+    same = [samples(0)[0], samples(rank)[1]]  # one of two
     with isograd.watch(model, None, micro_batches=[same], loss=sample_loss) as step:
         mean = isograd.TokenMean().count([torch.cat([y for _, y in same])])
         mean.scale(batch_loss(model, same, "sum")).backward()
     return said(step.verdict)
+
+
+def sparse_embedding(rank, reduced=True):
+    """Ranks have gradients of other rows, some twice, and rank 1's are added up to rank 0's."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Tanh(), nn.Linear(8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    batch = [(torch.randint(20, (n,), generator=generator), torch.randint(6, (n,), generator=generator)) for n in (3, 9 + rank)]
+    with isograd.watch(model, optimizer, micro_batches=[batch[:1], batch[1:]], loss=sample_loss) as step:
+        counted = isograd.TokenMean().count(y for _, y in batch)
+        for sample in batch:
+            counted.scale(batch_loss(model, [sample], "sum")).backward()
+        if reduced:
+            isograd.all_reduce_gradients(model)
+        norm = isograd.clip_grad_norm_(model, 0.05)
+        optimizer.step()
+        step.log(norm=norm)
+    return {**said(step.verdict), "sparse": model[0].weight.grad.is_sparse, "update": step.verdict.update}
+
+
+def sparse_embedding_not_reduced(rank):
+    return sparse_embedding(rank, False)
 
 
 def without_shares(rank):
@@ -387,6 +410,7 @@ BAD = {
 GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
         tensor_parallel_norm_wrong_on_each,
         pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
+        sparse_embedding, sparse_embedding_not_reduced,
         an_experiment_that_cannot_be_made, without_shares, divided_by_the_wrapper_too, divided_by_the_accumulation_too,
         threads_without_processors]
 

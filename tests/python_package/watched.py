@@ -14,6 +14,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "compare_trials")]
 
 import mistakes  # noqa: E402
 import right  # noqa: E402
+import steps  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from reference import nll_of  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -21,6 +22,10 @@ from trainers import Trainer, gathered, gradients_of, held_norm  # noqa: E402
 
 import isograd  # noqa: E402
 
+# The optimizer is the one that is watched.
+Trainer.make_optimizer = lambda self, model: torch.optim.SGD(self.parameter_groups(model), lr=1.0)
+Trainer.update = lambda self, model: self.optimizer.step()
+Trainer.watch_options = {}
 PRECISION = {torch.float64: "fp64", torch.bfloat16: "bf16_parameters", torch.float32: "fp32"}
 
 
@@ -39,10 +44,11 @@ def watched(trial, groups):
         return nll_of(model, sample, problem, PRECISION[next(model.parameters()).dtype])
 
     model = trainer.wrap(trainer.make_model(rank), group)
-    trainer.optimizer = torch.optim.SGD(trainer.parameter_groups(model), lr=1.0)
+    trainer.optimizer = trainer.make_optimizer(model)
+    options = {"ids": lambda sample: sample.id, **trainer.watch_options}
     with isograd.watch(model, trainer.optimizer, micro_batches=trainer.dealt[rank], loss=loss, mean=problem.mean,
-                       max_norm=problem.max_norm or None, ids=lambda sample: sample.id,
-                       make_model=lambda: problem.make_model(problem.precision)) as step:
+                       max_norm=problem.max_norm or None, make_model=lambda: problem.make_model(problem.precision),
+                       **options) as step:
         record = trainer.work(model, rank)
         trainer.reduce_gradients(model, group)
         trainer.after_reduction(model, rank)
@@ -54,12 +60,11 @@ def watched(trial, groups):
             step.log(norm=trainer.norm_on(rank, gradients_of(model), records))
         step.log(loss=trainer.logged(records), targets=trainer.targets_logged(records))
     verdict = step.verdict
-    return {"passed": verdict.passed, "said": verdict.findings, "text": str(verdict)}
+    return {"passed": verdict.passed, "said": verdict.findings, "update": verdict.update, "text": str(verdict)}
 
 
 def main():
-    Trainer.update = lambda self, model: self.optimizer.step()  # the one that is watched
-    trials = {trial.name: trial for trial in right.TRIALS + mistakes.TRIALS if trial.trainer.processes}
+    trials = {trial.name: trial for trial in right.TRIALS + mistakes.TRIALS + steps.TRIALS if trial.trainer.processes}
     names = sys.argv[1:] or list(trials)
     found = {}
     for size in sorted({trials[name].problem.ranks for name in names}):
