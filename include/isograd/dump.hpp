@@ -101,8 +101,8 @@ struct StepDump {
   };
   std::vector<CutParameter> cut{};
 
-  // What the recorder saw by itself to be wrong or not proven, beside all that is compared: a parameter that
-  // no optimizer holds. Ids are those of a diagnosis; without evidence.
+  // The recorder saw these by itself to be wrong or not proven, apart from all that is compared: a parameter
+  // that no optimizer holds. Ids are those of a diagnosis; without evidence.
   std::vector<Finding> findings{};
 
   // [rank][micro-batch] the part of `gradients` that its tokens made, so that all of them add up to it. With

@@ -187,10 +187,10 @@ def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[dict[str, s
              "requires_grad in the run, or set it in make_model too where that is meant"}] if said else []
 
 
-def same_samples(dealt: Sequence[Sequence[Sequence[str]]], data: Group) -> list[dict[str, str]]:
+def same_samples(batch: Sequence[Sequence[Sequence[str]]], data: Group) -> list[dict[str, str]]:
     """A finding where all ranks along an axis of `data` have the same samples: a step that leaves out the reduction over them
-    has the same gradient. dealt: by place along data, the digests of the samples of each micro-batch."""
-    have = [sorted(sample for micro in micros for sample in micro) for micros in dealt]
+    has the same gradient. batch: by place along data, the digests of the samples of each micro-batch."""
+    have = [sorted(sample for micro in micros for sample in micro) for micros in batch]
     mesh = isinstance(data, DeviceMesh) and data.ndim > 1
     sizes = list(data.shape) if isinstance(data, DeviceMesh) and mesh else [len(have)]
     names = (data.mesh_dim_names if isinstance(data, DeviceMesh) and mesh else None) or [f"axis {i}" for i in range(len(sizes))]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from typing import Any, Callable, Collection, Iterator, Mapping
 
 import torch
@@ -31,6 +32,9 @@ class Recording:
         self.drew: list[str] = []  # generators that the whole step drew from
         self.updates = Updates(model, optimizer)
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
+        self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
+        self.midway = False  # clipped more than once, with forwards in between, and no update
+        self._forwards = self._clipped_at = 0
         self._apart = False  # groups of parameters are clipped one after the other
 
     def take(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
@@ -54,6 +58,8 @@ class Recording:
         everything = {id(p) for p in trained(self.model).values() if p.grad is not None}
         if not math.isfinite(max_norm):
             return
+        self.midway = self.midway or (self.clips > 0 and self._forwards > self._clipped_at and not self.updates.any)
+        self._clipped_at = self._forwards
         if self.clips > 0 or not everything <= {id(p) for p in parameters}:
             self._apart = True  # no norm of these is the gradient's
             self.norm = None
@@ -102,6 +108,7 @@ class Recording:
         self.updates.stepped(optimizer, groups)
 
     def forward(self, *_: Any) -> None:
+        self._forwards += torch.is_grad_enabled()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         if torch.is_autocast_enabled(device):
             self.autocast = torch.get_autocast_dtype(device)
@@ -112,6 +119,8 @@ class Recording:
         with contextlib.ExitStack() as undo:
             _replace(undo, torch_clip, "_clip_grads_with_norm_", self._told_by_torch)
             _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._told_by_torch)
+            _replace(undo, torch_clip, "_group_tensors_by_device_and_dtype", self._told_of_values)
+            _replace(undo, torch.amp.GradScaler, "step", self._told_by_scaler)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
             for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
@@ -119,7 +128,7 @@ class Recording:
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))
-            # Of all optimizers: the one that was given may be a wrapper, or not the one that steps.
+            # All optimizers tell: the one that was given may be a wrapper, or not the one that steps.
             undo.callback(register_optimizer_step_pre_hook(self.stepping).remove)
             undo.callback(register_optimizer_step_post_hook(self.stepped).remove)
             self.updates.before = sums_of(self.model)
@@ -132,6 +141,26 @@ class Recording:
             return original(some, max_norm, total_norm, *arguments, **more)
 
         return clip
+
+    def _told_by_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+            before = scaler.get_scale()
+            result = original(scaler, optimizer, *arguments, **named)
+            found = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
+            if any(float(each) > 0 for each in found.values()):
+                self.skipped = float(before)
+            return result
+
+        return step
+
+    def _told_of_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """clip_grad_value_ calls this first, under whatever name a trainer has imported it."""
+        def grouped(*arguments: Any, **named: Any) -> Any:
+            if sys._getframe(1).f_code.co_name == "clip_grad_value_":
+                self.take()
+            return original(*arguments, **named)
+
+        return grouped
 
 
 def _replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What became of the parameters in a step: whether an optimizer holds them, whether they moved, and alike on every rank.
+"""Parameters in a step: whether an optimizer holds them, whether they moved, and alike on every rank.
 
 An optimizer's arithmetic is not made again. A parameter that moved was updated by something; of one that did not, the
 reason is looked for, and where there is none it is a finding.
@@ -46,7 +46,7 @@ def live() -> list[Any]:
 
 
 class Updates:
-    """Of this rank: what optimizers did to each trained parameter. `stepped` is told by hooks as they step."""
+    """On this rank, the optimizers that took each trained parameter. Hooks call `stepped` as they step."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -82,11 +82,11 @@ class Updates:
             else:
                 if others is None:
                     others = {held for each in live() for held in held_by(each, parameters)}
-                found[name] = "elsewhere" if name in others and not self.others else self._unheld(bool(given))
+                found[name] = "elsewhere" if name in others and not self.others else self._unheld(bool(given), applied[name])
         return found
 
     def _excuse(self, name: str, p: torch.Tensor, taken: torch.Tensor) -> str:
-        """Of a parameter that an optimizer took and that has not moved."""
+        """The state of a parameter that an optimizer took and that has not moved."""
         optimizer, group, rate = self.by[name]
         value, gradient = local(p.detach()), local(taken)
         if rate == 0:
@@ -105,10 +105,12 @@ class Updates:
         seen = abs(rate) * way.abs().double() > 8 * torch.finfo(p.dtype).eps * value.abs().double()
         return "still" if bool(seen.any()) else "rounding"
 
-    def _unheld(self, holds_others: bool) -> str:
-        """Of a parameter that has not moved and that no optimizer holds."""
+    def _unheld(self, holds_others: bool, gradient: torch.Tensor) -> str:
+        """The state of a parameter that has not moved and that no optimizer holds."""
         if self.optimizer is None and not self.by:
             return "unknown"
+        if not bool(local(gradient).any()):
+            return "zero"  # a layer that nothing uses may be left out
         if holds_others or self.by:
             return "unheld"
         groups = getattr(self.optimizer, "param_groups", None)
@@ -133,7 +135,7 @@ def ranks_of(ranks: Sequence[int]) -> str:
 def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
     """Findings, and in a sentence what is proven of the update.
 
-    everyone: of each rank "stepped", "states" by parameter, and its checksums "initial", "gradients", "taken" (of the
+    everyone: of each rank "stepped", "midway", "states" by parameter, and its checksums "initial", "gradients", "taken" (of the
     gradients that the optimizer took) and "after", by parameter.
     """
     findings: list[Finding] = []
@@ -142,6 +144,9 @@ def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
     if idle:
         findings.append({"id": "updates_differ", "sentence": f"{ranks_of(idle)} did not update, {ranks_of(stepped)} did: call "
                          "optimizer.step() on every rank or on none"})
+    if any(one["midway"] for one in everyone):
+        findings.append({"id": "clipped_before_reduction", "sentence": "gradients were clipped more than once, while those of "
+                         "micro-batches were still added up: clip once, after the last backward"})
     states: dict[str, list[str]] = {}
     for one in everyone:
         for name, state in one["states"].items():

@@ -193,18 +193,22 @@ class watch:
             self._samples = self._gathered_samples()
         gradients, sums = assembled(taken.gradients or {}, self.stages)
         steps = max(taken.updates.steps.values(), default=1)
-        did = self._exchange((taken.updates.any, taken.max_norm is not None or steps > 1, taken.norm is not None))
+        did = self._exchange((taken.updates.any, taken.max_norm is not None or steps > 1, taken.norm is not None, taken.skipped))
+        if all(skipped > 0 for *_, skipped in did):
+            refuse("isograd.watch", f"a step that GradScaler left out, for the gradient is not finite at its scale of {taken.skipped:g}",
+                   "a step with a gradient", "Watch a later one: the scale is halved each time. Where it goes on the gradient itself "
+                   "is not finite: watch a step without GradScaler")
         # Collective for DTensors: on all ranks or on none.
         applied, later = (assembled(taken.applied, self.stages) if all(stepped for stepped, *_ in did) and
-                          any(limited for _, limited, _ in did) else (None, sums))
-        norm = float(whole(taken.norm)) if taken.norm is not None and all(known for *_, known in did) else None
+                          any(limited for _, limited, *_ in did) else (None, sums))
+        norm = float(whole(taken.norm)) if taken.norm is not None and all(known for _, _, known, _ in did) else None
         own = {"norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(taken.gradients or {})}
         said = self._exchange({"initial": self._sums, "gradients": sums,
                                **{name: value for name, value in own.items() if value is not None}})
         ends = self._exchange(later)
         self._drew = self._exchange((sorted(taken.draws.names), taken.drew))  # from which generators, by rank
         names = list(taken.gradients or {})
-        updated = self._exchange({"stepped": taken.updates.any, "states": taken.updates.states(taken.applied),
+        updated = self._exchange({"stepped": taken.updates.any, "midway": taken.midway, "states": taken.updates.states(taken.applied),
                                   "initial": dict(zip(names, self._sums)), "gradients": dict(zip(names, sums)),
                                   "taken": dict(zip(names, later)), "after": _updates.after(self.model)})
         if _differ([one["gradients"] for one in said]) and not _differ(ends) and not self.stages and steps == 1:
@@ -397,7 +401,7 @@ def _get(store: Any, key: str, seconds: float) -> bytes:
 
 
 def _keep_the_wrong_norm(one: dict[str, Any], right: float) -> None:
-    """Of the norm that a rank clipped by and the one that it logs, as "norm", the one that is further from the right one."""
+    """Keeps as "norm" the one that is further from the right one: the norm that a rank clipped by or the one that it logs."""
     some = [one.pop(key) for key in ("norm", "logged_norm") if key in one]
     if some:
         one["norm"] = max(some, key=lambda norm: abs(norm - right) if math.isfinite(norm) else math.inf)

@@ -320,11 +320,17 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                                          names.expected));
   result.findings = diagnose(one, again, &result.notices);
   for (const Finding& finding : pair.found.findings) {
-    // What is not proven is no cause of what is known to be wrong.
-    if (finding.id == kReductionNotProven && !result.findings.empty())
+    const bool unnamed = result.findings.size() == 1 && result.findings[0].id == "unknown";
+    // A reduction that is not proven is no cause of what is known to be wrong.
+    if (finding.id == kReductionNotProven && !result.findings.empty()) {
       result.notices.push_back(finding.sentence);
-    else
+    } else if (finding.id == "clipped_before_reduction" && unnamed) {  // it is one of what fits nothing else
+      Finding cause = finding;
+      cause.evidence = std::move(result.findings[0].evidence);
+      result.findings[0] = std::move(cause);
+    } else {
       result.findings.push_back(finding);
+    }
   }
   // Whatever is known to be wrong fails, and what fails is said.
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&

@@ -81,8 +81,8 @@ TEST(CompareDumps, TheSameStepIsTheSame) {
   EXPECT_THAT(text, ::testing::Not(HasSubstr("nan")));  // the norm was not recorded
 }
 
-// What the recorder saw fails a step whose numbers are right. Where these are wrong, what is not proven is no
-// cause of it.
+// A finding of the recorder fails a step whose numbers are right. Where these are wrong, what is not proven
+// is no cause of it.
 TEST(CompareDumps, WhatTheRecorderSawIsAFinding) {
   const auto with = [](StepDump dump) {
     dump.findings = {{"updates_differ", "rank 2 did not step", {}},
@@ -94,6 +94,15 @@ TEST(CompareDumps, WhatTheRecorderSawIsAFinding) {
   ASSERT_EQ(only.findings.size(), 1);
   EXPECT_EQ(only.findings[0].sentence, "rank 2 did not step");
   EXPECT_THAT(only.notices, ::testing::Contains("the same samples"));
+  // A clip in the middle of the step is the cause of a gradient that fits nothing else.
+  StepDump odd = dump_of([](auto rank, auto i) { return rank == 0 && i == 0 ? 0.37 : 0.81; }, false);
+  odd.findings = {{"clipped_before_reduction", "clipped 3 times", {}}};
+  const auto clipped = compare_dumps(odd, right(), kNames);
+  ASSERT_EQ(clipped.findings.size(), 1);
+  EXPECT_EQ(first_id(clipped), "clipped_before_reduction");
+  EXPECT_FALSE(clipped.findings[0].evidence.empty());
+  odd.findings.clear();
+  EXPECT_EQ(first_id(compare_dumps(odd, right(), kNames)), "unknown");
   StepDump same = right(false);
   same.findings = {{kReductionNotProven, "the same samples", {}}};
   const auto unproven = compare_dumps(same, right(), kNames);
@@ -129,6 +138,15 @@ TEST(CompareDumps, OtherWeightsHaveOtherNames) {
 }
 
 // Rounding hides in each parameter whether one factor or one rank's weight is wrong; the parts tell.
+// A rank at the end of its data has fewer micro-batches, and divides by as many as the others.
+TEST(CompareDumps, MeansOverTheMostMicroBatchesAreNamed) {
+  const auto fewer =
+      dump_of([](auto rank, auto i) { return 20 / (static_cast<double>(kCounts[rank][i]) * 2 * 3); }, false);
+  const auto comparison = compare_dumps(fewer, right(), kNames);
+  EXPECT_EQ(first_id(comparison), "mean_of_micro_batch_means");
+  EXPECT_THAT(comparison.findings[0].sentence, HasSubstr("1/(n_kj G W)"));
+}
+
 TEST(CompareDumps, AFactorThatSinglePartsMayExplainIsNotNamed) {
   const auto in_bf16 = [](const std::function<double(std::size_t)>& weight) {
     StepDump dump = dump_of([&](auto rank, auto) { return weight(rank); }, false);

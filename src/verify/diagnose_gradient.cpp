@@ -244,8 +244,8 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
     if (all && fitted->left > std::max(kElsewhere, one.limit())) {
       finding.id = "undecided";
       finding.sentence = fmt::format(
-          "all parameters: {:.3g} of the gradient is in no way made of this step's parts: gradients left "
-          "from an "
+          "all parameters: {:.3g} of the gradient is in no way made of this step's micro-batches: other "
+          "weights of samples or tokens within one (each sample's own mean); or gradients left from an "
           "earlier step; or other targets or parameters than the reference has; or a wrong model; {}",
           fitted->left, numbers_of(one, names));
       evidence.push_back(

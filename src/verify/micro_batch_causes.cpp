@@ -33,6 +33,19 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
              "of all ranks are summed",
              c.unit(), c.micro_batches());
        }});
+  if (one.micro_batches() != one.most_micro_batches() * one.ranks())
+    causes.push_back(
+        {.id = "mean_of_micro_batch_means",
+         .weight = [=](const ComparedStep& c,
+                       const Cell& cell) { return of_cell(c, cell) / c.ranks() / c.most_micro_batches(); },
+         .sentence =
+             [](const ComparedStep& c) {
+               return fmt::format(
+                   "per-{} weights fit 1/(n_kj G W): each micro-batch's mean, divided on every rank by the "
+                   "{} "
+                   "micro-batches of the one that has most, averaged over ranks",
+                   c.unit(), c.most_micro_batches());
+             }});
   causes.push_back({.id = "count_not_reduced",
                     .weight = [=](const ComparedStep& c,
                                   const Cell& cell) { return of_cell(c, cell) / micro_batches_of(c, cell); },

@@ -1,4 +1,4 @@
-"""Trainers of which a dump does not show what is wrong, or right: their optimizer, their log beside the clip, their batch.
+"""Trainers whose optimizer, logged norm or batch is wrong, or looks so: a dump does not show it.
 
 For isograd.watch alone (tests/python_package/watched.py), which is given `self.optimizer` and calls `update`.
 """
@@ -180,6 +180,15 @@ class ScaledAndFused(Scaled):
     implementation = {"fused": True}
 
 
+class UnusedInNoGroup(Ddp):
+    """A layer that no loss reaches is not in the optimizer."""
+
+    options = {"find_unused_parameters": True}
+
+    def make_optimizer(self, model):
+        return torch.optim.SGD([p for name, p in model.named_parameters() if "unused" not in name], lr=0.1)
+
+
 class SecondLoop(Ddp):
     """Another loop trains the head, with an optimizer of its own that does not step here."""
 
@@ -265,6 +274,7 @@ TRIALS = [
     Trial(FusedShards, Problem("mlp", uneven), "the same: FSDP2"),
     Trial(Scaled, Problem("mlp", two, max_norm=0.1), "GradScaler, unscaled before the clip"),
     Trial(ScaledAndFused, Problem("mlp", two), "GradScaler, the fused update divides"),
+    Trial(UnusedInNoGroup, Problem("transformer", two, extras=("unused",)), "a layer that nothing uses is in no group"),
     Trial(SecondLoop, Problem("mlp", two), "another loop trains the head"),
     Trial(ZeroRedundancy, Problem("mlp", uneven), "ZeroRedundancyOptimizer"),
     Trial(OptimizerInAWrapper, Problem("mlp", two), "an object that has an optimizer"),

@@ -14,6 +14,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "compare_trials")]
 
 import mistakes  # noqa: E402
 import right  # noqa: E402
+import loops  # noqa: E402
 import steps  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from reference import nll_of  # noqa: E402
@@ -64,7 +65,7 @@ def watched(trial, groups):
 
 
 def main():
-    trials = {trial.name: trial for trial in right.TRIALS + mistakes.TRIALS + steps.TRIALS if trial.trainer.processes}
+    trials = {trial.name: trial for trial in right.TRIALS + mistakes.TRIALS + steps.TRIALS + loops.TRIALS if trial.trainer.processes}
     names = sys.argv[1:] or list(trials)
     found = {}
     for size in sorted({trials[name].problem.ranks for name in names}):
