@@ -4,9 +4,12 @@
 extern "C" {
 #include <libavcodec/avcodec.h>
 #include <libavformat/avformat.h>
+#include <libavutil/avstring.h>
 #include <libswscale/swscale.h>
 }
 
+#include <chrono>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -45,6 +48,32 @@ class Complaints {
   static void take(void* object, int level, const char* format, va_list arguments);
   std::string first_;
   Complaints* outer_;
+};
+
+// One regular file for FFmpeg to read, by its descriptor: no name reaches FFmpeg that it could open. Reads
+// fail once `limit` has passed since the last renew().
+class OneFile {
+ public:
+  // Empty `refusal` afterwards: it is open.
+  OneFile(const std::filesystem::path& file, std::chrono::milliseconds limit);
+  ~OneFile();
+  OneFile(const OneFile&) = delete;
+  OneFile& operator=(const OneFile&) = delete;
+  const std::string& refusal() const { return refusal_; }  // "no such file", "no regular file"
+  AVIOContext* io() { return io_; }
+  std::int64_t bytes() const { return bytes_; }
+  void renew() { deadline_ = std::chrono::steady_clock::now() + limit_; }
+  bool is_late() const { return std::chrono::steady_clock::now() >= deadline_; }
+
+ private:
+  static int read(void* self, std::uint8_t* to, int bytes);
+  static std::int64_t seek(void* self, std::int64_t offset, int whence);
+  std::chrono::milliseconds limit_;
+  std::chrono::steady_clock::time_point deadline_{};
+  int descriptor_ = -1;
+  std::int64_t bytes_ = 0;
+  std::string refusal_{};
+  AVIOContext* io_ = nullptr;
 };
 
 }  // namespace isograd::libav

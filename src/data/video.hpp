@@ -1,11 +1,17 @@
 // What the room's video files share.
 #pragma once
 
+#include <chrono>
+
 #include "isograd/video_data.hpp"
 
 namespace isograd {
 
 // ConfigError when an option is out of range.
 void check(const VideoOptions& options);
+
+// decode_video() with another limit on the time without a frame.
+at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions& options,
+                        std::chrono::milliseconds limit);
 
 }  // namespace isograd

@@ -31,18 +31,42 @@ using namespace libav;
 constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
                                             << 26;  // 8192 x 8192; a few bytes can ask for more
 
-// One file being read. FFmpeg takes the file name for a URL, and some formats name further files: both are
-// held to local files.
+// Containers that hold all of their video themselves. Left out are playlists and scripts (hls, dash, concat,
+// sdp, ...), image sequences (image2) and networks: they name further files, which may never end. A pipe is
+// one image; wav and mp3 are here to be named as files without video.
+constexpr const char* kContainers =
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,asf,gif,apng,h264,hevc,obu,"
+    "ivf,"
+    "yuv4mpegpipe,mxf,nut,dv,mjpeg,png_pipe,jpeg_pipe,webp_pipe,wav,mp3";
+
+// One file being read, and no other.
 class Reader {
  public:
-  Reader(const fs::path& file, const VideoOptions& options) : file_(file), options_(options) {
-    if (!fs::is_regular_file(file))
-      refuse_video(file, fs::exists(file) ? "no regular file" : "no such file", "a video file",
-                   "Check the path");
+  Reader(const fs::path& file, const VideoOptions& options, std::chrono::milliseconds limit)
+      : file_(file), options_(options), limit_(limit), input_(file, limit) {
+    if (!input_.refusal().empty()) refuse_video(file, input_.refusal(), "a video file", "Check the path");
+    const AVInputFormat* container = nullptr;
+    int status = av_probe_input_buffer2(input_.io(), &container, file.c_str(), nullptr, 0, 0);
+    if (status >= 0 && !av_match_list(container->name, kContainers, ','))
+      refuse_video(
+          file, fmt::format("the format \"{}\"", container->name),
+          "a file that holds its video itself, such as MP4, Matroska, WebM, AVI, MPEG or GIF; playlists, "
+          "scripts and image sequences are not followed",
+          "Leave it out, or convert it with `ffmpeg -i FILE -c copy out.mkv`");
     AVDictionary* settings = nullptr;
-    av_dict_set(&settings, "protocol_whitelist", "file", 0);
-    AVFormatContext* opened = nullptr;
-    const int status = avformat_open_input(&opened, ("file:" + file.string()).c_str(), nullptr, &settings);
+    av_dict_set(&settings, "format_whitelist", kContainers, 0);  // of a container within another as well
+    av_dict_set(&settings, "protocol_whitelist", "", 0);
+    AVFormatContext* opened = avformat_alloc_context();
+    opened->pb = input_.io();
+    opened->interrupt_callback = {
+        [](void* input) { return static_cast<int>(static_cast<OneFile*>(input)->is_late()); }, &input_};
+    opened->io_open = [](AVFormatContext*, AVIOContext**, const char*, int, AVDictionary**) {
+      return AVERROR(EACCES);
+    };
+    if (status >= 0)
+      status = avformat_open_input(&opened, file.c_str(), container, &settings);
+    else
+      avformat_free_context(opened);
     av_dict_free(&settings);
     if (status < 0) damaged(file, because("no video format that can be read", status));
     format_.reset(opened);
@@ -57,7 +81,9 @@ class Reader {
     bool ended = false;
     while (!ended && !enough()) {
       const int status = av_read_frame(format_.get(), packet.get());
+      if (input_.is_late()) damaged(file_, late());
       ended = status == AVERROR_EOF;
+      if (!ended && status >= 0) count_bytes(*packet);
       if (status < 0 && !ended) damaged(file_, because(after("an error"), status));
       const bool ours = ended || packet->stream_index == stream_->index;
       if (ours) {
@@ -75,8 +101,19 @@ class Reader {
   }
 
  private:
+  std::string late() const { return after(fmt::format("nothing for {} s", limit_.count() / 1e3)); }
+
+  // A header of a few bytes can name the same bytes of a file as a packet without end.
+  void count_bytes(const AVPacket& packet) {
+    constexpr std::int64_t kHeader = 8, kTimes = 4, kSmall = 1 << 20;  // no container has smaller headers
+    read_ += packet.size + kHeader;
+    if (read_ > kTimes * input_.bytes() + kSmall)
+      damaged(file_, after(fmt::format("more than {} times the file's {} bytes in packets", kTimes,
+                                       input_.bytes())));
+  }
   std::string after(const std::string& what) const { return fmt::format("{} after {} frames", what, seen_); }
   std::string because(std::string what, int status) const {
+    if (input_.is_late()) return late();
     if (!complaints_.empty()) return fmt::format("{} ({})", what, complaints_.first());
     return status < 0 ? fmt::format("{} ({})", what, text_of(status)) : what;
   }
@@ -110,6 +147,7 @@ class Reader {
       if (status < 0 || frame->decode_error_flags != 0 || (frame->flags & AV_FRAME_FLAG_CORRUPT) != 0)
         damaged(file_, because(after("a damaged frame"), std::min(status, 0)));
       take(frame);
+      input_.renew();
       ++seen_;
       av_frame_unref(frame);
     }
@@ -192,6 +230,8 @@ class Reader {
 
   const fs::path file_;
   const VideoOptions& options_;
+  const std::chrono::milliseconds limit_;
+  OneFile input_;
   Complaints complaints_;
   Format format_;
   Codec codec_;
@@ -199,15 +239,20 @@ class Reader {
   Scaler scaler_;
   Frame scaled_;
   std::int64_t packets_ = 0, seen_ = 0, taken_ = 0, rows_ = 0, columns_ = 0;
-  std::int64_t began_ = 0, interval_ = 0;
+  std::int64_t began_ = 0, interval_ = 0, read_ = 0;
   std::vector<std::uint8_t> pixels_;  // of the frames taken
 };
 
 }  // namespace
 
 at::Tensor decode_video(const fs::path& file, const VideoOptions& options) {
+  constexpr std::chrono::seconds kLongestFrame(60);
+  return decode_video(file, options, kLongestFrame);
+}
+
+at::Tensor decode_video(const fs::path& file, const VideoOptions& options, std::chrono::milliseconds limit) {
   check(options);
-  return Reader(file, options).run();
+  return Reader(file, options, limit).run();
 }
 
 }  // namespace isograd

@@ -2,9 +2,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <fstream>
 
 #include "data/test_support.hpp"
+#include "data/video.hpp"
 #include "data/video_testing.hpp"
 #include "isograd/video_data.hpp"
 
@@ -114,6 +121,52 @@ TEST_F(Video, BadFilesAreNamed) {
   EXPECT_THAT(error_of(brief), AllOf(HasSubstr("brief.avi"), HasSubstr("1 frames"), HasSubstr("2 frames")));
   const fs::path none = write("none.avi", numbered_frames(0, 16, 16));
   EXPECT_THAT(error_of(none), HasSubstr("none.avi"));
+}
+
+// What a file says is in another one is not fetched, whatever the names: live streams wait for it for ever.
+TEST_F(Video, PlaylistsAreNamedAndNotFollowed) {
+  const fs::path video = write("video.mkv", numbered_frames(6, 16, 16));
+  EXPECT_EQ(decode_video(video, options_for(video)).size(0), 6) << "what they name can be read";
+  for (const std::string& named : {video.string(), std::string("video.mkv"), "file:" + video.string()})
+    for (const auto& [name, text] : playlists(named))
+      EXPECT_THAT(error_of(folder_.write(name, text)), AllOf(HasSubstr(name), HasSubstr("format"))) << text;
+  for (const char* itself : {"self.m3u8", "self.mkv", "self.ffconcat"})
+    for (const auto& [name, text] : playlists(itself))
+      EXPECT_THAT(error_of(folder_.write(itself, text)), AllOf(HasSubstr(itself), HasSubstr("format")))
+          << name;
+  EXPECT_THAT(
+      error_of(folder_.write("live.m3u8", playlists("video.mkv").at("live.m3u8"))),
+      AllOf(HasSubstr("\"hls\""), HasSubstr("playlists, scripts and image sequences are not followed")));
+  // A name with a number in it, which FFmpeg takes for a sequence of images.
+  const std::string png = encode_png(numbered_frames(1, 16, 16)[0]);
+  folder_.write("image-1.png", png), folder_.write("image-%d.png", png);
+  EXPECT_THAT(error_of(folder_ / "image-%d.png"), HasSubstr("format"));
+}
+
+TEST_F(Video, WhatIsNoRegularFileIsRefusedUnopened) {
+  const fs::path fifo = folder_ / "fifo.mp4", link = folder_ / "link.mp4", socket = folder_ / "socket.mkv";
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  fs::create_symlink(fifo, link);
+  const int listener = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+  ASSERT_LT(socket.native().size(), sizeof(address.sun_path));
+  socket.native().copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  for (const fs::path& file : {fifo, link, socket, fs::path("/dev/zero"), folder_ / "."})
+    EXPECT_THAT(config_error([&] { decode_video(file, options_for(file)); }), HasSubstr("no regular file"))
+        << file;
+  close(listener);
+}
+
+// As from a file that is never there in time.
+TEST_F(Video, AFrameThatDoesNotComeEndsTheReading) {
+  const fs::path video = write("video.mkv", numbered_frames(6, 16, 16));
+  const auto within = [&](std::chrono::milliseconds limit) {
+    return config_error([&] { decode_video(video, options_for(video), limit); });
+  };
+  EXPECT_THAT(within(std::chrono::milliseconds(0)),
+              AllOf(HasSubstr("video.mkv"), HasSubstr("nothing for 0 s")));
+  EXPECT_EQ(within(std::chrono::minutes(1)), "");
 }
 
 TEST_F(Video, TruncatedFilesAreNamed) {

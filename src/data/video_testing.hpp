@@ -5,7 +5,9 @@
 
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <stdexcept>
+#include <string>
 
 #include "data/libav.hpp"
 
@@ -75,6 +77,27 @@ inline void write_video(const std::filesystem::path& file, const at::Tensor& fra
   drain();
   must(av_write_trailer(made));
   must(avio_closep(&made->pb));
+}
+
+// Texts, by the name of a file, that FFmpeg takes for descriptions of other files: they name `video`.
+inline std::map<std::string, std::string> playlists(const std::string& video) {
+  const std::string head = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXT-X-MEDIA-SEQUENCE:0\n",
+                    live = head + "#EXTINF:1,\n" + video + "\n", ended = live + "#EXT-X-ENDLIST\n",
+                    concat = "ffconcat version 1.0\nfile '" + video + "'\n",
+                    master = "#EXTM3U\n#EXT-X-STREAM-INF:BANDWIDTH=1000\n" + video + "\n",
+                    sdp =
+                        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=a\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP "
+                        "96\na=rtpmap:96 H264/90000\n",
+                    dash =
+                        "<?xml version=\"1.0\"?>\n<MPD xmlns=\"urn:mpeg:dash:schema:mpd:2011\" "
+                        "type=\"dynamic\" minimumUpdatePeriod=\"PT1S\"><Period><AdaptationSet "
+                        "mimeType=\"video/mp4\"><Representation id=\"0\"><BaseURL>" +
+                        video + "</BaseURL></Representation></AdaptationSet></Period></MPD>\n";
+  return {{"live.m3u8", live},    {"live.mp4", live},          {"live.mkv", live},
+          {"ended.m3u8", ended},  {"ended.avi", ended},        {"master.m3u8", master},
+          {"concat.txt", concat}, {"concat.ffconcat", concat}, {"concat.mkv", concat},
+          {"stream.sdp", sdp},    {"stream.mp4", sdp},         {"dash.mpd", dash},
+          {"dash.mp4", dash}};
 }
 
 }  // namespace isograd::testing

@@ -152,6 +152,24 @@ void read_video(const fs::path& file) {
   look_at(decode_video(file, options));
 }
 
+// Of files that name a video which is there, which none of them may reach.
+void prepare_playlists(const fs::path& folder) {
+  const fs::path video = folder.parent_path() / "of-playlists.mkv";
+  testing::write_video(video, testing::numbered_frames(6, 16, 24));
+  for (const auto& [name, text] : testing::playlists(video.string())) put(folder / name, text);
+  for (const char* name : {"master.m3u8", "live.mp4"})
+    put(folder / name, testing::playlists(name).at("live.m3u8"));  // names itself
+}
+
+void read_playlist(const fs::path& file) {
+  try {
+    read_video(file);
+  } catch (const ConfigError&) {
+    return;
+  }
+  throw std::runtime_error("a playlist was followed");
+}
+
 void prepare_tokenizers(const fs::path& folder) {
   std::string text;
   for (int i = 0; i < 200; ++i)
@@ -250,6 +268,12 @@ std::vector<Reader> data_readers() {
        prepare_videos,
        read_video,
        {"moov", "mdat", "stts", "ftyp", "IDAT", "fcTL", "RIFF", "\x1A\x45\xDF\xA3", "stsd"}},
+      {"playlist",
+       prepare_playlists,
+       read_playlist,
+       {"#EXTM3U\n", "#EXTINF:1,\n", "#EXT-X-ENDLIST\n", "#EXT-X-STREAM-INF:BANDWIDTH=1\n",
+        "ffconcat version 1.0\n", "file '../of-playlists.mkv'\n", "../of-playlists.mkv\n",
+        "m=video 9 RTP/AVP 96\n", "<MPD", "a.mkv", "%d"}},
       {"SentencePiece",
        prepare_tokenizers,
        read_tokenizer,
