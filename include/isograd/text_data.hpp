@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -54,6 +55,8 @@ struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
   bool replace = true;  // shards of other inputs where these are packed to; false: such are a ConfigError
+  // Asked while another process packs into the same directory; true: do not wait for it (ConfigError).
+  std::function<bool()> stop{};
 };
 
 // What packing did.
@@ -62,14 +65,17 @@ struct PackSummary {
   std::int64_t documents = 0;
   std::int64_t tokens = 0;
   std::int64_t empty_documents = 0;  // left out: no text in them
+  std::int64_t doubled_marks = 0;    // documents whose own begin or end token stands beside the tokenizer's
+  std::string first_doubled{};       // of these: "document 3 of a.jsonl begins with token 1 twice"
   bool reused = false;               // the directory held the shards of these very inputs already
 };
 
 // Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
 // offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files. `directory`
 // belongs to this corpus: shards of other inputs in it are removed once these are written, or refused before
-// (CorpusOptions::replace). Shards made from the same inputs (paths, sizes, modification times, tokenizer)
-// are used again as they are. Safe to call from several processes.
+// (CorpusOptions::replace). Shards made from the same inputs (paths, content, tokenizer) are used again as
+// they are; a file is read again for that where its size, times or inode have changed. Safe to call from
+// several processes: one packs, the others wait, at most an hour (ConfigError).
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);

@@ -127,6 +127,18 @@ std::string read_file(const std::filesystem::path& path) {
   return {reinterpret_cast<const char*>(file.data()), file.size()};
 }
 
+int open_lock(const std::filesystem::path& path) {
+  const int file = ::open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+  struct stat status {};
+  if (file < 0 || ::fstat(file, &status) != 0 || status.st_uid != ::geteuid()) return file;
+  // One that an earlier version has made, or a umask did not narrow.
+  mode_t mode = status.st_mode & 07777;
+  if ((mode & S_IWGRP) == 0) mode &= ~static_cast<mode_t>(S_IRGRP);
+  if ((mode & S_IWOTH) == 0) mode &= ~static_cast<mode_t>(S_IROTH);
+  if (mode != (status.st_mode & 07777)) (void)!::fchmod(file, mode);
+  return file;
+}
+
 void fsync_directory(const std::filesystem::path& directory) {
   const std::string name = directory.empty() ? "." : directory.string();
   const int file = open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

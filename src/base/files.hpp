@@ -37,6 +37,10 @@ class AtomicFile {
 void write_file(const std::filesystem::path& path, std::string_view text);  // atomically
 std::string read_file(const std::filesystem::path& path);  // whole; ConfigError when it cannot
 
+// A file to lock with flock(), opened for reading and writing and made if it is not there; -1 and errno.
+// Whoever may read a file may hold such a lock on it, so only those may read it who may also write it.
+int open_lock(const std::filesystem::path& path);
+
 void fsync_directory(const std::filesystem::path& directory);
 
 // XXH3-64 as 16 hex digits.

@@ -124,8 +124,9 @@ std::vector<InputFile> resolve(const std::vector<std::string>& patterns) {
   for (const auto& path : paths) {
     struct stat status {};
     if (stat(path.c_str(), &status) != 0) no_text(path.string(), "a file that cannot be read");
-    files.push_back({path, static_cast<std::uint64_t>(status.st_size),
-                     status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec});
+    const auto nanoseconds = [](const timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; };
+    files.push_back({path, static_cast<std::uint64_t>(status.st_size), nanoseconds(status.st_mtim),
+                     nanoseconds(status.st_ctim), static_cast<std::uint64_t>(status.st_ino)});
   }
   return files;
 }

@@ -14,7 +14,10 @@ namespace isograd {
 struct InputFile {
   std::filesystem::path path;  // canonical
   std::uint64_t bytes = 0;
-  std::int64_t modified = 0;  // nanoseconds; only compared for equality
+  // Nanoseconds; only compared for equality. A program may set `modified`; `changed` is the file system's
+  // own.
+  std::int64_t modified = 0, changed = 0;
+  std::uint64_t inode = 0;
 };
 
 // The files that the patterns name, each once, sorted by path. ConfigError: a pattern matches nothing.

@@ -7,11 +7,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/print.hpp"
 #include "data/corpus.hpp"
 #include "data/shard.hpp"
 #include "isograd/error.hpp"
@@ -22,54 +26,135 @@ namespace {
 
 // Hidden like the lock, so that the folder and folder/* name its shards and nothing else.
 constexpr const char* kManifest = ".manifest.json";
-constexpr int kManifestVersion = 1;
+constexpr int kManifestVersion = 2;
 
 // Held while a directory is looked at or filled; a second process waits, then finds the work done.
 class DirectoryLock {
  public:
-  explicit DirectoryLock(const fs::path& directory) {
+  DirectoryLock(const fs::path& directory, const std::function<bool()>& stop) : directory_(directory) {
     std::error_code error;
     fs::create_directories(directory, error);
-    file_ = error ? -1 : open((directory / ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
-    int result = -1;
-    while (file_ >= 0 && (result = flock(file_, LOCK_EX)) != 0 && errno == EINTR) {
+    file_ = error ? -1 : open_lock(directory / ".lock");
+    if (file_ < 0) refuse(error ? error.message() : std::strerror(errno));
+    try {
+      wait(stop);
+    } catch (...) {
+      close(file_);
+      throw;
     }
-    if (result != 0) {
-      const std::string found = error ? error.message() : std::strerror(errno);
-      if (file_ >= 0) close(file_);
-      throw ConfigError({.where = "pack into " + directory.string(),
-                         .found = found,
-                         .expected = "a directory that can be written to",
-                         .action = "Choose another directory (data.cache)"});
-    }
+    const std::string who = fmt::format("process {}\n", getpid());
+    if (ftruncate(file_, 0) == 0) (void)!pwrite(file_, who.data(), who.size(), 0);  // for who waits
   }
   ~DirectoryLock() { close(file_); }
   DirectoryLock(const DirectoryLock&) = delete;
   DirectoryLock& operator=(const DirectoryLock&) = delete;
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  void wait(const std::function<bool()>& stop) const {
+    constexpr std::chrono::milliseconds kPoll(50);
+    constexpr std::chrono::seconds kQuiet(1), kLongest(3600);
+    const auto begun = Clock::now();
+    bool said = false;
+    while (flock(file_, LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EINTR) continue;
+      if (errno != EWOULDBLOCK) refuse(std::strerror(errno));
+      const auto waited = Clock::now() - begun;
+      const bool asked = stop && stop();
+      if (asked || waited > kLongest)
+        throw ConfigError({.where = "pack into " + directory_.string(),
+                           .found = fmt::format("{}, which packs there{}", holder(),
+                                                asked ? "" : fmt::format(", for {} s", kLongest.count())),
+                           .expected = asked ? "it to end before this run is asked to stop" : "it to end",
+                           .action = "Wait for it or end it, or choose another directory (data.cache)"});
+      if (!said && waited > kQuiet) {
+        print(stderr, fmt::format("waiting for {}, which packs text into {}\n", holder(),
+                                  printable(directory_.string())));
+        said = true;
+      }
+      std::this_thread::sleep_for(kPoll);
+    }
+  }
+
+  std::string holder() const {
+    char text[100] = {};
+    const auto length = pread(file_, text, sizeof(text) - 1, 0);
+    const std::string line(text, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+    return line.empty() ? "another process" : printable(line.substr(0, line.find('\n')));
+  }
+
+  [[noreturn]] void refuse(const std::string& found) const {
+    throw ConfigError({.where = "pack into " + directory_.string(),
+                       .found = found,
+                       .expected = "a directory that can be written to",
+                       .action = "Choose another directory (data.cache)"});
+  }
+
+  const fs::path& directory_;
   int file_ = -1;
 };
 
-std::string fingerprint(const std::vector<InputFile>& files, const CorpusOptions& corpus,
-                        const Tokenizer& tokenizer) {
+// The manifest of a directory; null: none that can be read, which is as good as none.
+nlohmann::json read_manifest(const fs::path& directory) {
+  if (!fs::is_regular_file(directory / kManifest)) return {};
+  auto [manifest, problem] = parse_json(read_file(directory / kManifest));
+  return problem.empty() ? manifest : nlohmann::json();
+}
+
+// What the files hold, by checksum, and what the manifest keeps of them.
+struct Contents {
+  std::vector<std::string> checksums;               // of each file
+  nlohmann::json files = nlohmann::json::object();  // by the checksum of the path
+  bool read = false;                                // any of them
+};
+
+// A file is read unless size, times and inode are those of when it was read last. Of the times a program can
+// set that of the last change to the content, not that of the last change to the file. A change within
+// kSettled of the reading may have got the same time.
+Contents contents_of(const std::vector<InputFile>& files, const nlohmann::json& manifest) {
+  constexpr std::int64_t kSettled = 2'000'000'000;  // nanoseconds: the coarsest time stamps of file systems
+  Contents contents;
+  for (const InputFile& file : files) {
+    const std::string path = file.path.string(), key = checksum(path.data(), path.size());
+    nlohmann::json entry = {
+        {"bytes", file.bytes}, {"modified", file.modified}, {"changed", file.changed}, {"inode", file.inode}};
+    try {
+      const nlohmann::json& known = manifest.at("files").at(key);
+      bool same = known.at("read").get<std::int64_t>() > file.changed + kSettled;
+      for (const auto& [name, value] : entry.items()) same = same && known.at(name) == value;
+      if (same) {
+        contents.checksums.push_back(known.at("checksum"));
+        contents.files[key] = known;
+        continue;
+      }
+    } catch (const nlohmann::json::exception&) {  // not there, or of another kind
+    }
+    entry["read"] = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+    contents.checksums.push_back(checksum_file(file.path));
+    entry["checksum"] = contents.checksums.back();
+    contents.files[key] = std::move(entry);
+    contents.read = true;
+  }
+  return contents;
+}
+
+std::string fingerprint(const std::vector<InputFile>& files, const Contents& contents,
+                        const CorpusOptions& corpus, const Tokenizer& tokenizer) {
   // An empty document shows the marks around each, which do not follow from the name alone.
   std::string text =
       fmt::format("{}\n{}\n{}\n{}\n{}\n", kManifestVersion, tokenizer.name(), tokenizer.vocabulary(),
                   fmt::join(tokenizer.encode(""), " "), corpus.shard_tokens);
-  for (const auto& file : files)
-    text += fmt::format("{}{}{} {}\n", file.path.string(), '\0', file.bytes, file.modified);
+  for (std::size_t i = 0; i < files.size(); ++i)
+    text += fmt::format("{}{}{}\n", files[i].path.string(), '\0', contents.checksums[i]);
   return checksum(text.data(), text.size());
 }
 
-// The shards that `directory` already holds for these inputs, or nothing. A manifest that cannot be read is
-// as good as none: the corpus is packed again.
-std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const std::string& inputs,
-                                           PackSummary& summary) {
-  if (!fs::exists(directory / kManifest)) return std::nullopt;
+// The shards that `directory` already holds for these inputs, or nothing.
+std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nlohmann::json& manifest,
+                                           const std::string& inputs, PackSummary& summary) {
   try {
-    const auto [manifest, problem] = parse_json(read_file(directory / kManifest));
-    if (!problem.empty() || manifest.at("inputs") != inputs) return std::nullopt;
+    if (manifest.at("inputs") != inputs) return std::nullopt;
     std::vector<fs::path> shards;
     for (const auto& shard : manifest.at("shards")) {
       const fs::path path = directory / fs::path(shard.at("name").get<std::string>()).filename();
@@ -80,12 +165,28 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const std:
     summary.documents = manifest.at("documents");
     summary.tokens = manifest.at("tokens");
     summary.empty_documents = manifest.at("empty_documents");
+    summary.doubled_marks = manifest.at("doubled_marks");
+    summary.first_doubled = manifest.at("first_doubled");
     summary.reused = true;
     return shards;
   } catch (const nlohmann::json::exception&) {
     return std::nullopt;
   } catch (const fs::filesystem_error&) {  // a name that no file can have
     return std::nullopt;
+  }
+}
+
+// Else the shards might not hold what the manifest says.
+void require_unchanged(const std::vector<InputFile>& files) {
+  for (const InputFile& file : files) {
+    const InputFile now = resolve({file.path.string()}).front();
+    if (now.bytes == file.bytes && now.modified == file.modified && now.changed == file.changed &&
+        now.inode == file.inode)
+      continue;
+    throw ConfigError({.where = "data.text " + file.path.string(),
+                       .found = "a file that changed while it was packed",
+                       .expected = "one that stays as it is",
+                       .action = "Start again when it is complete"});
   }
 }
 
@@ -117,17 +218,47 @@ void refuse_others(const fs::path& directory, const std::string& prefix) {
        .action = "Give them a folder of their own (--out), or replace what is there: --overwrite"});
 }
 
+// A text may bring a token that the tokenizer sets as well: "<s>" in front, where it adds one.
+void look_for_doubled(const std::vector<std::uint32_t>& tokens, const Tokenizer& tokenizer,
+                      const fs::path& file, std::int64_t document, PackSummary& summary) {
+  const auto is = [&](std::size_t i, std::int64_t mark) { return mark >= 0 && tokens[i] == mark; };
+  const std::size_t count = tokens.size();
+  if (count < 2) return;
+  const bool begins = is(0, tokenizer.bos()) && is(1, tokenizer.bos()),
+             ends = is(count - 1, tokenizer.eos()) && is(count - 2, tokenizer.eos());
+  // Of an empty text between two marks that are one token: both are the tokenizer's.
+  if ((!begins && !ends) || (count == 2 && tokens == tokenizer.encode(""))) return;
+  if (++summary.doubled_marks == 1)
+    summary.first_doubled =
+        fmt::format("document {} of {} {} with token {} twice", document, printable(file.string()),
+                    begins ? "begins" : "ends", begins ? tokenizer.bos() : tokenizer.eos());
+}
+
+void warn_of_doubled(const PackSummary& summary) {
+  if (summary.doubled_marks == 0) return;
+  print(stderr,
+        fmt::format("warning: {}{}: the text has a mark of its own, and the tokenizer adds one; take it out "
+                    "of the text unless it is meant to be learnt twice\n",
+                    summary.first_doubled,
+                    summary.doubled_marks == 1
+                        ? ""
+                        : fmt::format(", and so do {} more documents", summary.doubled_marks - 1)));
+}
+
 std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const CorpusOptions& corpus,
                                    const Tokenizer& tokenizer, const fs::path& prefix, PackSummary& summary) {
   std::vector<fs::path> shards;
   std::unique_ptr<ShardWriter> writer;
   for (const auto& file : files) {
+    std::int64_t document = 0;  // of this file, without empty ones
     summary.empty_documents += for_each_document(file.path, [&](std::string_view text) {
+      ++document;
       const std::vector<std::uint32_t> tokens = tokenizer.encode(text);
       if (tokens.empty()) {  // a tokenizer may normalise a text of spaces away
         ++summary.empty_documents;
         return;
       }
+      look_for_doubled(tokens, tokenizer, file.path, document, summary);
       const auto count = static_cast<std::int64_t>(tokens.size());
       if (writer && writer->tokens() + count > corpus.shard_tokens) {
         writer->finish();
@@ -162,9 +293,15 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
                        .expected = "at least one file, directory or glob",
                        .action = "Name text to train on"});
   PackSummary found{.files = static_cast<std::int64_t>(files.size())};
-  const std::string inputs = fingerprint(files, corpus, tokenizer);
-  const DirectoryLock lock(directory);
-  auto shards = reuse(directory, inputs, found);
+  const DirectoryLock lock(directory, corpus.stop);
+  nlohmann::json manifest = read_manifest(directory);
+  const Contents contents = contents_of(files, manifest);
+  const std::string inputs = fingerprint(files, contents, corpus, tokenizer);
+  auto shards = reuse(directory, manifest, inputs, found);
+  if (shards && contents.read) {
+    manifest["files"] = contents.files;
+    write_file(directory / kManifest, manifest.dump(1) + "\n");
+  }
   if (!shards) {
     // The inputs are part of the name, so that shards of two corpora never pass for one.
     const std::string prefix = "tokens-" + inputs.substr(0, 8);
@@ -175,18 +312,27 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
                          .found = fmt::format("an empty corpus: {} files, no text in them", files.size()),
                          .expected = "at least one document",
                          .action = "Name files with text in them"});
-    nlohmann::json manifest = {{"inputs", inputs},
-                               {"tokenizer", tokenizer.name()},
-                               {"files", found.files},
-                               {"documents", found.documents},
-                               {"tokens", found.tokens},
-                               {"empty_documents", found.empty_documents},
-                               {"shards", nlohmann::json::array()}};
+    try {
+      require_unchanged(files);
+    } catch (const ConfigError&) {
+      for (const auto& shard : *shards) fs::remove(shard);
+      throw;
+    }
+    manifest = {{"inputs", inputs},
+                {"tokenizer", tokenizer.name()},
+                {"files", contents.files},
+                {"documents", found.documents},
+                {"tokens", found.tokens},
+                {"empty_documents", found.empty_documents},
+                {"doubled_marks", found.doubled_marks},
+                {"first_doubled", found.first_doubled},
+                {"shards", nlohmann::json::array()}};
     for (const auto& shard : *shards)
       manifest["shards"].push_back({{"name", shard.filename().string()}, {"bytes", fs::file_size(shard)}});
     write_file(directory / kManifest, manifest.dump(1) + "\n");
     remove_others(directory, *shards);
   }
+  warn_of_doubled(found);
   if (summary) *summary = found;
   return *shards;
 }

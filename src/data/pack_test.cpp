@@ -1,7 +1,12 @@
 // Corpus to shards and back.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <chrono>
+#include <csignal>
 
 #include "data/test_support.hpp"
 
@@ -107,6 +112,77 @@ TEST_F(Pack, TheSameInputsArePackedOnce) {
   repacks("another shard size in between");
 }
 
+TEST_F(Pack, WhatFilesHoldDecidesNotTheirTimes) {
+  const fs::path file = folder_.write("text/a.txt", "first");
+  const auto time = fs::last_write_time(file);
+  const CorpusOptions options{.patterns = {text("*.txt")}};
+  const auto packed = [&] { return texts(*TokenStore::open(pack(options))); };
+  EXPECT_EQ(packed(), std::vector<std::string>{"first"});
+  // Another text of the same size and time, in the same file and in another one of its name.
+  std::ofstream(file, std::ios::in) << "other";
+  fs::last_write_time(file, time);
+  EXPECT_EQ(packed(), std::vector<std::string>{"other"});
+  EXPECT_FALSE(summary_.reused);
+  fs::last_write_time(folder_.write("text/b", "third"), time);
+  fs::rename(folder_ / "text/b", file);
+  EXPECT_EQ(packed(), std::vector<std::string>{"third"});
+  // The same text at another time.
+  fs::last_write_time(file, time + std::chrono::hours(1));
+  EXPECT_EQ(packed(), std::vector<std::string>{"third"});
+  EXPECT_TRUE(summary_.reused);
+  folder_.write("text/a.txt", "third");
+  packed();
+  EXPECT_TRUE(summary_.reused);
+}
+
+// As the post-processor of a tokenizer.json: "<" is a token that it sets in front, ">" one that it sets
+// behind.
+class MarkingTokenizer final : public Tokenizer {
+ public:
+  explicit MarkingTokenizer(char begin) : begin_(begin) {}
+  std::string name() const override { return "marking"; }
+  std::int64_t vocabulary() const override { return 256; }
+  std::int64_t bos() const override { return begin_; }
+  std::int64_t eos() const override { return '>'; }
+  std::vector<std::uint32_t> encode(std::string_view text) const override {
+    std::vector<std::uint32_t> tokens{static_cast<std::uint32_t>(begin_)};
+    tokens.insert(tokens.end(), text.begin(), text.end());
+    tokens.push_back('>');
+    return tokens;
+  }
+  std::string decode(std::span<const std::uint32_t>) const override { return ""; }
+
+ private:
+  char begin_;
+};
+
+TEST_F(Pack, AMarkThatTextAndTokenizerBothSetIsNamed) {
+  folder_.write("text/a.jsonl",
+                "{\"text\": \"one\"}\n{\"text\": \"\"}\n{\"text\": \"a<b>c\"}\n{\"text\": \"<two\"}\n");
+  folder_.write("text/b.txt", "three>");
+  const auto warned = [&](const Tokenizer& tokenizer, const std::string& pattern) {
+    ::testing::internal::CaptureStderr();
+    pack_corpus({.patterns = {text(pattern)}}, tokenizer, folder_ / "marks", &summary_);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  for (const bool reused : {false, true}) {
+    const std::string said = warned(MarkingTokenizer('<'), "*");
+    EXPECT_EQ(summary_.reused, reused);
+    EXPECT_EQ(summary_.doubled_marks, 2);
+    EXPECT_EQ(summary_.first_doubled, "document 3 of " + text("a.jsonl") + " begins with token 60 twice");
+    EXPECT_NE(said.find("warning: " + summary_.first_doubled + ", and so do 1 more documents"),
+              std::string::npos)
+        << said;
+  }
+  EXPECT_NE(
+      warned(MarkingTokenizer('<'), "b.txt").find("document 1 of " + text("b.txt") + " ends with token 62"),
+      std::string::npos);
+  // One token for both: a text of nothing has it twice by the tokenizer alone.
+  folder_.write("text/b.txt", "three");
+  EXPECT_EQ(warned(MarkingTokenizer('>'), "b.txt"), "");
+  EXPECT_EQ(summary_.doubled_marks, 0);
+}
+
 TEST_F(Pack, BadCorporaAreRefused) {
   EXPECT_NE(config_error([&] { pack({}); }).find("no patterns"), std::string::npos);
   EXPECT_NE(config_error([&] { pack({.patterns = {text("absent")}}); }).find("absent"), std::string::npos);
@@ -142,6 +218,52 @@ TEST_F(Pack, OtherShardsAreKeptWhereTheyAreNotToBeReplaced) {
   fs::resize_file(first[0], 70);  // its own, damaged: packed again
   EXPECT_EQ(pack(both), first);
   EXPECT_FALSE(summary_.reused);
+}
+
+// Whoever holds the lock is named, and a wish to stop ends the wait.
+TEST_F(Pack, AHeldLockIsNamedAndWaitedForNoLongerThanAsked) {
+  folder_.write("text/a.txt", "one");
+  pack({.patterns = {text("a.txt")}});
+  const fs::path lock = folder_ / "cache/.lock";
+  EXPECT_EQ(fs::status(lock).permissions(), fs::perms::owner_read | fs::perms::owner_write)
+      << "others may hold it";
+  fs::permissions(lock, fs::perms::group_read | fs::perms::others_read,
+                  fs::perm_options::add);  // an older one
+  int ready[2];
+  ASSERT_EQ(pipe(ready), 0);
+  const pid_t holder = fork();
+  ASSERT_GE(holder, 0);
+  if (holder == 0) {
+    const int file = open(lock.c_str(), O_RDWR);
+    const std::string who = "process " + std::to_string(getpid()) + "\n";
+    const bool held = flock(file, LOCK_EX) == 0 && ftruncate(file, 0) == 0 &&
+                      write(file, who.data(), who.size()) == static_cast<ssize_t>(who.size());
+    (void)!write(ready[1], held ? "y" : "n", 1);
+    pause();
+    _exit(0);
+  }
+  char held = 0;
+  ASSERT_EQ(read(ready[0], &held, 1), 1);
+  ASSERT_EQ(held, 'y');
+  const auto begun = std::chrono::steady_clock::now();
+  const auto after = [&](std::chrono::milliseconds time) {
+    return std::chrono::steady_clock::now() - begun > time;
+  };
+  ::testing::internal::CaptureStderr();
+  const std::string said = config_error([&] {
+    pack({.patterns = {text("a.txt")}, .stop = [&] { return after(std::chrono::milliseconds(1500)); }});
+  });
+  const std::string shown = ::testing::internal::GetCapturedStderr(),
+                    who = "process " + std::to_string(holder);
+  EXPECT_NE(said.find(who + ", which packs there"), std::string::npos) << said;
+  EXPECT_NE(shown.find("waiting for " + who), std::string::npos) << shown;
+  EXPECT_FALSE(after(std::chrono::seconds(30)));
+  EXPECT_EQ(fs::status(lock).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  kill(holder, SIGKILL);
+  waitpid(holder, nullptr, 0);
+  close(ready[0]), close(ready[1]);
+  pack({.patterns = {text("a.txt")}});
+  EXPECT_TRUE(summary_.reused);
 }
 
 // Several processes may start at once: one packs, the others wait and use its shards.

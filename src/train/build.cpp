@@ -13,6 +13,7 @@
 #include "train/clip_config.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
+#include "train/stop.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -95,7 +96,7 @@ Corpus open_corpus(const RunConfig& config, Group& group) {
       for (const auto& file : resolve(corpus.sources)) shards.push_back(file.path);
     } else {
       const auto tokenizer = open_tokenizer(config.data.tokenizer);
-      shards = pack_corpus({.patterns = corpus.sources}, *tokenizer,
+      shards = pack_corpus({.patterns = corpus.sources, .stop = StopSignals::requested}, *tokenizer,
                            cache_folder(config, corpus.sources, *tokenizer));
     }
     for (const auto& shard : shards) files += shard.string() + '\0';

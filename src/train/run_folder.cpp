@@ -206,7 +206,7 @@ void RunFolder::take(const RunConfig& config, const Continued& from) {
 void RunFolder::lock() {
   const fs::path path = directory_ / kLock;
   for (;;) {
-    file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
+    file_ = open_lock(path);
     if (file_ < 0)
       throw ConfigError({.where = path.string(),
                          .found = std::strerror(errno),

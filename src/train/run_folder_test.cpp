@@ -199,6 +199,22 @@ TEST_F(RunFolders, ALockThatGoesAwayIsNamed) {
   EXPECT_FALSE(folder.is_there());
 }
 
+// Whoever may read a file may hold a lock on it.
+TEST_F(RunFolders, TheLockIsTheOwnersAlone) {
+  const auto permissions = [&] { return fs::status(directory_ / "LOCK").permissions(); };
+  const fs::perms owner = fs::perms::owner_read | fs::perms::owner_write;
+  {
+    RunFolder folder(config_);
+    folder.begin();
+    EXPECT_EQ(permissions(), owner);
+  }
+  fs::permissions(directory_ / "LOCK",
+                  owner | fs::perms::group_read | fs::perms::others_read);  // an older one
+  config_.overwrite = true;
+  RunFolder folder(config_);
+  EXPECT_EQ(permissions(), owner);
+}
+
 TEST_F(RunFolders, ARefusedRunLeavesNoFolder) {
   { RunFolder folder(config_); }
   EXPECT_FALSE(fs::exists(directory_));
