@@ -56,7 +56,7 @@ UPDATES = {
     "RateBelowRounding": "an update that rounding may hide", "UpdatedByHand": "8 of 8 trained parameters moved, alike",
     "LearningRateOfRank": "8 of 8 trained parameters moved"}
 # What else is true of a trial where a watched step shows more than its dump: the rank that was left out has another gradient.
-MORE = {"RankLeftOut": ["replicas_differ"], "MaskedPositionsCounted": ["unknown"]}
+MORE = {"RankLeftOut": ["replicas_differ"], "TieLost": ["unknown"], "MaskedPositionsCounted": ["unknown"]}
 
 
 def run(python, *arguments, **more):
