@@ -40,6 +40,7 @@ function(isograd_room name)
   add_library(isograd::${name} ALIAS ${_target})
   isograd_unity(${_target})
   set_target_properties(${_target} PROPERTIES EXPORT_NAME ${name})
+  target_compile_features(${_target} PUBLIC cxx_std_20)  # of whoever uses the installed package, too
   foreach(_room IN LISTS ROOM_DEPENDS)
     list(FIND ISOGRAD_ROOM_ORDER "${_room}" _other)
     if(_other EQUAL -1 OR NOT _other LESS _place)

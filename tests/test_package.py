@@ -73,6 +73,33 @@ def test_nothing_loads_libraries_from_the_working_folder(tmp_path, request):
     assert not {str(path): bad for path, bad in found.items() if bad}
 
 
+def test_an_older_standard_is_one_message(tmp_path):
+    """Each public header by itself, and a project that holds its own files to C++17. One that names no standard is
+    above: examples/own_module."""
+    compilers = [found for found in map(shutil.which, ("g++", "clang++-19", "clang++")) if found]
+    headers = sorted((ROOT / "include/isograd").glob("*.hpp"))
+    for compiler in compilers:
+        for header in headers:
+            done = subprocess.run([compiler, "-std=c++17", "-fsyntax-only", "-I", ROOT / "include", "-x", "c++", header],
+                                  capture_output=True, text=True, timeout=60)
+            errors = [line for line in done.stderr.splitlines() if "error:" in line]
+            assert done.returncode == 1 and "isograd needs C++20" in errors[0], (header.name, done.stderr)
+            assert len(errors) == 2 and "C++20" in errors[1], (header.name, done.stderr)  # which ends the compilation
+    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
+    (tmp_path / "main.cpp").write_text("#include <isograd/isograd.hpp>\nint main() { isograd::World world; }\n")
+    (tmp_path / "CMakeLists.txt").write_text("""cmake_minimum_required(VERSION 3.24)
+project(older LANGUAGES CXX)
+find_package(isograd REQUIRED)
+add_executable(older main.cpp)
+target_link_libraries(older PRIVATE isograd::isograd)
+target_compile_options(older PRIVATE -std=c++17)
+""")
+    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", cwd=tmp_path)
+    done = subprocess.run(["cmake", "--build", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if "error:" in line]
+    assert done.returncode != 0 and len(errors) == 2 and "isograd needs C++20" in errors[0], done.stdout
+
+
 def test_the_installed_program_starts_and_trains(tmp_path):
     """Without the build folder's run path and without LD_LIBRARY_PATH; on two ranks, which it starts itself."""
     run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")

@@ -2,6 +2,8 @@
 // micro-batches and ranks by itself (docs/losses.md).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

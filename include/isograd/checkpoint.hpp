@@ -1,6 +1,8 @@
 // Checkpoints: directories that are whole or absent, checksummed, and independent of the number of ranks.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <filesystem>
 #include <functional>

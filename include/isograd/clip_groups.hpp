@@ -1,6 +1,8 @@
 // Clipping of groups of parameters, each by its own norm and a limit of its own, on any mesh.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <memory>
 #include <string>
 #include <vector>

@@ -3,6 +3,8 @@
 // data axes.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <memory>
 #include <string>

@@ -2,6 +2,8 @@
 // rank keeps of parameters, gradients and optimizer state is the strategy's business: all of it, or a shard.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <functional>
 #include <memory>
 #include <optional>

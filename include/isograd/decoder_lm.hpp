@@ -3,6 +3,8 @@
 // products come in as arguments.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 
 #include <cstdint>

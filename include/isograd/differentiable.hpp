@@ -1,6 +1,8 @@
 // Collectives that gradients flow through: the backward of each is the dual collective.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include "isograd/group.hpp"

@@ -1,6 +1,8 @@
 // What one training step says of itself, whoever made it: the currency of comparison and diagnosis.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

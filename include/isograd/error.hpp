@@ -1,6 +1,8 @@
 // The three families of errors (docs/errors.md): what was found, what was expected, what to do.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <stdexcept>
 #include <string>
 

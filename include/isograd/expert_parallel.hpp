@@ -1,6 +1,8 @@
 // Expert parallelism: the experts of a mixture dealt to ranks that each see tokens of their own.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <string>
 #include <vector>

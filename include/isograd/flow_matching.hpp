@@ -2,6 +2,8 @@
 // straight lines. Noise and times are keyed by what they are for, so that any cut of the batch sees the same.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -1,6 +1,8 @@
 // ZeRO-3 for C++ modules: parameters are whole only while they are used.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

@@ -1,6 +1,8 @@
 // Gathering rows of all ranks for a loss over the global batch: three ways to treat the gradient.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include "isograd/group.hpp"

@@ -1,6 +1,8 @@
 // Grid: ranks as points on named axes. Integer arithmetic alone: no communication, nothing of models.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <optional>
 #include <set>
 #include <string>

@@ -1,6 +1,8 @@
 // Group: the ranks along one or more axes, with collectives, a timeout and a name.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 

@@ -1,6 +1,8 @@
 // Hosts: which ranks share a machine's memory, which axes of a mesh stay within one, and what leaves them.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <string>
 #include <vector>

@@ -3,6 +3,8 @@
 // (several hosts), random.hpp, and testing.hpp (GoogleTest).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include "isograd/checkpoint.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"

@@ -3,6 +3,8 @@
 // nothing else.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <string>

@@ -1,6 +1,8 @@
 // What gives a run its batches, of whatever kind its data is.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 
 #include "isograd/batch.hpp"

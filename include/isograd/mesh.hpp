@@ -1,6 +1,8 @@
 // Mesh: the ranks of a world on the axes of a grid, and the groups along them.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <functional>
 #include <memory>
 #include <string>

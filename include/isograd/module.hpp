@@ -2,6 +2,8 @@
 // what in it would break the law.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 
 #include <functional>

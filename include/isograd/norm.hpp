@@ -1,6 +1,8 @@
 // The exact global norm: every element counted once, by its owner (source of the rule: docs/losses.md §7).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <functional>
 #include <string>
 #include <vector>

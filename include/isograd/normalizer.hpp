@@ -1,6 +1,8 @@
 // The normaliser: counts before any backward, then the one division (docs/losses.md).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -2,6 +2,8 @@
 // pass.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <map>
 #include <memory>
 #include <string>

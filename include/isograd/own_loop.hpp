@@ -1,6 +1,8 @@
 // For people who keep their own training loop: the pieces of the step that have to be right.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -2,6 +2,8 @@
 // The only code that computes offsets and slices.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -2,6 +2,8 @@
 // gives. Each rank makes those of its own stages and no others.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 

@@ -2,6 +2,8 @@
 // and compute one loss, each micro-batch of it going from stage to stage and its gradient back.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <functional>
 #include <memory>
 #include <optional>

@@ -2,6 +2,8 @@
 // read, checked and simulated without a model and without ranks.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <string>
 #include <vector>

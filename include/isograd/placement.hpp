@@ -2,6 +2,8 @@
 // alone. Who holds which slice, who owns which element, and which ranks hold copies follow from it.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <string>
 #include <utility>

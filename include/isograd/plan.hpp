@@ -1,6 +1,8 @@
 // Plans: what a strategy costs in bytes, computed from formulas without running anything.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <string>
 

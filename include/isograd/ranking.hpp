@@ -3,6 +3,8 @@
 // of all ranks of its group.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 

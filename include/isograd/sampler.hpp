@@ -1,6 +1,8 @@
 // Which samples of one's own data set each rank sees in each step, for people who do not train on text.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <vector>
 

@@ -1,6 +1,8 @@
 // One optimizer step: the heart of the project (src/train/step.cpp).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <memory>
 
 #include "isograd/step_options.hpp"

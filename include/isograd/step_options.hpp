@@ -1,6 +1,8 @@
 // What an optimizer step is told and what it reports (step.hpp).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstddef>
 #include <functional>
 #include <string>

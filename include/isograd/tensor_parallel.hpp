@@ -3,6 +3,8 @@
 // them has for itself, and the cut of a model of one's own.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 
 #include <cstdint>

@@ -1,6 +1,8 @@
 // For tests written with GoogleMock: EXPECT_THAT(isograd::verify(...), isograd::EqualsSingleDevice()).
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <gmock/gmock.h>
 
 #include <ostream>

@@ -2,6 +2,8 @@
 // ranks.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <filesystem>
 #include <functional>

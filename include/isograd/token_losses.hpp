@@ -6,6 +6,8 @@
 // ConfigError: targets outside the vocabulary; negative, NaN or infinite weights; shapes that do not fit.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -2,6 +2,8 @@
 // validation, checkpoints, what people see. No rule of the law lives here; those are in Step.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <cstdint>
 #include <filesystem>
 #include <functional>

@@ -1,6 +1,8 @@
 // verify: prove that a layout's gradient is the gradient that one process has on the whole batch.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -1,6 +1,8 @@
 // verify for a model of one's own, on ranks that are threads of this process.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 
 #include <memory>

@@ -2,6 +2,8 @@
 // every number of ranks.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <ATen/core/Tensor.h>
 
 #include <array>

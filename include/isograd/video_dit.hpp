@@ -3,6 +3,8 @@
 // over ranks attention comes in as an argument.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <torch/nn/module.h>
 
 #include <cstdint>

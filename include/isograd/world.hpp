@@ -1,6 +1,8 @@
 // World: the ranks that started together, their store, their host; and the ways to start them.
 #pragma once
 
+#include "isograd/cxx20.hpp"
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -47,7 +49,7 @@ World join(const JoinOptions& options = {});
 
 // Ranks as threads of this process: runs `body` on `size` threads, each with its World (one intra-op thread
 // each), over "shm". The first rank to throw poisons the group; its error is rethrown here with its rank in
-// front.
+// front, even where ranks that ended because of it were faster to say so.
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options = {});
 
 struct LaunchOptions {
