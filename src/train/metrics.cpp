@@ -1,7 +1,7 @@
 #include "train/metrics.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
@@ -60,9 +60,15 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
 
 using OpenFile = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-// Two runs that write one log would each lose the other's rows. Where files cannot be locked they may.
+// Two runs that write one log would each lose the other's rows. Where files cannot be locked they may. A lock
+// to write needs permission to write, which flock() does not; a lock to read keeps nobody out of their own
+// log.
 void keep_others_out(std::FILE* log, const fs::path& file) {
-  if (!log || ::flock(::fileno(log), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  struct flock whole {};
+  whole.l_type = F_WRLCK, whole.l_whence = SEEK_SET;
+  if (!log || ::fcntl(::fileno(log), F_OFD_SETLK, &whole) == 0 || (errno != EAGAIN && errno != EACCES))
+    return;
+  if (::fcntl(::fileno(log), F_OFD_GETLK, &whole) != 0 || whole.l_type != F_WRLCK) return;
   throw ConfigError({.where = file.string(),
                      .found = "the log of a run that is under way",
                      .expected = "a file of this run alone",
@@ -182,7 +188,7 @@ Metrics::Metrics(const MetricsOptions& options)
       events_(options.events_directory, options.first_step + 1) {
   const fs::path& file = options_.json_log;
   check_replaceable(file);
-  keep_others_out(OpenFile(std::fopen(file.c_str(), "rbe"), std::fclose).get(), file);
+  keep_others_out(OpenFile(std::fopen(file.c_str(), "r+be"), std::fclose).get(), file);
   if (file.has_parent_path()) make_folders(file.parent_path());
   std::string text;
   for (const auto& row : rows_) text += to_json_line(row);

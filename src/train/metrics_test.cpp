@@ -1,7 +1,9 @@
 #include "train/metrics.hpp"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <bit>
@@ -59,6 +61,18 @@ TEST_F(MetricsFiles, ALogOfARunUnderWayIsRefusedAndLeftAsItIs) {
     EXPECT_EQ(read_file(options().json_log).substr(0, text.size()), text);
   }
   Metrics after(options());  // the run has ended
+}
+
+// Of somebody who may read the log and nothing else.
+TEST_F(MetricsFiles, LocksOfReadersKeepNoRunFromItsLog) {
+  { Metrics(options()).step(event(1)); }
+  const int reader = open(options().json_log.c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(flock(reader, LOCK_EX | LOCK_NB), 0);
+  struct flock shared {};
+  shared.l_type = F_RDLCK, shared.l_whence = SEEK_SET;
+  ASSERT_EQ(fcntl(reader, F_OFD_SETLK, &shared), 0);
+  EXPECT_EQ(error_testing::error_of([&] { Metrics again(options()); }), "no error");
+  close(reader);
 }
 
 TEST_F(MetricsFiles, EveryRowIsReadableAtOnceAndWithAllItsDigits) {
