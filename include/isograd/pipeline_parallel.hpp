@@ -45,6 +45,10 @@ struct PipelineWork {
 //   };
 //   Step step(forward, *layout, mean, optimizer, through(pipeline));
 //
+// A stage passes on one tensor of each micro-batch; integers and masks go without a gradient. A step may be
+// given up by all ranks in the same micro-batch (data_parallel.hpp), if none of them waits for one that has
+// given it up: the next step takes nothing of it.
+//
 // The loss is divided once, by counts that are known before the first stage begins: stages' gradients need no
 // factor. Ranks with the same batch have as many micro-batches; where a schedule wants a multiple, empty ones
 // are added and go through all stages.
@@ -68,14 +72,15 @@ class Pipeline {
   bool is_last() const { return stage() + 1 == stages(); }
 
   // What the stage before has passed on of this micro-batch. Its gradient goes back there. ConfigError that
-  // names both stages where it does not have these sizes, -1 being any; none given: whatever they are.
+  // names both stages where it does not have these sizes, -1 being any; none given: whatever they are; a
+  // second call in one forward of a step. PeerError where the stage before is in a later step.
   at::Tensor receive(at::IntArrayRef sizes = {});
   // To the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
 
-  // Runs the table of so many micro-batches. As a step's schedule: through() (step_options.hpp). ConfigError: another
-  // number of micro-batches than the table has, or than the schedule admits; a forward that did not receive()
-  // or pass_on() what its stage has to.
+  // Runs the table of so many micro-batches. As a step's schedule: through() (step_options.hpp). ConfigError:
+  // another number of micro-batches than the table has, or than the schedule admits; a forward that did not
+  // receive() or pass_on() what its stage has to.
   void run(std::size_t micro_batches, const PipelineWork& work) const;
   // Of what the number of micro-batches must be a multiple.
   std::size_t micro_batches_of() const;

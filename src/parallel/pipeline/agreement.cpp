@@ -47,18 +47,19 @@ void check_same_table(const PipelineTable& table, Group ranks) {
 }
 
 void check_sizes(const at::Tensor& given, const std::vector<std::int64_t>& sizes, int stage,
-                 std::size_t micro_batch) {
+                 std::int64_t micro_batch) {
   const at::IntArrayRef found = given.sizes();
   const bool fits =
       std::equal(found.begin(), found.end(), sizes.begin(), sizes.end(),
                  [](std::int64_t own, std::int64_t wanted) { return wanted < 0 || own == wanted; });
   if (fits) return;
   refuse(fmt::format("stage {} of a pipeline", stage),
-         fmt::format("{} from stage {}, of micro-batch {}", text_of(found), stage - 1, micro_batch),
+         fmt::format("{} from stage {}, {}", text_of(found), stage - 1,
+                     micro_batch < 0 ? "outside of a step" : fmt::format("of micro-batch {}", micro_batch)),
          text_of(sizes), "Make the two stages agree on what goes between them");
 }
 
-void check_exchanged(bool received, bool passed_on, int stage, int stages, std::size_t micro_batch) {
+void check_exchanged(bool received, bool passed_on, int stage, int stages, std::int64_t micro_batch) {
   const auto refuse_forward = [&](const char* call, int other) {
     refuse(
         fmt::format("stage {} of a pipeline", stage),

@@ -17,10 +17,10 @@ void check_same_table(const PipelineTable& table, Group ranks);
 
 // ConfigError unless what `stage` was given by the one before has these sizes, -1 where any will do.
 void check_sizes(const at::Tensor& given, const std::vector<std::int64_t>& sizes, int stage,
-                 std::size_t micro_batch);
+                 std::int64_t micro_batch);
 
 // ConfigError after a forward that did not call receive() or pass_on(), where the stage has another one
 // before it or behind it.
-void check_exchanged(bool received, bool passed_on, int stage, int stages, std::size_t micro_batch);
+void check_exchanged(bool received, bool passed_on, int stage, int stages, std::int64_t micro_batch);
 
 }  // namespace isograd

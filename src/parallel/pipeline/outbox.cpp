@@ -26,7 +26,7 @@ std::int64_t Outbox::free_slot(std::int64_t bytes) {
   return found == used_.end() ? -1 : found - used_.begin();
 }
 
-void Outbox::send(const at::Tensor& values, int to, int tag) {
+void Outbox::send(const at::Tensor& values, int to) {
   forget_what_was_taken();
   const auto bytes = static_cast<std::int64_t>(values.nbytes());
   const std::int64_t slot = values.is_cpu() ? free_slot(bytes) : -1;
@@ -36,11 +36,15 @@ void Outbox::send(const at::Tensor& values, int to, int tag) {
     from = memory_[slot].narrow(0, 0, bytes).view(values.scalar_type()).view(values.sizes());
     from.copy_(values);
   }
-  sent_.push_back({ranks_.send_async(from, to, tag), slot, bytes});
+  sent_.push_back({ranks_.send_async(from, to), slot, bytes});
   if (!values.is_cpu() || bytes <= kSmall) return;
   largest_ = std::max(largest_, bytes);
   const auto large = std::ranges::count_if(sent_, [](const Sent& one) { return one.bytes > kSmall; });
   most_under_way_ = std::max(most_under_way_, static_cast<std::int64_t>(large));
+}
+
+void Outbox::wait_for_last() {
+  if (!sent_.empty()) sent_.back().pending.wait();
 }
 
 void Outbox::wait() {

@@ -20,7 +20,8 @@ class Outbox {
   explicit Outbox(Group ranks) : ranks_(std::move(ranks)) {}
 
   // `values` contiguous; they may be changed after the call.
-  void send(const at::Tensor& values, int to, int tag);
+  void send(const at::Tensor& values, int to);
+  void wait_for_last();
   // Waits until all that was sent has been taken.
   void wait();
   // Collective, with nothing under way: memory for all that this step sent.

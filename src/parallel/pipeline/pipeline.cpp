@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <deque>
+#include <compare>
 #include <map>
 
 #include "base/refuse.hpp"
@@ -23,10 +23,41 @@ namespace {
 using Kind = PipelineAction::Kind;
 
 constexpr std::int64_t kMostDims = 8;
-enum : int { kOutputs, kGradients };  // which way
+enum Way : int { kOutputs, kGradients };
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Of a type that autograd knows; others go between stages without a gradient.
+bool has_gradients(const at::Tensor& tensor) {
+  return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
+}
+
+// Which tensor it is that goes between two stages.
+struct Address {
+  int stage;  // that takes it
+  Way way;
+  std::int64_t micro_batch;  // kOutsideOfSteps: of a forward that no step makes
+  auto operator<=>(const Address&) const = default;
+};
+constexpr std::int64_t kOutsideOfSteps = -1;
+
+// Goes before each tensor from rank to rank. What a rank sends to another arrives in its order, which may be
+// another than that in which it is taken: two stages may take micro-batches in different orders, and a step
+// that was given up may have left some that nobody took.
+struct Header {
+  std::int64_t pipeline, period, stage, way, micro_batch, type, dims, sizes[kMostDims];
+
+  Address address() const { return {static_cast<int>(stage), static_cast<Way>(way), micro_batch}; }
+  at::IntArrayRef shape() const { return {sizes, static_cast<std::size_t>(dims)}; }
+};
+constexpr std::int64_t kHeaderNumbers = sizeof(Header) / sizeof(std::int64_t);
+at::Tensor empty_header() {
+  return at::empty({kHeaderNumbers}, at::kLong);
+}
+Header& header_in(const at::Tensor& numbers) {
+  return *static_cast<Header*>(numbers.mutable_data_ptr());
 }
 
 }  // namespace
@@ -40,8 +71,12 @@ struct Pipeline::Impl {
 
   // Whose turn it is; outside of run() the only stage, if there is one alone.
   int stage = 0;
-  std::size_t micro_batch = 0;
+  std::int64_t micro_batch = kOutsideOfSteps;
   bool running = false, looked_at = false;
+
+  // Messages of other pipelines over these ranks, and of steps before this one, are left over from steps that
+  // were given up. A period is a run(), or the time until the next one.
+  std::int64_t id = 0, period = 0;
 
   // Of the last run: how many micro-batches, and when each action of this rank computed, by a clock that the
   // ranks of a host share.
@@ -49,8 +84,8 @@ struct Pipeline::Impl {
   std::vector<PipelineTimeline::Span> measured{};
   PipelineTimeline::Span* now = nullptr;  // of the action that runs
 
-  // What was passed on by this rank to itself, and to others.
-  std::map<std::pair<int, int>, std::deque<at::Tensor>> here{};  // (stage that takes it, which way)
+  // What was passed on by this rank to itself, or has come before another tensor that was waited for.
+  std::multimap<Address, at::Tensor> here{};
   Outbox outbox{ranks};
   // Gradients by stage and micro-batch: of what a stage was given, to be sent back, and of what it has passed
   // on, to be taken. A backward that autograd does not run (a step without a target) leaves both open.
@@ -58,91 +93,108 @@ struct Pipeline::Impl {
     std::vector<std::int64_t> sizes;
     at::TensorOptions options;
   };
-  using Open = std::map<std::pair<int, std::size_t>, Like>;
+  using Open = std::map<std::pair<int, std::int64_t>, Like>;
   Open owed{}, awaited{};
+  bool received = false, passed_on = false;  // by the forward that runs, with gradients enabled
 
   const PipelineTable& table_for(std::size_t micro_batches);
   std::size_t part_of(int of_stage) const {
     return static_cast<std::size_t>(std::lower_bound(own.begin(), own.end(), of_stage) - own.begin());
   }
-  int tag_of(int of_stage, int way) const { return 2 * of_stage + way; }
-  void post(const at::Tensor& tensor, int to_stage, int way, bool with_sizes);
-  // `like`: of a gradient, whose sizes are known. Not given: an output, before which its sizes come.
-  at::Tensor take(int at_stage, int way, int from_stage, const std::optional<Like>& like);
-  void give_back(int of_stage, std::size_t i, const at::Tensor& gradient);
-  at::Tensor take_gradient(int of_stage, std::size_t i);
-  void close(int of_stage, std::size_t i);
+  void post(const at::Tensor& tensor, const Address& address);
+  // `like`: of a gradient, which comes where the output was.
+  at::Tensor take(const Address& address, int from_stage, const Like* like = nullptr);
+  void take_next(int from, const Address& wanted, const Like* like);
+  void give_back(int of_stage, std::int64_t i, const at::Tensor& gradient);
+  at::Tensor take_gradient(int of_stage, std::int64_t i);
+  void close(int of_stage, std::int64_t i);
+  void check_first(bool before, const char* call) const;
   int turn() const;
   void run(std::size_t micro_batches, const PipelineWork& work);
   void compute(const PipelineWork& work, Kind kind, bool last);
 };
 
-// To the rank of that stage; the receiver of an output does not know its sizes, they go before it.
-void Pipeline::Impl::post(const at::Tensor& tensor, int to_stage, int way, bool with_sizes) {
-  const int to = rank_of_stage.at(static_cast<std::size_t>(to_stage));
+void Pipeline::Impl::post(const at::Tensor& tensor, const Address& address) {
+  const int to = rank_of_stage.at(static_cast<std::size_t>(address.stage));
   const at::Tensor values = tensor.detach().contiguous();
   if (to == ranks.rank()) {
-    here[{to_stage, way}].push_back(values);
+    here.emplace(address, values);
     return;
   }
-  if (with_sizes) {
-    if (values.dim() > kMostDims)
-      refuse("what a stage passes on", fmt::format("{} dimensions", values.dim()),
-             fmt::format("at most {}", kMostDims), "Flatten some of them");
-    at::Tensor header = at::zeros({2 + kMostDims}, at::kLong);
-    header[0] = static_cast<std::int64_t>(values.scalar_type());
-    header[1] = values.dim();
-    for (std::int64_t d = 0; d < values.dim(); ++d) header[2 + d] = values.size(d);
-    outbox.send(header, to, tag_of(to_stage, way));
-  }
-  outbox.send(values, to, tag_of(to_stage, way));
+  if (values.dim() > kMostDims)
+    refuse("what a stage passes on", fmt::format("{} dimensions", values.dim()),
+           fmt::format("at most {}", kMostDims), "Flatten some of them");
+  const at::Tensor numbers = empty_header();
+  Header& header = header_in(numbers);
+  header = {.pipeline = id,
+            .period = period,
+            .stage = address.stage,
+            .way = address.way,
+            .micro_batch = address.micro_batch,
+            .type = static_cast<std::int64_t>(values.scalar_type()),
+            .dims = values.dim(),
+            .sizes = {}};
+  std::ranges::copy(values.sizes(), header.sizes);
+  outbox.send(numbers, to);
+  outbox.send(values, to);
 }
 
-at::Tensor Pipeline::Impl::take(int at_stage, int way, int from_stage, const std::optional<Like>& like) {
+at::Tensor Pipeline::Impl::take(const Address& address, int from_stage, const Like* like) {
   const int from = rank_of_stage.at(static_cast<std::size_t>(from_stage));
-  if (from == ranks.rank()) {
-    auto& waiting = here[{at_stage, way}];
-    ISOGRAD_INVARIANT(!waiting.empty(),
-                      fmt::format("stage {} before stage {} on one rank", at_stage, from_stage));
-    at::Tensor first = std::move(waiting.front());
-    waiting.pop_front();
-    return first;
+  auto found = here.lower_bound(address);
+  const auto is_here = [&] { return found != here.end() && found->first == address; };
+  const bool waits = !is_here();
+  while (!is_here()) {
+    ISOGRAD_INVARIANT(from != ranks.rank(),
+                      fmt::format("stage {} before stage {} on one rank", address.stage, from_stage));
+    take_next(from, address, like);
+    found = here.lower_bound(address);
   }
-  at::Tensor values;
-  if (like) {
-    values = at::empty(like->sizes, like->options);
-  } else {
-    at::Tensor header = at::zeros({2 + kMostDims}, at::kLong);
-    ranks.recv(header, from, tag_of(at_stage, way));
-    const auto* numbers = header.const_data_ptr<std::int64_t>();
-    values = at::empty(at::IntArrayRef(numbers + 2, static_cast<std::size_t>(numbers[1])),
-                       at::TensorOptions(static_cast<at::ScalarType>(numbers[0])));
-  }
-  ranks.recv(values, from, tag_of(at_stage, way));
-  if (now) now->begin = seconds();
+  at::Tensor values = std::move(found->second);
+  here.erase(found);
+  if (like) values = values.to(like->options.device());  // it is there, unless it came before its turn
+  if (now && waits) now->begin = seconds();
   return values;
 }
 
+// The next of what that rank has sent, whatever it is.
+void Pipeline::Impl::take_next(int from, const Address& wanted, const Like* like) {
+  const at::Tensor numbers = empty_header();
+  ranks.recv(numbers, from);
+  const Header& header = header_in(numbers);
+  const bool is_own = header.pipeline == id;
+  if (is_own && header.period > period)
+    throw PeerError({.where = fmt::format("stage {} of a pipeline", wanted.stage),
+                     .found = fmt::format("a message of a later step, from rank {} along pp", from),
+                     .expected = "all ranks in the same step",
+                     .action = "Give a step up on all ranks in the same micro-batch, or on none"});
+  at::TensorOptions type(static_cast<at::ScalarType>(header.type));
+  if (like && header.address() == wanted) type = type.device(like->options.device());
+  const at::Tensor values = at::empty(header.shape(), type);
+  ranks.recv(values, from);
+  if (is_own && header.period == period) here.emplace(header.address(), values);
+}
+
 // The gradient of what stage `of_stage` was given, once.
-void Pipeline::Impl::give_back(int of_stage, std::size_t i, const at::Tensor& gradient) {
+void Pipeline::Impl::give_back(int of_stage, std::int64_t i, const at::Tensor& gradient) {
   const auto found = owed.find({of_stage, i});
   if (found == owed.end()) return;
   const Like& like = found->second;
-  post(gradient.defined() ? gradient : at::zeros(like.sizes, like.options), of_stage - 1, kGradients, false);
+  post(gradient.defined() ? gradient : at::zeros(like.sizes, like.options), {of_stage - 1, kGradients, i});
   owed.erase(found);
 }
 
 // Of what it has passed on, once.
-at::Tensor Pipeline::Impl::take_gradient(int of_stage, std::size_t i) {
+at::Tensor Pipeline::Impl::take_gradient(int of_stage, std::int64_t i) {
   const auto found = awaited.find({of_stage, i});
   ISOGRAD_INVARIANT(found != awaited.end(), fmt::format("a gradient of stage {} taken twice", of_stage));
   const Like like = found->second;
   awaited.erase(found);
-  return take(of_stage, kGradients, of_stage + 1, like);
+  return take({of_stage, kGradients, i}, of_stage + 1, &like);
 }
 
 // What a backward has left open: all ranks send and take as many gradients as outputs, whatever their losses.
-void Pipeline::Impl::close(int of_stage, std::size_t i) {
+void Pipeline::Impl::close(int of_stage, std::int64_t i) {
   now = nullptr;
   if (awaited.contains({of_stage, i})) take_gradient(of_stage, i);
   give_back(of_stage, i, at::Tensor());
@@ -176,12 +228,12 @@ const PipelineTable& Pipeline::Impl::table_for(std::size_t micro_batches) {
 
 // Of the stage and the micro-batch whose turn it is.
 void Pipeline::Impl::compute(const PipelineWork& work, Kind kind, bool last) {
-  const std::size_t part = part_of(stage);
-  if (kind == Kind::kForward) return work.forward(micro_batch, part);
-  if (kind == Kind::kBackward) return work.backward(micro_batch, last, part);
+  const std::size_t part = part_of(stage), i = static_cast<std::size_t>(micro_batch);
+  if (kind == Kind::kForward) return work.forward(i, part);
+  if (kind == Kind::kBackward) return work.backward(i, last, part);
   ISOGRAD_INVARIANT(work.inputs && work.weights, "a table with halves of backwards, and work without");
-  if (kind == Kind::kBackwardInputs) return work.inputs(micro_batch, part);
-  work.weights(micro_batch, last, part);
+  if (kind == Kind::kBackwardInputs) return work.inputs(i, part);
+  work.weights(i, last, part);
 }
 
 void Pipeline::Impl::run(std::size_t micro_batches, const PipelineWork& work) {
@@ -194,23 +246,26 @@ void Pipeline::Impl::run(std::size_t micro_batches, const PipelineWork& work) {
   here.clear(), owed.clear(), awaited.clear();
   struct Running {
     Impl& of;
-    ~Running() { of.running = false, of.now = nullptr; }
+    ~Running() {
+      of.running = false, of.now = nullptr, of.micro_batch = kOutsideOfSteps;
+      of.here.clear(), ++of.period;
+    }
   } const until_the_end{*this};
-  running = true, looked_at = false;
+  running = true, looked_at = false, ++period;
   measured_micro_batches = micro_batches;
   measured.assign(actions.size(), {});
   for (std::size_t place = 0; place < actions.size(); ++place) {
     const PipelineAction& action = actions[place];
     if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
     stage = action.stage;
-    micro_batch = static_cast<std::size_t>(action.micro_batch);
+    micro_batch = action.micro_batch;
+    received = passed_on = false;
     now = &measured[place];
     now->begin = seconds();
     compute(work, action.kind, gives_weights(action) && --left == 0);
     measured[place].end = seconds();
     if (action.kind == Kind::kForward)
-      check_exchanged(owed.contains({stage, micro_batch}), awaited.contains({stage, micro_batch}), stage,
-                      stages, micro_batch);
+      check_exchanged(received, passed_on, stage, stages, micro_batch);
     else if (action.kind != Kind::kBackwardWeights)
       close(stage, micro_batch);
     now = nullptr;
@@ -238,6 +293,9 @@ Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
   if (static_cast<int>(table.ranks.size()) != ranks)
     refuse_table(fmt::format("{} ranks along pp", ranks), fmt::format("{}", table.ranks.size()));
   check_same_table(table, own.ranks);
+  at::Tensor id = at::full({1}, std::chrono::steady_clock::now().time_since_epoch().count(), at::kLong);
+  if (ranks > 1) own.ranks.broadcast(id, 0);
+  own.id = id.item<std::int64_t>();
   own.stages = table.stages;
   own.rank_of_stage = table.rank_of_stage;
   for (int stage = 0; stage < table.stages; ++stage)
@@ -270,18 +328,29 @@ void Pipeline::look_at(int stage) {
   impl_->looked_at = true;
 }
 
+// Within a step a second call would wait for a tensor that nobody sends.
+void Pipeline::Impl::check_first(bool before, const char* call) const {
+  if (!running || !before) return;
+  refuse(fmt::format("stage {} of a pipeline", stage),
+         fmt::format("a second call of {} in the forward of micro-batch {}", call, micro_batch), "one",
+         "Pass one tensor on from stage to stage, and take it once");
+}
+
 at::Tensor Pipeline::receive(at::IntArrayRef sizes) {
   const auto impl = impl_;
   const int stage = impl->turn();
-  const std::size_t i = impl->micro_batch;
+  const std::int64_t i = impl->micro_batch;
   ISOGRAD_INVARIANT(stage > 0, "what is before the first stage");
-  const bool owes = at::GradMode::is_enabled();  // a gradient
+  const bool with_gradients = at::GradMode::is_enabled();
+  impl->check_first(impl->received, "receive()");
+  impl->received = with_gradients;
   return apply_map(
       at::empty({0}, at::kDouble),
-      [impl, stage, i, owes, sizes = sizes.vec()](const at::Tensor&) {
-        const at::Tensor given = impl->take(stage, kOutputs, stage - 1, std::nullopt);
+      [impl, stage, i, with_gradients, sizes = sizes.vec()](const at::Tensor&) {
+        const at::Tensor given = impl->take({stage, kOutputs, i}, stage - 1);
         if (!sizes.empty()) check_sizes(given, sizes, stage, i);
-        if (owes) impl->owed[{stage, i}] = {given.sizes().vec(), given.options()};
+        if (with_gradients && has_gradients(given))
+          impl->owed[{stage, i}] = {given.sizes().vec(), given.options()};
         return given;
       },
       [impl, stage, i](const at::Tensor& gradient) {
@@ -293,16 +362,24 @@ at::Tensor Pipeline::receive(at::IntArrayRef sizes) {
 at::Tensor Pipeline::pass_on(const at::Tensor& output) {
   const auto impl = impl_;
   const int stage = impl->turn();
-  const std::size_t i = impl->micro_batch;
-  if (at::GradMode::is_enabled()) impl->awaited[{stage, i}] = {output.sizes().vec(), output.options()};
-  return apply_map(
-      output,
-      [impl, stage](const at::Tensor& values) {
-        impl->post(values, stage + 1, kOutputs, true);
-        if (!impl->running) impl->outbox.wait();  // the next stage waits for nothing else
-        return at::zeros({}, at::kDouble);
-      },
-      [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });
+  const std::int64_t i = impl->micro_batch;
+  const bool with_gradients = at::GradMode::is_enabled();
+  impl->check_first(impl->passed_on, "pass_on()");
+  impl->passed_on = with_gradients;
+  const auto send = [impl, stage, i](const at::Tensor& values) {
+    impl->post(values, {stage + 1, kOutputs, i});
+    if (!impl->running) impl->outbox.wait_for_last();  // the next stage waits for nothing else
+    return at::zeros({}, at::kDouble);
+  };
+  if (!has_gradients(output)) {  // a zero with a backward all the same, in which nothing comes back
+    const at::Tensor zero = send(output);
+    return apply_map(
+        at::empty({0}, at::kDouble), [zero](const at::Tensor&) { return zero; },
+        [](const at::Tensor&) { return at::zeros({0}, at::kDouble); });
+  }
+  if (with_gradients) impl->awaited[{stage, i}] = {output.sizes().vec(), output.options()};
+  return apply_map(output, send,
+                   [impl, stage, i](const at::Tensor&) { return impl->take_gradient(stage, i); });
 }
 
 void Pipeline::run(std::size_t micro_batches, const PipelineWork& work) const {
