@@ -198,6 +198,52 @@ TEST(PipelineInput, ForwardsThatDoNotReceiveOrPassOn) {
       "holds.");
 }
 
+TEST(PipelineInput, ForwardsThatReceiveOrPassOnTwice) {
+  const auto told = told_by_run(2, [](Pipeline& pipeline, std::size_t i) {
+    const at::Tensor first = right_forward(pipeline, i);
+    return pipeline.is_first() ? first + pipeline.pass_on(at::ones({7, 12}, at::kDouble)) : first;
+  });
+  EXPECT_EQ(told[0],
+            "ConfigError: stage 0 of a pipeline: found a second call of pass_on() in the forward of "
+            "micro-batch 0; expected one. Pass one tensor on from stage to stage, and take it once.");
+  EXPECT_THAT(told_by_run(2,
+                          [](Pipeline& pipeline, std::size_t i) {
+                            return right_forward(pipeline, i) +
+                                   (pipeline.is_last() ? pipeline.receive().sum() : at::zeros({}));
+                          })[1],
+              HasSubstr("a second call of receive() in the forward of micro-batch 0"));
+}
+
+// One rank alone gives a step up: the others hear of it at the latest when its next step's messages come.
+TEST(PipelineInput, AStepGivenUpByOneRankAloneIsSeen) {
+  std::vector<std::string> told(2, "no error");
+  try {
+    run_ranks(2, [&](World& world) {
+      Pipeline pipeline(stages_of(world), {});
+      const bool first = world.rank == 0;
+      try {
+        if (first)
+          EXPECT_EQ(error_of<std::runtime_error>([&] {
+                      run_stages(pipeline, 3, [](Pipeline& own, std::size_t i) {
+                        if (i == 1) throw std::runtime_error("given up");
+                        return right_forward(own, i);
+                      });
+                    }),
+                    "given up");
+        run_stages(pipeline, 3, right_forward);
+      } catch (const std::exception& error) {
+        told[static_cast<std::size_t>(world.rank)] = error.what();
+        throw;
+      }
+    });
+  } catch (const std::exception&) {  // said by `told`
+  }
+  EXPECT_EQ(
+      told[1],
+      "PeerError: stage 1 of a pipeline: found a message of a later step, from rank 0 along pp; expected all "
+      "ranks in the same step. Give a step up on all ranks in the same micro-batch, or on none.");
+}
+
 // ---- a rank that is lost ----
 
 constexpr int kRanks = 3;
