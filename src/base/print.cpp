@@ -3,6 +3,9 @@
 #include <utf8.h>
 
 #include <cstdint>
+#include <iterator>
+
+#include "base/markup.hpp"
 
 namespace isograd {
 namespace {
@@ -50,6 +53,31 @@ std::string escaped(std::string_view text, bool keep_lines, std::size_t most) {
 }
 
 }  // namespace
+
+std::string escape_html(std::string_view text) {
+  std::string valid, result;
+  utf8::replace_invalid(text.begin(), text.end(), std::back_inserter(valid));
+  result.reserve(valid.size());
+  for (const char *at = valid.data(), *end = at + valid.size(); at != end;) {
+    const char* begin = at;
+    const std::uint32_t character = utf8::next(at, end);
+    if (character == '&')
+      result += "&amp;";
+    else if (character == '<')
+      result += "&lt;";
+    else if (character == '>')
+      result += "&gt;";
+    else if (character == '"')
+      result += "&quot;";
+    else if (character == '\'')
+      result += "&#39;";
+    else if (is_shown(character) || character == '\n' || character == '\t' || character == '\r')
+      result.append(begin, at);
+    else
+      result += "\uFFFD";
+  }
+  return result;
+}
 
 std::string printable(std::string_view foreign, std::size_t most) {
   return escaped(foreign, /*keep_lines=*/false, most);

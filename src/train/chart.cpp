@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/markup.hpp"
 #include "train/progress.hpp"
 #include "train/report.hpp"
 

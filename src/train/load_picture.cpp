@@ -8,6 +8,8 @@
 #include <numeric>
 #include <optional>
 
+#include "base/markup.hpp"
+
 namespace isograd {
 namespace {
 

@@ -1,7 +1,6 @@
 #include "train/report.hpp"
 
 #include <fmt/format.h>
-#include <utf8.h>
 
 #include <algorithm>
 #include <cctype>
@@ -9,6 +8,7 @@
 #include <iterator>
 
 #include "base/files.hpp"
+#include "base/markup.hpp"
 #include "base/paths.hpp"
 
 namespace isograd {
@@ -163,31 +163,6 @@ std::string last_value(const Series& series) {
 }
 
 }  // namespace
-
-std::string escape_html(std::string_view text) {
-  std::string valid;
-  utf8::replace_invalid(text.begin(), text.end(), std::back_inserter(valid));
-  std::string result;
-  result.reserve(valid.size());
-  for (const char c : valid) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '&')
-      result += "&amp;";
-    else if (c == '<')
-      result += "&lt;";
-    else if (c == '>')
-      result += "&gt;";
-    else if (c == '"')
-      result += "&quot;";
-    else if (c == '\'')
-      result += "&#39;";
-    else if ((byte < 0x20 && c != '\n' && c != '\t' && c != '\r') || byte == 0x7f)
-      result += "\uFFFD";  // control characters are no text
-    else
-      result += c;
-  }
-  return result;
-}
 
 Report::Report(std::string title, std::string subtitle)
     : title_(std::move(title)), subtitle_(std::move(subtitle)) {}

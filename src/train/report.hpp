@@ -85,6 +85,5 @@ struct OffScale {
   double furthest = 0;
 };
 OffScale off_scale(const Chart& chart);
-std::string escape_html(std::string_view text);  // invalid UTF-8 becomes U+FFFD
 
 }  // namespace isograd

@@ -45,7 +45,7 @@ std::vector<Point> line_of(const std::string& picture) {
 }
 
 TEST(Report, EscapesEverything) {
-  const std::string evil = "<script>alert(\"1\")</script>&'\x01\xff";
+  const std::string evil = "<script>alert(\"1\")</script>&'\x01\xff\u202e\u200f\u0085\u2028";
   Report report(evil, evil);
   report.verdict(true, evil);
   report.fact(evil, evil);
@@ -60,7 +60,10 @@ TEST(Report, EscapesEverything) {
   EXPECT_THAT(html, Not(HasSubstr("alert(\"")));
   EXPECT_THAT(html, Not(HasSubstr("\x01")));
   EXPECT_THAT(html, Not(HasSubstr("\xff")));
-  EXPECT_THAT(html, HasSubstr("&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&amp;&#39;\uFFFD\uFFFD"));
+  for (const char* turned : {"\u202e", "\u200f", "\u0085", "\u2028"})
+    EXPECT_THAT(html, Not(HasSubstr(turned)));
+  EXPECT_THAT(
+      html, HasSubstr("&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&amp;&#39;\uFFFD\uFFFD\uFFFD\uFFFD"));
 }
 
 TEST(Report, NeedsNothingFromOutside) {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "base/markup.hpp"
+
 namespace isograd {
 namespace {
 

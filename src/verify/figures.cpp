@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 
+#include "base/markup.hpp"
 #include "train/report.hpp"
 #include "verify/present.hpp"
 
