@@ -303,3 +303,14 @@ def test_a_schedule_of_ones_own_that_contradicts_itself_is_refused(tmp_path):
     assert refused.returncode == 2 and "a multiple of the ranks: 4 or 8" in refused.stderr, refused.stderr
     refused = isograd("schedule", "--kind", "zb-v", "--stages", "5")
     assert refused.returncode == 2 and "a multiple of 2" in refused.stderr, refused.stderr
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--times", "1,1e308,1"], "a backward of inputs of stage 0 that takes 1e+308"),
+    (["--times", "1,1,-1"], "a backward of weights of stage 0 that takes -1"),
+    (["--transfer", "1e308"], "a transfer that takes 1e+308"),
+    (["--stages", "4096", "--micro-batches", "100000"], "at most 4000000 forwards"),
+])
+def test_a_schedule_of_numbers_that_cannot_be_is_refused(arguments, said):
+    refused = isograd("schedule", *arguments)
+    assert refused.returncode == 2 and said in refused.stderr, refused.stderr

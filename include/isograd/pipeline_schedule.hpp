@@ -56,8 +56,8 @@ std::vector<std::string> pipeline_schedules();
 //   zb-h1              1f1b whose backward is cut in two, so that gradients of weights fill the bubbles, with
 //                      1f1b's memory (Qi et al. 2024, arXiv 2401.10241)
 //   zb-v               two stages on each rank, laid in a V, likewise cut (Qi et al. 2024, arXiv 2405.15362)
-// ConfigError: no such schedule, numbers below 1, stages on a rank or micro-batches that it does not admit
-// (which it does is named).
+// ConfigError: no such schedule, numbers below 1, more than 4 million forwards, stages on a rank or
+// micro-batches that it does not admit (which it does is named).
 PipelineTable make_pipeline(const std::string& schedule, int ranks, int stages_of_rank, int micro_batches);
 
 // The table with each send behind the action that makes what is sent, and each receive before the one that
@@ -83,8 +83,8 @@ PipelineTable pipeline_from_json(const std::string& text, const std::string& whe
 // it waits for).
 void check_pipeline(const PipelineTable& table);
 
-// Of each stage, in any unit. `transfer`: from the end of what makes a tensor to its arrival on another rank,
-// while both compute.
+// Of each stage, 0 or 1e-100 to 1e100 in any unit. `transfer`: from the end of what makes a tensor to its
+// arrival on another rank, while both compute.
 struct PipelineTimes {
   std::vector<double> forward, backward_inputs, backward_weights;
   double transfer = 0;

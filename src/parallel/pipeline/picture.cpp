@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
 
+#include "base/markup.hpp"
 #include "isograd/pipeline_schedule.hpp"
 
 namespace isograd {
@@ -22,13 +25,16 @@ std::string label_of(const PipelineAction& action) {
   return fmt::format("{}{}", letter_of(action.kind), action.micro_batch);
 }
 
-// The stages of a rank, ascending.
-std::vector<int> stages_of(const PipelineTable& table, std::size_t rank) {
-  std::vector<int> stages;
-  for (int stage = 0; stage < table.stages; ++stage)
-    if (table.rank_of_stage[static_cast<std::size_t>(stage)] == static_cast<int>(rank))
-      stages.push_back(stage);
-  return stages;
+using Computed = std::vector<std::pair<PipelineAction, PipelineTimeline::Span>>;
+
+// What each rank computes in each of its stages, ascending.
+std::vector<std::map<int, Computed>> by_stage(const PipelineTable& table, const PipelineTimeline& timeline) {
+  std::vector<std::map<int, Computed>> ranks(table.ranks.size());
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
+    for (std::size_t i = 0; i < table.ranks[rank].size(); ++i)
+      if (const PipelineAction& action = table.ranks[rank][i]; !action.is_transfer())
+        ranks[rank][action.stage].emplace_back(action, timeline.spans[rank][i]);
+  return ranks;
 }
 
 template <typename F>
@@ -56,15 +62,20 @@ std::string to_picture(const PipelineTable& table, const PipelineTimeline& timel
   const auto column = [&](double time) { return static_cast<std::size_t>(std::lround(time * scale)); };
   const std::size_t width = column(timeline.length);
   std::string text;
+  const auto stages = by_stage(table, timeline);
   for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
-    for (const int stage : stages_of(table, rank)) {
-      std::string row(width, '.');  // the rank waits
-      for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
+    std::string of_rank(width, '.');  // it waits
+    for_computed(table, timeline, rank, [&](const PipelineAction&, PipelineTimeline::Span span) {
+      const std::size_t begin = column(span.begin), end = column(span.end);
+      of_rank.replace(begin, end - begin, end - begin, ' ');
+    });
+    for (const auto& [stage, computed] : stages[rank]) {
+      std::string row = of_rank;
+      for (const auto& [action, span] : computed) {
         const std::size_t begin = column(span.begin), end = column(span.end);
-        std::string label = action.stage == stage ? label_of(action).substr(0, end - begin) : "";
-        label.resize(end - begin, ' ');
-        row.replace(begin, end - begin, label);
-      });
+        const std::string label = label_of(action).substr(0, end - begin);
+        row.replace(begin, label.size(), label);
+      }
       text += fmt::format("rank {:<3} stage {:<3} {}\n", rank, stage, row);
     }
   }
@@ -86,13 +97,13 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
     body +=
         fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, at, anchor, what);
   };
+  const auto stages = by_stage(table, timeline);
   for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
-    for (const int stage : stages_of(table, rank)) {
+    for (const auto& [stage, computed] : stages[rank]) {
       text(kLeft - 8, y + 16, "end", fmt::format("rank {}, stage {}", rank, stage));
       body += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#f1f1ee\"/>\n", kLeft, y,
                           kWidth, kRow - 2);
-      for_computed(table, timeline, rank, [&](const PipelineAction& action, PipelineTimeline::Span span) {
-        if (action.stage != stage) return;
+      for (const auto& [action, span] : computed) {
         const double x = kLeft + span.begin * unit, wide = (span.end - span.begin) * unit;
         body += fmt::format(
             "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" "
@@ -101,7 +112,7 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
             x, y, wide, kRow - 2, colour(action.kind), to_text(action), span.begin, span.end);
         const std::string label = label_of(action);
         if (wide >= 7.0 * static_cast<double>(label.size())) text(x + wide / 2, y + 15, "middle", label);
-      });
+      }
       y += kRow;
     }
     y += 4;
@@ -111,13 +122,10 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
       "font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
       kPictureWidth, height);
-  std::string title;  // foreign: a table of the user's has a name of the user's
-  for (const char c : table.name)
-    title += c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '&' ? "&amp;" : std::string(1, c);
   head += fmt::format(
       "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} %"
       "</text>\n",
-      kLeft, title, table.stages, table.micro_batches, 100 * timeline.bubble());
+      kLeft, escape_html(table.name), table.stages, table.micro_batches, 100 * timeline.bubble());
   text(kLeft, y + 14, "start", "0");
   text(kLeft + kWidth, y + 14, "end", fmt::format("{:.4g}", timeline.length));
   return head + body + "</svg>\n";

@@ -266,6 +266,7 @@ TEST(PipelineSchedules, NameWhatTheyAdmit) {
   EXPECT_THAT(refused("interleaved", 4, 2, 3), HasSubstr("a multiple of the ranks: 4."));
   EXPECT_THAT(refused("gpipe", 0, 1, 2), HasSubstr("0 ranks"));
   EXPECT_THAT(refused("gpipe", 2, 1, 0), HasSubstr("0 micro-batches"));
+  EXPECT_THAT(refused("interleaved", 2048, 2, 1 << 20), HasSubstr("at most 4000000 forwards"));
 }
 
 // Contradictions, each planted in a right table.
@@ -349,6 +350,29 @@ RC_GTEST_PROP(PipelineSchedules, ContradictionsAreFound, ()) {
   if (passed) RC_ASSERT(ends);
 }
 
+TEST(PipelineSchedules, NameTheTimeThatCannotBeTaken) {
+  const PipelineTable table = make_pipeline("1f1b", 2, 1, 2);
+  const auto refused = [&](const std::function<void(PipelineTimes&)>& change) {
+    PipelineTimes times = uniform_times(2);
+    change(times);
+    return error_of([&] { simulate(table, times); });
+  };
+  for (const double time : {1e308, -1.0, double(NAN), double(INFINITY), 1e-320}) {
+    EXPECT_THAT(refused([&](PipelineTimes& times) { times.forward[1] = time; }),
+                HasSubstr("a forward of stage 1"));
+    EXPECT_THAT(refused([&](PipelineTimes& times) { times.backward_inputs[0] = time; }),
+                HasSubstr("a backward of inputs of stage 0"));
+    EXPECT_THAT(refused([&](PipelineTimes& times) { times.backward_weights[1] = time; }),
+                HasSubstr("a backward of weights of stage 1"));
+    EXPECT_THAT(refused([&](PipelineTimes& times) { times.transfer = time; }),
+                HasSubstr("a transfer that takes"));
+  }
+  EXPECT_THAT(refused([&](PipelineTimes& times) { times.forward.pop_back(); }),
+              HasSubstr("1 times of a forward"));
+  PipelineTimes apart = uniform_times(2, 1e-100, 1e100, 0);
+  EXPECT_THAT(to_picture(table, simulate(table, apart)), HasSubstr("rank 1   stage 1"));
+}
+
 TEST(PipelineText, IsReadOrRefused) {
   const auto refused = [](const std::string& text) {
     return error_of([&] { pipeline_from_json(text, "mine.json"); });
@@ -371,6 +395,25 @@ TEST(PipelineText, IsReadOrRefused) {
   EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1, "ranks": [["0B0", "0F0"]]})"), HasSubstr("0B0"));
 }
 
+// In time in proportion to the stages, on a rank each or all on one.
+TEST(PipelinePicture, OfManyStages) {
+  constexpr int kStages = 40'000;
+  for (const bool apart : {true, false}) {
+    PipelineTable table{.name = "long", .stages = kStages, .micro_batches = 1};
+    table.ranks.resize(apart ? kStages : 1);
+    for (int stage = 0; stage < kStages; ++stage) table.rank_of_stage.push_back(apart ? stage : 0);
+    for (int stage = 0; stage < kStages; ++stage)
+      table.ranks[apart ? static_cast<std::size_t>(stage) : 0].push_back({Kind::kForward, stage, 0});
+    for (int stage = kStages - 1; stage >= 0; --stage)
+      table.ranks[apart ? static_cast<std::size_t>(stage) : 0].push_back({Kind::kBackward, stage, 0});
+    const PipelineTable read = pipeline_from_json(to_json(table), "long");
+    EXPECT_EQ(read, table);
+    const PipelineTimeline timeline = simulate(read, uniform_times(kStages));
+    EXPECT_EQ(std::ranges::count(to_picture(read, timeline), '\n'), kStages);
+    EXPECT_THAT(to_svg(read, timeline), HasSubstr("stage 39999"));
+  }
+}
+
 TEST(PipelinePicture, ShowsWhenEachRankDoesWhat) {
   const PipelineTable table = make_pipeline("1f1b", 2, 1, 2);
   const PipelineTimeline timeline = simulate(table, uniform_times(2));
@@ -380,8 +423,9 @@ TEST(PipelinePicture, ShowsWhenEachRankDoesWhat) {
   const std::string svg = to_svg(table, timeline);
   EXPECT_THAT(svg, AllOf(HasSubstr("1F1"), HasSubstr("rank 1, stage 1"), HasSubstr("</svg>")));
   PipelineTable foreign = table;
-  foreign.name = "<script>";
-  EXPECT_THAT(to_svg(foreign, timeline), ::testing::Not(HasSubstr("<script>")));
+  foreign.name = "<script>\x01\x1b[2J\u202egvs\u2066\xff";
+  EXPECT_THAT(to_svg(foreign, timeline),
+              HasSubstr(">&lt;script&gt;\uFFFD\uFFFD[2J\uFFFDgvs\uFFFD\uFFFD: 2 stages"));
 }
 
 }  // namespace

@@ -43,6 +43,8 @@ class Writer {
   std::vector<PipelineAction> actions_{};
 };
 
+constexpr int kMostForwards = 4'000'000;  // of a table: about 0.5 GB with its timeline
+
 struct Shape {
   int ranks, stages_of_rank, micro_batches;
   int stages() const { return ranks * stages_of_rank; }
@@ -138,6 +140,11 @@ void check(const Schedule& schedule, const Shape& shape) {
                                      {shape.stages_of_rank, "stages on a rank"},
                                      {shape.micro_batches, "micro-batches"}})
     if (number < 1) refuse(fmt::format("{} {}", number, what), "1 or more", "Change it");
+  const double forwards = double(shape.ranks) * shape.stages_of_rank * shape.micro_batches;
+  if (forwards > kMostForwards)
+    refuse(fmt::format("{} ranks, {} stages on each and {} micro-batches: {:.0f} forwards", shape.ranks,
+                       shape.stages_of_rank, shape.micro_batches, forwards),
+           fmt::format("at most {} forwards", kMostForwards), "Ask for fewer stages or micro-batches");
   const int most = schedule.most_stages;
   if (shape.stages_of_rank < schedule.least_stages || (most > 0 && shape.stages_of_rank > most))
     refuse(fmt::format("{} stages on each rank", shape.stages_of_rank),

@@ -21,6 +21,9 @@ using Kind = PipelineAction::Kind;
          std::move(action));
 }
 
+// Sums of these are finite, and one can be drawn in a picture of the other.
+constexpr double kLeastTime = 1e-100, kMostTime = 1e100;
+
 // By stage and micro-batch.
 class Places {
  public:
@@ -333,12 +336,21 @@ double PipelineTimeline::bubble() const {
 PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves) {
   Completeness completeness(table);
   completeness.check();
-  for (const auto* each : {&times.forward, &times.backward_inputs, &times.backward_weights})
-    if (each->size() != static_cast<std::size_t>(table.stages) ||
-        std::any_of(each->begin(), each->end(), [](double time) { return !(time >= 0); }) ||
-        !(times.transfer >= 0))
-      refuse_table(table, fmt::format("{} times", each->size()),
-                   fmt::format("one for each of {} stages, none below 0", table.stages), "Mend the times");
+  const auto check_time = [&](double time, const std::string& of) {
+    if (time == 0 || (time >= kLeastTime && time <= kMostTime)) return;
+    refuse_table(table, fmt::format("{} that takes {}", of, time),
+                 fmt::format("0, or {} to {}", kLeastTime, kMostTime), "Change that time, or the unit");
+  };
+  for (const auto& [each, of] : {std::pair{&times.forward, "a forward"},
+                                 {&times.backward_inputs, "a backward of inputs"},
+                                 {&times.backward_weights, "a backward of weights"}}) {
+    if (each->size() != static_cast<std::size_t>(table.stages))
+      refuse_table(table, fmt::format("{} times of {}", each->size(), of),
+                   fmt::format("one for each of {} stages", table.stages), "Give as many times as stages");
+    for (std::size_t stage = 0; stage < each->size(); ++stage)
+      check_time((*each)[stage], fmt::format("{} of stage {}", of, stage));
+  }
+  check_time(times.transfer, "a transfer");
   if (!(between_halves >= 0) || !std::isfinite(between_halves))
     refuse_table(table,
                  fmt::format("{} of a forward's memory between the halves of a backward", between_halves),
