@@ -6,14 +6,25 @@
 
 namespace isograd {
 
-// Whether the pattern, in which * stands for any text, is the whole name.
+inline constexpr std::size_t kMostPattern = 1000;  // bytes; matching takes at most as many passes over a name
+
+// Whether the pattern, in which * stands for any text, is the whole name. Without recursion: where the text
+// behind a star does not fit, that star takes one character more; an earlier one need never take more.
 inline bool matches(std::string_view pattern, std::string_view name) {
-  if (pattern.empty()) return name.empty();
-  if (pattern[0] != '*')
-    return !name.empty() && name[0] == pattern[0] && matches(pattern.substr(1), name.substr(1));
-  for (std::size_t skipped = 0; skipped <= name.size(); ++skipped)
-    if (matches(pattern.substr(1), name.substr(skipped))) return true;
-  return false;
+  std::size_t at = 0, in_name = 0, behind_star = 0, taken_to = 0;
+  bool has_star = false;
+  while (in_name < name.size()) {
+    if (at < pattern.size() && pattern[at] == '*') {
+      has_star = true, behind_star = ++at, taken_to = in_name;
+    } else if (at < pattern.size() && pattern[at] == name[in_name]) {
+      ++at, ++in_name;
+    } else if (has_star) {
+      at = behind_star, in_name = ++taken_to;
+    } else {
+      return false;
+    }
+  }
+  return pattern.find_first_not_of('*', at) == std::string_view::npos;
 }
 
 }  // namespace isograd

@@ -27,6 +27,11 @@ std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string
                          .expected = "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"",
                          .action = action});
     };
+    if (text.size() > kMostPattern)
+      throw ConfigError({.where = where,
+                         .found = fmt::format("train.clip_groups with {} characters", text.size()),
+                         .expected = fmt::format("at most {}", kMostPattern),
+                         .action = "Shorten the pattern"});
     const auto colon = text.rfind(':');
     if (colon == std::string::npos) refuse("which names no limit", "Write the limit behind a colon");
     const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));

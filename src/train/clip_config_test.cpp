@@ -50,6 +50,9 @@ TEST(ClipConfig, WhatIsNoGroupIsRefused) {
         said_of_groups([&, one = std::string(text)] { clip_groups_of(with_groups({one}), "run.toml"); }),
         AllOf(HasSubstr("run.toml"), HasSubstr(said)))
         << text;
+  EXPECT_THAT(
+      said_of_groups([] { clip_groups_of(with_groups({std::string(1'000'000, '*') + ": 1"}), "run.toml"); }),
+      HasSubstr("1000003 characters; expected at most 1000"));
   EXPECT_THAT(said_of_groups([] {
                 clip_groups_of(with_groups({"a: 1", "a: 2"}), "run.toml");
               }),

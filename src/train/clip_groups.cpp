@@ -36,6 +36,9 @@ ClipsGroups::ClipsGroups(std::unique_ptr<Optimizer> inner, std::vector<ClipGroup
   check_limit("other parameters", others);
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     const std::string& pattern = groups_[i].pattern;
+    if (pattern.size() > kMostPattern)
+      refuse("clip groups", fmt::format("a pattern of {} characters", pattern.size()),
+             fmt::format("at most {}", kMostPattern), "Shorten it");
     check_limit(pattern, groups_[i].max_norm);
     const auto same = [&](const ClipGroup& group) { return group.pattern == pattern; };
     if (pattern.empty() ||

@@ -6,12 +6,14 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/pattern.hpp"
 #include "fuzz/reader_parts.hpp"
 #include "isograd/dump.hpp"
 #include "isograd/error.hpp"
 #include "isograd/pipeline_schedule.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/checkpoint_state.hpp"
+#include "train/clip_config.hpp"
 #include "train/config.hpp"
 #include "train/metrics.hpp"
 #include "verify/compare_dumps.hpp"
@@ -130,7 +132,26 @@ void read_pipeline(const fs::path& file) {
   const PipelineTable table = pipeline_from_json(read_file(file), file.string());
   if (pipeline_from_json(to_json(table), "again") != table)
     throw std::runtime_error("a schedule that is not read back as it was written");
-  to_picture(table, simulate(table, uniform_times(table.stages)));
+  const PipelineTimeline timeline = simulate(table, uniform_times(table.stages));
+  to_picture(table, timeline);
+  to_svg(table, timeline);
+}
+
+// Its lines as patterns, each against the names of a model, and as groups of a configuration.
+void read_patterns(const fs::path& file) {
+  const std::string text = read_file(file);
+  RunConfig config;
+  for (std::size_t begin = 0; begin < text.size() && config.train.clip_groups.size() < 20;) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    config.train.clip_groups.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  const std::vector<std::pair<std::string, at::Tensor>> named{
+      {"model.layers.0.mlp.up_proj.weight", at::zeros({1}).requires_grad_()},
+      {std::string(300, 'a') + "b", at::zeros({1}).requires_grad_()}};
+  for (const std::string& line : config.train.clip_groups)
+    for (const auto& [name, value] : named) matches(line, name);
+  check_clip_groups(config, named);
 }
 
 }  // namespace
@@ -159,6 +180,13 @@ std::vector<Reader> run_readers() {
       {"dump", prepare_dumps, read_dumps,
        with(kJson, {"\"counts\":", "\"owners\":", "\"ranks\":", "\"nan\"", "\"-inf\"",
                     "\"parameters\":", "\"axes\":"})},
+      {"patterns",
+       [](const fs::path& folder) {
+         put(folder / "groups", "*.mlp.*: 0.5\naaa*a*a*: 1e-3\n");
+         put(folder / "stars", "model.*.weight: 1\n" + std::string(40, '*') + "a*b: 2\n");
+       },
+       read_patterns,
+       {"*", "**", "*a", "a*", ": ", ":", "1e999", "nan", "-", "\n", "model.", std::string(3000, '*')}},
       {"schedule",
        [](const fs::path& folder) {
          put(folder / "zb.json", to_json(make_pipeline("zb-v", 2, 2, 3)));

@@ -77,6 +77,9 @@ CutRule summed_along(std::string name, AxisSet axes) {
 
 Layout::Named cut_placements(const Named& named, const Grid& grid, const std::vector<CutRule>& rules) {
   for (const CutRule& rule : rules) {
+    if (rule.name.size() > kMostPattern)
+      refuse("a rule of cut()", fmt::format("a name of {} characters", rule.name.size()),
+             fmt::format("at most {}", kMostPattern), "Shorten it");
     if (rule.unit < 1)
       refuse_rule(rule, fmt::format("pieces of {} rows", rule.unit), "1 or more", "Correct `unit`");
     check_matches_some(rule, named);
