@@ -282,7 +282,9 @@ def test_whatever_is_known_to_be_wrong_fails(tmp_path):
 def test_right_steps_pass_in_lower_precision(tmp_path, dtype, counts, alone):
     steps = Steps(tmp_path, counts, dtype).reference().alone().run()
     ids, text, document = steps.verdict(*(["--alone", tmp_path / "alone"] if alone else []))
-    assert ids == [], text
+    # In bf16 half of a vector's gradient may be rounding, and over a thousand tokens a LayerNorm's is off by 6 % on one
+    # process too, of which four times are allowed: nothing is wrong, and it is no pass.
+    assert ids == (["unresolved"] if dtype == torch.bfloat16 and (not alone or counts is NEAR) else []), text
     finds = document["grades"]["E2"]["finds"]
     assert finds["uniform_scale"] < (1e-6 if dtype == torch.float32 else 2e-2), text
 
@@ -311,22 +313,23 @@ def test_errors_of_scale_show_from_where_the_verdict_says(tmp_path, dtype, alone
     def ids_of(factor, names):
         steps.run(change=lambda g: g.update({n: exact[n] * (factor if n in names else 1) for n in g}))
         return steps.verdict(*more)
-    ids, text, document = ids_of(1, [])
-    assert ids == [], text
+    right, text, document = ids_of(1, [])
+    assert right == (["unresolved"] if dtype == torch.bfloat16 and not alone else []), text
     finds = document["grades"]["E2"]["finds"]
     for names, smallest in [(list(exact), finds["uniform_scale"]), ([finds["least_in"]], finds["single_scale"])]:
         above = [ids_of(1 + sign * 1.06 * smallest, names)[0] for sign in (1, -1)]
-        assert all(above) if len(names) > 1 else any(above), (names, smallest, above)
+        shows = [ids != right for ids in above]
+        assert all(shows) if len(names) > 1 else any(shows), (names, smallest, above)
         if len(names) > 1:  # a single one may also show in the scale of the whole
             below = [ids_of(1 + sign * 0.9 * smallest, names)[0] for sign in (1, -1)]
-            assert [] in below, (smallest, below)
+            assert right in below, (smallest, below)
 
 
 def test_a_matrix_that_is_off_shows_beside_a_reference_in_bf16(tmp_path):
     steps = Steps(tmp_path, dtype=torch.bfloat16).alone()
     (tmp_path / "alone").rename(tmp_path / "one")
     ids, text, document = steps.run().verdict()
-    assert ids == [] and "in a single one" in text.splitlines()[0], text
+    assert ids == ["unresolved"] and "in a single one" in text.splitlines()[0], text
     matrices = [name for name, p in base().named_parameters() if p.dim() > 1]
     assert all(p["scale_found"] < 0.2 for p in document["parameters"] if p["name"] in matrices), document["parameters"]
     for name, factor in [(name, factor) for name in matrices for factor in (1.3, 0.7)]:

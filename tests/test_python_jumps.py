@@ -19,6 +19,17 @@ def test_a_right_step_raises_no_alarm_where_units_turn_on_and_off(found):
     assert "compare a run in fp64" in without["text"]
 
 
+def test_jumps_that_hide_a_tenth_of_a_gradient_are_no_pass(found):
+    """Twelve of 64 units at zero."""
+    many = found["many_at_zero"]
+    assert not many["passed"] and many["said"] == ["unresolved"] and many["moves"], many["text"]
+    assert "0.weight, 0.bias. Compare a run in fp64" in many["text"].splitlines()[0], many["text"]
+
+
+def test_no_note_names_what_the_model_may_not_have(found):
+    assert [name for name, one in found.items() if "ReLU" in one["text"]] == []
+
+
 def test_in_fp64_nothing_is_measured_and_all_is_proved(found):
     assert found["in_fp64"]["passed"] and not found["in_fp64"]["moves"], found["in_fp64"]["text"]
 

@@ -89,8 +89,9 @@ def _proved(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, micr
 
 
 def _right(verdict: Verdict) -> bool:
-    """Nothing is known to be wrong, though something may not be proven: ranks have the same samples, by choice here."""
-    return verdict.passed or verdict.findings == ["reduction_not_proven"]
+    """Nothing is known to be wrong, though something may not be proven: ranks have the same samples, by choice here, or
+    rounding hides too much."""
+    return verdict.passed or verdict.findings in (["reduction_not_proven"], ["unresolved"])
 
 
 def _check_repeatable(first: watch, second: watch) -> None:

@@ -86,6 +86,23 @@ TEST(BadInput, ARandomModel) {
   EXPECT_TRUE(answer.verdict.layouts.empty());
 }
 
+// Of the two runs of the oracle the first is not finite, or a gradient of the second.
+TEST(BadInput, AModelThatIsNotFiniteOnceIsRandom) {
+  for (const bool logits_too : {true, false}) {
+    int calls = 0;  // in fp64: rank 0's; the first asks whether the model runs in it at all
+    const Answer answer = ask([&](const toy::Model& model, const Batch& batch) {
+      at::Tensor logits = model.logits(batch);
+      if (model.gain.scalar_type() != at::kDouble) return logits;
+      ++calls;
+      if (logits_too) return calls == 2 ? logits * std::nan("") : logits;
+      if (calls == 3)
+        logits.register_hook([](const at::Tensor& gradient) { return gradient * std::nan(""); });
+      return logits;
+    });
+    EXPECT_EQ(ids(answer.verdict), "random_model") << logits_too;
+  }
+}
+
 TEST(BadInput, AModelThatCannotRunInFp64) {
   const Answer mixed = ask([](const toy::Model& model, const Batch& batch) {
     return at::matmul(model.logits(batch), at::eye(toy::kVocabulary, at::kFloat));

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "verify/compared_step.hpp"
 #include "verify/resolution.hpp"
 
 namespace isograd {
@@ -29,7 +30,7 @@ Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, doub
   result.error = in_scales(holds(sums.apart) ? std::sqrt(sums.apart) : distance(gradient, reference), scale);
   result.residual = wanted > 0 ? in_scales(distance(gradient, reference, result.ratio), scale) : result.error;
   result.allowed = allowed;
-  result.passed = result.error <= result.allowed;
+  result.passed = std::isfinite(result.error) && result.error <= result.allowed;
   result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale, sums);
   return result;
 }
@@ -128,7 +129,7 @@ std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigur
   const auto hold = [&](const char* name, double found, double expected, double one_process) {
     const double allowed =
         std::fmax(bounds.figures * std::abs(expected), kRoundingFactor * std::abs(one_process - expected));
-    if (!(std::abs(found - expected) <= allowed))  // NaN is off
+    if (!std::isfinite(found) || !(std::abs(found - expected) <= allowed))
       off.push_back({.name = name, .found = found, .expected = expected, .allowed = allowed});
   };
   hold("loss", figures.loss, oracle.loss, alone.loss);
@@ -162,6 +163,33 @@ void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& paramete
     }
   }
   if (grade.scale.tested) grade.uniform_found = std::min(grade.uniform_found, grade.scale.found_from);
+}
+
+std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& parameters,
+                                           const Grade& grade, bool exact, const std::string& action,
+                                           double limit) {
+  const bool none = !(grade.uniform_found <= limit);
+  std::vector<std::string> names, evidence;
+  for (const ParameterVerdict& parameter : parameters) {
+    const Comparison& comparison = exact ? parameter.exact : parameter.rounded;
+    const double shows = parameter.by_floor ? comparison.allowed : comparison.scale_found;
+    if (!none && shows <= limit) continue;
+    names.push_back(parameter.name);
+    constexpr std::size_t kMost = 5;
+    if (evidence.size() < kMost)
+      evidence.push_back(fmt::format(
+          "{}: {} from {:.2g} % on", parameter.name,
+          parameter.by_floor ? "of the floor that it is held to, for want of a gradient, an error shows"
+                             : "an error of scale shows",
+          100 * shows));
+  }
+  if (names.empty()) return std::nullopt;
+  return Finding{
+      "unresolved",
+      fmt::format("nothing is found to be wrong, but an error of scale of {:.0f} % would not show in {} "
+                  "of {} parameters: {}. {}",
+                  100 * limit, names.size(), parameters.size(), list_names(names), action),
+      std::move(evidence)};
 }
 
 void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,

@@ -1,6 +1,7 @@
 // The comparison of two gradients and the bounds it is held to (DESIGN.md, the four grades).
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,6 +70,14 @@ std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigur
 // scale of the whole gradient. `precision` is "fp32", ...
 void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
            const Bounds& bounds, const WholeScale& scale = {});
+
+// A step passes only where an error of scale of this size shows in each parameter (docs/verify.md); of one
+// that is held to a floor, an error of that share of the floor.
+constexpr double kCoarsest = 0.1;
+// "unresolved", where it does not. `action`: what would tell.
+std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& parameters,
+                                           const Grade& grade, bool exact, const std::string& action,
+                                           double limit = kCoarsest);
 
 // What a grade finds, from comparisons of all parameters (Grade::uniform_found and the following).
 void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& parameters, bool exact);

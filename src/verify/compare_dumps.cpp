@@ -109,6 +109,18 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
   layout.e3 = {.state = Grade::State::kNotClaimed, .bound = "one dump shows one run", .worst = {}};
 }
 
+// What finds smaller mistakes than a comparison in this precision.
+std::string to_tell(const std::string& precision, bool with_alone, const std::string& reference) {
+  const std::string run = precision == "bf16" || precision == "fp16" ? "a run in fp32 or fp64"
+                          : precision == "fp64"                      ? "a step with a larger gradient"
+                                                                     : "a run in fp64";
+  const std::string first = reference != "fp64" && precision != "fp64" ? "Make the reference in fp64. " : "";
+  if (with_alone || precision == "fp64") return first + "Compare " + run;
+  return first +
+         fmt::format("Give the step of one process in {} (--alone; in Python alone=True), or compare {}",
+                     precision, run);
+}
+
 // What does not show in the parameter that shows least.
 std::string unseen_in(const Grade& grade) {
   if (grade.failed > 0 || grade.single_least.empty()) return {};
@@ -291,13 +303,12 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
         names.expected, precision, names.found, pair.found.precision, unseen_in(layout.e2)));
   const double moved = largest_move(one);
   if (one.allowance().moved)
-    result.notices.push_back(
-        fmt::format("the right gradient itself moves, by up to {:.2g} of a parameter's scale, where "
-                    "parameters move by what "
-                    "rounding in {} is worth: its loss has jumps in its derivative (ReLU), of which no run "
-                    "in {} is sure; what is "
-                    "smaller does not show (a run in fp64 tells)",
-                    moved, precision, precision));
+    result.notices.push_back(fmt::format(
+        "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where "
+        "parameters move by what rounding in {} is worth, as where a derivative jumps: no run in {} is "
+        "sure of it, and what is smaller does not show (a run in fp64 tells; docs/verify.md, losses "
+        "that jump)",
+        moved, precision, precision));
   if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
     result.notices.push_back(fmt::format(
         "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,
@@ -332,6 +343,12 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
       result.findings.push_back(finding);
     }
   }
+  const bool right = one.same() && result.findings.empty();
+  if (const bool exact = one.allowance().exact; right)
+    if (auto coarse =
+            diagnose_resolution(layout.parameters, exact ? layout.e1 : layout.e2, exact,
+                                to_tell(precision, alone || one.allowance().moved, expected.precision)))
+      result.findings.push_back(std::move(*coarse));
   // Whatever is known to be wrong fails, and what fails is said.
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
                    result.findings.empty();
@@ -340,11 +357,11 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   const auto unknown = [](const Finding& finding) { return finding.id == "unknown"; };
   if (!one.allowance().exact && expected.moves.empty() &&
       std::any_of(result.findings.begin(), result.findings.end(), unknown))
-    result.notices.push_back(
-        fmt::format("if the loss has jumps in its derivative (ReLU, max, abs), rounding in {} alone turns "
-                    "units on and off, and no "
-                    "bound on rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md)",
-                    precision));
+    result.notices.push_back(fmt::format(
+        "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no "
+        "bound on rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses "
+        "that jump)",
+        precision));
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));
 

@@ -105,6 +105,43 @@ TEST(Compare, BoundsAreThoseOfTheFourGrades) {
   EXPECT_DOUBLE_EQ(compare_rounded(reference, reference, 1, 1e-3, bounds).allowed, 4e-3 + std::ldexp(6, -24));
 }
 
+TEST(Compare, WhatIsNotFiniteFailsWhateverIsAllowed) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Bounds bounds = bounds_for(at::kHalf, 1, 1);
+  at::Tensor found = random_gradient(100, 1);
+  found[3] = infinity;
+  EXPECT_FALSE(compare_rounded(found, random_gradient(100, 1), 1, infinity, bounds).passed);
+  const StepFigures oracle{.loss = 2, .targets = 10, .tokens = 12, .norm = 3, .clip_coefficient = 1};
+  StepFigures broken = oracle;
+  broken.loss = infinity;
+  ASSERT_EQ(figures_off(broken, oracle, broken, bounds).size(), 1u);
+  EXPECT_EQ(figures_off(broken, oracle, broken, bounds)[0].name, "loss");
+}
+
+// A gradient whose rounding one process gets as wrong as the gradient is large: nothing shows in it.
+TEST(Compare, ABoundThatIsWiderThanTheLimitIsNoPass) {
+  const Bounds bounds = bounds_for(at::kFloat, 1, 1);
+  const auto judged = [&](double alone_error, bool floor) {
+    const at::Tensor one = random_gradient(100, 1), other = random_gradient(100, 2);
+    std::vector<ParameterVerdict> parameters(2);
+    parameters[0].name = "sharp", parameters[1].name = "wide";
+    parameters[0].rounded = compare_rounded(one, one, norm_of(one), 1e-7, bounds);
+    parameters[1].rounded = compare_rounded(other, other, norm_of(other), alone_error, bounds);
+    parameters[1].by_floor = floor;
+    Grade grade;
+    note_resolution(grade, parameters, false);
+    return diagnose_resolution(parameters, grade, false, "Do this");
+  };
+  for (const bool floor : {false, true}) {
+    EXPECT_FALSE(judged(0.024, floor));
+    const auto wide = judged(0.026, floor);
+    ASSERT_TRUE(wide);
+    EXPECT_EQ(wide->id, "unresolved");
+    EXPECT_THAT(wide->sentence,
+                ::testing::HasSubstr("10 % would not show in 1 of 2 parameters: wide. Do this"));
+  }
+}
+
 TEST(Compare, FiguresMustAgree) {
   const StepFigures oracle{.loss = 2, .targets = 10, .tokens = 12, .norm = 3, .clip_coefficient = 1.0 / 3};
   EXPECT_TRUE(figures_agree(oracle, oracle, Bounds{}));

@@ -138,7 +138,8 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
                                 [&](const auto& g) { return close_together(g.first, ratio, 10 * limit); });
       if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
       group->second.push_back(name);
-      if (distance(applied, parameter.found, ratio) > 10 * limit * std::abs(ratio) * norm_of(parameter.found))
+      if (!(distance(applied, parameter.found, ratio) <=
+            10 * limit * std::abs(ratio) * norm_of(parameter.found)))
         bent.push_back(name);
     }
   }

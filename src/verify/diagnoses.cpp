@@ -88,6 +88,9 @@ const std::vector<Diagnosis> kDiagnoses = {
     {"other_experts",
      "tokens went to experts that the oracle did not choose, and not because rounding turned a near tie"},
     {"rounding", "right but for rounding that the run's precision does not explain: sums in a coarser type"},
+    {"unresolved",
+     "nothing is found to be wrong, but too large a mistake would not show: no pass, and it says what would "
+     "tell"},
     {"undecided", "several mistakes fit, and what is there does not tell them apart: it says what would"},
     {"unknown", "fits no known mistake"},
 };

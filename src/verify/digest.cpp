@@ -33,17 +33,31 @@ std::uint64_t digest(const MicroBatches& batches) {
     const at::Tensor tokens = batch.tokens.cpu().contiguous(), targets = batch.targets.cpu().contiguous();
     const auto* token = tokens.const_data_ptr<std::int64_t>();
     const auto* target = targets.const_data_ptr<std::int64_t>();
+    const auto flat = [](const at::Tensor& tensor, at::ScalarType dtype) {
+      return tensor.defined() ? tensor.detach().to(at::kCPU, dtype).contiguous() : tensor;
+    };
+    const at::Tensor weights = flat(batch.weights, at::kDouble), positions = flat(batch.positions, at::kLong);
+    const auto* weight = weights.defined() ? weights.const_data_ptr<double>() : nullptr;
+    const auto* position = positions.defined() ? positions.const_data_ptr<std::int64_t>() : nullptr;
     for (std::int64_t fragment = 0; fragment < batch.num_fragments(); ++fragment) {
       const auto index = static_cast<std::size_t>(fragment);
       if (batch.sample_ids[index] == kPaddingSample) continue;
       const auto begin = batch.cu_seqlens[index], end = batch.cu_seqlens[index + 1];
       const auto before = batch.cut ? batch.cut->own()[index].begin : 0;  // tokens of the fragment elsewhere
-      for (auto t = begin; t < end; ++t)
+      const auto sample = static_cast<std::uint64_t>(batch.sample_ids[index]);
+      for (auto t = begin; t < end; ++t) {
+        const auto place = static_cast<std::uint64_t>(before + t - begin);
         sum += random_bits({.seed = static_cast<std::uint64_t>(token[t]),
                             .step = static_cast<std::uint64_t>(target[t]),
-                            .sample = static_cast<std::uint64_t>(batch.sample_ids[index]),
+                            .sample = sample,
                             .layer = hash_name("batch digest")},
-                           static_cast<std::uint64_t>(before + t - begin));
+                           place);
+        sum += random_bits({.seed = std::bit_cast<std::uint64_t>(weight ? weight[t] : 1.0),
+                            .step = position ? static_cast<std::uint64_t>(position[t]) : place,
+                            .sample = sample,
+                            .layer = hash_name("weights digest")},
+                           place);
+      }
       for (std::size_t i = 0; i < batch.inputs.size(); ++i)
         sum +=
             random_bits({.seed = static_cast<std::uint64_t>(

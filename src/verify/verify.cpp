@@ -58,7 +58,7 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
         // The parameter itself is only known to its last bit.
         const double rounding = updates * 0x1p-52 * wanted.parameters[p].norm().item<double>();
         const double used = error / (allowed + rounding);
-        trajectory.passed = trajectory.passed && used <= 1;  // not for NaN
+        trajectory.passed = trajectory.passed && std::isfinite(error) && used <= 1;  // not for NaN
         if (!(used > share)) continue;
         share = used;
         trajectory.worst = reference.oracle.names[p];
@@ -197,6 +197,15 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
               "summed "
               "(or the loss told so: grad_reduction = mean)",
               group.size());
+    if (result.passed && result.findings.empty()) {
+      // E1 finds small mistakes of the arithmetic; within rounding no gradient may be lost without a sign.
+      auto coarse =
+          diagnose_resolution(result.parameters, result.e1, true, "Verify a step with a larger gradient");
+      if (!coarse && !exact_run)
+        coarse = diagnose_resolution(result.parameters, result.e2, false,
+                                     "Rounding in the run's precision hides it: verify in fp32 or fp64", 1.0);
+      if (coarse) result.findings.push_back(std::move(*coarse));
+    }
     const StepFigures& oracle = reference.oracle.figures;
     if (!unclipped_norms_agree(result.exact, oracle, bounds) && result.findings.empty())
       result.findings.push_back(

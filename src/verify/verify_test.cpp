@@ -192,6 +192,15 @@ TEST(Digest, CountsEveryTokenOnce) {
   changed[0].tokens = changed[0].tokens.clone();
   changed[0].tokens[1] += 1;
   EXPECT_NE(digest(changed), digest(packs));
+  changed = packs;
+  changed[0].positions = changed[0].positions.clone();
+  changed[0].positions[1] += 1;
+  EXPECT_NE(digest(changed), digest(packs));
+  changed = packs;
+  changed[0].weights = at::ones({changed[0].num_tokens()}, at::kFloat);
+  EXPECT_EQ(digest(changed), digest(packs));  // as where none are given
+  changed[0].weights[1] = 0.5;
+  EXPECT_NE(digest(changed), digest(packs));
 }
 
 // One rank works more than twice as long as the timeout, in pieces; then one piece is too long.

@@ -34,7 +34,7 @@ from trainers import TIMEOUT, Groups  # noqa: E402
 
 WORLD = 4  # processes; a trial of fewer ranks takes the first
 NAMED_RIGHTLY = 0.85  # of all mistakes; an expected `undecided` does not count
-NO_NAME = ("undecided", "unknown", "norm_differs")  # say that no name is known: not wrong, right where expected
+NO_NAME = ("undecided", "unknown", "unresolved", "norm_differs")  # say that no name is known: not wrong, right where expected
 PLANTED = 1e-5  # of the right value: more in fp64 is a mistake, less is rounding and the parameters' own digits
 
 

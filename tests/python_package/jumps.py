@@ -13,20 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import isograd
 
-UNITS, AT_ZERO = 64, 3
+UNITS, AT_ZERO = 256, 3  # so that one turned on is some 2 % of a gradient
 
 
 def samples(rank):
     generator = torch.Generator().manual_seed(rank)
-    return [(torch.randn(n, 8, generator=generator), torch.randint(6, (n,), generator=generator)) for n in ((3, 5), (9, 11))[rank]]
+    return [(torch.randn(n, 8, generator=generator), torch.randint(6, (n,), generator=generator)) for n in ((3, 155), (9, 161))[rank]]
 
 
-def make_model(activation=nn.ReLU, dtype=torch.float32):
+def make_model(activation=nn.ReLU, dtype=torch.float32, units=UNITS, at_zero=AT_ZERO):
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(8, UNITS), activation(), nn.Linear(UNITS, UNITS), activation(), nn.Linear(UNITS, 6))
+    model = nn.Sequential(nn.Linear(8, units), activation(), nn.Linear(units, units), activation(), nn.Linear(units, 6))
     row = samples(0)[0][0][0]
     with torch.no_grad():  # the first row's product, but for the rounding of fp32
-        model[0].bias[:AT_ZERO] = -(model[0].weight[:AT_ZERO].double() @ row.double()).float()
+        model[0].bias[:at_zero] = -(model[0].weight[:at_zero].double() @ row.double()).float()
     return model.to(dtype)
 
 
@@ -34,8 +34,8 @@ def sample_loss(model, sample):
     return F.cross_entropy(model(sample[0].to(next(model.parameters()).dtype)), sample[1], reduction="none")
 
 
-def proved(rank, mean=False, spoil=None, activation=nn.ReLU, dtype=torch.float32, **options):
-    model = DistributedDataParallel(make_model(activation, dtype))
+def proved(rank, mean=False, spoil=None, activation=nn.ReLU, dtype=torch.float32, units=UNITS, at_zero=AT_ZERO, **options):
+    model = DistributedDataParallel(make_model(activation, dtype, units, at_zero))
     if not mean:
         isograd.sum_gradients(model)
 
@@ -72,7 +72,7 @@ def noisy(parameters):
 
 
 CASES = {
-    "right": {}, "in_fp64": {"dtype": torch.float64}, "not_measured": {"alone": False}, "rank_means": {"mean": True},
+    "right": {}, "many_at_zero": {"units": 64, "at_zero": 12}, "in_fp64": {"dtype": torch.float64}, "not_measured": {"alone": False}, "rank_means": {"mean": True},
     "scaled": {"spoil": scaled}, "lost": {"spoil": lost},
     "smooth": {"activation": nn.GELU}, "smooth_and_noisy": {"activation": nn.GELU, "spoil": noisy}}
 
