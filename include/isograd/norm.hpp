@@ -73,7 +73,8 @@ void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector
 // max |g| over the whole gradient; NaN if any element is one.
 double infinity_norm(const std::vector<Bucket>& buckets, Group group);
 
-// min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank.
+// min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank. ConfigError:
+// max_norm is NaN.
 double clip_coefficient(double norm, double max_norm);
 
 }  // namespace isograd

@@ -111,12 +111,11 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
 }
 
 void sync_context_gradients(const std::vector<at::Tensor>& parameters, Group& context) {
-  if (context.size() == 1) return;
   for (const at::Tensor& parameter : parameters) {
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter.detach());
     if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();  // of an embedding with `sparse`
-    context.all_reduce(gradient);
+    if (context.size() > 1) context.all_reduce(gradient);
   }
 }
 

@@ -137,6 +137,21 @@ TEST(SyncContextGradients, TakesSparseGradientsOrNone) {
   });
 }
 
+// A loop that reads the gradients afterwards runs on any number of ranks.
+TEST(SyncContextGradients, LeavesTheSameKindOfGradientOnAnyNumberOfRanks) {
+  for (const int ranks : {1, 3})
+    run_ranks(ranks, [](World& world) {
+      const at::Tensor idle = at::ones({2}, at::kDouble).requires_grad_(true);
+      const at::Tensor table = at::ones({4, 2}, at::kDouble).requires_grad_(true);
+      at::embedding(table, at::arange(1), -1, false, /*sparse=*/true).sum().backward();
+      sync_context_gradients({idle, table}, world.group);
+      ASSERT_TRUE(idle.grad().defined());
+      EXPECT_TRUE(at::equal(idle.grad(), at::zeros({2}, at::kDouble)));
+      ASSERT_EQ(table.grad().layout(), at::kStrided);
+      EXPECT_EQ(table.grad().sum().item<double>(), 2.0 * world.size);
+    });
+}
+
 // n_k / N rounded to bf16 is off by up to 2^-9, another amount in each micro-batch.
 TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   Group alone = Group::solo();

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "isograd/error.hpp"
 #include "norm/passes.hpp"
 
 namespace isograd {
@@ -133,6 +134,7 @@ TEST(ClipCoefficient, FollowsItsFormula) {
   EXPECT_EQ(clip_coefficient(4, 1), 1 / (4 + 1e-6));
   EXPECT_EQ(clip_coefficient(4, 0), 1);
   EXPECT_EQ(clip_coefficient(4, -1), 1);
+  EXPECT_THROW(clip_coefficient(4, std::nan("")), ConfigError) << "it would switch clipping off";
 }
 
 }  // namespace

@@ -52,11 +52,7 @@ void StepWork::backward_inputs(std::size_t i, std::size_t part) {
   PendingLoss& own = pending_loss(i, part);
   check(own.value.defined() && !own.weights, i, "forward(i) before backward_inputs(i), each once");
   own.weights.emplace();
-  // As in backward(): a constant has nothing to differentiate, but for an error to be seen.
-  if (own.value.requires_grad())
-    own.weights = backward_of_inputs(own.value);
-  else if (batches_[i].num_targets() > 0)
-    own.value.backward();
+  if (is_differentiable(own.value, batches_[i])) own.weights = backward_of_inputs(own.value);
 }
 
 void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {

@@ -10,6 +10,7 @@
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "train/peers.hpp"
+#include "train/rank_zero.hpp"
 #include "train/step_work.hpp"
 
 namespace isograd {
@@ -35,8 +36,22 @@ void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even)
 // (2) The one division: this micro-batch's share of the global loss.
 void StepWork::forward(std::size_t i, std::size_t part) {
   PendingLoss& share = pending_loss(i, part);
-  share.terms = forward_(mean_.prepare(batches_[i], denominator_));
+  const Batch batch = mean_.prepare(batches_[i], denominator_);
+  share.terms = forward_(batch);
+  if (at::GradMode::is_enabled()) local_means_.look(share.terms, batch, mean_);
   share.value = mean_.scale(share.terms, denominator_);
+}
+
+bool StepWork::is_differentiable(const at::Tensor& share, const Batch& batch) {
+  if (share.requires_grad() || batch.num_targets() == 0) return share.requires_grad();
+  throw ConfigError(
+      {.where = "forward",
+       .found = fmt::format("a loss over {} targets that depends on no parameter with requires_grad",
+                            batch.num_targets()),
+       .expected = "one that depends on a trained parameter",
+       .action =
+           "Unfreeze a parameter (requires_grad_(true)), or look for a detach() or NoGradGuard between the "
+           "parameters and the loss"});
 }
 
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
@@ -46,7 +61,7 @@ void StepWork::backward(std::size_t i, bool last, std::size_t part) {
   begin_gradients(i, last);
   // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
   const at::Tensor& share = own.value;
-  if (share.requires_grad() || batches_[i].num_targets() > 0) share.backward();
+  if (is_differentiable(share, batches_[i])) share.backward();
   log(own);
 }
 
@@ -67,7 +82,9 @@ Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Opt
       mean_(mean),
       optimizer_(optimizer),
       options_(std::move(options)),
-      work_(std::make_unique<StepWork>(forward_, layout, mean, options_.parts, options_.micro_batches_of)) {}
+      work_(std::make_unique<StepWork>(forward_, layout, mean, options_.parts, options_.micro_batches_of)) {
+  clip_coefficient(1, options_.max_norm);  // refuses a limit that is no number before the first step
+}
 Step::~Step() = default;
 
 void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
@@ -114,17 +131,26 @@ StepReport Step::finish() {
   if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
   const std::size_t parts = sums.size();
   std::ranges::transform(part_squares, std::back_inserter(sums), &OwnedSquares::value);
+  const auto local_mean = work_->local_means().found();
+  sums.push_back(local_mean ? 1 : 0);
   const GlobalNorm global = global_norm(squares.value(), sums, layout_.mesh().all());
+  if (sums.back() != 0) {  // before any weight moves, on all ranks
+    Group all = layout_.mesh().all();
+    throw_agreed(all, local_mean);
+  }
 
+  // A NaN that 0 / 0 makes has a sign on x86, which texts would show as "-nan".
+  const auto without_sign = [](double value) { return std::isnan(value) ? std::fabs(value) : value; };
   StepReport report;
-  report.loss = global.loss_sum * scale;
+  report.loss = without_sign(global.loss_sum * scale);
   report.terms = TermLedger::read(sums);
-  for (TermValue& term : report.terms) term.value *= scale;
+  for (TermValue& term : report.terms) term.value = without_sign(term.value * scale);
   report.census = work_->census();
   report.tally.assign(sums.begin() + ledger, sums.begin() + static_cast<std::ptrdiff_t>(parts));
-  report.norm = global.norm * scale;
+  report.norm = without_sign(global.norm * scale);
   for (std::size_t i = 0; i < part_squares.size(); ++i)
-    report.part_norms.push_back({options_.norm_parts.names[i], std::sqrt(sums[parts + i]) * scale});
+    report.part_norms.push_back(
+        {options_.norm_parts.names[i], without_sign(std::sqrt(sums[parts + i]) * scale)});
   report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.

@@ -113,7 +113,7 @@ TEST(Step, NotFiniteOnOneRankMovesNothingAnywhere) {
         toy::Model* model = nullptr;
         Rank rank(world.group, adamw({}), {}, [&](const Batch& batch) -> LossTerms {
           at::Tensor sum = cross_entropy_sum(model->logits(batch), batch.targets);
-          if (world.rank == bad_rank && in_loss) sum = sum * std::nan("");
+          if (world.rank == bad_rank && in_loss) sum = sum * -std::nan("");  // as 0 / 0 is on x86
           // Finite value, gradient that is not: d√x/dx at 0.
           if (world.rank == bad_rank && !in_loss)
             sum = sum + (model->gain - model->gain.detach()).sqrt().sum();
@@ -127,6 +127,7 @@ TEST(Step, NotFiniteOnOneRankMovesNothingAnywhere) {
         EXPECT_EQ(rank.optimizer->updates(), 0);
         EXPECT_TRUE(same(before, rank.weights()));
         EXPECT_EQ(std::isfinite(report.loss), !in_loss);
+        EXPECT_FALSE(std::isnan(report.loss) && std::signbit(report.loss)) << "texts would say -nan";
       });
 }
 
@@ -377,6 +378,97 @@ TEST(Step, ChecksThatRanksDivideByTheSame) {
                            step({toy::make_batch({4}, 1)});
                          }),
                BrokenInvariant);
+}
+
+// The commonest mistake of a forward. Refused in the first step, on every rank at once, before a weight
+// moves.
+TEST(Step, RefusesAMeanOverAMicroBatch) {
+  const auto batches = toy::make_step(3, 3);  // rank 1 has no micro-batch
+  const Batch whole = toy::concatenate(batches);
+  using Loss = std::function<at::Tensor(const at::Tensor& logits, const Batch& batch)>;
+  const Loss mean = [](const at::Tensor& logits, const Batch& batch) {
+    return at::cross_entropy_loss(logits, batch.targets, {}, at::Reduction::Mean, kIgnoreIndex);
+  };
+  const Loss divided = [](const at::Tensor& logits, const Batch& batch) {
+    return cross_entropy_sum(logits, batch.targets) / static_cast<double>(batch.num_targets());
+  };
+  const auto first_step = [&](const Loss& loss, auto make_mean, int stage, bool only_first, LossTerm like) {
+    std::vector<std::string> errors(3);
+    run_ranks(3, [&](World& world) {
+      toy::Model model;
+      auto layout = bucketed(trainable_parameters(model.named()), world.group, {.stage = stage});
+      auto optimizer = sgd({.learning_rate = 1});
+      auto mean_of_step = make_mean();
+      Step step(
+          [&](const Batch& batch) -> LossTerms {
+            const bool wrong = !only_first || world.rank == 0;
+            like.name = "cross_entropy";
+            like.sum = wrong ? loss(model.logits(batch), batch)
+                             : cross_entropy_sum(model.logits(batch), batch.targets);
+            return {like};
+          },
+          *layout, mean_of_step, *optimizer, {});
+      const at::Tensor before = model.twice.detach().clone();
+      try {
+        step(batches[static_cast<std::size_t>(world.rank)]);
+      } catch (const ConfigError& error) {
+        errors[static_cast<std::size_t>(world.rank)] = error.what();
+        EXPECT_TRUE(at::equal(before, model.twice)) << "no weight moves";
+        world.group.barrier();  // nobody was left behind in a collective
+      }
+    });
+    EXPECT_TRUE(errors[0] == errors[1] && errors[0] == errors[2]) << errors[0] << errors[1] << errors[2];
+    return errors[1];
+  };
+  const auto token_mean = [] { return TokenMean(); };
+  for (const Loss& loss : {mean, divided})
+    for (const int stage : {0, 1, 2})
+      for (const bool only_first : {false, true})
+        EXPECT_NE(first_step(loss, token_mean, stage, only_first, {.name = ""}), "") << stage << only_first;
+  const auto fixed = [&] { return FixedDenominator(double(whole.num_targets())); };
+  EXPECT_NE(first_step(mean, fixed, 0, false, {.name = ""}), "");
+  EXPECT_NE(first_step(mean, [] { return Deferred(std::make_unique<TokenMean>()); }, 0, false, {.name = ""}),
+            "");
+  // A loss that is normalised already, and one that is the whole on every rank.
+  EXPECT_EQ(first_step(mean, [] { return NoDenominator(); }, 0, false, {.name = ""}), "");
+  EXPECT_EQ(first_step(mean, token_mean, 0, false, {.name = "", .replicated = true}), "");
+  const std::string error = first_step(mean, token_mean, 0, true, {.name = ""});
+  for (const char* part : {"loss term 'cross_entropy'", "a mean over", "token_mean", "NoDenominator"})
+    EXPECT_NE(error.find(part), std::string::npos) << error;
+}
+
+TEST(Step, RefusesALimitThatIsNoNumber) {
+  EXPECT_THROW(Rank(Group::solo(), sgd({}), {.max_norm = std::nan("")}), ConfigError);
+}
+
+// Frozen by mistake, or cut off by a detach().
+TEST(Step, SaysThatNothingIsTrained) {
+  for (const int stage : {0, 1, 2})
+    for (const bool frozen : {true, false}) {
+      std::vector<std::string> errors(3);
+      EXPECT_ANY_THROW(run_ranks(3, [&](World& world) {
+        toy::Model model;
+        auto layout = bucketed(trainable_parameters(model.named()), world.group, {.stage = stage});
+        if (frozen)
+          for (at::Tensor tensor : model.trainable()) tensor.set_requires_grad(false);
+        auto optimizer = sgd({});
+        TokenMean mean;
+        Step step(
+            [&](const Batch& batch) -> LossTerms {
+              const at::Tensor sum = cross_entropy_sum(model.logits(batch), batch.targets);
+              return {{"cross_entropy", frozen ? sum : sum.detach()}};
+            },
+            *layout, mean, *optimizer, {});
+        try {
+          step({toy::make_batch({6}, 1)});
+        } catch (const std::exception& error) {
+          errors[static_cast<std::size_t>(world.rank)] = error.what();
+          throw;
+        }
+      }));
+      EXPECT_NE(errors[0].find("depends on no parameter with requires_grad"), std::string::npos)
+          << stage << frozen << errors[0] << errors[1] << errors[2];
+    }
 }
 
 TEST(Step, FinishNeedsAccumulate) {

@@ -8,6 +8,7 @@
 
 #include "isograd/step_options.hpp"
 #include "loss/ledger.hpp"
+#include "loss/local_mean.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 
 namespace isograd {
@@ -26,6 +27,7 @@ class StepWork : public MicroBatchWork {
   const Census& census() const { return census_; }
   const Denominator& denominator() const { return denominator_; }
   const TermLedger& ledger() const { return ledger_; }
+  const LocalMeans& local_means() const { return local_means_; }  // of all steps so far
 
   std::size_t size() const override { return batches_.size(); }
   // With the one division: the share of the global loss.
@@ -45,6 +47,9 @@ class StepWork : public MicroBatchWork {
     std::optional<WeightsBackward> weights{};  // between the halves of a backward
   };
   PendingLoss& pending_loss(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
+  // Whether there is anything to differentiate: not in a constant of a micro-batch without targets.
+  // ConfigError: targets, and nothing that they train.
+  static bool is_differentiable(const at::Tensor& share, const Batch& batch);
   void begin_gradients(std::size_t i, bool last);
   void log(PendingLoss& share);
   void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
@@ -59,6 +64,7 @@ class StepWork : public MicroBatchWork {
   Census census_{};
   Denominator denominator_{};
   TermLedger ledger_{};  // knows what is the whole on every rank
+  LocalMeans local_means_{};
 };
 
 }  // namespace isograd
