@@ -19,7 +19,9 @@
 
 namespace isograd {
 
-// What a run is, besides its tensors. Nothing here depends on ranks.
+// What a run is, besides its tensors. Nothing here depends on ranks. save_checkpoint() writes `updates`
+// and `missed_updates` as the optimizer has them, and `optimizer`, `dtype` and `bucket_order` as optimizer and
+// layout have them where they are empty; the rest is the caller's.
 struct TrainingState {
   std::int64_t step = 0;     // steps made, skipped and empty ones included; the next step has this index
   std::int64_t updates = 0;  // of the optimizer (AdamW's t)
@@ -40,7 +42,7 @@ struct TrainingState {
   // DataParallel::bucket_order(): whoever goes on has the same bits only with the same buckets. Empty in
   // checkpoints of versions that did not save it.
   std::vector<std::string> bucket_order{};
-  // Optimizer::missed_updates(), which save_checkpoint() fills in. Empty unless parameters were frozen.
+  // Optimizer::missed_updates(). Empty unless parameters were frozen.
   std::map<std::string, std::int64_t> missed_updates{};
   // Further keys, with their values, that the order of data depends on, by kind of data. Empty for text.
   std::map<std::string, std::string> order{};
@@ -86,7 +88,8 @@ TrainingState open_checkpoint(const std::filesystem::path& directory);
 
 // The model is read (a language model with read_hf(directory, dtype)) and given to a layout; then this fills
 // in the optimizer's state and the masters. `placed` as in SaveOptions, of this run's mesh, whatever the mesh
-// was that saved. ConfigError on missing, unexpected or misshapen tensors.
+// was that saved. ConfigError on missing, unexpected or misshapen tensors, and on moments in a
+// state of 0 updates, as earlier versions saved them where the caller left `updates` at 0.
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer, const Layout* placed = nullptr);
 

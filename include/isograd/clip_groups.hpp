@@ -42,6 +42,7 @@ class ClipsGroups : public Optimizer {
   void update(std::vector<Bucket>& buckets, double gradient_scale) override;
   const std::vector<ClippedGroup>& last() const { return last_; }  // the groups, then "others"
 
+  std::string kind() const override { return inner_->kind(); }
   void set_learning_rate(double learning_rate) override { inner_->set_learning_rate(learning_rate); }
   double learning_rate() const override { return inner_->learning_rate(); }
   std::int64_t updates() const override { return inner_->updates(); }

@@ -20,6 +20,7 @@ using OptimizerState = std::map<std::string, std::vector<at::Tensor>>;
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
+  virtual std::string kind() const { return {}; }  // "adamw", "sgd", as checkpoints name it
   // One fused pass per bucket over what it holds: parameters ← update(parameters, gradient_scale ·
   // gradients), but for slots that are not trained. Always with the buckets of one layout: its state is
   // theirs. ConfigError on others.

@@ -30,6 +30,7 @@ void check(const AdamWOptions& options) {
 class AdamW final : public Optimizer {
  public:
   explicit AdamW(const AdamWOptions& options) : options_(options) { check(options); }
+  std::string kind() const override { return "adamw"; }
 
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     make_state(buckets);

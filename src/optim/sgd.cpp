@@ -22,6 +22,7 @@ class Sgd final : public Optimizer {
                          .expected = "learning_rate >= 0, 0 <= momentum < 1, weight_decay >= 0",
                          .action = "Change the one outside its range"});
   }
+  std::string kind() const override { return "sgd"; }
 
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     make_state(buckets);

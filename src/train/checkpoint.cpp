@@ -1,10 +1,13 @@
 #include "isograd/checkpoint.hpp"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <set>
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
@@ -25,6 +28,15 @@ constexpr const char* kStateFile = "state.json";
 
 std::string described(at::ScalarType type, at::IntArrayRef sizes) {
   return c10::str(type, " ", sizes);
+}
+
+std::string dtypes_of(DataParallel& layout) {
+  std::set<std::string> names;
+  for (const Bucket& bucket : layout.buckets())
+    names.insert(bucket.plan.dtype == at::kDouble     ? "float64"
+                 : bucket.plan.dtype == at::kBFloat16 ? "bfloat16"
+                                                      : "float32");
+  return fmt::format("{}", fmt::join(names, ", "));
 }
 
 // What belongs to the optimizer: a name and, for each bucket, what this rank holds. "master" is among them
@@ -97,7 +109,11 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   on_every_rank(everyone, [&] { layout.take_over_writes({}); });
   layout.compare_writes();
   TrainingState whole_state = state;
+  whole_state.updates = optimizer.updates();
   whole_state.missed_updates = optimizer.missed_updates();
+  if (whole_state.bucket_order.empty()) whole_state.bucket_order = layout.bucket_order();
+  if (whole_state.optimizer.empty()) whole_state.optimizer = optimizer.kind();
+  if (whole_state.dtype.empty()) whole_state.dtype = dtypes_of(layout);
   WholeTensors weights = WholeTensors::parameters(layout, options.placed);
   WholeTensors states(layout, sharded_state(layout, optimizer), options.placed);
   Group all = layout.mesh().all();
@@ -160,6 +176,14 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
     const at::Tensor& source = found->second;
     if (source.sizes() != at::IntArrayRef(shape) || source.scalar_type() != flat.scalar_type())
       bad(name, described(source.scalar_type(), source.sizes()), expected);
+    if (state.updates == 0 && !name.ends_with(".master") && source.count_nonzero().item<std::int64_t>() > 0)
+      throw ConfigError({.where = (directory / kStateFile).string() + ": updates",
+                         .found = fmt::format("0, with values in {} of {}", name, path.filename().string()),
+                         .expected = "the number of updates that the optimizer had made",
+                         .action =
+                             "The caller of save_checkpoint() left TrainingState::updates at 0. Where the "
+                             "number is known, set it in the state that you pass; else start anew from the "
+                             "weights"});
     write_slot(flat, bucket.held, slot, placed ? placed->local(slot.name, source) : source);
   }
   Group everyone = layout.mesh().all();

@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "base/error_testing.hpp"
+#include "isograd/clip_groups.hpp"
 #include "model/safetensors.hpp"
 #include "train/build.hpp"
 #include "train/trainer_testing.hpp"
@@ -257,6 +258,63 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
   restore_optimizer(saved, open_checkpoint(saved), *layout, *resumed);
   EXPECT_EQ(resumed->updates(), 9);
   EXPECT_EQ(resumed->missed_updates(), (Optimizer::Missed{{model->named()[0].first, 2}}));
+}
+
+// A loop of one's own that fills in nothing but the step goes on as if it had never stopped.
+TEST_F(Resume, TheOptimizersOwnNumbersAreSavedByThemselves) {
+  for (const int stage : {0, 1, 2})
+    run_ranks(3, [&](World& world) {
+      const auto update = [](DataParallel& layout, const at::Tensor& weight, Optimizer& optimizer, int step) {
+        layout.zero_gradients();
+        layout.begin_backward(true);
+        (weight * at::arange(1.0, 8.0)).sin().sum().mul(step + 1).backward();
+        layout.finish_reduction();
+        optimizer.update(layout.buckets(), 1);
+        layout.publish_parameters();
+      };
+      const auto make = [&](const at::Tensor& value, at::Tensor& weight) {
+        weight = value.clone().requires_grad_();
+        return bucketed(trainable_parameters({{"weight", weight}}), world.group, {.stage = stage});
+      };
+      for (const bool clips : {false, true}) {
+        const auto make_adamw = [&]() -> std::unique_ptr<Optimizer> {
+          auto inner = adamw({.learning_rate = 0.1});
+          if (!clips) return inner;
+          return std::make_unique<ClipsGroups>(std::move(inner), std::vector<ClipGroup>{}, 1.0, world.group);
+        };
+        at::Tensor weight, again;
+        const auto layout = make(at::ones({7}), weight);
+        const auto optimizer = make_adamw();
+        for (int step = 0; step < 3; ++step) update(*layout, weight, *optimizer, step);
+        TrainingState state;
+        state.step = 3;
+        at::Tensor kept;
+        const fs::path saved = save_checkpoint(
+            {.root = root_ / fmt::format("own-{}-{}", stage, clips)}, state,
+            [](const fs::path& folder, const TensorStream& weights) {
+              write_safetensors(folder / "model.safetensors", weights);
+            },
+            *layout, *optimizer);
+        TrainingState read = open_checkpoint(saved);
+        EXPECT_EQ(read.updates, 3);
+        EXPECT_EQ(read.optimizer, "adamw");
+        EXPECT_EQ(read.dtype, "float32");
+        EXPECT_EQ(read.bucket_order, std::vector<std::string>{"weight"});
+        const auto resumed_layout = make(read_safetensors(saved / "model.safetensors").at("weight"), again);
+        const auto resumed = make_adamw();
+        restore_optimizer(saved, read, *resumed_layout, *resumed);
+        update(*layout, weight, *optimizer, 3), update(*resumed_layout, again, *resumed, 3);
+        EXPECT_TRUE(at::equal(weight, again)) << stage;
+        // A state of before, whose caller left the number out, is refused: moments without updates.
+        read.updates = 0;
+        at::Tensor third;
+        const auto other_layout = make(at::ones({7}), third);
+        const auto other = make_adamw();
+        EXPECT_THAT(config_error_of([&] { restore_optimizer(saved, read, *other_layout, *other); }),
+                    HasSubstr("updates: found 0, with values in weight.exp_avg"));
+        world.group.barrier();
+      }
+    });
 }
 
 // Weights and masters of a checkpoint are of one moment, whatever was written in place before it.
