@@ -42,7 +42,7 @@ struct OracleTerm {
 // DeclaredLoss::per_token) with a loss of its own, the product's
 // step differentiates `loss_terms`. The closures keep the model alive.
 struct VerifyModel {
-  std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones once
+  std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones by the first name
   std::function<at::Tensor(const Batch&)> logits;         // [T, V]
   ForwardLossTerms loss_terms;
   // For layouts that shard parameters: loss_terms runs inside units->root, its blocks inside theirs.

@@ -9,6 +9,7 @@
 
 #include "comm/shm/segment.hpp"
 #include "isograd/error.hpp"
+#include "verify/oracle.hpp"
 
 namespace isograd {
 namespace {
@@ -62,7 +63,7 @@ void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, con
   };
   const auto backward = [&](const VerifyModel& model) {
     const at::Tensor logits = model.logits(*batch);
-    torch::autograd::grad({logits.to(at::kDouble).square().sum()}, trainable(model), {}, false, false, true);
+    dense_gradients(logits.to(at::kDouble).square().sum(), trainable(model));
     return logits.scalar_type();
   };
   try {
@@ -80,7 +81,7 @@ std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches&
   if (!batch) return "";
   const auto run = [&] {
     const at::Tensor logits = model.logits(*batch);
-    auto results = torch::autograd::grad({logits.square().sum()}, trainable(model), {}, false, false, true);
+    auto results = dense_gradients(logits.square().sum(), trainable(model));
     results.push_back(logits.detach());
     return results;
   };

@@ -22,8 +22,7 @@ PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, con
   const at::Tensor logits = model.logits(batch);
   outcome.logits = logits.detach();
   const at::Tensor nll = plain_token_losses(logits, batch, declared).sum();
-  if (nll.requires_grad())
-    outcome.gradients = torch::autograd::grad({nll}, leaves, {}, false, false, /*allow_unused=*/true);
+  if (nll.requires_grad()) outcome.gradients = dense_gradients(nll, leaves);
   return outcome;
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <set>
 
 #include "isograd/error.hpp"
 #include "isograd/token_losses.hpp"
@@ -43,6 +44,10 @@ MakeVerifyModel with_values_of_rank_zero(const MakeVerifyModel& make_model, Grou
   const auto values = std::make_shared<std::vector<at::Tensor>>();
   return [make, values, &group](at::ScalarType dtype) {
     VerifyModel model = make(dtype);
+    // A tied weight by its first name alone: modules list it under each, as trainable_parameters() expects.
+    std::set<const at::TensorImpl*> seen;
+    std::erase_if(model.named,
+                  [&](const auto& item) { return !seen.insert(item.second.unsafeGetTensorImpl()).second; });
     at::NoGradGuard no_grad;
     std::vector<at::Tensor> own;  // parameters, then buffers: what is drawn in the making may be either
     for (const auto& [name, tensor] : model.named) own.push_back(tensor);

@@ -94,6 +94,48 @@ struct CountOfOneRank : TokenMean {
   }
 };
 
+// One weight under two names, and an embedding whose gradient is sparse: right modules both.
+struct Tied : torch::nn::Module {
+  at::Tensor table, output;
+  bool sparse;
+  explicit Tied(bool sparse_) : sparse(sparse_) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+    table = register_parameter("table", at::randn({kVocabulary, kHidden}, generator));
+    output = sparse ? register_parameter("output", at::randn({kVocabulary, kHidden}, generator))
+                    : register_parameter("tied", table);
+  }
+  at::Tensor logits(const at::Tensor& tokens) {
+    return at::linear(at::tanh(at::embedding(table, tokens, -1, false, sparse)), output);
+  }
+};
+
+TEST(Library, TiedWeightsAndSparseGradientsAreProven) {
+  for (const bool sparse : {false, true})
+    for (const int ranks : {1, 3}) {
+      const auto make = [&](at::ScalarType dtype) {
+        auto model = std::make_shared<Tied>(sparse);
+        model->to(dtype);
+        return verify_model(model, [](Tied& self, const Batch& batch) { return self.logits(batch.tokens); });
+      };
+      const auto sharded = [&](at::ScalarType dtype) {
+        auto model = std::make_shared<Tied>(sparse);
+        model->to(dtype);
+        return verify_model(Sharded<Tied>(model), {},
+                            [](Tied& self, const Batch& batch) { return self.logits(batch.tokens); });
+      };
+      const auto layouts = verify_layouts({"naive", "bucketed", "zero2", "zero3"});
+      for (const MakeVerifyModel& each : {MakeVerifyModel(make), MakeVerifyModel(sharded)}) {
+        EXPECT_THAT(verify(each, batches_of(5), layouts, {.ranks = ranks}), EqualsSingleDevice())
+            << "sparse " << sparse << ", " << ranks << " ranks";
+        if (ranks == 1) continue;
+        const Verdict wrong =
+            verify(each, batches_of(5), verify_layouts({"bucketed"}),
+                   {.ranks = ranks, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
+        EXPECT_FALSE(wrong.passed) << "a planted mistake";
+      }
+    }
+}
+
 class LibraryAtRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, LibraryAtRanks, ::testing::Values(1, 2, 3, 4, 5, 8));
 

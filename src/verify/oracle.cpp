@@ -120,6 +120,13 @@ void clip_apart(const OracleClip& clip, const std::vector<std::string>& names,
 
 }  // namespace
 
+std::vector<at::Tensor> dense_gradients(const at::Tensor& scalar, const std::vector<at::Tensor>& leaves) {
+  auto gradients = torch::autograd::grad({scalar}, leaves, {}, false, false, /*allow_unused=*/true);
+  for (at::Tensor& gradient : gradients)
+    if (gradient.defined() && gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+  return gradients;
+}
+
 OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>& parts,
                        const DeclaredLoss& declared, const OracleClip& clip,
                        const std::function<void()>& after_micro_batch) {
@@ -167,7 +174,7 @@ OracleStep oracle_step(const VerifyModel& model, const std::vector<MicroBatches>
         step.terms[i + 1].second += value.item<double>();
         loss = loss + value * term.weight;
       }
-      auto gradients = torch::autograd::grad({loss}, leaves, {}, false, false, /*allow_unused=*/true);
+      const auto gradients = dense_gradients(loss, leaves);
       for (std::size_t i = 0; i < leaves.size(); ++i)
         if (gradients[i].defined()) step.gradients[i] += gradients[i];
       step.figures.loss += loss.item<double>();
