@@ -122,8 +122,13 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
   file.commit();
 }
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_file(const std::filesystem::path& path, std::uint64_t most) {
   MappedFile file(path);
+  if (file.size() > most)
+    throw ConfigError({.where = path.string(),
+                       .found = "a file of " + std::to_string(file.size()) + " bytes",
+                       .expected = "at most " + std::to_string(most),
+                       .action = "Check that this is the file that you meant"});
   return {reinterpret_cast<const char*>(file.data()), file.size()};
 }
 
@@ -146,6 +151,24 @@ void fsync_directory(const std::filesystem::path& directory) {
   const int result = fsync(file), code = errno;
   close(file);
   if (result != 0 && code != EINVAL) fail("fsync", name, code);  // some file systems have no directory fsync
+}
+
+void check_no_input(const std::string& option, const std::filesystem::path& output,
+                    const std::vector<std::filesystem::path>& inputs) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  if (output.empty() || !fs::exists(output, error)) return;
+  const std::string kind = output.extension().string();
+  for (const fs::path& input : inputs) {
+    if (input.empty()) continue;
+    const bool within = fs::is_directory(input, error) && (kind == ".json" || kind == ".safetensors") &&
+                        fs::equivalent(fs::absolute(output).parent_path(), input, error);
+    if (within || fs::equivalent(output, input, error))
+      throw ConfigError({.where = option,
+                         .found = "\"" + output.string() + "\", which this command reads",
+                         .expected = "a file of its own: it would be written over",
+                         .action = "Name another file"});
+  }
 }
 
 std::string checksum(const void* data, std::size_t bytes) {

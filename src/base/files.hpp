@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace isograd {
 
@@ -35,7 +36,13 @@ class AtomicFile {
 };
 
 void write_file(const std::filesystem::path& path, std::string_view text);  // atomically
-std::string read_file(const std::filesystem::path& path);  // whole; ConfigError when it cannot
+// Whole; ConfigError when it cannot, and before anything is read of a file with more than `most` bytes.
+std::string read_file(const std::filesystem::path& path, std::uint64_t most = std::uint64_t{1} << 30);
+
+// ConfigError where writing `output`, of the named option, would replace an input: it is one of `inputs`, by
+// whatever path, or one of the files (.json, .safetensors) of a folder among them.
+void check_no_input(const std::string& option, const std::filesystem::path& output,
+                    const std::vector<std::filesystem::path>& inputs);
 
 // A file to lock with flock(), opened for reading and writing and made if it is not there; -1 and errno.
 // Whoever may read a file may hold such a lock on it, so only those may read it who may also write it.

@@ -53,6 +53,28 @@ TEST_F(Files, CommitPublishesTheWholeFile) {
   EXPECT_EQ(entries(), 1u);
 }
 
+TEST_F(Files, AnInputIsNoPlaceForAnOutput) {
+  const fs::path config = directory_ / "run.toml", dump = directory_ / "dump", link = directory_ / "link";
+  fs::create_directory(dump);
+  for (const fs::path& file : {config, dump / "step.json", dump / "page.html"}) write_file(file, "x");
+  fs::create_symlink(config, link);
+  const auto said = [&](const fs::path& output) {
+    return message([&] { check_no_input("--report", output, {"", config, dump}); });
+  };
+  for (const fs::path& output : {config, link, dump / ".." / "run.toml", dump / "step.json"})
+    EXPECT_NE(said(output).find("--report: found"), std::string::npos) << output << said(output);
+  for (const fs::path& output : {dump / "page.html", dump / "new.json", directory_ / "page.html", fs::path()})
+    EXPECT_EQ(said(output), "no ConfigError") << output;
+}
+
+TEST_F(Files, AFileThatIsTooLargeIsNotRead) {
+  write_file(directory_ / "a", "12345");
+  EXPECT_EQ(read_file(directory_ / "a", 5), "12345");
+  EXPECT_NE(message([&] { read_file(directory_ / "a", 4); }).find("a file of 5 bytes"), std::string::npos);
+  fs::resize_file(directory_ / "a", std::uintmax_t{1} << 40);  // takes no space
+  EXPECT_NE(message([&] { read_file(directory_ / "a"); }).find("bytes"), std::string::npos);
+}
+
 TEST_F(Files, WithoutCommitNothingIsLeft) {
   {
     AtomicFile file(directory_ / "a");

@@ -123,6 +123,8 @@ class Builder final : public nlohmann::json_sax<Json> {
 
 template <class Json>
 ParsedJson<Json> parse_json(std::string_view text, JsonRules rules) {
+  if (text.size() > kMostJsonBytes)
+    return {nullptr, std::to_string(text.size()) + " bytes, more than " + std::to_string(kMostJsonBytes)};
   if (text.starts_with("\xEF\xBB\xBF"))
     return {nullptr, "a byte order mark in front of the JSON"};  // the library would skip it
   Builder<Json> builder(rules);

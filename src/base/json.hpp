@@ -13,6 +13,9 @@ inline constexpr std::size_t kDeepestJson = 100;
 // Strings, numbers, lists and tables together: a value takes up to a hundred times the memory of its text.
 inline constexpr std::size_t kMostJsonValues = std::size_t{1} << 24;
 
+// Bytes of text. The largest that is read here, a tokenizer.json, has some ten million.
+inline constexpr std::size_t kMostJsonBytes = std::size_t{1} << 30;
+
 struct JsonRules {
   bool keys_once = true;  // a key twice would hide the first one; else the last counts
 };
@@ -25,7 +28,7 @@ struct ParsedJson {
 
 // `text` as an object. Takes time and memory in proportion to the text, and stack in none. Problems: what is
 // no JSON (with line and column), a byte-order mark, JSON of another type, a key twice, a number that no
-// double holds, more levels or values than the limits above.
+// double holds, more bytes, levels or values than the limits above.
 template <class Json = nlohmann::json>
 ParsedJson<Json> parse_json(std::string_view text, JsonRules rules = {});
 extern template ParsedJson<nlohmann::json> parse_json(std::string_view, JsonRules);

@@ -83,6 +83,11 @@ TEST(Json, ManyKeysTakeTimeInProportion) {
   EXPECT_EQ(parse_json<ordered_json>(text).value.size(), 400'000u);
 }
 
+TEST(Json, BytesAreLimited) {
+  const char* text = "{}";  // refused by its size alone, before a byte of it is read
+  EXPECT_EQ(parse_json({text, kMostJsonBytes + 1}).problem, "1073741825 bytes, more than 1073741824");
+}
+
 TEST(Json, ValuesAreLimited) {
   std::string text = "{\"a\":[";
   text.reserve(2 * kMostJsonValues + 10);

@@ -29,6 +29,8 @@ Verb compare_verb(CLI::App& program) {
       "isograd.");
   const auto action = [flags] {
     const DumpNames names{flags->found, flags->expected};
+    for (const auto& [option, file] : {std::pair("--json", flags->json), {"--report", flags->report}})
+      check_no_input(option, file, {flags->found, flags->expected, flags->alone});
     std::optional<StepDump> alone;
     if (!flags->alone.empty()) alone = read_dump(flags->alone);
     const StepDump expected = read_dump(names.expected);

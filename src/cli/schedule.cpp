@@ -50,6 +50,7 @@ std::string summary(const PipelineTable& table, const PipelineTimeline& timeline
 }
 
 int show(const Flags& flags) {
+  check_no_input("--svg", flags.svg, {flags.load});
   PipelineTable table = table_of(flags);
   if (flags.transfers) table = with_transfers(table);
   if (flags.json) return print(stdout, to_json(table)), 0;

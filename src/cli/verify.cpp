@@ -104,6 +104,13 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "Status: 0 proven; 1 not the same gradient; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, &invocation] {
     const RunConfig config = configuration(*flags);
+    std::vector<std::filesystem::path> inputs{config.source, config.data.tokenizer, config.data.table,
+                                              config.model.load};
+    for (const auto* more : {&config.data.text, &config.data.shards, &config.video.files})
+      inputs.insert(inputs.end(), more->begin(), more->end());
+    for (const auto& [option, file] :
+         {std::pair("--json", flags->json), {"--report", flags->report}, {"--minimise", flags->minimise}})
+      check_no_input(option, file, inputs);
     if (!flags->minimise.empty()) return minimise_verb(*flags, config);
     return on_ranks(invocation, *flags, config, [&](World& world) {
       const auto write = [&](const std::string& name, const StepDump& dump) {

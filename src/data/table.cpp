@@ -163,7 +163,7 @@ at::Tensor array_of(const Bytes& zip, const std::string& key) {
 }  // namespace
 
 Table read_table(const std::filesystem::path& file, const std::string& target) {
-  const std::string name = file.string(), text = read_file(file);
+  const std::string name = file.string(), text = read_file(file, UINT64_MAX);  // rows, as many as there are
   Table table;
   if (file.extension() == ".npz") {
     const Bytes zip(name, text);

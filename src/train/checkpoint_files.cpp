@@ -14,6 +14,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/paths.hpp"
+#include "base/print.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 
@@ -82,15 +83,28 @@ void write_checksums(const fs::path& directory) {
           "\n");
 }
 
+// An old checkpoint that cannot be removed (other permissions, a file system that went read-only below) costs
+// space, not the run: it is hidden by now, and each later save tries again.
+void remove_old(const fs::path& hidden_folder) {
+  std::error_code error;
+  fs::remove_all(hidden_folder, error);
+  if (error)
+    print(stderr, fmt::format("isograd: warning: {} could not be removed ({}); the new checkpoint is whole. "
+                              "Remove that folder yourself\n",
+                              printable(hidden_folder.string()), error.message()));
+}
+
 // What a save that was killed left behind.
 void clear_leftovers(const fs::path& root) {
   std::vector<fs::path> entries;
   for (const auto& entry : fs::directory_iterator(root)) entries.push_back(entry.path());
   for (const auto& path : entries) {
-    if (visible(path, kPartial) || visible(path, kDeleting)) fs::remove_all(path);
+    std::error_code ignored;  // it was said when it was to be removed first
+    if (visible(path, kPartial)) fs::remove_all(path);
+    if (visible(path, kDeleting)) fs::remove_all(path, ignored);
     if (auto original = visible(path, kReplaced)) {
       if (fs::exists(*original)) {
-        fs::remove_all(path);
+        fs::remove_all(path, ignored);
       } else {
         fs::rename(path, *original);
       }
@@ -195,7 +209,7 @@ void publish_directory(const fs::path& directory, const std::function<void(const
     fs::rename(partial, directory);
     fsync_directory(root);
     at("renamed");
-    if (again) fs::remove_all(replaced);
+    if (again) remove_old(replaced);
     at("published");
   });
 }
@@ -212,7 +226,7 @@ void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t kee
       const fs::path doomed = hidden(path, kDeleting);
       fs::rename(path, doomed);
       if (moment) moment("deleting");
-      fs::remove_all(doomed);
+      remove_old(doomed);
     }
   });
 }

@@ -103,6 +103,28 @@ TEST_F(CheckpointFiles, PruningKeepsTheNewestAndDropsTheFutureNotTaken) {
   EXPECT_EQ(entries(), 1u);
 }
 
+// Space is lost then, not the run: the new checkpoint is whole, and the old one is no checkpoint any more.
+TEST_F(CheckpointFiles, AnOldOneThatCannotBeRemovedStopsNothing) {
+  for (std::int64_t step : {10, 20}) save(step, "x");
+  const fs::path old = root_ / "step-00000010";
+  fs::permissions(old, fs::perms(0555));
+  const bool root = ::geteuid() == 0;  // may remove all; somebody else may not
+  if (root) {
+    ASSERT_EQ(::chown(root_.c_str(), 65534, 65534), 0);
+    ASSERT_EQ(::seteuid(65534), 0);
+  }
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(message_of([&] { prune_checkpoints(root_, 20, 1); }), "no ConfigError");
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(message_of([&] { save(30, "y"); }), "no ConfigError")
+      << "nor does what is left stop the next save";
+  if (root) ASSERT_EQ(::seteuid(0), 0);
+  EXPECT_THAT(said, HasSubstr("could not be removed (Permission denied)"));
+  EXPECT_THAT(names(), ElementsAre("step-00000020", "step-00000030"));
+  EXPECT_EQ(content(root_ / "step-00000030"), "y");
+  for (const auto& left : fs::directory_iterator(root_)) fs::permissions(left.path(), fs::perms(0755));
+}
+
 TEST_F(CheckpointFiles, AFailureWhileWritingLeavesNothingBehind) {
   save(10, "old");
   EXPECT_THROW(save(10, "new",

@@ -146,7 +146,16 @@ std::optional<ConfigValue> convert(const toml::node& node, const ConfigValue& li
   return std::nullopt;
 }
 
+// Names of files end at a NUL, so that another file would be taken than the one that was checked.
+bool has_nul(const ConfigValue& value) {
+  const auto in = [](const std::string& text) { return text.find('\0') != std::string::npos; };
+  if (const auto* text = std::get_if<std::string>(&value)) return in(*text);
+  const auto* texts = std::get_if<std::vector<std::string>>(&value);
+  return texts && std::any_of(texts->begin(), texts->end(), in);
+}
+
 void assign(RunConfig& config, const ConfigKey& key, const ConfigValue& value, const std::string& where) {
+  if (has_nul(value)) wrong_value(where, key, "a text with a NUL (\\u0000) in it", "");
   if (auto found = refusal(key, value)) {
     auto text = std::get_if<std::string>(&value);
     wrong_value(where, key, *found, text ? *text : "");

@@ -197,6 +197,12 @@ TEST(Config, WrongTypesNameWhatWasFoundAndWhatIsAllowed) {
   EXPECT_THAT(refused("[[train]]\nsteps = 3\n"), HasSubstr("expected a section"));
 }
 
+TEST(Config, ANulInATextIsRefused) {
+  for (const char* text :
+       {"[run]\ndirectory = \"runs/a\\u0000b\"\n", "[data]\ntext = [\"x\", \"a\\u0000\"]\n"})
+    EXPECT_THAT(refused(text), AllOf(HasSubstr("run.toml:2"), HasSubstr("found a text with a NUL")));
+}
+
 TEST(Config, ImpossibleValuesAreRefused) {
   EXPECT_THAT(refused("[data]\npack_length = 0\n"),
               AllOf(HasSubstr("run.toml:2: data.pack_length"), HasSubstr("found 0"),

@@ -127,7 +127,7 @@ std::string to_json_line(const MetricRow& row) {
 }
 
 std::vector<MetricRow> read_metrics(const fs::path& file) {
-  const std::string text = read_file(file);
+  const std::string text = read_file(file, UINT64_MAX);  // rows, as many as there are
   std::vector<MetricRow> rows;
   std::size_t number = 0;
   for (std::size_t begin = 0; begin < text.size();) {

@@ -74,6 +74,20 @@ void check_no_run_lives(const fs::path& directory) {
   if (held) refuse_living_run(directory, who);
 }
 
+// Likewise of a log that lies elsewhere: its run holds a lock on it (metrics.cpp), and --overwrite would take
+// it away.
+void check_no_run_writes(const fs::path& log) {
+  const int file = ::open(log.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) return;
+  const bool held = ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  ::close(file);
+  if (held)
+    throw ConfigError({.where = fmt::format("run.json_log = \"{}\"", log.string()),
+                       .found = "the log of a run that is under way",
+                       .expected = "a file of this run alone",
+                       .action = "Wait for that run, or name another file in run.json_log"});
+}
+
 std::vector<fs::path> event_files(const fs::path& directory) {
   std::vector<fs::path> found;
   std::error_code error;
@@ -153,6 +167,7 @@ void RunFolder::refuse_earlier_comparison(const RunConfig& config, const Continu
 
 void RunFolder::check_free(const RunConfig& config) {
   check_no_run_lives(config.run.directory);
+  check_no_run_writes(json_log_of(config));
   const Continued from = continued(config);
   refuse_earlier_run(config, from);
   refuse_earlier_comparison(config, from);
@@ -163,6 +178,7 @@ RunFolder::RunFolder(const RunConfig& config)
       checkpoints_(checkpoint_root(config)),
       json_log_(json_log_of(config)) {
   check_no_run_lives(directory_);
+  check_no_run_writes(json_log_);
   const Continued from = continued(config);
   refuse_earlier_run(config, from);
   refuse_earlier_comparison(config, from);

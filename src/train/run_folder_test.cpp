@@ -1,8 +1,10 @@
 // One run at a time writes to a folder, and none writes over another's files unasked.
 #include "train/run_folder.hpp"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 
 #include <fstream>
@@ -60,6 +62,23 @@ TEST_F(RunFolders, ASecondRunIsKeptOutAndToldByWhom) {
     config_.overwrite = true;  // is no way around a run that lives
     EXPECT_THAT(taking(), HasSubstr("another run that is writing there"));
   }
+  EXPECT_EQ(taking(), "no error");
+}
+
+// --overwrite would take it away from the run that writes it.
+TEST_F(RunFolders, ALogElsewhereOfARunThatLivesIsLeftAlone) {
+  const fs::path log = directory_.parent_path() / "elsewhere.jsonl";
+  config_.run.json_log = log.string();
+  write_file(log, "{}\n");
+  const int held = ::open(log.c_str(), O_WRONLY);
+  ASSERT_EQ(::flock(held, LOCK_EX | LOCK_NB), 0);
+  for (const bool overwrite : {false, true}) {
+    config_.overwrite = overwrite;
+    EXPECT_THAT(taking(), HasSubstr("the log of a run that is under way"));
+    EXPECT_THAT(config_error_of([&] { RunFolder::check_free(config_); }), HasSubstr("run.json_log = "));
+  }
+  EXPECT_EQ(read_file(log), "{}\n");
+  ::close(held);
   EXPECT_EQ(taking(), "no error");
 }
 
