@@ -93,6 +93,16 @@ std::optional<Axis> axis_of_cut(const ComparedStep& one, const std::vector<std::
   return along->axis;
 }
 
+// The axes along which ranks have parts of parameters: "tp (2)".
+std::vector<Axis> axes_of_cuts(const ComparedStep& one) {
+  std::vector<Axis> axes;
+  for (const auto& each : one.found().cut)
+    if (std::none_of(axes.begin(), axes.end(),
+                     [&](const Axis& known) { return known.name == each.axis.name; }))
+      axes.push_back(each.axis);
+  return axes;
+}
+
 // A few parameters have one ratio.
 Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
@@ -100,6 +110,16 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
   const std::string which = subject(one, names);
   const std::string size = axis && factor > 1 ? factors_of(one, factor) : "";
   const bool of_axis = axis && factor == axis->size;
+  // Of whole copies, whose gradient the ranks along that axis have alike.
+  for (const Axis& along : axes_of_cuts(one))
+    if (!axis && which != "all parameters" && ratio > 1 && factor == static_cast<double>(along.size))
+      return {"some_parameters_scaled",
+              fmt::format(
+                  "{} scaled by {}: the size of {} ({}), along which each rank has the whole gradient and "
+                  "it is summed once more (a summed axis in its placement, or an enter() too many{})",
+                  which, ratio_text(ratio), along.name, along.size,
+                  factor == 2 ? "); or a weight that is used twice and counted twice" : ")"),
+              {}};
   if (!of_axis && size.empty())
     return {"some_parameters_scaled",
             fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
@@ -236,6 +256,19 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
                                         : fmt::format("the direction of {} of {} parameters differs",
                                                       names.size(), one.parameters().size()),
                   numbers_of(one, names), list_names(names));
+  // A forward that is another one along the axes on which ranks hold the model together changes the loss too.
+  const auto together = axes_of_cuts(one);
+  const double loss = one.found().figures.loss, right = one.expected().figures.loss;
+  std::string along;
+  if (!together.empty() && std::abs(loss - right) > std::max(one.limit(), 1e-9) * std::abs(right)) {
+    for (const Axis& axis : together)
+      along += fmt::format("{}{} ({})", along.empty() ? "" : " and ", axis.name, axis.size);
+    along = fmt::format(
+        "a forward that computes another loss along {} ({:.9g}, expected {:.9g}): a bias or a "
+        "residual that is added before leave(), once by each rank, or a seam left out",
+        along, loss, right);
+    finding.sentence += "; perhaps " + along;
+  }
   if (const auto terms = other_terms(one); !terms.empty())
     evidence.push_back("terms of the loss: " + list_names(terms));
   if (fitted) {
@@ -244,10 +277,10 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
     if (all && fitted->left > std::max(kElsewhere, one.limit())) {
       finding.id = "undecided";
       finding.sentence = fmt::format(
-          "all parameters: {:.3g} of the gradient is in no way made of this step's micro-batches: other "
+          "all parameters: {:.3g} of the gradient is in no way made of this step's micro-batches: {}other "
           "weights of samples or tokens within one (each sample's own mean); or gradients left from an "
           "earlier step; or other targets or parameters than the reference has; or a wrong model; {}",
-          fitted->left, numbers_of(one, names));
+          fitted->left, along.empty() ? "" : along + "; or ", numbers_of(one, names));
       evidence.push_back(
           "to tell: dump the first step after the start (gradients left from earlier are not there), with "
           "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");

@@ -6,6 +6,7 @@
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "isograd/testing.hpp"
 #include "isograd/verify_module.hpp"
 #include "planted.hpp"
@@ -15,6 +16,7 @@
 namespace isograd {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -134,6 +136,63 @@ TEST(Library, TiedWeightsAndSparseGradientsAreProven) {
         EXPECT_FALSE(wrong.passed) << "a planted mistake";
       }
     }
+}
+
+// An MLP cut over tp, with two mistakes of its seams.
+struct AlongTp : torch::nn::Module {
+  enum Mistake { kNone, kBiasBeforeLeave, kSummedTwice } mistake;
+  at::Tensor table, scale, up, down, bias, output;
+  Group tp = Group::solo();
+  explicit AlongTp(Mistake mistake_) : mistake(mistake_) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+    const auto make = [&](const char* name, at::IntArrayRef shape) {
+      return register_parameter(name, at::randn(shape, generator) * 0.5);
+    };
+    table = make("table", {kVocabulary, kHidden}), scale = make("scale", {kHidden});
+    up = make("up", {9, kHidden}), down = make("down", {kHidden, 9});
+    bias = make("bias", {kHidden}), output = make("output", {kVocabulary, kHidden});
+  }
+  at::Tensor logits(const at::Tensor& tokens) {
+    const at::Tensor x = at::embedding(table, tokens) * scale;
+    const at::Tensor part = at::linear(at::silu(at::linear(enter(tp, x), up)), down);
+    const at::Tensor sum = mistake == kBiasBeforeLeave ? leave(tp, part + bias) : leave(tp, part) + bias;
+    return at::linear(x + sum, output);
+  }
+  Layout cut(const Mesh& mesh) {
+    tp = tensor_group(mesh);
+    std::vector<CutRule> rules{cut_along("up", 0), cut_along("down", 1)};
+    if (mistake == kSummedTwice) rules.push_back(summed_along("scale"));
+    return isograd::cut(*this, mesh, rules);
+  }
+};
+
+TEST(Library, MistakesAlongTpAreNamed) {
+  const auto verified = [](AlongTp::Mistake mistake, std::vector<Axis> axes) {
+    const auto make = [mistake](at::ScalarType dtype) {
+      auto model = std::make_shared<AlongTp>(mistake);
+      model->to(dtype);
+      VerifyModel made =
+          verify_model(model, [](AlongTp& self, const Batch& batch) { return self.logits(batch.tokens); });
+      made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
+      return made;
+    };
+    return verify(make, batches_of(5), verify_layouts({"bucketed"}), {.axes = std::move(axes)});
+  };
+  for (const auto& axes :
+       std::vector<std::vector<Axis>>{{{"tp", 2}}, {{"tp", 3}}, {{"dp_shard", 2}, {"tp", 2}}}) {
+    EXPECT_THAT(verified(AlongTp::kNone, axes), EqualsSingleDevice());
+    const std::string tp = fmt::format("tp ({})", axes.back().size);
+    const Verdict bias = verified(AlongTp::kBiasBeforeLeave, axes),
+                  twice = verified(AlongTp::kSummedTwice, axes);
+    ASSERT_EQ(bias.layouts.at(0).findings.size(), 1u);
+    EXPECT_THAT(bias.layouts[0].findings[0].sentence,
+                AllOf(HasSubstr("another loss along " + tp), HasSubstr("added before leave()")));
+    ASSERT_EQ(twice.layouts.at(0).findings.size(), 1u);
+    EXPECT_EQ(twice.layouts[0].findings[0].id, "some_parameters_scaled");
+    EXPECT_THAT(
+        twice.layouts[0].findings[0].sentence,
+        AllOf(HasSubstr("(scale) scaled by"), HasSubstr("the size of " + tp), HasSubstr("a summed axis")));
+  }
 }
 
 class LibraryAtRanks : public ::testing::TestWithParam<int> {};
