@@ -1,10 +1,12 @@
-// Flash attention of the stand-in GPU (standin_gpu.cpp): LibTorch has it for GPUs alone. By the definition,
-// in fp32, and as strict as the real one about what it is given.
+// Flash and memory-efficient attention of the stand-in GPU (standin_gpu.cpp): LibTorch has them for GPUs
+// alone. By the definition, in fp32, and as strict as the real ones about what they are given.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -19,9 +21,12 @@ struct Flash {
       : scale(given.value_or(1 / std::sqrt(static_cast<double>(queries.size(3))))),
         groups(queries.size(2) / keys.size(2)) {
     for (const at::Tensor& each : {queries, keys, values})
-      TORCH_CHECK(each.is_cuda() && each.dim() == 4 && each.stride(3) == 1 && each.size(3) % 8 == 0 &&
-                      (each.scalar_type() == at::kBFloat16 || each.scalar_type() == at::kHalf),
-                  "stand-in GPU: flash attention of ", each.scalar_type(), " ", each.sizes(), " on ",
+      TORCH_CHECK(each.is_cuda() && each.dim() == 4 && each.stride(3) == 1 &&
+                      (each.scalar_type() == at::kFloat
+                           ? each.size(3) % 4 == 0 && queries.size(2) == keys.size(2)
+                           : each.size(3) % 8 == 0 &&
+                                 (each.scalar_type() == at::kBFloat16 || each.scalar_type() == at::kHalf)),
+                  "stand-in GPU: attention of ", each.scalar_type(), " ", each.sizes(), " on ",
                   each.device());
     q = heads(queries);
     k = heads(keys.repeat_interleave(groups, 2));
@@ -41,43 +46,147 @@ struct Flash {
         .sum(3)
         .to(like.scalar_type());
   }
+  at::Tensor out() const { return at::matmul(weights, v).transpose(1, 2).contiguous(); }
+  std::array<at::Tensor, 3> gradients(const at::Tensor& gradient, const at::Tensor& out,
+                                      const at::Tensor& keys) const {
+    const at::Tensor g = heads(gradient), mean = (g * heads(out)).sum(3, true);
+    const at::Tensor of_scores = (at::matmul(g, v.transpose(2, 3)) - mean).mul_(weights).mul_(scale);
+    return {at::matmul(of_scores, k).transpose(1, 2).to(keys.scalar_type()),
+            of_keys(at::matmul(of_scores.transpose(2, 3), q), keys),
+            of_keys(at::matmul(weights.transpose(2, 3), g), keys)};
+  }
 };
 
 using Perhaps = const std::optional<at::Tensor>&;
 
+// x [T, H, ...] by fragment, as batches of one: [1, length, H, ...].
+std::vector<at::Tensor> fragments(const at::Tensor& x, const at::Tensor& cu_seqlens, std::int64_t longest) {
+  TORCH_CHECK(cu_seqlens.is_cuda() && cu_seqlens.scalar_type() == at::kInt && cu_seqlens.is_contiguous(),
+              "stand-in GPU: cu_seqlens ", cu_seqlens.scalar_type(), " on ", cu_seqlens.device());
+  const auto* at = static_cast<const std::int32_t*>(cu_seqlens.const_data_ptr());
+  std::vector<at::Tensor> parts;
+  for (std::int64_t f = 0; f + 1 < cu_seqlens.numel(); ++f) {
+    TORCH_CHECK(at[f + 1] - at[f] <= longest, "stand-in GPU: a fragment longer than ", longest);
+    parts.push_back(x.narrow(0, at[f], at[f + 1] - at[f]).unsqueeze(0));
+  }
+  TORCH_CHECK(at[cu_seqlens.numel() - 1] == x.size(0), "stand-in GPU: cu_seqlens of other tokens");
+  return parts;
+}
+
+struct Whole {
+  at::Tensor out;
+  std::vector<at::Tensor> log_sums;  // by fragment, [H, length]
+};
+Whole forward_by_fragment(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const at::Tensor& cu_seqlens, std::int64_t longest, bool causal,
+                          std::optional<double> scale) {
+  const auto qs = fragments(q, cu_seqlens, longest), ks = fragments(k, cu_seqlens, longest),
+             vs = fragments(v, cu_seqlens, longest);
+  Whole whole;
+  std::vector<at::Tensor> outs;
+  for (std::size_t f = 0; f < qs.size(); ++f) {
+    if (qs[f].size(1) == 0) {
+      whole.log_sums.push_back(at::zeros({q.size(1), 0}, q.options().dtype(at::kFloat)));
+      continue;
+    }
+    const Flash flash(qs[f], ks[f], vs[f], causal, scale);
+    outs.push_back(flash.out().squeeze(0).to(q.scalar_type()));
+    whole.log_sums.push_back(flash.log_sums.squeeze(0));
+  }
+  whole.out = at::cat(outs);
+  return whole;
+}
+std::array<at::Tensor, 3> backward_by_fragment(const at::Tensor& gradient, const at::Tensor& q,
+                                               const at::Tensor& k, const at::Tensor& v,
+                                               const at::Tensor& out, const at::Tensor& cu_seqlens,
+                                               std::int64_t longest, bool causal,
+                                               std::optional<double> scale) {
+  const auto gs = fragments(gradient, cu_seqlens, longest), qs = fragments(q, cu_seqlens, longest),
+             ks = fragments(k, cu_seqlens, longest), vs = fragments(v, cu_seqlens, longest),
+             outs = fragments(out, cu_seqlens, longest);
+  std::array<std::vector<at::Tensor>, 3> parts;
+  for (std::size_t f = 0; f < qs.size(); ++f) {
+    if (qs[f].size(1) == 0) continue;
+    const auto own = Flash(qs[f], ks[f], vs[f], causal, scale).gradients(gs[f], outs[f], ks[f]);
+    for (std::size_t i = 0; i < 3; ++i) parts[i].push_back(own[i].squeeze(0));
+  }
+  return {at::cat(parts[0]), at::cat(parts[1]), at::cat(parts[2])};
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> flash(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps, Perhaps, c10::SymInt, c10::SymInt,
-    double, bool causal, bool, std::optional<double> scale, std::optional<c10::SymInt>,
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps cu_q, Perhaps, c10::SymInt longest,
+    c10::SymInt, double, bool causal, bool, std::optional<double> scale, std::optional<c10::SymInt>,
     std::optional<c10::SymInt>, Perhaps, Perhaps, Perhaps, std::optional<std::int64_t>) {
+  const at::Tensor nothing_drawn = at::empty({2}, q.options().dtype(at::kUInt64)),
+                   unused = at::empty({}, q.options()), no_mask = at::empty({0}, q.options());
+  if (cu_q) {
+    const Whole whole = forward_by_fragment(q, k, v, *cu_q, longest.expect_int(), causal, scale);
+    return {whole.out, at::cat(whole.log_sums, 1), nothing_drawn, unused, no_mask};
+  }
   const Flash flash(q, k, v, causal, scale);
-  const at::Tensor out = at::matmul(flash.weights, flash.v).transpose(1, 2).to(q.scalar_type()).contiguous();
-  return {out, flash.log_sums, at::empty({2}, q.options().dtype(at::kUInt64)), at::empty({}, q.options()),
-          at::empty({0}, q.options())};
+  return {flash.out().to(q.scalar_type()), flash.log_sums, nothing_drawn, unused, no_mask};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& out, const at::Tensor& log_sums, const at::Tensor&, const at::Tensor&, c10::SymInt,
-    c10::SymInt, double, bool causal, const at::Tensor&, const at::Tensor&, std::optional<double> scale,
-    std::optional<c10::SymInt>, std::optional<c10::SymInt>) {
+    const at::Tensor& out, const at::Tensor& log_sums, const at::Tensor& cu_q, const at::Tensor&,
+    c10::SymInt longest, c10::SymInt, double, bool causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale, std::optional<c10::SymInt>, std::optional<c10::SymInt>) {
   TORCH_CHECK(at::globalContext().deterministicAlgorithms(),
               "stand-in GPU: flash attention would add gradients in an order that changes from run to run");
+  if (cu_q.defined()) {
+    TORCH_CHECK(
+        log_sums.scalar_type() == at::kFloat && log_sums.sizes() == at::IntArrayRef({q.size(1), q.size(0)}),
+        "stand-in GPU: flash attention with log-sums ", log_sums.scalar_type(), " ", log_sums.sizes());
+    const auto own = backward_by_fragment(gradient, q, k, v, out, cu_q, longest.expect_int(), causal, scale);
+    return {own[0], own[1], own[2]};
+  }
   const Flash flash(q, k, v, causal, scale);
   TORCH_CHECK(log_sums.is_contiguous() && log_sums.scalar_type() == at::kFloat &&
                   log_sums.sizes() == flash.log_sums.sizes(),
               "stand-in GPU: flash attention with log-sums ", log_sums.scalar_type(), " ", log_sums.sizes());
-  const at::Tensor g = Flash::heads(gradient);
-  const at::Tensor mean = (g * Flash::heads(out)).sum(3, true);
-  const at::Tensor of_scores =
-      (at::matmul(g, flash.v.transpose(2, 3)) - mean).mul_(flash.weights).mul_(flash.scale);
-  return {at::matmul(of_scores, flash.k).transpose(1, 2).to(q.scalar_type()),
-          flash.of_keys(at::matmul(of_scores.transpose(2, 3), flash.q), k),
-          flash.of_keys(at::matmul(flash.weights.transpose(2, 3), g), v)};
+  const auto own = flash.gradients(gradient, out, k);
+  return {own[0], own[1], own[2]};
+}
+
+constexpr std::int64_t kCausal = 1;
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt> efficient(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps bias, Perhaps cu_q, Perhaps,
+    std::optional<c10::SymInt> longest, std::optional<c10::SymInt>, double, std::int64_t mask, bool log_sums,
+    std::optional<double> scale, Perhaps, std::optional<std::int64_t>) {
+  TORCH_CHECK(q.size(0) == 1 && !bias && cu_q && longest && log_sums && q.scalar_type() == at::kFloat,
+              "stand-in GPU: efficient attention of ", q.scalar_type(), " ", q.sizes());
+  const std::int64_t most = longest->expect_int(), rounded = (most + 31) / 32 * 32;
+  const Whole whole =
+      forward_by_fragment(q.squeeze(0), k.squeeze(0), v.squeeze(0), *cu_q, most, mask == kCausal, scale);
+  const at::Tensor sums = at::zeros({cu_q->numel() - 1, q.size(2), rounded}, q.options());
+  for (std::size_t f = 0; f < whole.log_sums.size(); ++f)
+    sums[static_cast<std::int64_t>(f)].narrow(1, 0, whole.log_sums[f].size(1)).copy_(whole.log_sums[f]);
+  const at::Tensor nothing_drawn = at::empty({}, q.options().dtype(at::kLong));
+  return {whole.out.unsqueeze(0), sums, nothing_drawn, nothing_drawn, most, most};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(
+    const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps,
+    const at::Tensor& out, Perhaps cu_q, Perhaps, c10::SymInt longest, c10::SymInt,
+    const at::Tensor& log_sums, double, const at::Tensor&, const at::Tensor&, std::int64_t mask, bool,
+    std::optional<double> scale, std::optional<std::int64_t> splits, std::optional<std::int64_t>, bool) {
+  TORCH_CHECK(
+      splits == 1,
+      "stand-in GPU: efficient attention would add gradients in an order that changes from run to run");
+  TORCH_CHECK(cu_q && log_sums.dim() == 3, "stand-in GPU: efficient attention with log-sums ",
+              log_sums.sizes());
+  const auto own = backward_by_fragment(gradient.squeeze(0), q.squeeze(0), k.squeeze(0), v.squeeze(0),
+                                        out.squeeze(0), *cu_q, longest.expect_int(), mask == kCausal, scale);
+  return {own[0].unsqueeze(0), own[1].unsqueeze(0), own[2].unsqueeze(0), at::Tensor()};
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_flash_attention_forward", &flash);
   library.impl("_flash_attention_backward", &flash_backward);
+  library.impl("_efficient_attention_forward", &efficient);
+  library.impl("_efficient_attention_backward", &efficient_backward);
 }
 
 }  // namespace

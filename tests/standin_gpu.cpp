@@ -27,15 +27,18 @@
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr c10::DeviceIndex kGpus = 2;
 thread_local c10::DeviceIndex current = 0;
+thread_local bool in_operation = false;  // whose copies are the stand-in's own
 
 struct Counts {
-  std::atomic<std::int64_t> operations{0}, pinned{0}, to_gpu{0}, unpinned{0};
+  std::atomic<std::int64_t> operations{0}, pinned{0}, to_gpu{0}, unpinned{0}, waits{0};
   std::atomic<std::int64_t> used[kGpus] = {};  // bytes ever handed out
 } counts;
 
@@ -237,6 +240,7 @@ at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     ++counts.to_gpu;
     if (non_blocking && from.numel() > 0 && !from.is_pinned()) ++counts.unpinned;
   }
+  if (to.is_cpu() && !non_blocking && !in_operation) ++counts.waits;
   in_host_memory(to).copy_(in_host_memory(from));
   return to;
 }
@@ -300,9 +304,16 @@ void name_generator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   ++counts.operations;
+  // Those whose result the host needs before it goes on.
+  static const std::set<std::string> waiting = {
+      "aten::_local_scalar_dense", "aten::nonzero",  "aten::equal",        "aten::is_nonzero",
+      "aten::unique_dim",          "aten::_unique2", "aten::masked_select"};
+  if (waiting.contains(op.schema().name())) ++counts.waits;
   refuse_mixed_devices(op, *stack);
   name_generator(op, *stack);
+  const bool outermost = !std::exchange(in_operation, true);
   at::native::cpu_fallback(op, stack);
+  if (outermost) in_operation = false;
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
@@ -330,10 +341,12 @@ const struct Lifetime {
     const char* const file = std::getenv("ISOGRAD_STANDIN_GPU");
     if (!file || counts.operations == 0) return;
     if (std::FILE* out = std::fopen(file, "a")) {
-      std::fprintf(out, "operations %lld pinned %lld to_gpu %lld unpinned %lld gpu0 %lld gpu1 %lld\n",
+      std::fprintf(out,
+                   "operations %lld pinned %lld to_gpu %lld unpinned %lld gpu0 %lld gpu1 %lld waits %lld\n",
                    static_cast<long long>(counts.operations), static_cast<long long>(counts.pinned),
                    static_cast<long long>(counts.to_gpu), static_cast<long long>(counts.unpinned),
-                   static_cast<long long>(counts.used[0]), static_cast<long long>(counts.used[1]));
+                   static_cast<long long>(counts.used[0]), static_cast<long long>(counts.used[1]),
+                   static_cast<long long>(counts.waits));
       std::fclose(out);
     }
   }

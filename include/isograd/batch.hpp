@@ -57,6 +57,13 @@ struct Batch {
   // Set by Normalizer::prepare(), for further terms of the same forward: the weights as the caller gave them,
   // and w_i / T_b where samples are counted.
   at::Tensor given_weights, sample_weights;
+  // Set by to_device(), so that a forward need not wait for the device to ask it: cu_seqlens there, [F + 1]
+  // int32, and the largest of the positions (-1: not known).
+  at::Tensor cu_seqlens_on_device;
+  std::int64_t largest_position = -1;
+  // A batch of a recorded step: cu_seqlens has one fragment of all tokens and empty ones, which bound the
+  // true ones on the device.
+  bool bounds_only = false;
 
   std::int64_t num_tokens() const { return cu_seqlens.back(); }
   std::int64_t num_fragments() const { return static_cast<std::int64_t>(sample_ids.size()); }

@@ -4,6 +4,7 @@
 
 #include "isograd/cxx20.hpp"
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -130,6 +131,16 @@ class DataParallel {
   // parameter. Each step does so before its update, and save_checkpoint(). Collective where something has
   // been written in place, nothing elsewhere; PeerError that names it where other ranks have written nothing.
   virtual void compare_writes() {}
+
+  // For backwards that are recorded once and replayed, which run no hooks: whether this layout needs none but
+  // to know what arrived. Then gradient_places() says which gradients a backward adds to and which it writes,
+  // in words; restore_places() makes that so again after a backward that was recorded and not run;
+  // arrive_again() notes the arrival of all gradients; all_gradients_arrived() is asked after a recording.
+  virtual bool gradients_can_be_replayed() { return false; }
+  virtual std::vector<std::uint64_t> gradient_places() const { return {}; }
+  virtual void restore_places(const std::vector<std::uint64_t>& /*places*/) {}
+  virtual void arrive_again() {}
+  virtual bool all_gradients_arrived() const { return false; }
 
   // By parameter, in the model's order, whole. Collective where something is sharded: then copies, otherwise
   // views of what the buckets hold.

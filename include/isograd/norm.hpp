@@ -13,6 +13,7 @@
 namespace isograd {
 
 class Layout;
+class Readings;
 
 struct GlobalNorm {
   double norm = 0;      // ‖G‖₂ in fp64
@@ -34,7 +35,9 @@ class OwnedSquares {
   void add(const Bucket& bucket);
   void add(const Bucket& bucket, const Slot& slot);  // of one parameter
   void add(double squares) { sum_ += squares; }      // that a reduction has taken on its way
-  double value();
+  // What is on a device comes when `readings` are read; this must stay in its place until then.
+  void complete(Readings& readings);
+  double value();  // waits for what is not complete
 
  private:
   void add(const at::Tensor& flat, Range range);

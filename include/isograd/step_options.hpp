@@ -58,6 +58,11 @@ struct StepOptions {
   Tally tally{};  // added up over the ranks in the message of the norm: no collective of its own
   // Their squares travel in the same message; one pass more over the gradients.
   NormParts norm_parts{};
+  // On a GPU, micro-batches are computed as CUDA graphs where nothing is exchanged in their backwards
+  // (docs/gpu.md). Only for a forward that depends on the batch's tensors alone and gives terms of the same
+  // names, weights and means for every batch: its code runs when a graph is recorded, not for each
+  // micro-batch.
+  bool capture = false;
   // One more collective a step: BrokenInvariant unless the ranks divide by the same numbers.
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;

@@ -55,11 +55,29 @@ at::Tensor rows_of(const at::Tensor& x, const Tile& tile) {
   return x.narrow(0, tile.q_row, tile.count * tile.q_length);
 }
 
-// Neither computes nor keeps a T×T matrix.
+std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
+  std::int64_t longest = 0;
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f)
+    longest = std::max(longest, cu_seqlens[f + 1] - cu_seqlens[f]);
+  return longest;
+}
+
+// Neither computes nor keeps a T×T matrix. `on_device`: cu_seqlens there, of a batch that all goes to one
+// kernel.
 class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+                            const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens,
+                            const std::optional<at::Tensor>& on_device, bool causal) {
+    ctx->saved_data["cu_seqlens"] = cu_seqlens;
+    ctx->saved_data["causal"] = causal;
+    if (on_device) {
+      const fragments::Attended attended =
+          fragments::attend(q, k, v, *on_device, longest_of(cu_seqlens), causal);
+      ctx->save_for_backward(
+          {q, k, v, attended.out, attended.log_sums, attended.seed, attended.offset, *on_device});
+      return attended.out;
+    }
     const auto tiles = tiles_of(cu_seqlens, causal);
     at::Tensor out = at::empty(q.sizes(), q.options());
     if (has_tile_kernel(q, k, causal)) {
@@ -71,8 +89,6 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
       products::attend_fragments(q, k, v, tiles, out);
       ctx->save_for_backward({q, k, v});
     }
-    ctx->saved_data["cu_seqlens"] = cu_seqlens;
-    ctx->saved_data["causal"] = causal;
     return out;
   }
 
@@ -82,8 +98,15 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const bool causal = ctx->saved_data["causal"].toBool();
+    const auto cu_seqlens = ctx->saved_data["cu_seqlens"].toIntVector();
     const at::Tensor gradient = gradients[0].contiguous();
-    const auto tiles = tiles_of(ctx->saved_data["cu_seqlens"].toIntVector(), causal);
+    if (saved.size() == 8) {
+      const auto result =
+          fragments::attend_backward(q, k, v, gradient, {saved[3], saved[4], saved[5], saved[6]}, saved[7],
+                                     longest_of(cu_seqlens), causal);
+      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+    const auto tiles = tiles_of(cu_seqlens, causal);
     const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                     at::empty(v.sizes(), v.options())};
     if (saved.size() == 3) {  // without `out` and its log-sums
@@ -95,7 +118,7 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
         attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
       }
     }
-    return {result.q, result.k, result.v, at::Tensor(), at::Tensor()};
+    return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -105,10 +128,34 @@ at::Tensor dense_rows(const at::Tensor& x) {
 
 }  // namespace
 
+namespace {
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Batch& batch,
+                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  check(q, k, v, cu_seqlens);
+  std::optional<at::Tensor> on_device;
+  if (fragments::has_kernel(q, k, causal))
+    on_device = batch.cu_seqlens_on_device.defined() ? batch.cu_seqlens_on_device
+                                                     : at::tensor(cu_seqlens, at::kInt).to(q.device());
+  else if (batch.bounds_only)
+    throw ConfigError({.where = "variable_length_attention",
+                       .found = fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
+                                            c10::toString(q.scalar_type())),
+                       .expected = "a type and head_dim whose kernel reads the fragments on the device",
+                       .action = "Leave StepOptions::capture off for this model"});
+  return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, on_device, causal);
+}
+
+}  // namespace
+
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {
-  check(q, k, v, cu_seqlens);
-  return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, causal);
+  return attention(q, k, v, {}, cu_seqlens, causal);
+}
+
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const Batch& batch, bool causal) {
+  return attention(q, k, v, batch, batch.cu_seqlens, causal);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values) {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "isograd/batch.hpp"
+
 namespace isograd {
 
 // softmax(q kᵀ / √D) v within each fragment [cu_seqlens[f], cu_seqlens[f+1]); with `causal` a position sees
@@ -15,6 +17,12 @@ namespace isograd {
 // last bit. ConfigError on shapes, dtypes or cu_seqlens that do not fit.
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
+// Within the batch's fragments. A GPU's kernels read cu_seqlens where q is (Batch::cu_seqlens_on_device), and
+// of those on the CPU only how long a fragment may be. ConfigError where these are bounds alone
+// (Batch::bounds_only) and no such kernel takes q: fp64, or a head_dim that is not a multiple of 4 (fp32) or
+// 8 (bf16).
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const Batch& batch, bool causal = true);
 
 // The last L of N positions attend to all before them and themselves; no gradient. For generation with cached
 // keys and values. q [L, H, D], keys and values [N, Hkv, D], L <= N; returns [L, H, D].

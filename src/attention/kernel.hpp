@@ -24,4 +24,24 @@ void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const AttendedGradient& attended, const Tile& tile,
                           const AttentionGradients& gradients, bool adds);
 
+// All fragments of a batch in one call of LibTorch's kernels for GPUs: flash attention in bf16 and fp16,
+// memory-efficient attention in fp32 (its products are TF32 in three parts, right to about 1e-6; the type
+// alone chooses it, so that every rank rounds alike). Both add in one order, so that a step made twice has
+// the same bits.
+namespace fragments {
+
+bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);
+
+struct Attended {
+  at::Tensor out;                     // [T, H, D]
+  at::Tensor log_sums, seed, offset;  // for backward, in the kernel's own form
+};
+// cu_seqlens [F + 1] int32 on the device of q; `longest`: no fragment is longer.
+Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
+                std::int64_t longest, bool causal);
+AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& gradient, const Attended& attended,
+                                   const at::Tensor& cu_seqlens, std::int64_t longest, bool causal);
+
+}  // namespace fragments
 }  // namespace isograd

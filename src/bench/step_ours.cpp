@@ -14,6 +14,7 @@
 #include "bench/strategy.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
+#include "train/device.hpp"
 
 namespace isograd {
 namespace {
@@ -33,12 +34,11 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const auto model = read_hf(exchange / "model", setting.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
   model->to(device);
   Prepared prepared = prepare(strategy, *model, world);
-  const ForwardLossTerms forward = [device, &prepared](const Batch& batch) {
-    return prepared.forward(to_device(batch, device));
-  };
+  const ForwardLossTerms forward = on_device(device, prepared.forward);
   const auto optimizer = adamw(bench_adamw());
   TokenMean mean;
   prepared.options.max_norm = kBenchMaxNorm;
+  prepared.options.capture = on_gpu && std::getenv("ISOGRAD_NO_CAPTURE") == nullptr;
   DataParallel* layout = prepared.layout.get();
   Step step(forward, *layout, mean, *optimizer, prepared.options);
 

@@ -45,6 +45,11 @@ Batch to_device(const Batch& batch, at::Device device) {
     if (tensor->defined()) *tensor = isograd::moved(*tensor, device);
   }
   for (at::Tensor& input : moved.inputs) input = isograd::moved(input, device);
+  if (device.is_cpu()) return moved;
+  if (batch.positions.defined() && batch.positions.is_cpu() && batch.positions.numel() > 0)
+    moved.largest_position = batch.positions.max().item<std::int64_t>();
+  if (!moved.cu_seqlens_on_device.defined())
+    moved.cu_seqlens_on_device = isograd::moved(at::tensor(batch.cu_seqlens, at::kInt), device);
   return moved;
 }
 

@@ -17,6 +17,14 @@ std::int64_t first(const at::Tensor& bad) {
   return bad.nonzero()[0].item<std::int64_t>();
 }
 
+// Looking at it would wait for a GPU in a forward that must not.
+bool unseen(const at::Tensor& values) {
+  return !values.is_cpu() && FixedShapes::wanted();
+}
+at::Tensor outside(const at::Tensor& targets, std::int64_t vocabulary) {
+  return targets.ne(kIgnoreIndex).logical_and(targets.lt(0).logical_or(targets.ge(vocabulary)));
+}
+
 }  // namespace
 
 at::ScalarType computing_type(at::ScalarType type) {
@@ -55,13 +63,14 @@ void check_targets(const std::string& where, const at::Tensor& targets, std::int
            fmt::format("targets {} of {}", c10::str(targets.sizes()), c10::toString(targets.scalar_type())),
            fmt::format("targets [{}] of int64, one for each token", tokens),
            "Flatten the leading dims of both");
+  if (unseen(targets)) return;
   std::int64_t t = -1;
   if (targets.is_cpu() && targets.is_contiguous()) {  // one pass
     const auto* target = targets.const_data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < tokens && t < 0; ++i)
       if (target[i] != kIgnoreIndex && (target[i] < 0 || target[i] >= vocabulary)) t = i;
   } else {
-    t = first(targets.ne(kIgnoreIndex).logical_and(targets.lt(0).logical_or(targets.ge(vocabulary))));
+    t = first(outside(targets, vocabulary));
   }
   if (t >= 0)
     refuse(where, fmt::format("targets[{}] = {}", t, targets[t].item<std::int64_t>()),
@@ -70,13 +79,19 @@ void check_targets(const std::string& where, const at::Tensor& targets, std::int
 }
 
 TokenWeights token_weights(const std::string& where, const at::Tensor& weights, const at::Tensor& targets,
-                           std::int64_t tokens, const at::Device& device) {
+                           std::int64_t tokens, const at::Device& device, std::int64_t vocabulary) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   TokenWeights result;
+  const auto checked = [&](at::Tensor of_valid) {
+    return targets.defined() && vocabulary > 0 && unseen(targets)
+               ? at::where(outside(targets, vocabulary), kNan, of_valid)
+               : of_valid;
+  };
   const auto options = at::TensorOptions().device(device);
   result.mask =
       targets.defined() ? targets.to(device).ne(kIgnoreIndex) : at::ones({tokens}, options.dtype(at::kBool));
   if (!weights.defined()) {
-    result.weights = result.mask.to(at::kDouble);
+    result.weights = checked(result.mask.to(at::kDouble));
     return result;
   }
   if (weights.dim() != 1 || weights.size(0) != tokens ||
@@ -87,8 +102,14 @@ TokenWeights token_weights(const std::string& where, const at::Tensor& weights, 
            "Pass one weight for each token");
   if (weights.requires_grad()) refuse(where, "weights that require a gradient", "constants", "Detach them");
   const at::Tensor wide = weights.to(device, at::kDouble);
-  const std::int64_t t =
-      first(wide.ge(0).logical_and(wide.lt(std::numeric_limits<double>::infinity())).logical_not());
+  const at::Tensor wrong =
+      wide.ge(0).logical_and(wide.lt(std::numeric_limits<double>::infinity())).logical_not();
+  if (unseen(wide)) {
+    result.mask = result.mask.logical_and(wide.ne(0));
+    result.weights = checked(at::where(result.mask, at::where(wrong, kNan, wide), 0.0));
+    return result;
+  }
+  const std::int64_t t = first(wrong);
   if (t >= 0)
     refuse(where, fmt::format("weights[{}] = {}", t, wide[t].item<double>()), "a finite number, 0 or more",
            "Leave a token out by weight 0 or the target -100");

@@ -30,12 +30,31 @@ void check_coefficients(const std::string& where, double label_smoothing, double
 // rank.
 VocabularyShard checked_shard(const std::string& where, VocabularyShard shard, std::int64_t columns);
 
-// [tokens] int64 in [0, vocabulary) or kIgnoreIndex.
+// Marks forwards on a GPU whose shapes may not depend on the values of their tensors, because the host knows
+// the batch and does not wait for the device (a captured step has fixed shapes as well).
+class FixedShapes {
+ public:
+  explicit FixedShapes(bool on) : was_(now()) { now() = on; }
+  ~FixedShapes() { now() = was_; }
+  FixedShapes(const FixedShapes&) = delete;
+  FixedShapes& operator=(const FixedShapes&) = delete;
+  static bool wanted() { return now(); }
+
+ private:
+  static bool& now() {
+    thread_local bool on = false;
+    return on;
+  }
+  const bool was_;
+};
+
+// [tokens] int64 in [0, vocabulary) or kIgnoreIndex. On a GPU under FixedShapes the shape alone: NaN weights
+// then stand for what is wrong (token_weights), and the step is refused as not finite.
 void check_targets(const std::string& where, const at::Tensor& targets, std::int64_t tokens,
                    std::int64_t vocabulary);
 
-// Undefined weights are 1. Targets, when defined, must have been checked.
+// Undefined weights are 1. Targets, when defined, must have been checked, of a vocabulary of that size.
 TokenWeights token_weights(const std::string& where, const at::Tensor& weights, const at::Tensor& targets,
-                           std::int64_t tokens, const at::Device& device);
+                           std::int64_t tokens, const at::Device& device, std::int64_t vocabulary = 0);
 
 }  // namespace isograd

@@ -165,7 +165,8 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
   const at::Tensor wanted = targets.contiguous();
   const VocabularyShard shard = check_arguments(where, logits, wanted, options.shard);
   check_coefficients(where, options.label_smoothing, options.z_loss);
-  const TokenWeights tokens = token_weights(where, options.weights, wanted, logits.size(0), logits.device());
+  const TokenWeights tokens =
+      token_weights(where, options.weights, wanted, logits.size(0), logits.device(), shard.vocabulary);
   const at::Tensor each = row_losses(
       logits, wanted, tokens.mask,
       {.cross_entropy = 1, .label_smoothing = options.label_smoothing, .z_loss = options.z_loss}, shard);
@@ -176,7 +177,8 @@ at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const
                       const VocabularyShard& given) {
   const at::Tensor wanted = targets.contiguous();
   const VocabularyShard shard = check_arguments("z_loss_sum", logits, wanted, given);
-  const TokenWeights tokens = token_weights("z_loss_sum", weights, wanted, logits.size(0), logits.device());
+  const TokenWeights tokens =
+      token_weights("z_loss_sum", weights, wanted, logits.size(0), logits.device(), shard.vocabulary);
   const at::Tensor each = row_losses(logits, wanted, tokens.mask, {.cross_entropy = 0, .z_loss = 1}, shard);
   return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
 }

@@ -21,10 +21,11 @@ TEST(TermLedger, KeepsAValueThatIsNoNumberOutOfTheLoss) {
   for (const int rank : {0, 1}) {
     census.rank = rank;
     TermLedger ledger;
+    Readings readings;
     ledger.add({{"cross_entropy", at::full({}, 3.0)},
                 {"watched", at::full({}, nan), Mean::kNone, 0.0},
                 {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
-               1.5, denominator, census);
+               at::scalar_tensor(1.5, at::kDouble), denominator, census, readings);
     const auto message = ledger.message(census);
     EXPECT_EQ(message[0], 1.5) << rank;
     if (rank == 0) {
@@ -81,7 +82,8 @@ TEST(Deferred, LogsATermOfItsOwnMeanAsAnyOther) {
     const Denominator denominator = mean.denominator(census);
     const LossTerms terms = {{"step", at::full({}, 6.0)}, {"own", at::full({}, 6.0), own}};
     TermLedger ledger;
-    ledger.add(terms, mean.scale(terms, denominator).item<double>(), denominator, census);
+    Readings readings;
+    ledger.add(terms, mean.scale(terms, denominator), denominator, census, readings);
     for (const TermValue& term : TermLedger::read(ledger.message(census)))
       EXPECT_EQ(term.value * denominator.gradient_scale, own == Mean::kSamples ? 3 : 0.75) << term.name;
   }
@@ -114,10 +116,11 @@ TEST(TermLedger, CarriesNamesFromTheFirstRankThatHasThem) {
   for (int rank = 0; rank < 3; ++rank) {
     census.rank = rank;
     TermLedger ledger;
+    Readings readings;
     for (int i = 0; i < census.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
       ledger.add({{"cross_entropy", at::full({}, 3.0)},
                   {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
-                 1.5 + 2.5, denominator, census);
+                 at::scalar_tensor(1.5 + 2.5, at::kDouble), denominator, census, readings);
     const auto message = ledger.message(census);
     sums.resize(message.size());
     for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += message[i];
@@ -131,15 +134,19 @@ TEST(TermLedger, CarriesNamesFromTheFirstRankThatHasThem) {
   EXPECT_DOUBLE_EQ(sums[0], 3 * 1.5 + 2 * 0.5 * 5);  // the loss
 
   TermLedger one, other;
+  Readings readings;
   census.rank = 1;
-  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, 0, denominator, census);
+  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, at::zeros({}, at::kDouble), denominator, census,
+          readings);
   EXPECT_THAT(error_of([&] {
-                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, at::zeros({}, at::kDouble), denominator,
+                        census, readings);
               }),
               HasSubstr("'b' where"));
   auto mixed = one.message(census);
   census.rank = 2;
-  other.add({{"b", at::ones({})}, {"a", at::ones({})}}, 0, denominator, census);
+  other.add({{"b", at::ones({})}, {"a", at::ones({})}}, at::zeros({}, at::kDouble), denominator, census,
+            readings);
   const auto more = other.message(census);
   for (std::size_t i = 0; i < mixed.size(); ++i) mixed[i] += more[i];
   EXPECT_THAT(error_of([&] { TermLedger::read(mixed); }), HasSubstr("in another order on some rank"));

@@ -37,9 +37,9 @@ void TermLedger::clear() {
   terms_.clear();
 }
 
-void TermLedger::add(const LossTerms& terms, double share, const Denominator& denominator,
-                     const Census& census) {
-  loss_ += share;
+void TermLedger::add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
+                     const Census& census, Readings& readings) {
+  readings.add(share, [this](double value) { loss_ += value; });
   if (terms_.empty()) {
     if (terms.size() > kMostTerms)
       refuse_terms(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
@@ -62,11 +62,13 @@ void TermLedger::add(const LossTerms& terms, double share, const Denominator& de
                    "the same terms in the same order in every micro-batch", "Return them in one order");
     const double divisor = denominator.of_term(term);
     if (divisor == 0 || std::isinf(divisor)) continue;  // nothing is counted, in the step or this replica
-    const double value = term.sum.item<double>() / divisor;
-    if (!term.replicated || census.rank == census.first_with_micro_batches())
-      terms_[i].value += value;
-    else if (term.weight != 0)  // it is in the share, and another rank logs it
-      loss_ -= term.weight * value;
+    const bool ours = !term.replicated || census.rank == census.first_with_micro_batches();
+    readings.add(term.sum, [this, i, divisor, ours, weight = term.weight](double sum) {
+      if (ours)
+        terms_[i].value += sum / divisor;
+      else if (weight != 0)  // it is in the share, and another rank logs it
+        loss_ -= weight * (sum / divisor);
+    });
   }
 }
 

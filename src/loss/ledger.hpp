@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "isograd/normalizer.hpp"
+#include "layout/readings.hpp"
 
 namespace isograd {
 
@@ -15,8 +16,9 @@ class TermLedger {
 
   void clear();
   // One micro-batch's terms, the same ones in the same order in every micro-batch and on every rank, and what
-  // the normaliser made of them.
-  void add(const LossTerms& terms, double share, const Denominator& denominator, const Census& census);
+  // the normaliser made of them. What lies on a device is added when `readings` are read, before message().
+  void add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
+           const Census& census, Readings& readings);
   // A fixed number of values, to be added up over the ranks. The first is the loss. Of ranks with the same
   // batch that all give theirs, the stages of a pipeline, one alone `may_name` the terms.
   std::vector<double> message(const Census& census, bool may_name = true) const;

@@ -30,6 +30,9 @@ struct Problem {
   std::int64_t tile_tokens = 0, tile_vocabulary = 0;
   VocabularyShard shard{};
   bool of_hidden = false, of_weight = false, of_bias = false;  // gradients wanted
+  // Tokens without a loss are computed too, from zeros, with weight 0: their number is not asked of the
+  // device.
+  bool all_tokens = false;
 };
 
 struct Result {
@@ -53,7 +56,10 @@ struct Tiles {
   std::int64_t tokens, vocabulary;
 };
 Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
-  constexpr std::int64_t kMostBytes = std::int64_t{64} << 20, kFewest = 16, kFewestUncut = 64, kMost = 1024;
+  // A GPU has no cache that a tile should fit into, and wants few and large kernels.
+  const bool on_cpu = problem.hidden.is_cpu();
+  const std::int64_t kMostBytes = std::int64_t{on_cpu ? 64 : 512} << 20, kMost = on_cpu ? 1024 : 1 << 16;
+  constexpr std::int64_t kFewest = 16, kFewestUncut = 64;
   const at::ScalarType sum_type = computing_type(problem.weight.scalar_type());
   // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
   const std::int64_t ranks = problem.shard.group.size(),
@@ -62,7 +68,7 @@ Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
                      gradient = problem.shard.vocabulary * problem.weight.size(1) *
                                 static_cast<std::int64_t>(c10::elementSize(sum_type)),
                      least = std::int64_t{sum_type == problem.weight.scalar_type() ? 2 : 8} << 20,
-                     buffer = gradient >= kMostBytes ? kMostBytes : std::max(gradient / 2, least);
+                     buffer = gradient >= kMostBytes || !on_cpu ? kMostBytes : std::max(gradient / 2, least);
   Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
   if (tiles.vocabulary == 0)
     tiles.vocabulary =
@@ -101,15 +107,16 @@ class Sweep {
  public:
   explicit Sweep(const Problem& problem)
       : p_(problem),
-        valid_(problem.tokens.mask.nonzero().squeeze(1)),
-        tiles_(choose_tiles(problem, valid_.size(0))),
-        all_valid_(valid_.size(0) == problem.hidden.size(0)),
+        valid_(problem.all_tokens ? at::Tensor() : problem.tokens.mask.nonzero().squeeze(1)),
+        count_(problem.all_tokens ? problem.hidden.size(0) : valid_.size(0)),
+        tiles_(choose_tiles(problem, count_)),
+        all_valid_(count_ == problem.hidden.size(0)),
         loss_{.cross_entropy = 1, .label_smoothing = problem.label_smoothing, .z_loss = problem.z_loss} {
     const auto wide = p_.hidden.options().dtype(at::kDouble),
                options = p_.hidden.options().dtype(computing_type(p_.hidden.scalar_type()));
     sums_ = at::zeros({3}, wide);
     result_.log_probabilities = at::zeros({p_.hidden.size(0)}, wide);
-    const bool nothing = valid_.size(0) == 0;
+    const bool nothing = count_ == 0;
     // Rows that no tile visits stay 0; the weight's gradient is written whole by the first tile.
     if (p_.of_hidden)
       result_.hidden = all_valid_ ? at::empty(p_.hidden.sizes(), p_.hidden.options())
@@ -121,8 +128,9 @@ class Sweep {
   }
 
   Result run() {
-    for (std::int64_t begin = 0; begin < valid_.size(0); begin += tiles_.tokens)
-      tile(begin, std::min(tiles_.tokens, valid_.size(0) - begin));
+    for (std::int64_t begin = 0; begin < count_; begin += tiles_.tokens)
+      tile(begin, std::min(tiles_.tokens, count_ - begin));
+    if (p_.all_tokens) result_.log_probabilities.masked_fill_(p_.tokens.mask.logical_not(), 0);
     result_.sum = sums_[0] + p_.z_loss * sums_[1];
     if (p_.z_loss == 0) result_.sum = sums_[0];
     result_.cross_entropy = sums_[0], result_.z_loss = sums_[1];
@@ -214,7 +222,8 @@ class Sweep {
   }
 
   const Problem& p_;
-  const at::Tensor valid_;  // [N] indices of the valid tokens, ascending
+  const at::Tensor valid_;  // [N] indices of the valid tokens, ascending; undefined: all tokens
+  const std::int64_t count_;
   const Tiles tiles_;
   const bool all_valid_;
   const RowLoss loss_;
@@ -303,7 +312,8 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                   .weight = weight.detach().contiguous(),
                   .bias = options.bias.defined() ? options.bias.detach().contiguous() : at::Tensor(),
                   .targets = wanted.to(hidden.device()),
-                  .tokens = token_weights(kWhere, options.weights, wanted, hidden.size(0), hidden.device()),
+                  .tokens = token_weights(kWhere, options.weights, wanted, hidden.size(0), hidden.device(),
+                                          shard.vocabulary),
                   .label_smoothing = options.label_smoothing,
                   .z_loss = options.z_loss,
                   .tile_tokens = options.tile_tokens,
@@ -311,7 +321,11 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                   .shard = shard,
                   .of_hidden = wants_gradient(hidden),
                   .of_weight = wants_gradient(weight),
-                  .of_bias = wants_gradient(options.bias)};
+                  .of_bias = wants_gradient(options.bias),
+                  .all_tokens = !hidden.is_cpu() && FixedShapes::wanted()};
+  if (problem.all_tokens)
+    problem.hidden =
+        at::where(problem.tokens.mask.unsqueeze(1), problem.hidden, at::zeros({}, hidden.options()));
   const std::optional<at::Tensor> bias = options.bias.defined() ? std::optional(options.bias) : std::nullopt;
   const variable_list outputs = LinearCrossEntropyFunction::apply(hidden, weight, bias, &problem);
   return {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "isograd/error.hpp"
 #include "loss/counting.hpp"
@@ -20,15 +21,20 @@ namespace {
 // Σ over terms of factor · sum. A node of its own, so that a share is known for what it is wherever it turns
 // up again.
 struct Share : torch::autograd::Function<Share> {
+  // `on_device`: the factors as data, of which none is 0.
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::TensorList sums,
-                            const std::vector<double>& factors) {
+                            const std::vector<double>& factors, const std::optional<at::Tensor>& on_device) {
     at::Tensor share;
     torch::autograd::variable_list kept(sums.begin(), sums.end());
     for (std::size_t i = 0; i < kept.size(); ++i) {
       at::Tensor part = kept[i].reshape({}).to(at::kDouble);
-      part = factors[i] == 0 ? at::zeros_like(part) : part * factors[i];
+      if (on_device)
+        part = part * on_device->select(0, static_cast<std::int64_t>(i));
+      else
+        part = factors[i] == 0 ? at::zeros_like(part) : part * factors[i];
       share = share.defined() ? share + part : part;
     }
+    if (on_device) kept.push_back(*on_device);
     ctx->save_for_backward(kept);  // for their shapes and types
     ctx->saved_data["factors"] = factors;
     return share;
@@ -37,13 +43,21 @@ struct Share : torch::autograd::Function<Share> {
                                                  torch::autograd::variable_list upstream) {
     torch::autograd::variable_list gradients;
     const auto factors = ctx->saved_data["factors"].toDoubleVector();
-    const auto sums = ctx->get_saved_variables();
+    auto sums = ctx->get_saved_variables();
+    at::Tensor on_device;
+    if (factors.empty()) on_device = sums.back(), sums.pop_back();
     // A factor of 0, of a replica without anything to count: no gradient, where a zero could meet a NaN.
     // Backward still comes by every node below, so that those that exchange something with other ranks do.
     for (std::size_t i = 0; i < sums.size(); ++i)
-      gradients.push_back(factors[i] == 0
-                              ? at::Tensor()
-                              : (upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
+      if (on_device.defined())
+        gradients.push_back((upstream[0] * on_device.select(0, static_cast<std::int64_t>(i)))
+                                .to(sums[i].options())
+                                .expand_as(sums[i]));
+      else
+        gradients.push_back(factors[i] == 0
+                                ? at::Tensor()
+                                : (upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
+    gradients.emplace_back();
     gradients.emplace_back();
     return gradients;
   }
@@ -287,7 +301,23 @@ at::Tensor share_of(const LossTerms& terms, const Denominator& denominator) {
       factors.push_back(term.weight / divisor);
     }
   if (sums.empty()) return at::zeros({}, terms.front().sum.options().dtype(at::kDouble)).requires_grad_(true);
-  return Share::apply(at::TensorList(sums), factors);
+  return Share::apply(at::TensorList(sums), factors, std::nullopt);
+}
+
+std::optional<std::vector<double>> factors_of(const LossTerms& terms, const Denominator& denominator) {
+  std::vector<double> factors;
+  for (const LossTerm& term : terms) {
+    const double divisor = denominator.of_term(term);
+    if (divisor == 0 || std::isinf(divisor) || term.weight == 0) return std::nullopt;
+    factors.push_back(term.weight / divisor);
+  }
+  return factors;
+}
+
+at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors) {
+  std::vector<at::Tensor> sums;
+  for (const LossTerm& term : terms) sums.push_back(term.sum);
+  return Share::apply(at::TensorList(sums), std::vector<double>{}, factors);
 }
 
 bool debug_build() {

@@ -188,7 +188,8 @@ TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
       const at::Tensor share = mean.scale(one, denominator);
       share.backward();
       TermLedger ledger;
-      ledger.add(one, share.item<double>(), denominator, census);
+      Readings readings;
+      ledger.add(one, share, denominator, census, readings);
       const at::Tensor gradient = x.grad().defined() ? x.grad() : at::zeros({}, at::kDouble);
       const at::Tensor sums =
           at::stack({share.detach(), gradient, at::tensor(ledger.message(census), at::kDouble)[kFirstValue]});

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -18,6 +19,10 @@ bool is_share(const at::Tensor& value);
 
 // Σ over terms of weight · sum / denominator, undoubted.
 at::Tensor share_of(const LossTerms& terms, const Denominator& denominator);
+// What share_of() multiplies each term's sum by; nothing where a term has no denominator and is left out. The
+// same with these factors as data, fp64 on the sums' device, so that a recorded backward reads them anew.
+std::optional<std::vector<double>> factors_of(const LossTerms& terms, const Denominator& denominator);
+at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors);
 // What Normalizer::scale refuses. `deferred`: nothing is divided before the end of the step.
 void check_terms(const LossTerms& terms, bool deferred);
 

@@ -243,7 +243,13 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
              .expected = fmt::format(
                  "at most {}, the sliding window: attention within a window is not supported", window),
              .action = "Shorten the packs (data.pack_length)"});
-  const auto [cos, sin] = impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths);
+  if (batch.bounds_only && impl_->rotary.depends_on_length(batch.num_tokens()))
+    throw ConfigError({.where = "batch for the model",
+                       .found = "bounds of documents, and frequencies that depend on how long each is",
+                       .expected = "the documents' lengths",
+                       .action = "Leave StepOptions::capture off for this model"});
+  const auto [cos, sin] =
+      impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths, batch.largest_position);
   BlockPass pass{.cos = cos.to(device), .sin = sin.to(device), .attend = {}};
   if (impl_->given_attention)
     pass.attend = [given = impl_->given_attention, batch](std::int64_t, const at::Tensor& q,
@@ -251,9 +257,8 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
       return given(batch, q, k, v);
     };
   else
-    pass.attend = [cu_seqlens = batch.cu_seqlens](std::int64_t, const at::Tensor& q, const at::Tensor& k,
-                                                  const at::Tensor& v) {
-      return variable_length_attention(q, k, v, cu_seqlens);
+    pass.attend = [batch](std::int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+      return variable_length_attention(q, k, v, batch);
     };
   if (impl_->given_experts)
     pass.choose = [given = impl_->given_experts, batch](std::int64_t layer, const ExpertScores& scores,

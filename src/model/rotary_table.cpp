@@ -76,9 +76,11 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::compute(const at::Tensor& positio
 
 std::pair<at::Tensor, at::Tensor> RotaryTable::at(const at::Tensor& positions,
                                                   const std::vector<std::int64_t>& cu_seqlens,
-                                                  const std::vector<std::int64_t>& lengths) {
+                                                  const std::vector<std::int64_t>& lengths,
+                                                  std::int64_t largest_position) {
   const at::NoGradGuard no_grad;
-  std::int64_t longest = positions.numel() == 0 ? 0 : positions.max().item<std::int64_t>() + 1;
+  if (largest_position < 0 && positions.numel() > 0) largest_position = positions.max().item<std::int64_t>();
+  std::int64_t longest = largest_position + 1;
   if (positions.numel() > 0 && !lengths.empty())
     longest = std::max(longest, *std::max_element(lengths.begin(), lengths.end()));
   at::Tensor cos, sin;
@@ -86,6 +88,7 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::at(const at::Tensor& positions,
     const std::lock_guard lock(mutex_);
     if (!cos_.defined() || cos_.size(0) < longest || cos_.device() != positions.device()) {
       const auto size = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest + 1)));
+      earlier_.push_back(cos_), earlier_.push_back(sin_);
       std::tie(cos_, sin_) = compute(at::arange(size), 0);  // on the CPU: the same bits everywhere
       cos_ = cos_.to(positions.device()), sin_ = sin_.to(positions.device());
     }

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "isograd/decoder_lm.hpp"
 
@@ -26,9 +27,12 @@ class RotaryTable {
 
   // cos and sin [T, head_dim/2] at `positions` [T]. Where the length matters, that of a fragment's document
   // decides (`lengths` [F]; not given: what its positions reach), so that no document depends on another.
+  // `largest_position`: of `positions` where the caller knows it, which saves waiting for a GPU; -1: looked
+  // up.
   std::pair<at::Tensor, at::Tensor> at(const at::Tensor& positions,
                                        const std::vector<std::int64_t>& cu_seqlens,
-                                       const std::vector<std::int64_t>& lengths = {});
+                                       const std::vector<std::int64_t>& lengths = {},
+                                       std::int64_t largest_position = -1);
 
  private:
   std::pair<at::Tensor, at::Tensor> compute(const at::Tensor& positions, std::int64_t length) const;
@@ -36,7 +40,8 @@ class RotaryTable {
   const DecoderConfig config_;
   const at::ScalarType type_;
   std::mutex mutex_;
-  at::Tensor cos_, sin_;  // [positions so far, head_dim/2], of lengths up to max_positions
+  std::vector<at::Tensor> earlier_;  // shorter ones, which recorded kernels may still read
+  at::Tensor cos_, sin_;             // [positions so far, head_dim/2], of lengths up to max_positions
 };
 
 }  // namespace isograd

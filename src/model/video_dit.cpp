@@ -189,7 +189,7 @@ struct VideoDiT::Impl {
                      k = rms_norm(heads(projected[1]), block.k_norm, config.norm_epsilon),
                      v = heads(projected[2]);
     at::Tensor out = given_attention ? given_attention(batch, q, k, v)
-                                     : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
+                                     : variable_length_attention(q, k, v, batch, /*causal=*/false);
     out = onto_stream(out.reshape({count, q.size(1) * dim}), block.o);
     stream = gated(stream, modulation[2], out, lengths);
     out = entered(modulated(norm(stream), modulation[3], modulation[4], lengths), {block.in})[0];

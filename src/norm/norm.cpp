@@ -8,6 +8,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/layout.hpp"
+#include "layout/readings.hpp"
 #include "norm/passes.hpp"
 
 namespace isograd {
@@ -38,8 +39,15 @@ void OwnedSquares::add(const at::Tensor& flat, Range range) {
     waiting_.push_back(flat.narrow(0, range.begin, range.size()));
 }
 
+void OwnedSquares::complete(Readings& readings) {
+  const at::Tensor squares = by_libtorch::squares_of(std::exchange(waiting_, {}));
+  if (squares.defined()) readings.add(squares, [this](double value) { sum_ += value; });
+}
+
 double OwnedSquares::value() {
-  sum_ += by_libtorch::squared_norm(std::exchange(waiting_, {}));
+  Readings readings;
+  complete(readings);
+  readings.read();
   return sum_;
 }
 

@@ -57,18 +57,19 @@ Range owned_part(const Bucket& bucket, const Slot& slot) {
 namespace by_libtorch {
 
 double squared_norm(const at::Tensor& flat, Range range) {
-  return squared_norm({flat.narrow(0, range.begin, range.size())});
+  const at::Tensor squares = squares_of({flat.narrow(0, range.begin, range.size())});
+  return squares.defined() ? squares.item<double>() : 0;
 }
 
-double squared_norm(const std::vector<at::Tensor>& parts) {
+at::Tensor squares_of(const std::vector<at::Tensor>& parts) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> filled;
   std::ranges::copy_if(parts, std::back_inserter(filled), [](const at::Tensor& x) { return x.numel() > 0; });
-  if (filled.empty()) return 0;
+  if (filled.empty()) return {};
   // One pass over all, which squares and adds in fp64; a norm's own square is right to an fp64 rounding or
   // two.
   const at::Tensor norms = at::stack(at::_foreach_norm(filled, 2, at::kDouble));
-  return norms.square().sum().item<double>();
+  return norms.square().sum();
 }
 
 double max_abs(const at::Tensor& flat, Range range) {

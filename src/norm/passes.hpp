@@ -21,7 +21,8 @@ double max_abs(const at::Tensor& flat, Range range);
 // The same in LibTorch's operators: what other devices than the CPU do, in LibTorch's order of summation.
 namespace by_libtorch {
 double squared_norm(const at::Tensor& flat, Range range);
-double squared_norm(const std::vector<at::Tensor>& parts);  // of all of them, which are on one device
+// Of all of them, which are on one device: one number in fp64 there; undefined where all are empty.
+at::Tensor squares_of(const std::vector<at::Tensor>& parts);
 double max_abs(const at::Tensor& flat, Range range);
 }  // namespace by_libtorch
 

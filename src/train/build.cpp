@@ -265,7 +265,8 @@ StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally ta
   return {.max_norm = config.train.clip_groups.empty() ? config.train.max_norm : 0,
           .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
           .look_ahead = std::move(look_ahead),
-          .tally = std::move(tally)};
+          .tally = std::move(tally),
+          .capture = config.parallel.cuda_graphs && config.model.kind == "decoder"};
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {

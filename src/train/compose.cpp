@@ -223,7 +223,7 @@ void attend_over(DecoderLM& model, const Mesh& mesh) {
   if (mesh.size(kContextAxes) == 1) return;
   model.set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
                                                       const at::Tensor& k, const at::Tensor& v) {
-    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch.cu_seqlens);
+    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch);
   });
 }
 

@@ -130,6 +130,7 @@ struct RunConfig {
     double timeout_seconds = 300;
     std::string device = "cpu";    // cpu | cuda | auto
     std::string backend = "auto";  // auto | shm | mpi | shm+mpi | nccl
+    bool cuda_graphs = true;       // on GPUs, where nothing is exchanged in a backward
     bool offload = false;          // gradients, masters and state in host memory
   } parallel;
   struct {

@@ -210,6 +210,10 @@ std::vector<ConfigKey> common_keys() {
           "as well, in a build that found an MPI; `shm+mpi`, shared memory within each host and MPI between "
           "them (`docs/hosts.md`); `nccl`, between the GPUs of one host. `auto`: `nccl` where "
           "ranks are on GPUs, else `shm`."),
+      KEY("parallel.cuda_graphs", parallel.cuda_graphs, "", any(),
+          "On one GPU: forward and backward of a decoder without experts are recorded as CUDA graphs and "
+          "replayed "
+          "(`docs/gpu.md`)."),
       KEY("parallel.offload", parallel.offload, "", any(),
           "On a GPU: what a rank holds of summed gradients, masters and the optimizer's state lies in host "
           "memory, and the CPU takes norms and updates (`docs/gpu.md`). Refused on the CPU."),

@@ -50,6 +50,7 @@ void StepWork::backward_inputs(std::size_t i, std::size_t part) {
     refuse_halves("parameters of ZeRO-3, whose units gather them for both halves at once",
                   "parameters that are whole between a step's forwards and backwards");
   PendingLoss& own = pending_loss(i, part);
+  if (own.captured) compute(i, own);
   check(own.value.defined() && !own.weights, i, "forward(i) before backward_inputs(i), each once");
   own.weights.emplace();
   if (is_differentiable(own.value, batches_[i])) own.weights = backward_of_inputs(own.value);

@@ -16,8 +16,10 @@
 namespace isograd {
 
 StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts,
-                   std::size_t micro_batches_of)
-    : forward_(forward), layout_(layout), mean_(mean), parts_(parts), micro_batches_of_(micro_batches_of) {}
+                   std::size_t micro_batches_of, bool capture)
+    : forward_(forward), layout_(layout), mean_(mean), parts_(parts), micro_batches_of_(micro_batches_of) {
+  if (capture && parts == 1 && !mean.deferred()) captured_ = CapturedWork::make(layout);
+}
 
 // (1) Count over the ranks that see different data, before any backward: one small collective, two if samples
 // are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
@@ -36,6 +38,12 @@ void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even)
 // (2) The one division: this micro-batch's share of the global loss.
 void StepWork::forward(std::size_t i, std::size_t part) {
   PendingLoss& share = pending_loss(i, part);
+  share.captured = captured_ && at::GradMode::is_enabled();
+  if (!share.captured) compute(i, share);
+}
+
+void StepWork::compute(std::size_t i, PendingLoss& share) {
+  share.captured = false;
   const Batch batch = mean_.prepare(batches_[i], denominator_);
   share.terms = forward_(batch);
   if (at::GradMode::is_enabled()) local_means_.look(share.terms, batch, mean_);
@@ -57,8 +65,17 @@ bool StepWork::is_differentiable(const at::Tensor& share, const Batch& batch) {
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
 void StepWork::backward(std::size_t i, bool last, std::size_t part) {
   PendingLoss& own = pending_loss(i, part);
-  check(own.value.defined() && !own.weights, i, "forward(i) before backward(i), each once");
+  check((own.value.defined() || own.captured) && !own.weights, i, "forward(i) before backward(i), each once");
   begin_gradients(i, last);
+  if (own.captured) {
+    const Batch batch = mean_.prepare(batches_[i], denominator_);
+    const auto look = [&](const LossTerms& terms) { local_means_.look(terms, batch, mean_); };
+    if (auto share = captured_->run(batch, forward_, denominator_, look)) {
+      own.terms = std::move(share->terms), own.value = std::move(share->value);
+      return log(own);
+    }
+    compute(i, own);
+  }
   // A micro-batch without targets may give a constant zero, which has nothing to differentiate.
   const at::Tensor& share = own.value;
   if (is_differentiable(share, batches_[i])) share.backward();
@@ -72,7 +89,7 @@ void StepWork::begin_gradients(std::size_t i, bool last) {
 
 void StepWork::log(PendingLoss& kept) {
   const PendingLoss share = std::exchange(kept, {});
-  ledger_.add(share.terms, share.value.item<double>(), denominator_, census_);
+  ledger_.add(share.terms, share.value, denominator_, census_, readings_);
 }
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
@@ -82,7 +99,8 @@ Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Opt
       mean_(mean),
       optimizer_(optimizer),
       options_(std::move(options)),
-      work_(std::make_unique<StepWork>(forward_, layout, mean, options_.parts, options_.micro_batches_of)) {
+      work_(std::make_unique<StepWork>(forward_, layout, mean, options_.parts, options_.micro_batches_of,
+                                       options_.capture)) {
   clip_coefficient(1, options_.max_norm);  // refuses a limit that is no number before the first step
 }
 Step::~Step() = default;
@@ -124,7 +142,10 @@ StepReport Step::finish() {
   });
   const double scale = work_->denominator().gradient_scale;
 
-  // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along.
+  // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along. A
+  // GPU is waited for here and nowhere else in a step.
+  squares.complete(work_->readings());
+  for (OwnedSquares& part : part_squares) part.complete(work_->readings());
   std::vector<double> sums = work_->ledger().message(work_->census(), layout_.mesh().has_first_stage());
   const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
   if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));

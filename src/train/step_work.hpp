@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "loss/ledger.hpp"
 #include "loss/local_mean.hpp"
 #include "parallel/pipeline/split_backward.hpp"
+#include "train/captured.hpp"
 
 namespace isograd {
 
@@ -17,17 +19,22 @@ class StepWork : public MicroBatchWork {
  public:
   // Keeps references: all arguments outlive it. `parts`, `micro_batches_of`: as StepOptions has them.
   StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts = 1,
-           std::size_t micro_batches_of = 1);
+           std::size_t micro_batches_of = 1, bool capture = false);
 
-  void clear() { ledger_.clear(); }  // before the first micro-batches of a step
+  void clear() { ledger_.clear(), readings_.clear(); }  // before the first micro-batches of a step
   // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
   // do where the layout asks for it.
   void count(MicroBatches micro_batches, bool stop_requested, bool even);
   const MicroBatches& micro_batches() const { return batches_; }
   const Census& census() const { return census_; }
   const Denominator& denominator() const { return denominator_; }
-  const TermLedger& ledger() const { return ledger_; }
   const LocalMeans& local_means() const { return local_means_; }  // of all steps so far
+  // Waits for the device, once, for all that was left in readings().
+  const TermLedger& ledger() {
+    readings_.read();
+    return ledger_;
+  }
+  Readings& readings() { return readings_; }
 
   std::size_t size() const override { return batches_.size(); }
   // With the one division: the share of the global loss.
@@ -45,11 +52,13 @@ class StepWork : public MicroBatchWork {
     LossTerms terms{};
     at::Tensor value{};
     std::optional<WeightsBackward> weights{};  // between the halves of a backward
+    bool captured = false;                     // forward and backward are one, in backward()
   };
   PendingLoss& pending_loss(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
   // Whether there is anything to differentiate: not in a constant of a micro-batch without targets.
   // ConfigError: targets, and nothing that they train.
   static bool is_differentiable(const at::Tensor& share, const Batch& batch);
+  void compute(std::size_t i, PendingLoss& share);
   void begin_gradients(std::size_t i, bool last);
   void log(PendingLoss& share);
   void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
@@ -63,6 +72,8 @@ class StepWork : public MicroBatchWork {
   std::size_t left_ = 0;               // backwards to come
   Census census_{};
   Denominator denominator_{};
+  std::unique_ptr<CapturedWork> captured_{};  // null: nothing is
+  Readings readings_{};
   TermLedger ledger_{};  // knows what is the whole on every rank
   LocalMeans local_means_{};
 };

@@ -194,6 +194,8 @@ struct Trainer::Impl {
     StepOptions options =
         step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
     options.norm_parts = norm_parts;
+    options.capture =
+        options.capture && !options.tally && !memory;  // experts' rows vary; memory is asked in mid-pass
     if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
     Step step(forward, *layout, *mean, *optimizer, std::move(options));
     while (state.step < total) {

@@ -87,12 +87,11 @@ class VideoModel : public TaskModel {
 
   void attend_over(const Mesh& mesh) override {
     if (mesh.size(kContextAxes) == 1) return;
-    model_->set_attention(
-        [over = ContextAttention(mesh, /*causal=*/false)](const Batch& batch, const at::Tensor& q,
-                                                          const at::Tensor& k, const at::Tensor& v) {
-          return batch.cut ? over(batch, q, k, v)
-                           : variable_length_attention(q, k, v, batch.cu_seqlens, /*causal=*/false);
-        });
+    model_->set_attention([over = ContextAttention(mesh, /*causal=*/false)](
+                              const Batch& batch, const at::Tensor& q, const at::Tensor& k,
+                              const at::Tensor& v) {
+      return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch, /*causal=*/false);
+    });
   }
 
  private:

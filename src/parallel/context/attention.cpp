@@ -229,7 +229,7 @@ ContextAttention::ContextAttention(const ContextGroups& groups, bool causal)
 at::Tensor ContextAttention::operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                         const at::Tensor& v) const {
   if (!batch.cut && (impl_->context.size() == 1 || batch.num_tokens() == 0))
-    return variable_length_attention(q, k, v, batch.cu_seqlens, impl_->causal);
+    return variable_length_attention(q, k, v, batch, impl_->causal);
   impl_->prepare(batch, q, k, v);
   return Function::apply(q, k, v, impl_->call);
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
@@ -52,6 +53,27 @@ class Bucketed final : public DataParallel {
     return isograd::bytes_sent(groups) - asking_bytes_;
   }
   double exposed_seconds() const override { return policy_.waited.seconds(); }
+  bool gradients_can_be_replayed() override {
+    return !reduces_ && !policy_.reduces_each_micro_batch && !offload_ && !buckets_.empty() &&
+           std::ranges::all_of(buckets_, [](const Bucket& bucket) { return bucket.plan.device.is_cuda(); });
+  }
+  std::vector<std::uint64_t> gradient_places() const override {
+    std::vector<std::uint64_t> words;
+    for (const auto& flat : flats_) std::as_const(*flat).slot_gradients()->append_places(parameters_, words);
+    return words;
+  }
+  void restore_places(const std::vector<std::uint64_t>& places) override {
+    std::size_t word = 0;
+    for (auto& flat : flats_) flat->slot_gradients()->restore_places(parameters_, places, word);
+  }
+  void arrive_again() override {
+    for (auto& flat : flats_) flat->slot_gradients()->arrive_again(parameters_);
+  }
+  bool all_gradients_arrived() const override {
+    return std::ranges::all_of(flats_, [&](const auto& flat) {
+      return std::as_const(*flat).slot_gradients()->all_arrived(parameters_);
+    });
+  }
   void take_over_writes(const std::set<std::string>& but_of) override {
     for (auto& flat : flats_) flat->take_over_writes(but_of);
   }

@@ -70,6 +70,9 @@ class FlatBucket {
     if (slot_gradients_) slot_gradients_->complete(parameters);
   }
 
+  SlotGradients* slot_gradients() { return slot_gradients_ ? &*slot_gradients_ : nullptr; }
+  const SlotGradients* slot_gradients() const { return slot_gradients_ ? &*slot_gradients_ : nullptr; }
+
   // A step begins, without gradients.
   void zero(const std::vector<NamedParameter>& parameters);
   // Begins the reduction of the gradients that are there. `turn` counts the launches of a round.

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "isograd/error.hpp"
@@ -68,6 +69,42 @@ void SlotGradients::complete(const std::vector<NamedParameter>& parameters) {
     at::Tensor parameter = parameters[place.slot.index].tensor;
     parameter.mutable_grad() = view(place).zero_();
   }
+}
+
+void SlotGradients::append_places(const std::vector<NamedParameter>& parameters,
+                                  std::vector<std::uint64_t>& words) const {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (i % 32 == 0) words.push_back(0);
+    const std::uint64_t trained = parameters[places_[i].slot.index].tensor.requires_grad();
+    words.back() |= (std::uint64_t{places_[i].written} | trained << 1) << (2 * (i % 32));
+  }
+}
+
+void SlotGradients::restore_places(const std::vector<NamedParameter>& parameters,
+                                   const std::vector<std::uint64_t>& words, std::size_t& word) {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (i % 32 == 0) ++word;
+    Place& place = places_[i];
+    place.written = words[word - 1] >> (2 * (i % 32)) & 1;
+    place.taken = false;
+    at::Tensor parameter = parameters[place.slot.index].tensor;
+    parameter.mutable_grad() = place.written ? view(place) : at::Tensor();
+  }
+}
+
+void SlotGradients::arrive_again(const std::vector<NamedParameter>& parameters) {
+  for (Place& place : places_) {
+    at::Tensor parameter = parameters[place.slot.index].tensor;
+    if (!parameter.requires_grad()) continue;
+    if (!std::exchange(place.written, true)) parameter.mutable_grad() = view(place);
+    place.taken = false;
+  }
+}
+
+bool SlotGradients::all_arrived(const std::vector<NamedParameter>& parameters) const {
+  return std::ranges::all_of(places_, [&](const Place& place) {
+    return !parameters[place.slot.index].tensor.requires_grad() || (place.written && !place.taken);
+  });
 }
 
 void SlotGradients::check(const std::vector<NamedParameter>& parameters) const {

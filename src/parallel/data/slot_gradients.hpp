@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "comm/gradient_place.hpp"
@@ -27,6 +28,14 @@ class SlotGradients {
   differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter);
   // Slots without a gradient get zeros; from then on all of the memory can be read.
   void complete(const std::vector<NamedParameter>& parameters);
+  // For a backward that is replayed (DataParallel::gradient_places()): two bits a place, whether it is
+  // written and whether its parameter is trained, appended to `words`; the state of earlier ones, from `word`
+  // on; all of them written, as after a backward.
+  void append_places(const std::vector<NamedParameter>& parameters, std::vector<std::uint64_t>& words) const;
+  void restore_places(const std::vector<NamedParameter>& parameters, const std::vector<std::uint64_t>& words,
+                      std::size_t& word);
+  void arrive_again(const std::vector<NamedParameter>& parameters);
+  bool all_arrived(const std::vector<NamedParameter>& parameters) const;
   // ConfigError where a gradient has come, and .grad is not the view of it any more.
   void check(const std::vector<NamedParameter>& parameters) const;
 
