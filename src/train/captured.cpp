@@ -9,9 +9,9 @@
 #include <map>
 #include <optional>
 #ifdef ISOGRAD_WITH_CUDA
-#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -212,10 +212,10 @@ class Work final : public CapturedWork {
     if (!stream_) stream_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
     if (!pool_) pool_ = at::cuda::graph_pool_handle();
     {
-      const c10::cuda::CUDAStreamGuard guard(*stream_);
-      at::cuda::CUDAEvent before;
-      before.record(outer);
-      before.block(*stream_);
+      const c10::StreamGuard guard(stream_->unwrap());
+      c10::Event before(c10::kCUDA);
+      before.record(outer.unwrap());
+      before.block(stream_->unwrap());
       try {
         graph->capture_begin(*pool_, cudaStreamCaptureModeThreadLocal);
         begun = true;
@@ -230,9 +230,9 @@ class Work final : public CapturedWork {
           } catch (const std::exception&) {  // the first error is the one to tell
           }
       }
-      at::cuda::CUDAEvent after;
-      after.record(*stream_);
-      after.block(outer);
+      c10::Event after(c10::kCUDA);
+      after.record(stream_->unwrap());
+      after.block(outer.unwrap());
     }
     if (recording.graph && layout_.all_gradients_arrived()) return true;
     recording.graph.reset();
