@@ -1,5 +1,5 @@
-// Flash and memory-efficient attention of the stand-in GPU (standin_gpu.cpp): LibTorch has them for GPUs
-// alone. By the definition, in fp32, and as strict as the real ones about what they are given.
+// Flash attention of the stand-in GPU (standin_gpu.cpp): LibTorch has it for GPUs alone. By the definition,
+// in fp32, and as strict as the real one about what it is given.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -21,12 +21,9 @@ struct Flash {
       : scale(given.value_or(1 / std::sqrt(static_cast<double>(queries.size(3))))),
         groups(queries.size(2) / keys.size(2)) {
     for (const at::Tensor& each : {queries, keys, values})
-      TORCH_CHECK(each.is_cuda() && each.dim() == 4 && each.stride(3) == 1 &&
-                      (each.scalar_type() == at::kFloat
-                           ? each.size(3) % 4 == 0 && queries.size(2) == keys.size(2)
-                           : each.size(3) % 8 == 0 &&
-                                 (each.scalar_type() == at::kBFloat16 || each.scalar_type() == at::kHalf)),
-                  "stand-in GPU: attention of ", each.scalar_type(), " ", each.sizes(), " on ",
+      TORCH_CHECK(each.is_cuda() && each.dim() == 4 && each.stride(3) == 1 && each.size(3) % 8 == 0 &&
+                      (each.scalar_type() == at::kBFloat16 || each.scalar_type() == at::kHalf),
+                  "stand-in GPU: flash attention of ", each.scalar_type(), " ", each.sizes(), " on ",
                   each.device());
     q = heads(queries);
     k = heads(keys.repeat_interleave(groups, 2));
@@ -149,44 +146,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
   return {own[0], own[1], own[2]};
 }
 
-constexpr std::int64_t kCausal = 1;
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt> efficient(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps bias, Perhaps cu_q, Perhaps,
-    std::optional<c10::SymInt> longest, std::optional<c10::SymInt>, double, std::int64_t mask, bool log_sums,
-    std::optional<double> scale, Perhaps, std::optional<std::int64_t>) {
-  TORCH_CHECK(q.size(0) == 1 && !bias && cu_q && longest && log_sums && q.scalar_type() == at::kFloat,
-              "stand-in GPU: efficient attention of ", q.scalar_type(), " ", q.sizes());
-  const std::int64_t most = longest->expect_int(), rounded = (most + 31) / 32 * 32;
-  const Whole whole =
-      forward_by_fragment(q.squeeze(0), k.squeeze(0), v.squeeze(0), *cu_q, most, mask == kCausal, scale);
-  const at::Tensor sums = at::zeros({cu_q->numel() - 1, q.size(2), rounded}, q.options());
-  for (std::size_t f = 0; f < whole.log_sums.size(); ++f)
-    sums[static_cast<std::int64_t>(f)].narrow(1, 0, whole.log_sums[f].size(1)).copy_(whole.log_sums[f]);
-  const at::Tensor nothing_drawn = at::empty({}, q.options().dtype(at::kLong));
-  return {whole.out.unsqueeze(0), sums, nothing_drawn, nothing_drawn, most, most};
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(
-    const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Perhaps,
-    const at::Tensor& out, Perhaps cu_q, Perhaps, c10::SymInt longest, c10::SymInt,
-    const at::Tensor& log_sums, double, const at::Tensor&, const at::Tensor&, std::int64_t mask, bool,
-    std::optional<double> scale, std::optional<std::int64_t> splits, std::optional<std::int64_t>, bool) {
-  TORCH_CHECK(
-      splits == 1,
-      "stand-in GPU: efficient attention would add gradients in an order that changes from run to run");
-  TORCH_CHECK(cu_q && log_sums.dim() == 3, "stand-in GPU: efficient attention with log-sums ",
-              log_sums.sizes());
-  const auto own = backward_by_fragment(gradient.squeeze(0), q.squeeze(0), k.squeeze(0), v.squeeze(0),
-                                        out.squeeze(0), *cu_q, longest.expect_int(), mask == kCausal, scale);
-  return {own[0].unsqueeze(0), own[1].unsqueeze(0), own[2].unsqueeze(0), at::Tensor()};
-}
-
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_flash_attention_forward", &flash);
   library.impl("_flash_attention_backward", &flash_backward);
-  library.impl("_efficient_attention_forward", &efficient);
-  library.impl("_efficient_attention_backward", &efficient_backward);
 }
 
 }  // namespace

@@ -55,6 +55,10 @@ at::Tensor rows_of(const at::Tensor& x, const Tile& tile) {
   return x.narrow(0, tile.q_row, tile.count * tile.q_length);
 }
 
+Tile all_of(const at::Tensor& q, bool causal) {
+  return {.q_row = 0, .q_length = q.size(0), .k_row = 0, .k_length = q.size(0), .causal = causal};
+}
+
 std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
   std::int64_t longest = 0;
   for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f)
@@ -62,8 +66,18 @@ std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
   return longest;
 }
 
-// Neither computes nor keeps a T×T matrix. `on_device`: cu_seqlens there, of a batch that all goes to one
-// kernel.
+// [T, T]: −∞ where one token must not see another, by cu_seqlens [F + 1] on the device.
+at::Tensor hidden_by(const at::Tensor& cu_seqlens, std::int64_t tokens, bool causal, at::ScalarType type) {
+  const at::Tensor places = at::arange(tokens, cu_seqlens.options());
+  const at::Tensor fragment = at::bucketize(places, cu_seqlens, /*out_int32=*/true, /*right=*/true);
+  at::Tensor hidden = fragment.unsqueeze(1).ne(fragment);
+  if (causal) hidden = hidden.logical_or_(places.unsqueeze(1).lt(places));
+  return at::zeros({tokens, tokens}, cu_seqlens.options().dtype(type))
+      .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+}
+
+// Neither computes nor keeps a T×T matrix, but where fragments are known on the device alone (`on_device`,
+// their cu_seqlens) and no kernel reads them there: then the scores of all tokens, a slice at a time.
 class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
@@ -71,15 +85,22 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
                             const std::optional<at::Tensor>& on_device, bool causal) {
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
-    if (on_device) {
+    if (on_device && fragments::has_kernel(q, k, causal)) {
       const fragments::Attended attended =
           fragments::attend(q, k, v, *on_device, longest_of(cu_seqlens), causal);
       ctx->save_for_backward(
           {q, k, v, attended.out, attended.log_sums, attended.seed, attended.offset, *on_device});
       return attended.out;
     }
-    const auto tiles = tiles_of(cu_seqlens, causal);
     at::Tensor out = at::empty(q.sizes(), q.options());
+    if (on_device) {
+      products::attend_fragments(
+          q, k, v, {all_of(q, causal)}, out, products::kScores,
+          hidden_by(*on_device, q.size(0), causal, accumulating_type(q.scalar_type())));
+      ctx->save_for_backward({q, k, v, *on_device});
+      return out;
+    }
+    const auto tiles = tiles_of(cu_seqlens, causal);
     if (has_tile_kernel(q, k, causal)) {
       const at::Tensor log_sums =
           at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
@@ -106,9 +127,15 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
                                      longest_of(cu_seqlens), causal);
       return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
     }
-    const auto tiles = tiles_of(cu_seqlens, causal);
     const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                     at::empty(v.sizes(), v.options())};
+    if (saved.size() == 4) {
+      products::attend_fragments_backward(
+          q, k, v, gradient, {all_of(q, causal)}, result, products::kScores,
+          hidden_by(saved[3], q.size(0), causal, accumulating_type(q.scalar_type())));
+      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+    const auto tiles = tiles_of(cu_seqlens, causal);
     if (saved.size() == 3) {  // without `out` and its log-sums
       products::attend_fragments_backward(q, k, v, gradient, tiles, result);
     } else {
@@ -130,6 +157,8 @@ at::Tensor dense_rows(const at::Tensor& x) {
 
 namespace {
 
+constexpr std::int64_t kMostTokensOfAMask = 4096;
+
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Batch& batch,
                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   check(q, k, v, cu_seqlens);
@@ -137,12 +166,17 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   if (fragments::has_kernel(q, k, causal))
     on_device = batch.cu_seqlens_on_device.defined() ? batch.cu_seqlens_on_device
                                                      : at::tensor(cu_seqlens, at::kInt).to(q.device());
+  else if (batch.bounds_only && q.size(0) <= kMostTokensOfAMask)
+    on_device = batch.cu_seqlens_on_device;
   else if (batch.bounds_only)
-    throw ConfigError({.where = "variable_length_attention",
-                       .found = fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
-                                            c10::toString(q.scalar_type())),
-                       .expected = "a type and head_dim whose kernel reads the fragments on the device",
-                       .action = "Leave StepOptions::capture off for this model"});
+    throw ConfigError(
+        {.where = "variable_length_attention",
+         .found = fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
+                              c10::toString(q.scalar_type())),
+         .expected = fmt::format("a type and head_dim whose kernel reads the fragments on the device, "
+                                 "or at most {} tokens",
+                                 kMostTokensOfAMask),
+         .action = "Leave StepOptions::capture off for this model"});
   return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, on_device, causal);
 }
 

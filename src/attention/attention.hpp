@@ -17,10 +17,10 @@ namespace isograd {
 // last bit. ConfigError on shapes, dtypes or cu_seqlens that do not fit.
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal = true);
-// Within the batch's fragments. A GPU's kernels read cu_seqlens where q is (Batch::cu_seqlens_on_device), and
-// of those on the CPU only how long a fragment may be. ConfigError where these are bounds alone
-// (Batch::bounds_only) and no such kernel takes q: fp64, or a head_dim that is not a multiple of 4 (fp32) or
-// 8 (bf16).
+// Within the batch's fragments. A GPU's flash attention reads cu_seqlens where q is
+// (Batch::cu_seqlens_on_device), and of those on the CPU only how long a fragment may be. Where these are
+// bounds alone (Batch::bounds_only) and no such kernel takes q, all tokens are scored under a mask;
+// ConfigError if there are more than 4,096 of them.
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const Batch& batch, bool causal = true);
 

@@ -290,7 +290,7 @@ TEST(Attention, WhatDoesNotFitIsRefused) {
   const auto p = make_problem(8, 4, 2, 8, at::kFloat, 6);
   EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {0, 7}), ConfigError);
   EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {0, 6, 4, 8}), ConfigError);
-  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, {}), ConfigError);
+  EXPECT_THROW(variable_length_attention(p.q, p.k, p.v, std::vector<std::int64_t>{}), ConfigError);
   EXPECT_THROW(variable_length_attention(p.q, p.k, p.v.to(at::kDouble), {0, 8}), ConfigError);
   EXPECT_THROW(variable_length_attention(p.q.narrow(1, 0, 3), p.k, p.v, {0, 8}), ConfigError);
 }

@@ -138,65 +138,27 @@ void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Te
 }
 
 namespace fragments {
-namespace {
-
-bool is_narrow(const at::Tensor& q) {
-  return q.scalar_type() != at::kFloat;
-}
-
-// The kernel wants a key head for each query head.
-at::Tensor for_each_query(const at::Tensor& keys, std::int64_t groups) {
-  return groups == 1 ? keys : keys.repeat_interleave(groups, 1);
-}
-// Summed over the query heads that share a key head, in order.
-at::Tensor summed_over_queries(const at::Tensor& gradient, std::int64_t groups) {
-  return groups == 1 ? gradient : gradient.unflatten(1, {-1, groups}).sum(2);
-}
-
-constexpr std::int64_t kCausalFromTopLeft = 1;  // of LibTorch's masks for this kernel
-
-}  // namespace
 
 bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
-  if (!q.is_cuda() || q.size(0) == 0) return false;
-  if (q.scalar_type() == at::kFloat) return q.size(2) % 4 == 0;
-  return has_tile_kernel(q, k, causal);
+  return q.is_cuda() && q.size(0) > 0 && has_tile_kernel(q, k, causal);
 }
 
 Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
                 std::int64_t longest, bool causal) {
-  if (is_narrow(q)) {
-    const auto result = at::_flash_attention_forward(q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0,
-                                                     causal, /*return_debug_mask=*/false);
-    return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
-  }
-  const std::int64_t groups = queries_per_key(q, k);
-  const auto result = at::_efficient_attention_forward(
-      q.unsqueeze(0), for_each_query(k, groups).unsqueeze(0), for_each_query(v, groups).unsqueeze(0),
-      /*bias=*/{}, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal ? kCausalFromTopLeft : 0,
-      /*compute_log_sumexp=*/true);
-  return {std::get<0>(result).squeeze(0), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+  const auto result =
+      at::_flash_attention_forward(q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal,
+                                   /*return_debug_mask=*/false);
+  return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
 }
 
 AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const at::Tensor& gradient, const Attended& attended,
                                    const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
-  if (is_narrow(q)) {
-    const flash::InOneOrder guard;
-    const auto [dq, dk, dv] = at::_flash_attention_backward(
-        gradient, q, k, v, attended.out, attended.log_sums, cu_seqlens, cu_seqlens, longest, longest, 0.0,
-        causal, attended.seed, attended.offset);
-    return {dq, dk, dv};
-  }
-  const std::int64_t groups = queries_per_key(q, k);
-  const auto [dq, dk, dv, nothing] = at::_efficient_attention_backward(
-      gradient.unsqueeze(0), q.unsqueeze(0), for_each_query(k, groups).unsqueeze(0),
-      for_each_query(v, groups).unsqueeze(0), /*bias=*/{}, attended.out.unsqueeze(0), cu_seqlens, cu_seqlens,
-      longest, longest, attended.log_sums, 0.0, attended.seed, attended.offset,
-      causal ? kCausalFromTopLeft : 0, /*bias_requires_grad=*/false, std::nullopt,
-      /*num_splits_key=*/1);  // more of them would add to a query's gradient in any order
-  return {dq.squeeze(0), summed_over_queries(dk.squeeze(0), groups),
-          summed_over_queries(dv.squeeze(0), groups)};
+  const flash::InOneOrder guard;
+  const auto [dq, dk, dv] = at::_flash_attention_backward(gradient, q, k, v, attended.out, attended.log_sums,
+                                                          cu_seqlens, cu_seqlens, longest, longest, 0.0,
+                                                          causal, attended.seed, attended.offset);
+  return {dq, dk, dv};
 }
 
 }  // namespace fragments

@@ -24,10 +24,8 @@ void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const AttendedGradient& attended, const Tile& tile,
                           const AttentionGradients& gradients, bool adds);
 
-// All fragments of a batch in one call of LibTorch's kernels for GPUs: flash attention in bf16 and fp16,
-// memory-efficient attention in fp32 (its products are TF32 in three parts, right to about 1e-6; the type
-// alone chooses it, so that every rank rounds alike). Both add in one order, so that a step made twice has
-// the same bits.
+// All fragments of a batch in one call of LibTorch's flash attention for GPUs (bf16 and fp16), told to add in
+// one order, so that a step made twice has the same bits.
 namespace fragments {
 
 bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);

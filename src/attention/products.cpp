@@ -28,9 +28,10 @@ struct Operands {
   Rows rows{tile.k_row, tile.count, tile.k_length};
   at::Tensor keys, values;
   at::Tensor hidden;  // [L, L]: −∞ where a query must not see a key of its own slice; for causal tiles
+  at::Tensor given;   // [T, T] in its place, for all slices
 
   Operands(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& of,
-           std::int64_t most_scores = kScores)
+           std::int64_t most_scores = kScores, at::Tensor hidden_by_caller = {})
       : tile(of),
         groups(queries_per_key(q, k)),
         queries(std::min(
@@ -39,8 +40,9 @@ struct Operands {
         scale(1 / std::sqrt(static_cast<double>(q.size(2)))),
         type(accumulating_type(q.scalar_type())),
         keys(batches(k)),
-        values(batches(v)) {
-    if (!tile.causal) return;
+        values(batches(v)),
+        given(std::move(hidden_by_caller)) {
+    if (!tile.causal || given.defined()) return;
     hidden = at::full({queries, queries}, -std::numeric_limits<double>::infinity(), keys.options()).triu_(1);
   }
 
@@ -81,7 +83,9 @@ struct Slice {
   // [F · Hkv, groups · L, seen]
   at::Tensor scores(const at::Tensor& queries) const {
     const at::Tensor result = scaled_product(queries, keys().transpose(1, 2), operands.scale);
-    if (operands.tile.causal)
+    if (operands.given.defined())
+      apart(result).add_(operands.given.narrow(0, begin, length).narrow(1, 0, seen()));
+    else if (operands.tile.causal)
       apart(result).narrow(4, begin, length).add_(operands.hidden.narrow(0, 0, length).narrow(1, 0, length));
     return result;
   }
@@ -98,9 +102,10 @@ void for_each_slice(const Operands& operands, F&& work) {
 }  // namespace
 
 void attend_fragments(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores) {
+                      const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores,
+                      const at::Tensor& hidden) {
   for (const Tile& tile : tiles)
-    for_each_slice(Operands(q, k, v, tile, scores), [&](const Slice& slice) {
+    for_each_slice(Operands(q, k, v, tile, scores, hidden), [&](const Slice& slice) {
       const at::Tensor weights = at::softmax(slice.scores(slice.joined(q)), 2);
       slice.of(out).copy_(slice.apart(at::bmm(weights, slice.values())));
     });
@@ -108,9 +113,10 @@ void attend_fragments(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 
 void attend_fragments_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const at::Tensor& gradient, const std::vector<Tile>& tiles,
-                               const AttentionGradients& gradients, std::int64_t scores) {
+                               const AttentionGradients& gradients, std::int64_t scores,
+                               const at::Tensor& hidden) {
   for (const Tile& tile : tiles) {
-    const Operands operands(q, k, v, tile, scores);
+    const Operands operands(q, k, v, tile, scores, hidden);
     at::Tensor of_keys, of_values;  // [F · Hkv, k_length, D]
     const auto add = [](at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double alpha) {
       if (!sum.defined())

@@ -16,15 +16,18 @@ namespace isograd::products {
 inline constexpr std::int64_t kScores = 1 << 24;
 
 // Whole fragments: each tile holds all keys that its queries see. q [T, H, D], k and v [T, Hkv, D], heads
-// dense; `out` is written. Each score once, in the accumulating type; no gradient.
+// dense; `out` is written. Each score once, in the accumulating type; no gradient. `hidden` [T, T], of one
+// tile of all tokens: what is added to its scores, −∞ where a query must not see a key.
 void attend_fragments(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores = kScores);
+                      const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores = kScores,
+                      const at::Tensor& hidden = {});
 
 // Given the gradient of `out`. Nothing but q, k and v need be kept: the weights are computed again. Written
 // to the tiles' rows of `gradients`, always in the same order.
 void attend_fragments_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const at::Tensor& gradient, const std::vector<Tile>& tiles,
-                               const AttentionGradients& gradients, std::int64_t scores = kScores);
+                               const AttentionGradients& gradients, std::int64_t scores = kScores,
+                               const at::Tensor& hidden = {});
 
 // Parts of documents, as in tiles.hpp.
 void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
