@@ -1,7 +1,7 @@
 """Fails when code outside the normaliser's one function divides by a number of ranks, tokens, targets, samples or
 micro-batches.
 
-The law: gradients and losses are summed everywhere and divided once, by share_of(), of which Normalizer::scale is made.
+The law: gradients and losses are summed everywhere and divided once, by factors_of(), of which Normalizer::scale is made.
 A second division is the commonest mistake of distributed trainers, and Adam hides it. Divisions that are not means of
 gradients or losses are listed in ALLOWED with their reason; an entry that matches nothing any more fails too.
 Before the tree, the check runs on planted examples: it must find the wrong ones, in every file of src/loss as well, and
@@ -12,7 +12,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-THE_ONE_FILE, THE_ONE_FUNCTION = "src/loss/normalizer.cpp", "at::Tensor share_of("
+THE_ONE_FILE, THE_ONE_FUNCTION = "src/loss/normalizer.cpp", "std::vector<std::optional<double>> factors_of("
 
 # (file, the code of the line, why it is no second division)
 ALLOWED = [
@@ -38,7 +38,8 @@ ALLOWED = [
     ("src/loss/local_mean.cpp", "step.mean() : term.mean", "the kind of mean, not a mean"),
     ("src/loss/deferred.cpp", "Normalizer(checked(of).mean()", "which mean it is"),
     ("src/loss/deferred.cpp", "1 / result.value", "a deferred mean: the same division, of the finished gradient"),
-    ("src/loss/ledger.cpp", "term.sum.item<double>() / divisor", "the logged loss: what was differentiated"),
+    ("src/loss/ledger.cpp", "terms_[i].value += sum / divisor", "the logged loss: what was differentiated"),
+    ("src/loss/ledger.cpp", "weight * (sum / divisor)", "the logged loss: what was differentiated"),
     ("src/loss/own_loop.cpp", "sums[0] / divisor", "a loop of one's own, which has no normaliser: its one division"),
     ("src/loss/normalizer.cpp", "ranks = size / replicas", "ranks of each replica"),
     ("src/loss/normalizer.cpp", "census.rank / ranks", "the replica of this rank"),

@@ -171,6 +171,38 @@ def test_checkpoints_load_on_either(folder):
         assert isograd("sample", run, "--tokens", 4, gpu=False).returncode == 0
 
 
+@pytest.mark.parametrize("graphs", ["true", "false"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_step_waits_for_the_device_once(folder, dtype, graphs, monkeypatch):
+    """Whatever the micro-batches and terms: what is read of a step is read together. Between two runs that differ in
+    their number of steps alone; a wait more in each step would be 20 more."""
+    log = folder / "waits.txt"
+    monkeypatch.setenv("ISOGRAD_STANDIN_GPU", str(log))
+    waits, losses = [], []
+    for steps in (4, 24):
+        log.unlink(missing_ok=True)
+        _, _, found = train(config(folder, "text", dtype), f"waits_{graphs}", "--device", "cuda", "--ranks", 1, "--set",
+                            f"parallel.cuda_graphs={graphs}", "--set", f"train.steps={steps}", "--set", "train.evaluate_every=99",
+                            "--set", "checkpoint.every=0", "--set", "sample.tokens=0", "--set", "verify.at_end=false",
+                            "--set", "schedule.kind=constant")
+        words = log.read_text().split()
+        waits.append(int(words[words.index("waits") + 1]))
+        losses.append(found)
+    assert losses[0] == losses[1][:4]
+    assert waits[1] - waits[0] < 20 + 10, waits  # some are of the clock: the peak of products, lines of progress
+
+
+def test_batches_of_a_recorded_form_train_as_on_the_cpu(folder):
+    """Filled up with tokens and fragments that carry no loss, their documents known to the device alone."""
+    path = config(folder, "text", "float64")
+    for sets in (["loss.kind=sample_mean"], ["loss.kind=token_mean", "loss.fused=on"],
+                 ["batch.packs_per_micro_batch=2", "train.max_norm=0.5"]):
+        sets = ["--ranks", 1, "--set", "train.steps=5", *(word for each in sets for word in ("--set", each))]
+        _, _, losses = train(path, "recorded", "--device", "cuda", *sets)
+        _, _, expected = train(path, "unrecorded", *sets, gpu=False)
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 # Every strategy, type and number of ranks; their other combinations in the full suite.
 OFFLOADED = [("float64", 1, "bucketed", []), ("float64", 3, "zero2", []),
              ("bfloat16", 2, "zero2", ["train.fp32_gradients=false"]), ("float64", 2, "zero1", []),

@@ -290,28 +290,25 @@ at::Tensor Normalizer::scale(const LossTerms& terms, const Denominator& denomina
   return share_of(terms, denominator);
 }
 
+std::vector<std::optional<double>> factors_of(const LossTerms& terms, const Denominator& denominator) {
+  std::vector<std::optional<double>> factors;
+  for (const LossTerm& term : terms) {
+    const double divisor = denominator.of_term(term);
+    factors.push_back(divisor != 0 && term.weight != 0 ? std::optional(term.weight / divisor) : std::nullopt);
+  }
+  return factors;
+}
+
 at::Tensor share_of(const LossTerms& terms, const Denominator& denominator) {
   // A term without denominator is a zero that hangs on nothing, so that a NaN of the model cannot reach a
   // gradient as NaN · 0.
+  const auto all = factors_of(terms, denominator);
   std::vector<at::Tensor> sums;
   std::vector<double> factors;
-  for (const LossTerm& term : terms)
-    if (const double divisor = denominator.of_term(term); divisor != 0 && term.weight != 0) {
-      sums.push_back(term.sum);
-      factors.push_back(term.weight / divisor);
-    }
+  for (std::size_t i = 0; i < terms.size(); ++i)
+    if (all[i]) sums.push_back(terms[i].sum), factors.push_back(*all[i]);
   if (sums.empty()) return at::zeros({}, terms.front().sum.options().dtype(at::kDouble)).requires_grad_(true);
   return Share::apply(at::TensorList(sums), factors, std::nullopt);
-}
-
-std::optional<std::vector<double>> factors_of(const LossTerms& terms, const Denominator& denominator) {
-  std::vector<double> factors;
-  for (const LossTerm& term : terms) {
-    const double divisor = denominator.of_term(term);
-    if (divisor == 0 || std::isinf(divisor) || term.weight == 0) return std::nullopt;
-    factors.push_back(term.weight / divisor);
-  }
-  return factors;
 }
 
 at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors) {

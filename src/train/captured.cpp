@@ -93,6 +93,16 @@ class FixedBatch {
   Batch batch_;
 };
 
+// Nothing where a term is left out of the share, or multiplied by 0, which a recording does not know.
+std::optional<std::vector<double>> all_factors(const LossTerms& terms, const Denominator& denominator) {
+  std::vector<double> factors;
+  for (const auto& factor : factors_of(terms, denominator)) {
+    if (!factor || *factor == 0) return std::nullopt;
+    factors.push_back(*factor);
+  }
+  return factors;
+}
+
 // One form, in one state of the gradients' places.
 struct Recording {
   int runs = 0;
@@ -130,7 +140,7 @@ class Work final : public CapturedWork {
     // The terms' factors must be known before anything runs, for they are data of the recording. The first
     // forward of a form says which terms there are.
     if (recording.terms.empty()) return first(batch, prepared, forward, denominator, recording);
-    const auto factors = factors_of(recording.terms, denominator);
+    const auto factors = all_factors(recording.terms, denominator);
     if (!factors) return std::nullopt;
     batch.fill(prepared, *factors);
     return compute(batch, forward, recording, state);
@@ -163,7 +173,7 @@ class Work final : public CapturedWork {
     }
     if (recording.terms.size() > static_cast<std::size_t>(FixedBatch::kMostTerms)) recording.fails = true;
     for (LossTerm& term : recording.terms) term.sum = at::Tensor();
-    const auto factors = factors_of(recording.terms, denominator);
+    const auto factors = all_factors(recording.terms, denominator);
     if (recording.fails || !factors) return std::nullopt;
     batch.fill(prepared, *factors);
     return compute(batch, forward, recording, layout_.gradient_places());
