@@ -206,6 +206,34 @@ void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tens
     at::mm_out(to, a, b.t());
 }
 
+void multiply_widening_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  at::Tensor to = result;
+  if (adds)
+    at::addmm_out(to, result, a, b.t(), at::kFloat);
+  else
+    at::mm_out(to, a, b.t(), at::kFloat);
+}
+
+bool products_widen(at::Device device) {
+  if (!device.is_cuda()) return false;
+  // LibTorch says by failing what it does not multiply.
+  static const bool found = [&] {
+    const at::NoGradGuard no_grad;
+    const auto options = at::TensorOptions().device(device);
+    const at::Tensor operand = at::zeros({16, 16}, options.dtype(at::kBFloat16)),
+                     result = at::zeros({16, 16}, options.dtype(at::kFloat));
+    try {
+      for (const bool adds : {false, true}) multiply_widening_into(result, operand, operand, adds);
+    } catch (const c10::Error& error) {
+      TORCH_WARN("isograd: gradients of bf16 weights are rounded to bf16 before they are added up in fp32: ",
+                 error.what_without_backtrace());
+      return false;
+    }
+    return true;
+  }();
+  return found;
+}
+
 namespace naive_twin {
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,

@@ -1,6 +1,7 @@
 #include "model/fused.hpp"
 
 #include "comm/separable.hpp"
+#include "gpu/kernels.hpp"
 #include "isograd/error.hpp"
 #include "matmul/product.hpp"
 #include "model/rows.hpp"
@@ -115,6 +116,7 @@ class RmsNormAndResidual : public torch::autograd::Function<RmsNormAndResidual> 
 };
 
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int direction) {
+  if (!x.is_cpu()) return gpu::rotary(x, cos, sin, direction);
   const std::int64_t heads = x.size(1), dim = x.size(2), half = dim / 2, stride = x.stride(0);
   at::Tensor y = at::empty(x.sizes(), x.options());
   with_types(x, [&](auto* t, auto* c) {
@@ -152,6 +154,8 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
   static constexpr std::int64_t kGrain = 1 << 15;
 
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
+    ctx->save_for_backward({gate, up});
+    if (!gate.is_cpu()) return gpu::swiglu(gate, up);
     at::Tensor y = at::empty(gate.sizes(), gate.options());
     with_types(gate, [&](auto* t, auto*) {
       using T = std::remove_pointer_t<decltype(t)>;
@@ -159,7 +163,6 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
         rows::swiglu(data<T>(gate) + begin, data<T>(up) + begin, end - begin, data<T>(y) + begin);
       });
     });
-    ctx->save_for_backward({gate, up});
     return y;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -167,6 +170,10 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1];
     const at::Tensor dy = gradients[0].contiguous();
+    if (!gate.is_cpu()) {
+      const auto [dgate, dup] = gpu::swiglu_backward(dy, gate, up);
+      return {dgate, dup};
+    }
     at::Tensor dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(up.sizes(), up.options());
     with_types(gate, [&](auto* t, auto*) {
       using T = std::remove_pointer_t<decltype(t)>;
@@ -263,11 +270,13 @@ std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, con
 }
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  return has_rows(x) ? Rotary::apply(x, cos, sin) : naive_twin::rotary(x, cos, sin);
+  const bool by_kernel = has_rows(x) || (cos.scalar_type() == at::kFloat && gpu::has_kernels(x));
+  return by_kernel ? Rotary::apply(x, cos.contiguous(), sin.contiguous()) : naive_twin::rotary(x, cos, sin);
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return has_rows(gate) ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive_twin::swiglu(gate, up);
+  const bool by_kernel = has_rows(gate) || gpu::has_kernels(gate);
+  return by_kernel ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive_twin::swiglu(gate, up);
 }
 
 std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,

@@ -1,5 +1,6 @@
-// The differentiable pieces of a block. On the CPU each is one pass over memory or one matrix product; on
-// other devices, and under `naive_twin`, the same written out in plain ATen. Differentiable once: a second
+// The differentiable pieces of a block. On the CPU each is one pass over memory or one matrix product, on
+// a GPU too where it has kernels for them (gpu/); else, and under `naive_twin`, the same written out in plain
+// ATen. Differentiable once: a second
 // derivative throws.
 #pragma once
 

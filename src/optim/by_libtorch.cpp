@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "gpu/kernels.hpp"
+
 namespace isograd::by_libtorch {
 namespace {
 
@@ -47,11 +49,39 @@ std::vector<Range> between(Range range, const std::vector<Range>& parts) {
   return result;
 }
 
+// One kernel for all of it, in the order of operations of kernels::adamw.
+bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
+                      const LongRun& run) {
+  const bool rounds = !bucket.master.is_same(bucket.parameters) && bucket.plan.dtype == at::kBFloat16;
+  if (bucket.master.scalar_type() != at::kFloat || !gpu::has_kernels(bucket.master) ||
+      !gpu::has_kernels(bucket.gradients) || (rounds && !gpu::has_kernels(bucket.parameters)))
+    return false;
+  std::vector<gpu::RunEnd> ends;
+  std::int64_t at = run.range.begin;
+  for (const Range& decaying : run.decaying) {
+    if (decaying.begin > at) ends.push_back({decaying.begin, false});
+    ends.push_back({at = decaying.end, true});
+  }
+  if (run.range.end > at) ends.push_back({run.range.end, false});
+  gpu::adamw({.scale = static_cast<float>(scalars.gradient_scale),
+              .keep = static_cast<float>(scalars.keep),
+              .beta2 = static_cast<float>(scalars.beta2),
+              .new1 = static_cast<float>(1 - scalars.beta1),
+              .new2 = static_cast<float>(1 - scalars.beta2),
+              .step = static_cast<float>(scalars.step_size),
+              .correction = static_cast<float>(scalars.inverse_root_correction),
+              .epsilon = static_cast<float>(scalars.epsilon)},
+             run.range.begin, ends, bucket.gradients, bucket.master, first, second,
+             rounds ? bucket.parameters : at::Tensor());
+  return true;
+}
+
 }  // namespace
 
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
            const LongRun& run) {
   const at::NoGradGuard no_grad;
+  if (update_by_kernel(scalars, bucket, first, second, run)) return;
   const at::Tensor g = gradient_of(bucket, run.range, scalars.gradient_scale);
   // s m / (r √v + ε) = (s / r) m / (√v + ε / r)
   const double rate = scalars.step_size / scalars.inverse_root_correction,

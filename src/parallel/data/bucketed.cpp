@@ -136,7 +136,9 @@ struct Bucketed::Hook final : differentiable::GradientPlace {
   Hook(Bucketed& owner_, std::size_t bucket_, std::size_t slot_)
       : owner(owner_), bucket(bucket_), slot(slot_) {}
   void operator()(const at::Tensor& parameter) override { owner.on_gradient(bucket, slot, parameter); }
-  Taken take(const at::Tensor& parameter) override { return owner.flats_[bucket]->take(slot, parameter); }
+  Taken take(const at::Tensor& parameter, at::ScalarType type) override {
+    return owner.flats_[bucket]->take(slot, parameter, type);
+  }
   Bucketed& owner;
   std::size_t bucket, slot;
 };

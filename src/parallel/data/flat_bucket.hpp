@@ -63,8 +63,10 @@ class FlatBucket {
   void arrived(std::size_t slot, const at::Tensor& parameter) {
     if (slot_gradients_) slot_gradients_->arrived(slot, parameter);
   }
-  differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter) {
-    return slot_gradients_ ? slot_gradients_->take(slot, parameter) : differentiable::GradientPlace::Taken{};
+  differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter,
+                                            at::ScalarType type) {
+    return slot_gradients_ ? slot_gradients_->take(slot, parameter, type)
+                           : differentiable::GradientPlace::Taken{};
   }
   void complete(const std::vector<NamedParameter>& parameters) {
     if (slot_gradients_) slot_gradients_->complete(parameters);

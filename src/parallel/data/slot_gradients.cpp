@@ -51,12 +51,14 @@ void SlotGradients::arrived(std::size_t slot, const at::Tensor& parameter) {
   place.taken = false;
 }
 
-differentiable::GradientPlace::Taken SlotGradients::take(std::size_t slot, const at::Tensor& parameter) {
+differentiable::GradientPlace::Taken SlotGradients::take(std::size_t slot, const at::Tensor& parameter,
+                                                         at::ScalarType type) {
   Place& place = places_[slot];
-  if (place.taken || memory_.scalar_type() != parameter.scalar_type()) return {};
+  if (place.taken || memory_.scalar_type() != type) return {};
   if (place.written && !is_slot_view(parameter.grad(), memory_, place.slot)) refuse_lost(place);
   place.taken = true;
-  at::Tensor(parameter).mutable_grad() = at::Tensor();
+  // What autograd is given takes the place of .grad, or of another type (gradient_in) is added to it.
+  at::Tensor(parameter).mutable_grad() = type == parameter.scalar_type() ? at::Tensor() : view(place);
   return {.memory = view(place), .adds = place.written};
 }
 

@@ -25,7 +25,8 @@ class SlotGradients {
   // it has replaced the view (create_graph).
   void arrived(std::size_t slot, const at::Tensor& parameter);
   // differentiable::GradientPlace
-  differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter);
+  differentiable::GradientPlace::Taken take(std::size_t slot, const at::Tensor& parameter,
+                                            at::ScalarType type);
   // Slots without a gradient get zeros; from then on all of the memory can be read.
   void complete(const std::vector<NamedParameter>& parameters);
   // For a backward that is replayed (DataParallel::gradient_places()): two bits a place, whether it is

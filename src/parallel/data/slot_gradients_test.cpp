@@ -34,6 +34,7 @@ std::vector<NamedParameter> numbered(const std::vector<at::Tensor>& tensors) {
 
 // x wᵀ; counts how often the gradient of w was computed where it is kept.
 thread_local int in_place = 0;
+thread_local std::optional<at::ScalarType> kept_in;  // the type in which a place is asked for
 struct Product : torch::autograd::Function<Product> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
     ctx->save_for_backward({x, w});
@@ -42,10 +43,14 @@ struct Product : torch::autograd::Function<Product> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor dw = gradients[0].t().mm(saved[0]);
-    auto [memory, adds] = differentiable::take_gradient_place(saved[1]);
+    auto [memory, adds] = differentiable::take_gradient_place(saved[1], kept_in ? *kept_in : saved[1].scalar_type());
     if (!memory.defined()) return {at::Tensor(), dw};
     ++in_place;
-    return {at::Tensor(), adds ? memory.add_(dw) : memory.copy_(dw)};
+    if (adds)
+      memory.add_(dw);
+    else
+      memory.copy_(dw);
+    return {at::Tensor(), differentiable::gradient_in(memory, saved[1])};
   }
 };
 
@@ -170,6 +175,53 @@ TEST(SlotGradients, OfAnotherTypeAreNotComputedInPlace) {
   EXPECT_TRUE(layout->views()[0].gradient.equal(at::full({3, 4}, 9.f)));
 }
 
+// Unless whoever computes them can write fp32: then they are what was written, unrounded, also where another
+// use of the parameter adds a bf16 gradient. 1 + 2^-12 has no bf16.
+TEST(SlotGradients, OfAnotherTypeAreComputedInPlaceWhereAskedFor) {
+  struct Writes : torch::autograd::Function<Writes> {
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& w) {
+      ctx->save_for_backward({w});
+      return w.sum();
+    }
+    static variable_list backward(AutogradContext* ctx, const variable_list&) {
+      const at::Tensor w = ctx->get_saved_variables()[0];
+      EXPECT_FALSE(differentiable::take_gradient_place(w, at::kDouble).memory.defined());
+      const auto [memory, adds] = differentiable::take_gradient_place(w, at::kFloat);
+      const at::Tensor dw = at::full(w.sizes(), 1 + std::ldexp(1., -12), at::kFloat);
+      if (!memory.defined()) return {dw.to(at::kBFloat16)};
+      ++in_place;
+      const at::Tensor to = memory;
+      adds ? to.add_(dw) : to.copy_(dw);
+      return {differentiable::gradient_in(memory, w)};
+    }
+  };
+  for (const int uses : {1, 2}) {  // the second finds the place taken
+    for (const bool plain : {false, true}) {
+      const at::Tensor w = sines({3, 4}, 0).detach().to(at::kBFloat16).requires_grad_(true);
+      const auto layout = bucketed(numbered({w}), Group::solo(), {});
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor slot = layout->views()[0].gradient;
+        layout->zero_gradients();
+        slot.fill_(std::nan(""));
+        in_place = 0;
+        for (int i = 0; i < 3; ++i) {
+          layout->begin_backward(i == 2);
+          at::Tensor loss = Writes::apply(w);
+          if (uses == 2) loss = loss + Writes::apply(w);
+          if (plain) loss = loss + (w * 2).sum();
+          loss.backward();
+        }
+        layout->finish_reduction();
+        EXPECT_EQ(in_place, 3);
+        const double expected = 3 * (1 + std::ldexp(1., -12)) + 3 * (uses - 1) + (plain ? 6 : 0);
+        const at::Tensor gradient = layout->views()[0].gradient;
+        EXPECT_EQ(gradient.scalar_type(), at::kFloat);
+        EXPECT_TRUE(gradient.equal(at::full({3, 4}, expected, at::kFloat))) << gradient << expected;
+      }
+    }
+  }
+}
+
 // A planted mistake: the place is taken, and what was there before is not added to.
 TEST(SlotGradients, APlaceThatIsOverwrittenIsSeen) {
   struct Overwrites : torch::autograd::Function<Overwrites> {
@@ -179,7 +231,7 @@ TEST(SlotGradients, APlaceThatIsOverwrittenIsSeen) {
     }
     static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
       return {
-          differentiable::take_gradient_place(ctx->get_saved_variables()[0]).memory.copy_(gradients[0] * 2)};
+          differentiable::take_gradient_place(ctx->get_saved_variables()[0], at::kDouble).memory.copy_(gradients[0] * 2)};
     }
   };
   const at::Tensor w = sines({3}, 0);
