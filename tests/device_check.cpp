@@ -11,8 +11,12 @@
 #include <set>
 
 #include "context_step.hpp"
+#include "gpu/kernels.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/step.hpp"
+#include "kernels/flat.hpp"
+#include "matmul/product.hpp"
+#include "model/fused.hpp"
 #include "train/router_losses.hpp"
 
 namespace isograd::context {
@@ -225,6 +229,121 @@ int check_graph(World& world, at::Device device, const Batch& batch) {
   return failed;
 }
 
+// Whether a device's numbers are those in fp64, but for their own rounding and that of a few operations in
+// fp32.
+bool agrees(const at::Tensor& found, const at::Tensor& expected) {
+  const double unit = found.scalar_type() == at::kBFloat16 ? std::ldexp(1., -8) : 0;
+  const at::Tensor wide = found.to(at::kCPU).to(at::kDouble);
+  const double few = 32 * std::ldexp(1., -24) * expected.abs().max().item<double>();
+  return ((wide - expected).abs() <= expected.abs() * unit + few).all().item<bool>();
+}
+
+at::Tensor normal(at::IntArrayRef shape, at::ScalarType type, at::Device device) {
+  return at::randn(shape, at::kFloat).to(type).to(device);
+}
+
+bool swiglu_agrees(std::int64_t count, std::int64_t shift, at::ScalarType type, at::Device device) {
+  const auto made = [&] { return normal({count + shift}, type, device).narrow(0, shift, count); };
+  const auto leaf = [](const at::Tensor& x) { return x.detach().requires_grad_(true); };
+  const auto wide = [&](const at::Tensor& x) { return leaf(x.detach().to(at::kCPU).to(at::kDouble)); };
+  const at::Tensor gate = leaf(made() * 4), up = leaf(made()), dy = made();
+  const at::Tensor wide_gate = wide(gate), wide_up = wide(up);
+  const at::Tensor y = swiglu(gate, up), expected = naive_twin::swiglu(wide_gate, wide_up);
+  y.backward(dy), expected.backward(dy.to(at::kCPU).to(at::kDouble));
+  return agrees(y, expected) && agrees(gate.grad(), wide_gate.grad()) && agrees(up.grad(), wide_up.grad());
+}
+
+bool rotary_agrees(std::int64_t heads, std::int64_t half, std::int64_t gap, at::ScalarType type,
+                   at::Device device) {
+  const std::int64_t tokens = 37, dim = 2 * half;
+  const at::Tensor around = normal({tokens, heads * dim + gap}, type, device);
+  const at::Tensor x = around.narrow(1, gap, heads * dim).view({tokens, heads, dim}).detach();
+  const at::Tensor wide = x.to(at::kCPU).to(at::kDouble).requires_grad_(true);
+  x.requires_grad_(true);
+  const at::Tensor angles = at::randn({tokens, half}, at::kFloat), cos = angles.cos(), sin = angles.sin();
+  const at::Tensor dy = normal({tokens, heads, dim}, type, device);
+  const at::Tensor y = rotary(x, cos.to(device), sin.to(device)),
+                   expected = naive_twin::rotary(wide, cos.to(at::kDouble), sin.to(at::kDouble));
+  y.backward(dy), expected.backward(dy.to(at::kCPU).to(at::kDouble));
+  return agrees(y, expected) && agrees(x.grad(), wide.grad());
+}
+
+// The CPU's bits. Runs of these lengths, the first of which decays, then every other one.
+bool adamw_agrees(const std::vector<std::int64_t>& lengths, std::int64_t begin, at::ScalarType type,
+                  at::Device device) {
+  std::vector<gpu::RunEnd> ends;
+  std::int64_t count = begin;
+  for (const std::int64_t length : lengths) ends.push_back({count += length, ends.size() % 2 == 0});
+  const at::Tensor gradients = normal({count}, type, at::kCPU), wide = gradients.to(at::kFloat),
+                   master = at::randn({count}), first = at::randn({count}), second = at::rand({count}),
+                   low = at::zeros({count}, at::kBFloat16);
+  const auto moved = [&](const at::Tensor& x) { return x.to(device, x.scalar_type(), false, /*copy=*/true); };
+  const at::Tensor on[] = {moved(gradients), moved(master), moved(first), moved(second), moved(low)};
+  kernels::AdamW with{.gradient_scale = 0.7, .keep = 0.9, .step_size = 0.01, .inverse_root_correction = 1.3};
+  gpu::adamw({.scale = static_cast<float>(with.gradient_scale),
+              .keep = static_cast<float>(with.keep),
+              .beta2 = static_cast<float>(with.beta2),
+              .new1 = static_cast<float>(1 - with.beta1),
+              .new2 = static_cast<float>(1 - with.beta2),
+              .step = static_cast<float>(with.step_size),
+              .correction = static_cast<float>(with.inverse_root_correction),
+              .epsilon = static_cast<float>(with.epsilon)},
+             begin, ends, on[0], on[1], on[2], on[3], on[4]);
+  std::int64_t at = begin;
+  for (const gpu::RunEnd& run : ends) {
+    with.keep = run.decays ? 0.9 : 1;
+    kernels::adamw(with, wide.const_data_ptr<float>() + at, master.mutable_data_ptr<float>() + at,
+                   first.mutable_data_ptr<float>() + at, second.mutable_data_ptr<float>() + at,
+                   static_cast<kernels::Bfloat16*>(low.mutable_data_ptr()) + at, run.end - at);
+    at = run.end;
+  }
+  return on[1].cpu().equal(master) && on[2].cpu().equal(first) && on[3].cpu().equal(second) &&
+         on[4].cpu().equal(low);
+}
+
+bool products_agree(at::Device device) {
+  const at::Tensor a = normal({96, 72}, at::kBFloat16, device), b = normal({40, 72}, at::kBFloat16, device);
+  const at::Tensor expected = a.cpu().to(at::kDouble).mm(b.cpu().to(at::kDouble).t());
+  const at::Tensor result = at::full({96, 40}, std::nan(""), at::TensorOptions(at::kFloat).device(device));
+  multiply_widening_into(result, a, b, false);
+  const bool writes = agrees(result, expected);
+  multiply_widening_into(result, a, b, true);
+  return writes && agrees(result, 2 * expected);
+}
+
+// gpu/kernels.hpp where the device has them, its twins elsewhere.
+int check_kernels(World& world, at::Device device) {
+  at::manual_seed(7);
+  int failed = 0, compared = 0;
+  const auto note = [&](bool good, const std::string& of) {
+    ++compared;
+    if (!good) ++failed, std::printf("kernel %s  FAILED\n", of.c_str());
+  };
+  const bool has = gpu::has_kernels(at::empty({1}, at::TensorOptions(at::kFloat).device(device)));
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const std::int64_t count : {1, 7, 4096, 100003})
+      for (const std::int64_t shift : {0, 1, 4, 8})
+        note(swiglu_agrees(count, shift, type, device),
+             fmt::format("swiglu {} {} {}", c10::toString(type), count, shift));
+    for (const auto& [heads, half] : {std::pair(1, 1), {3, 13}, {8, 64}, {32, 64}, {5, 8}})
+      for (const std::int64_t gap : {0, 3, 8, 64})
+        note(rotary_agrees(heads, half, gap, type, device),
+             fmt::format("rotary {} {} {} {}", c10::toString(type), heads, half, gap));
+    if (has)
+      for (const std::int64_t begin : {0, 4, 7})
+        for (const auto& lengths : std::vector<std::vector<std::int64_t>>{
+                 {1}, {17, 2, 1, 8}, {4096, 5, 123457, 11, 4096, 3}, std::vector<std::int64_t>(500, 9)})
+          note(adamw_agrees(lengths, begin, type, device),
+               fmt::format("adamw {} {} {}", c10::toString(type), begin, lengths.size()));
+  }
+  if (products_widen(device)) note(products_agree(device), "product of bf16 in fp32");
+  if (world.rank == 0)
+    std::printf("%d comparisons of swiglu, rotary and adamw, %s, products of bf16 %s\n", compared,
+                has ? "by kernels of gpu/" : "without kernels of gpu/",
+                products_widen(device) ? "in fp32" : "rounded");
+  return failed;
+}
+
 int run(World& world, at::Device device) {
   const DecoderConfig config = small_decoder(1);
   const auto whole = make_step(kLayouts[1], world.size, 2);
@@ -259,6 +378,7 @@ int run(World& world, at::Device device) {
   }
   if (!device.is_cpu())
     failed += check_offload(world, device, config, whole[static_cast<std::size_t>(world.rank)]);
+  failed += check_kernels(world, device);
   failed += check_random_numbers(world, device);
   failed += check_graph(world, device, all.front());
   if (world.rank == 0)

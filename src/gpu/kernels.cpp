@@ -53,8 +53,7 @@ unsigned adamw_blocks(const Runs& runs) {
 }
 
 unsigned rotary_threads(std::int64_t heads, std::int64_t half) {
-  return static_cast<unsigned>(
-      std::clamp<std::int64_t>((heads * half / 8 + 31) / 32 * 32, 32, kMostThreads));
+  return static_cast<unsigned>(std::clamp<std::int64_t>((heads * half / 8 + 31) / 32 * 32, 32, kMostThreads));
 }
 
 #ifdef ISOGRAD_WITH_CUDA
@@ -139,8 +138,9 @@ Libraries loaded_libraries() {
   Dl_info place;
   if (all.version(&major, &minor) == 0 && dladdr(reinterpret_cast<void*>(all.create), &place) != 0) {
     const std::string path = place.dli_fname;
-    dlopen(fmt::format("{}/libnvrtc-builtins.so.{}.{}", path.substr(0, path.rfind('/')), major, minor).c_str(),
-           RTLD_NOW | RTLD_LOCAL);
+    dlopen(
+        fmt::format("{}/libnvrtc-builtins.so.{}.{}", path.substr(0, path.rfind('/')), major, minor).c_str(),
+        RTLD_NOW | RTLD_LOCAL);
   }
   return all;
 }
@@ -203,8 +203,10 @@ Functions loaded_functions(c10::DeviceIndex device) {
   CUdevice number = 0;
   int major = 0, minor = 0;
   check(with.device_get(&number, device), "asking for the device");
-  check(with.attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, number), "asking for the device");
-  check(with.attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, number), "asking for the device");
+  check(with.attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, number),
+        "asking for the device");
+  check(with.attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, number),
+        "asking for the device");
   if (major < 8) fail(fmt::format("a GPU of compute capability {}.{}, and 8.0 is needed", major, minor));
   const std::string code = compiled(major * 10 + minor);
   CUmodule module = nullptr;
@@ -246,14 +248,16 @@ void launch(Which kernel, const at::Tensor& like, unsigned blocks, unsigned thre
             const Arguments&... arguments) {
   const c10::DeviceIndex device = like.device().index();
   const Functions* functions = functions_on(device);
-  ISOGRAD_INVARIANT(functions, fmt::format("no kernel {} on GPU {}", kNames[kernel], static_cast<int>(device)));
+  ISOGRAD_INVARIANT(functions,
+                    fmt::format("no kernel {} on GPU {}", kNames[kernel], static_cast<int>(device)));
   const c10::DeviceGuard guard(like.device());
   have_context(device);
   std::array<void*, sizeof...(Arguments)> pointers = {
       const_cast<void*>(static_cast<const void*>(&arguments))...};
-  check(libraries().launch((*functions)[kernel][like.scalar_type() == at::kBFloat16], blocks, 1, 1, threads, 1, 1,
-                           0, c10::cuda::getCurrentCUDAStream(device).stream(), pointers.data(), nullptr),
-        kNames[kernel]);
+  check(
+      libraries().launch((*functions)[kernel][like.scalar_type() == at::kBFloat16], blocks, 1, 1, threads, 1,
+                         1, 0, c10::cuda::getCurrentCUDAStream(device).stream(), pointers.data(), nullptr),
+      kNames[kernel]);
 }
 
 }  // namespace
@@ -276,9 +280,9 @@ std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at
                                                   const at::Tensor& up) {
   at::Tensor dgate = at::empty_like(gate), dup = at::empty_like(up);
   if (gate.numel() == 0) return {dgate, dup};
-  launch(kSwiGluBackward, gate, blocks_for(gate.numel() * gate.element_size(), kMostThreads * 16), kMostThreads,
-         dy.const_data_ptr(), gate.const_data_ptr(), up.const_data_ptr(), dgate.mutable_data_ptr(),
-         dup.mutable_data_ptr(), static_cast<long long>(gate.numel()));
+  launch(kSwiGluBackward, gate, blocks_for(gate.numel() * gate.element_size(), kMostThreads * 16),
+         kMostThreads, dy.const_data_ptr(), gate.const_data_ptr(), up.const_data_ptr(),
+         dgate.mutable_data_ptr(), dup.mutable_data_ptr(), static_cast<long long>(gate.numel()));
   return {dgate, dup};
 }
 
@@ -287,8 +291,9 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
   if (x.numel() == 0) return y;
   const std::int64_t heads = x.size(1), half = x.size(2) / 2;
   launch(kRotary, x, static_cast<unsigned>(x.size(0)), rotary_threads(heads, half), x.const_data_ptr(),
-         static_cast<long long>(x.stride(0)), cos.const_data_ptr(), sin.const_data_ptr(), y.mutable_data_ptr(),
-         static_cast<int>(heads), static_cast<int>(half), static_cast<float>(direction));
+         static_cast<long long>(x.stride(0)), cos.const_data_ptr(), sin.const_data_ptr(),
+         y.mutable_data_ptr(), static_cast<int>(heads), static_cast<int>(half),
+         static_cast<float>(direction));
   return y;
 }
 
@@ -315,8 +320,8 @@ std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor&, const at::T
 at::Tensor rotary(const at::Tensor&, const at::Tensor&, const at::Tensor&, int) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
-void adamw(const AdamWScalars&, std::int64_t, const std::vector<RunEnd>&, const at::Tensor&, const at::Tensor&,
-           const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+void adamw(const AdamWScalars&, std::int64_t, const std::vector<RunEnd>&, const at::Tensor&,
+           const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 

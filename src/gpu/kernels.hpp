@@ -1,5 +1,5 @@
-// Kernels in CUDA C++ for what LibTorch has no single kernel for. Each is one pass over memory. They go to the
-// current stream, and may be recorded in a CUDA graph.
+// Kernels in CUDA C++ for what LibTorch has no single kernel for. Each is one pass over memory. They go to
+// the current stream, and may be recorded in a CUDA graph.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -38,7 +38,8 @@ class Array {
     begin_ = kGuard + static_cast<std::int64_t>((64 - address % 64) % 64 / sizeof(T)) % 16 + shift;
     std::mt19937 random(seed);
     std::normal_distribution<double> normal(0, scale);
-    for (T& x : memory_) x = rounded<T>(static_cast<float>(positive ? std::abs(normal(random)) : normal(random)));
+    for (T& x : memory_)
+      x = rounded<T>(static_cast<float>(positive ? std::abs(normal(random)) : normal(random)));
     before_ = memory_;
   }
   T* data() { return memory_.data() + begin_; }
@@ -100,7 +101,8 @@ TEST(GpuKernels, SwiGlu) {
 template <typename T, typename Kernel>
 double worst_rotary(Kernel kernel, float direction, float said) {
   double worst = 0;
-  for (const auto& [rows, heads, half] : {std::array{1, 1, 1}, {3, 2, 4}, {5, 3, 8}, {2, 5, 24}, {4, 33, 64}, {3, 2, 13}})
+  for (const auto& [rows, heads, half] :
+       {std::array{1, 1, 1}, {3, 2, 4}, {5, 3, 8}, {2, 5, 24}, {4, 33, 64}, {3, 2, 13}})
     for (const std::int64_t shift : kShifts)
       for (const std::int64_t gap : {0, 8, 3}) {
         const std::int64_t dense = 2LL * heads * half, stride = dense + gap;
@@ -114,8 +116,7 @@ double worst_rotary(Kernel kernel, float direction, float said) {
             for (std::int64_t i = 0; i < half; ++i) {
               const double a = x[r * stride + h * 2 * half + i], b = x[r * stride + h * 2 * half + half + i],
                            c = cos[r * half + i], s = direction * sin[r * half + i];
-              const double magnitude =
-                  std::abs(a * c) + std::abs(b * s) + std::abs(b * c) + std::abs(a * s);
+              const double magnitude = std::abs(a * c) + std::abs(b * s) + std::abs(b * c) + std::abs(a * s);
               const std::int64_t at = r * dense + h * 2 * half + i;
               worst = std::max({worst, std::abs(y[at] - (a * c - b * s)) / tolerance<T>(magnitude),
                                 std::abs(y[at + half] - (b * c + a * s)) / tolerance<T>(magnitude)});
@@ -164,8 +165,8 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
   for (const Runs& runs : tables_of(begin, ends))
     run_on_host(kernel, adamw_blocks(runs), 64u, scalars, runs, gradients.data(), master.data(), first.data(),
                 second.data(), rounds ? low.data() : nullptr);
-  EXPECT_TRUE(gradients.guards_hold() && master.guards_hold() && first.guards_hold() && second.guards_hold() &&
-              low.guards_hold());
+  EXPECT_TRUE(gradients.guards_hold() && master.guards_hold() && first.guards_hold() &&
+              second.guards_hold() && low.guards_hold());
   std::int64_t at = begin;
   for (const RunEnd& run : ends) {
     kernels::AdamW own = with;
@@ -173,8 +174,8 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
     const auto* g = reinterpret_cast<const Theirs*>(gradients.data()) + at;
     auto* r = reinterpret_cast<kernels::Bfloat16*>(low2.data()) + at;
     if constexpr (std::is_same_v<G, Bf16>)
-      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, rounds ? r : nullptr,
-                     run.end - at);
+      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at,
+                     rounds ? r : nullptr, run.end - at);
     else if (rounds)
       kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, r, run.end - at);
     else
@@ -183,14 +184,21 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
   }
   std::int64_t differences = 0;
   for (std::int64_t i = 0; i < count; ++i)
-    differences += master[i] != master2[i] || first[i] != first2[i] || second[i] != second2[i] || low[i] != low2[i];
+    differences +=
+        master[i] != master2[i] || first[i] != first2[i] || second[i] != second2[i] || low[i] != low2[i];
   return differences;
 }
 
 TEST(GpuKernels, AdamW) {
-  const std::vector<std::vector<std::int64_t>> all = {
-      {1}, {3}, {4}, {0, 5}, {17, 2, 1, 8}, {kAdamWChunk}, {kAdamWChunk + 1, 7}, {5, 3 * kAdamWChunk, 11, 4096, 3},
-      std::vector<std::int64_t>(2 * Runs::kMost + 3, 9)};
+  const std::vector<std::vector<std::int64_t>> all = {{1},
+                                                      {3},
+                                                      {4},
+                                                      {0, 5},
+                                                      {17, 2, 1, 8},
+                                                      {kAdamWChunk},
+                                                      {kAdamWChunk + 1, 7},
+                                                      {5, 3 * kAdamWChunk, 11, 4096, 3},
+                                                      std::vector<std::int64_t>(2 * Runs::kMost + 3, 9)};
   for (const auto& lengths : all)
     for (const std::int64_t begin : {0, 4, 7})
       for (const std::int64_t shift : kShifts)

@@ -1,5 +1,5 @@
-// CUDA's words for a C++ compiler, so that kernels.cu is compiled for the CPU by the tests: blocks and threads
-// are loops (no kernel of it waits for another thread).
+// CUDA's words for a C++ compiler, so that kernels.cu is compiled for the CPU by the tests: blocks and
+// threads are loops (no kernel of it waits for another thread).
 #pragma once
 
 #include <bit>

@@ -21,8 +21,8 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 // of rows that it has not seen.
 void multiply_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds = false);
 
-// multiply_into() of bf16 operands and an fp32 result, which is not rounded to bf16 on the way. On GPUs, where
-// LibTorch has it: products_widen().
+// multiply_into() of bf16 operands and an fp32 result, which is not rounded to bf16 on the way. On GPUs,
+// where LibTorch has it: products_widen().
 void multiply_widening_into(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, bool adds);
 bool products_widen(at::Device device);
 

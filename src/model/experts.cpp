@@ -97,7 +97,8 @@ class GroupedLinears : public torch::autograd::Function<GroupedLinears> {
       const bool first_use = !dx.defined();
       if (ctx->needs_input_grad(0) && first_use) dx = at::empty(x.sizes(), x.options());
       differentiable::GradientPlace::Taken place;
-      if (ctx->needs_input_grad(1 + i)) place = differentiable::take_gradient_place(weight, weight.scalar_type());
+      if (ctx->needs_input_grad(1 + i))
+        place = differentiable::take_gradient_place(weight, weight.scalar_type());
       at::Tensor dweight = place.memory;
       if (ctx->needs_input_grad(1 + i) && !dweight.defined())
         dweight = at::empty(weight.sizes(), weight.options());

@@ -43,7 +43,8 @@ struct Product : torch::autograd::Function<Product> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor dw = gradients[0].t().mm(saved[0]);
-    auto [memory, adds] = differentiable::take_gradient_place(saved[1], kept_in ? *kept_in : saved[1].scalar_type());
+    auto [memory, adds] =
+        differentiable::take_gradient_place(saved[1], kept_in ? *kept_in : saved[1].scalar_type());
     if (!memory.defined()) return {at::Tensor(), dw};
     ++in_place;
     if (adds)
@@ -230,8 +231,8 @@ TEST(SlotGradients, APlaceThatIsOverwrittenIsSeen) {
       return w * 2;
     }
     static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-      return {
-          differentiable::take_gradient_place(ctx->get_saved_variables()[0], at::kDouble).memory.copy_(gradients[0] * 2)};
+      return {differentiable::take_gradient_place(ctx->get_saved_variables()[0], at::kDouble)
+                  .memory.copy_(gradients[0] * 2)};
     }
   };
   const at::Tensor w = sines({3}, 0);
