@@ -225,8 +225,9 @@ bool products_widen(at::Device device) {
     try {
       for (const bool adds : {false, true}) multiply_widening_into(result, operand, operand, adds);
     } catch (const c10::Error& error) {
+      const std::string why = error.what_without_backtrace();
       TORCH_WARN("isograd: gradients of bf16 weights are rounded to bf16 before they are added up in fp32: ",
-                 error.what_without_backtrace());
+                 why.substr(0, why.find('\n')));
       return false;
     }
     return true;
