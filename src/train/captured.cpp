@@ -119,7 +119,7 @@ class Work final : public CapturedWork {
   Work(DataParallel& layout, at::Device device) : layout_(layout), device_(device) {}
 
   std::optional<Share> run(const Batch& prepared, const ForwardLossTerms& forward,
-                           const Denominator& denominator) override {
+                           const Denominator& denominator, const Look& look) override {
     const std::int64_t tokens = prepared.num_tokens();
     if (tokens == 0 || !prepared.inputs.empty() || prepared.cut || !prepared.tokens.is_cpu())
       return std::nullopt;
@@ -139,19 +139,19 @@ class Work final : public CapturedWork {
     Recording& recording = recordings_[{form, state}];
     // The terms' factors must be known before anything runs, for they are data of the recording. The first
     // forward of a form says which terms there are.
-    if (recording.terms.empty()) return first(batch, prepared, forward, denominator, recording);
+    if (recording.terms.empty()) return first(batch, prepared, forward, denominator, recording, look);
     const auto factors = all_factors(recording.terms, denominator);
     if (!factors) return std::nullopt;
     batch.fill(prepared, *factors);
-    return compute(batch, forward, recording, state);
+    return compute(batch, forward, recording, state, look);
   }
 
  private:
   // What a recording is made of.
-  at::Tensor pass(const FixedBatch& batch, const ForwardLossTerms& forward, LossTerms* terms) {
+  at::Tensor pass(const FixedBatch& batch, const ForwardLossTerms& forward, const Look& look) {
     const FixedShapes mark(true);
-    LossTerms given = forward(batch.batch());
-    if (terms) *terms = given;
+    const LossTerms given = forward(batch.batch());
+    if (look) look(given);
     const at::Tensor share = share_on_device(given, batch.factors());
     share.backward();
     std::vector<at::Tensor> numbers{share.detach()};
@@ -160,7 +160,7 @@ class Work final : public CapturedWork {
   }
 
   std::optional<Share> first(FixedBatch& batch, const Batch& prepared, const ForwardLossTerms& forward,
-                             const Denominator& denominator, Recording& recording) {
+                             const Denominator& denominator, Recording& recording, const Look& look) {
     if (recording.fails) return std::nullopt;
     try {
       const at::NoGradGuard no_grad;
@@ -176,16 +176,17 @@ class Work final : public CapturedWork {
     const auto factors = all_factors(recording.terms, denominator);
     if (recording.fails || !factors) return std::nullopt;
     batch.fill(prepared, *factors);
-    return compute(batch, forward, recording, layout_.gradient_places());
+    return compute(batch, forward, recording, layout_.gradient_places(), look);
   }
 
   std::optional<Share> compute(FixedBatch& batch, const ForwardLossTerms& forward, Recording& recording,
-                               const std::vector<std::uint64_t>& state) {
+                               const std::vector<std::uint64_t>& state, const Look& look) {
     if (!replay(batch, forward, recording, state)) {
-      LossTerms given;
-      recording.numbers = pass(batch, forward, recording.runs == 0 ? &given : nullptr);
-      // Whatever is not a loss term of isograd's is refused as ever, in the first run of a form.
-      if (recording.runs++ == 0) check_terms(given, /*deferred=*/false);
+      recording.numbers = pass(batch, forward, [&](const LossTerms& terms) {
+        check_terms(terms, /*deferred=*/false);
+        look(terms);
+      });
+      ++recording.runs;
     }
     // The next run writes to the same memory.
     const at::Tensor numbers = recording.numbers.clone();
@@ -229,7 +230,7 @@ class Work final : public CapturedWork {
       try {
         graph->capture_begin(*pool_, cudaStreamCaptureModeThreadLocal);
         begun = true;
-        recording.numbers = pass(batch, forward, nullptr);
+        recording.numbers = pass(batch, forward, {});
         graph->capture_end();
         begun = false;
         recording.graph = std::move(graph);

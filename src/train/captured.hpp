@@ -23,6 +23,7 @@ class CapturedWork {
   static std::unique_ptr<CapturedWork> make(DataParallel& layout);
   virtual ~CapturedWork() = default;
 
+  using Look = std::function<void(const LossTerms&)>;
   struct Share {
     LossTerms terms;  // with the sums of this micro-batch
     at::Tensor value;
@@ -30,10 +31,9 @@ class CapturedWork {
   // Adds the gradient of the micro-batch's share, as StepWork's forward and backward do. `prepared` on the
   // CPU. Nothing: it has no form that is captured (no tokens, samples that are no tokens, a term without
   // denominator) and is left to the caller.
-  // `look` sees the terms with their graphs in each pass that runs the forward's code.
+  // `look`, not null, sees the terms with their graphs in each pass that runs the forward's code.
   virtual std::optional<Share> run(const Batch& prepared, const ForwardLossTerms& forward,
-                                   const Denominator& denominator,
-                                   const std::function<void(const LossTerms&)>& look) = 0;
+                                   const Denominator& denominator, const Look& look) = 0;
 };
 
 }  // namespace isograd
