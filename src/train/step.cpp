@@ -140,7 +140,9 @@ StepReport Step::finish() {
     taken ? squares.add(*taken) : squares.add(bucket);
     if (!part_squares.empty()) add_owned_squares(bucket, options_.norm_parts, part_squares);
   });
-  const double scale = work_->denominator().gradient_scale;
+  // Without a target the loss and its gradient are 0, whatever terms of other means (a balance loss) give.
+  const bool empty = work_->denominator().is_empty();
+  const double scale = empty ? 0 : work_->denominator().gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along. A
   // GPU is waited for here and nowhere else in a step.
@@ -176,7 +178,7 @@ StepReport Step::finish() {
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.
   report.finite = global.finite;
-  if (!global.finite || work_->denominator().is_empty()) return report;
+  if (!global.finite || empty) return report;
 
   // (7) Clip and update in one fused pass.
   report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);

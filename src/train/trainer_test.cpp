@@ -136,16 +136,26 @@ TEST_F(TrainerTest, ABatchWithoutAnyValidTargetMovesNothing) {
   config.checkpoint.every = 1;
   config.checkpoint.keep = 10;
   config.train.steps = 3;
-  const Run result = run(config, 2);
-  EXPECT_EQ(result.outcomes[1].empty, 3);
-  EXPECT_EQ(result.outcomes[1].exit_status(), 0);
-  for (const auto& event : result.steps) {
-    EXPECT_EQ(event.report.loss, 0);
-    EXPECT_FALSE(event.report.updated);
+  RunConfig routed = config;  // whose balance loss and router z-loss are means over tokens that are there
+  routed.run.directory += "_routed";
+  routed.model.shape.family = "mixtral";
+  routed.model.shape.experts = {.count = 4, .per_token = 2, .feed_forward = routed.model.shape.feed_forward};
+  routed.loss.balance = 0.5;
+  routed.loss.router_z = 0.5;
+  for (const RunConfig& each : {config, routed}) {
+    const Run result = run(each, 2);
+    EXPECT_EQ(result.outcomes[1].empty, 3);
+    EXPECT_EQ(result.outcomes[1].exit_status(), 0);
+    for (const auto& event : result.steps) {
+      EXPECT_EQ(event.report.loss, 0);
+      EXPECT_EQ(event.report.norm, 0);
+      for (const TermValue& term : event.report.terms) EXPECT_EQ(term.value, 0) << term.name;
+      EXPECT_FALSE(event.report.updated);
+    }
+    const auto saved = list_checkpoints(checkpoint_root(each));
+    ASSERT_EQ(saved.size(), 3u);
+    EXPECT_TRUE(file(saved[0], "model.safetensors") == file(saved[2], "model.safetensors"));
   }
-  const auto saved = list_checkpoints(checkpoint_root(config));
-  ASSERT_EQ(saved.size(), 3u);
-  EXPECT_TRUE(file(saved[0], "model.safetensors") == file(saved[2], "model.safetensors"));
 }
 
 TEST_F(TrainerTest, SigtermEndsAllRanksAfterTheSameStepAndSaves) {
