@@ -207,7 +207,7 @@ inline const std::vector<Rule>& rules() {
          const int keys = k.is(kModel, {"video"}) ? kHeads : kKeyHeads;
          return !ulysses_fits(kHeads, keys, k.number(kTp), k.number(kUlysses));
        },
-       {"parallel.cp_ulysses", "beside parallel.tp", "parallel.cp_ring"}},
+       {"parallel.cp_ulysses", "with parallel.tp", "parallel.cp_ring"}},
       {"whole tokens without tp",
        [](const Known& k) { return k.one(kTp) && k.is(kTokens, {"whole"}); },
        {"parallel.sequence_parallel", "has no effect: parallel.tp is 1"}},

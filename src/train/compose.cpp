@@ -97,14 +97,22 @@ void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
              keys = split_rows(dealt.key_heads, static_cast<int>(ranks));
   const bool even = heads.front() == heads.back() && keys.front() == keys.back();
   const auto possible = even ? possible_ulysses(heads.front(), keys.front()) : std::vector<int>{1};
-  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end())
-    throw ConfigError({.where = "parallel.cp_ulysses",
-                       .found = fmt::format("{} beside parallel.tp = {}, of {} heads and {} key heads",
-                                            ulysses, ranks, dealt.heads, dealt.key_heads),
-                       .expected = fmt::format("one of {}: tp deals the heads first, evenly where Ulysses "
-                                               "deals them on",
-                                               fmt::join(possible, ", ")),
-                       .action = "Lower one of them, or use parallel.cp_ring"});
+  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end()) {
+    const std::string rule =
+        even ? fmt::format(
+                   "{}: a rank along tp has {} query heads and {} key heads; cp_ulysses divides the first, "
+                   "and divides the second or is a multiple of it",
+                   fmt::join(possible, " or "), heads.front(), keys.front())
+             : "a parallel.tp that divides the query heads and the key heads, which cp_ulysses divides "
+               "further; or "
+               "cp_ulysses = 1";
+    throw ConfigError(
+        {.where = "parallel.cp_ulysses",
+         .found = fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses, ranks,
+                              dealt.heads, dealt.key_heads),
+         .expected = rule,
+         .action = "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead"});
+  }
 }
 
 AxisSet sharded_axes(const RunConfig& config) {
