@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from test_pack_tokenizer_json import pack as pack_by_tool
 from test_pack_tokenizer_json import TEXTS, corpus, read_shard  # noqa: F401  (a fixture)
@@ -148,6 +149,121 @@ def test_from_text_to_samples_and_back_into_transformers(run, config):
     # The run goes on with the checkpoint's tokenizer, which is the same one.
     ok("train", run / "run.toml", "--ranks", 3, "--set", f"data.tokenizer={checkpoint}/tokenizer.json", "--set",
        "train.steps=6", "--set", "checkpoint.resume=latest")
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}\n"
+KEPT = {"generation_config.json": None,
+        "special_tokens_map.json": json.dumps({"eos_token": END, "pad_token": END}, indent=4),
+        "chat_template.jinja": TEMPLATE,
+        "chat_template.json": json.dumps({"chat_template": TEMPLATE}),
+        "added_tokens.json": json.dumps({END: 0})}
+
+
+def llama_folder(run, **config):
+    """A Hugging Face directory of an untrained model, with the tokenizer and all that transformers reads with it."""
+    torch.manual_seed(3)
+    folder = run / "llama"
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.5,
+        **{**dict(max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None), **config}))
+    model.save_pretrained(folder)
+    (run / "tokenizer.json").rename(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    for name, content in KEPT.items():
+        if content:
+            (folder / name).write_text(content)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return folder
+
+
+def greedy(folder, tokens=43):
+    """What transformers writes, and how many tokens of it are new."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer("the gradient of", return_tensors="pt").input_ids
+    written = model.generate(prompt, max_new_tokens=tokens, do_sample=False, attention_mask=prompt * 0 + 1, pad_token_id=299)[0]
+    new = written[prompt.shape[1]:].tolist()
+    ended = model.generation_config.eos_token_id
+    ends = ended if isinstance(ended, list) else [ended]
+    # An end that is an ordinary token is in what generate() gives; `sample` leaves every end out.
+    text = tokenizer.decode(written[:-1] if new[-1] in ends else written, skip_special_tokens=True)
+    return text, new
+
+
+def sampled(folder, tokens=43):
+    return ok("sample", folder, "--prompt", "the gradient of", "--tokens", tokens, "--temperature", 0)[:-1]
+
+
+@pytest.mark.parametrize("ends", ["list", "one", "of config.json", "none"])
+def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
+    folder = llama_folder(run)
+    new = greedy(folder)[1]
+    assert len(new) == 43 and sampled(folder) == greedy(folder)[0]
+    # Tokens that come for the first time at these places.
+    early, later = (next(token for i, token in enumerate(new) if i >= at and token not in new[:i]) for at in (7, 12))
+    kept = dict(KEPT)
+    if ends == "of config.json":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [later, early]}))
+        del kept["generation_config.json"]
+    else:
+        # What else the file has is another's: kept, and not read.
+        kept["generation_config.json"] = json.dumps({"temperature": 0.6, "do_sample": True, **{
+            "list": {"eos_token_id": [299, later, early]}, "one": {"eos_token_id": early}, "none": {}}[ends]}, indent=3)
+        (folder / "generation_config.json").write_text(kept["generation_config.json"])
+    text, new = greedy(folder)
+    assert len(new) == (43 if ends == "none" else new.index(early) + 1) and (ends == "none" or 7 < len(new) < 43)
+    assert sampled(folder) == text
+    if ends == "none":  # and the tokenizer's end token is what a model trained with it ends texts with
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
+
+    (run / "load.toml").write_text(re.sub(r"\[model\].*?\n\[", "[", CONFIG.format(folder=run), flags=re.DOTALL))
+    loads = ("--set", "model.load={0}", "--set", "data.tokenizer={0}/tokenizer.json", "--set")
+    ok("train", run / "load.toml", "--ranks", 2, *(each.format(folder) for each in loads), "train.steps=2")
+    checkpoint = run / "run/checkpoints/step-00000002"
+    for name, content in kept.items():
+        assert (checkpoint / name).read_text() == content, name
+    assert set(kept) == {file.name for file in checkpoint.iterdir()} & set(KEPT)
+    assert AutoTokenizer.from_pretrained(checkpoint).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+    wanted = [later, early] if ends == "of config.json" else 0
+    assert json.loads((checkpoint / "config.json").read_text())["eos_token_id"] == wanted
+    assert sampled(checkpoint) == greedy(checkpoint)[0]
+    # Of a checkpoint's checkpoint, with what was read from the first one.
+    ok("train", run / "load.toml", *(each.format(checkpoint) for each in loads), "train.steps=1", "--set", f"run.directory={run}/next")
+    for name, content in kept.items():
+        assert (run / "next/checkpoints/step-00000001" / name).read_text() == content, name
+
+
+@pytest.mark.parametrize("content, said", [("[]", "no JSON object"), ("{", "JSON"), ('{"eos_token_id": "</s>"}', "eos_token_id"),
+                                           ('{"eos_token_id": [0, 1.5]}', "eos_token_id")])
+def test_a_damaged_generation_config_is_named(run, content, said):
+    folder = llama_folder(run)
+    (folder / "generation_config.json").write_text(content)
+    done = isograd("sample", folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert str(folder / "generation_config.json") in done.stderr and said in done.stderr
+
+
+def test_a_directory_without_a_tokenizer_says_what_to_add(run):
+    folder = llama_folder(run)
+    (folder / "tokenizer.json").unlink()
+    done = isograd("sample", folder)
+    assert done.returncode == 2 and "tokenizer.model" in done.stderr and "--tokenizer" in done.stderr
+
+
+def test_a_sample_is_shown_while_it_is_generated_by_one_thread(run):
+    """Threads that wait for one another at every small product made it many times slower."""
+    folder = llama_folder(run, max_position_embeddings=100000)
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    process = subprocess.Popen([ISOGRAD, "sample", folder, "--tokens", "50000"], stdout=subprocess.PIPE,
+                               env={**environment, "PYTHON": sys.executable})
+    try:
+        assert process.stdout.read(100)
+        threads = len(list(pathlib.Path(f"/proc/{process.pid}/task").iterdir()))
+        assert process.poll() is None and threads == 1
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_shards_of_the_tokenizer_are_trained_with_and_without_it(run):

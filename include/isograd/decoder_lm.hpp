@@ -78,12 +78,19 @@ struct DecoderConfig {
   double initializer_range = 0.02;
   std::int64_t bos = -1, eos = -1;
   std::vector<std::int64_t> more_eos;  // further tokens that end a text
+  // generation_config.json beside config.json: its text, which is written as it was read (empty: no such
+  // file), and the tokens of its eos_token_id.
+  std::string generation_config;
+  std::vector<std::int64_t> generation_eos;
   std::int64_t pad = -1;  // its row of the embedding gets no gradient as an input; -1: no such token
   // A window is computed only as far as it never slides: no document may be longer. 0: none.
   std::int64_t sliding_window = 0;
   std::int64_t full_layers = 0;  // qwen2, qwen3: so many first layers have no window
   ExpertsShape experts{};
 
+  // The tokens that end a text, as transformers' generate() knows them: those of generation_config.json where
+  // it names any, else those of config.json.
+  std::vector<std::int64_t> ends() const;
   bool has_experts(std::int64_t layer) const;
   // Whose attention and norms it has: mixtral those of mistral, qwen2_moe of qwen2, qwen3_moe and dots1 of
   // qwen3.
@@ -226,15 +233,15 @@ class DecoderLM : public torch::nn::Module {
   DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device = at::kCPU);
   std::unique_ptr<Impl> impl_;
 
-  friend std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
+  friend class HfWeights;
   friend std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
                                              const struct SampleOptions& options,
                                              const std::function<void(std::uint32_t)>& on_token);
 };
 
-// Hugging Face directory: config.json and model.safetensors (or sharded index). A key of config.json that
-// changes the mathematics and is not supported is a ConfigError; so are truncated files, wrong shapes,
-// missing and unexpected tensors, and weights that are not finite.
+// Hugging Face directory: config.json, generation_config.json if there is one, and model.safetensors (or
+// sharded index). A key of config.json that changes the mathematics and is not supported is a ConfigError; so
+// are truncated files, wrong shapes, missing and unexpected tensors, and weights that are not finite.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
 // The same of tensors that come one after another, with the model's names: in one file, or in several of at
@@ -251,8 +258,8 @@ struct SampleOptions {
   double top_p = 1.0;
   std::uint64_t seed = 0;
 };
-// Tokens after `prompt` (which must not be empty), until eos or max_tokens; `on_token` sees each as it is
-// drawn. Keys and values are cached.
+// Tokens after `prompt` (which must not be empty), until one of DecoderConfig::ends() or max_tokens;
+// `on_token` sees each as it is drawn. Keys and values are cached.
 std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
                                     const SampleOptions& options,
                                     const std::function<void(std::uint32_t)>& on_token = {});

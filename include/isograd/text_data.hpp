@@ -32,7 +32,9 @@ class Tokenizer {
   // U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
   // The files that it is made from, into a checkpoint's folder under the names that transformers knows
-  // (tokenizer.model, tokenizer.json and tokenizer_config.json); nothing where it needs none.
+  // (tokenizer.model, tokenizer.json, tokenizer_config.json), and, unchanged, those beside them that
+  // transformers reads with a tokenizer (special_tokens_map.json, added_tokens.json, chat_template.jinja or
+  // .json). Nothing where it needs none.
   virtual void write(const std::filesystem::path& /*directory*/) const {}
 };
 

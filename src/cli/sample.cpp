@@ -1,7 +1,9 @@
 // isograd sample: text or videos from a checkpoint.
+#include <ATen/Parallel.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 
 #include "base/print.hpp"
 #include "cli/verbs.hpp"
@@ -43,6 +45,26 @@ fs::path find_model(const fs::path& given) {
   return resolve_checkpoint(given, "latest");
 }
 
+// That of a Hugging Face directory, which transformers would take too.
+std::string tokenizer_beside(const fs::path& directory) {
+  for (const char* name : {"tokenizer.json", "tokenizer.model"})
+    if (fs::exists(directory / name)) return (directory / name).string();
+  throw ConfigError(
+      {.where = directory.string(),
+       .found = "neither tokenizer.json nor tokenizer.model, nor a checkpoint's state.json, which names one",
+       .expected = "a tokenizer",
+       .action = "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes"});
+}
+
+// A token is one pass over all weights: where that takes milliseconds, threads that wait for one another at
+// every product make it slower, on a busy machine many times. OMP_NUM_THREADS is a choice of the user's.
+void choose_threads(DecoderLM& model) {
+  constexpr std::size_t kManyBytes = std::size_t{1} << 30;
+  std::size_t bytes = 0;
+  for (const auto& [name, tensor] : model.named()) bytes += tensor.nbytes();
+  if (bytes < kManyBytes && !std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);
+}
+
 int run(const SampleFlags& flags) {
   const fs::path directory = find_model(flags.checkpoint);
   if (is_video_model(directory)) {
@@ -61,18 +83,13 @@ int run(const SampleFlags& flags) {
     dtype = scalar_type(state.dtype);
     tokenizer =
         flags.tokenizer.empty() ? checkpoint_tokenizer(directory, state) : open_tokenizer(flags.tokenizer);
-  } else if (flags.tokenizer.empty()) {
-    throw ConfigError(
-        {.where = directory.string(),
-         .found = "a model without a checkpoint's state.json, which names the tokenizer",
-         .expected = "--tokenizer",
-         .action = "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes"});
   } else {
-    tokenizer = open_tokenizer(flags.tokenizer);
+    tokenizer = open_tokenizer(flags.tokenizer.empty() ? tokenizer_beside(directory) : flags.tokenizer);
   }
   if (!fs::exists(directory / "state.json"))
     verify_model_files(directory);  // open_checkpoint() did otherwise
   const auto model = read_hf(directory, dtype);
+  choose_threads(*model);
   if (tokenizer->vocabulary() > model->config().vocabulary)
     throw ConfigError(
         {.where = "--tokenizer " + flags.tokenizer,
@@ -83,11 +100,16 @@ int run(const SampleFlags& flags) {
   for (const auto& notice :
        prompt_notices(*tokenizer, flags.prompt, model->config(), flags.options.max_tokens))
     print(stderr, notice + "\n");
-  const std::string text = sample_text(*model, *tokenizer, flags.prompt, flags.options) + "\n";
-  if (isatty(STDOUT_FILENO))
-    print(stdout, text);  // a model may have learnt escape sequences
-  else
-    std::fwrite(text.data(), 1, text.size(), stdout);
+  const auto show = [terminal = isatty(STDOUT_FILENO) != 0](std::string_view text) {
+    if (terminal)
+      print(stdout, text);  // a model may have learnt escape sequences
+    else
+      std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+  };
+
+  sample_text(*model, *tokenizer, flags.prompt, flags.options, show);
+  show("\n");
   return 0;
 }
 
@@ -110,7 +132,7 @@ Verb sample_verb(CLI::App& program) {
   };
   text(verb->add_option("--prompt", flags->prompt, "what the text begins with; empty: a new document"))
       ->type_name("TEXT");
-  text(verb->add_option("--tokens", options.max_tokens, "how many are generated, at most"))
+  text(verb->add_option("--tokens", options.max_tokens, "the most that are generated"))
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{1}, kMany))
       ->capture_default_str();
@@ -127,8 +149,9 @@ Verb sample_verb(CLI::App& program) {
       ->type_name("P")
       ->check(CLI::Range(1e-9, 1.0))
       ->capture_default_str();
-  text(verb->add_option("--tokenizer", flags->tokenizer,
-                        "\"bytes\", a SentencePiece model or a tokenizer.json, where none is kept with it"))
+  text(verb->add_option(
+           "--tokenizer", flags->tokenizer,
+           "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it"))
       ->type_name("FILE");
   VideoSampleOptions& videos = flags->videos;
   const auto number = [&](const char* name, std::int64_t& of, std::int64_t least, const char* meaning) {
@@ -144,7 +167,7 @@ Verb sample_verb(CLI::App& program) {
   number("--frames", videos.frames, 1, "of a video; the most that it was trained on unless given");
   number("--height", videos.height, 1, "in pixels; likewise");
   number("--width", videos.width, 1, "in pixels; likewise");
-  flags->of_videos.push_back(verb->add_option("--out", videos.folder, "they go here, as animated PNGs")
+  flags->of_videos.push_back(verb->add_option("--out", videos.folder, "folder for them, as animated PNGs")
                                  ->type_name("DIR")
                                  ->capture_default_str()
                                  ->group("Of videos"));

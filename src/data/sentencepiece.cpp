@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/files.hpp"
+#include "data/companions.hpp"
 #include "data/sentencepiece_check.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
@@ -14,7 +15,8 @@ namespace {
 
 class SentencePieceTokenizer final : public Tokenizer {
  public:
-  explicit SentencePieceTokenizer(const std::filesystem::path& path) : path_(path) {
+  explicit SentencePieceTokenizer(const std::filesystem::path& path)
+      : path_(path), companions_(path.parent_path(), {"tokenizer_config.json"}) {
     const MappedFile file(path);
     const std::string_view model(reinterpret_cast<const char*>(file.data()), file.size());
     if (const std::string problem = load(model); !problem.empty())
@@ -56,6 +58,7 @@ class SentencePieceTokenizer final : public Tokenizer {
 
   void write(const std::filesystem::path& directory) const override {
     write_file(directory / "tokenizer.model", read_file(path_));
+    companions_.write(directory);
   }
 
  private:
@@ -83,6 +86,7 @@ class SentencePieceTokenizer final : public Tokenizer {
 
   sentencepiece::SentencePieceProcessor processor_;
   std::filesystem::path path_;
+  Companions companions_;
   std::string name_;
 };
 

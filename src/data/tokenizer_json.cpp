@@ -20,6 +20,7 @@
 #include "base/json.hpp"
 #include "base/python.hpp"
 #include "base/refuse.hpp"
+#include "data/companions.hpp"
 #include "data/tokenizer_json_script.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
@@ -152,7 +153,8 @@ class Helper {
 
 class JsonTokenizer final : public Tokenizer {
  public:
-  explicit JsonTokenizer(const fs::path& path) : where_("tokenizer " + path.string()), file_(path) {
+  explicit JsonTokenizer(const fs::path& path)
+      : where_("tokenizer " + path.string()), file_(path), companions_(path.parent_path()) {
     const fs::path config = path.parent_path() / kConfigFile;
     if (fs::exists(config)) config_ = read_file(config);
     name_ = "tokenizer.json:" + checksum(file_.data(), file_.size());
@@ -191,6 +193,7 @@ class JsonTokenizer final : public Tokenizer {
     // Without one transformers would choose a class by the model, which may put other tokens around a text.
     write_file(directory / kConfigFile,
                config_.empty() ? "{\n  \"tokenizer_class\": \"PreTrainedTokenizerFast\"\n}\n" : config_);
+    companions_.write(directory);
   }
 
  private:
@@ -214,6 +217,7 @@ class JsonTokenizer final : public Tokenizer {
   std::string where_;
   MappedFile file_;
   std::string config_;  // empty: none beside the file
+  Companions companions_;
   std::string name_;
   std::int64_t vocabulary_ = 0, bos_ = -1, eos_ = -1;
   mutable std::mutex mutex_;

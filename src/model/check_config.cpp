@@ -127,6 +127,13 @@ bool DecoderConfig::has_experts(std::int64_t layer) const {
          !std::binary_search(experts.dense_layers.begin(), experts.dense_layers.end(), layer);
 }
 
+std::vector<std::int64_t> DecoderConfig::ends() const {
+  if (!generation_eos.empty()) return generation_eos;
+  std::vector<std::int64_t> tokens = more_eos;
+  if (eos >= 0) tokens.push_back(eos);
+  return tokens;
+}
+
 std::string DecoderConfig::dense_family() const {
   if (family == "mixtral") return "mistral";
   return family == "qwen2_moe" ? "qwen2" : family == "qwen3_moe" || family == "dots1" ? "qwen3" : family;

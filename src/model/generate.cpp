@@ -95,6 +95,7 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
     refuse_request("generate: top_p", fmt::format("{}", options.top_p), "above 0, at most 1");
   if (options.top_k < 0) refuse_request("generate: top_k", std::to_string(options.top_k), "0 (off) or more");
 
+  const std::vector<std::int64_t> ends = config.ends();
   const at::NoGradGuard no_grad;
   auto& impl = *model.impl_;
   const auto device = impl.embedding.device();
@@ -136,9 +137,7 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
     const double* logits = last.const_data_ptr<double>();
     const std::uint32_t token =
         draw_token({logits, logits + last.numel()}, options, static_cast<std::uint64_t>(answer.size()));
-    if (token == config.eos ||
-        std::find(config.more_eos.begin(), config.more_eos.end(), token) != config.more_eos.end())
-      break;
+    if (std::find(ends.begin(), ends.end(), token) != ends.end()) break;
     answer.push_back(token);
     text.push_back(token);
     if (on_token) on_token(token);

@@ -1,6 +1,8 @@
 #include "model/hf_config.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
@@ -230,6 +232,62 @@ void read_ends(JsonReader& reader, DecoderConfig& config) {
   }
 }
 
+// Keys of check() under their names in config.json. Others have the same name in both.
+std::string key_in_file(const std::string& key, const std::string& family) {
+  const bool dots = family == "dots1", mixtral = family == "mixtral";
+  const std::map<std::string, std::string> names = {
+      {"family", "model_type"},
+      {"vocabulary", "vocab_size"},
+      {"hidden", "hidden_size"},
+      {"layers", "num_hidden_layers"},
+      {"heads", "num_attention_heads"},
+      {"key_value_heads", "num_key_value_heads"},
+      {"heads * head_dim", "num_attention_heads * head_dim"},
+      {"feed_forward", "intermediate_size"},
+      {"max_positions", "max_position_embeddings"},
+      {"norm_epsilon", "rms_norm_eps"},
+      {"bos", "bos_token_id"},
+      {"eos", "eos_token_id"},
+      {"pad", "pad_token_id"},
+      {"full_layers", "max_window_layers"},
+      {"rope_scaling.kind", "rope_scaling.rope_type"},
+      {"rope_scaling.low_frequency_factor", "rope_scaling.low_freq_factor"},
+      {"rope_scaling.high_frequency_factor", "rope_scaling.high_freq_factor"},
+      {"low_frequency_factor", "low_freq_factor"},
+      {"rope_scaling.original_max_positions", "rope_scaling.original_max_position_embeddings"},
+      {"experts", dots      ? "n_routed_experts"
+                  : mixtral ? "num_local_experts"
+                            : "num_experts"},
+      {"experts_per_token", "num_experts_per_tok"},
+      {"expert_feed_forward", mixtral ? "intermediate_size" : "moe_intermediate_size"},
+      {"shared_expert_feed_forward", dots ? "n_shared_experts" : "shared_expert_intermediate_size"},
+      {"normalise_experts", "norm_topk_prob"},
+      {"dense_layers", dots ? "first_k_dense_replace" : "mlp_only_layers"},
+      {"expert_groups", "n_group"},
+      {"expert_groups_per_token", "topk_group"},
+      {"expert_scale", "routed_scaling_factor"}};
+  const auto found = names.find(key);
+  return found == names.end() ? key : found->second;
+}
+
+ErrorText in_words_of_the_file(ErrorText said, const std::string& where, const std::string& family) {
+  const std::string prefix = "model.";
+  if (said.where.starts_with(prefix)) said.where = key_in_file(said.where.substr(prefix.size()), family);
+  said.where = where + said.where;
+  // Words with an underscore are keys.
+  std::string expected;
+  for (std::size_t at = 0; at < said.expected.size();) {
+    const std::size_t end =
+        std::min(said.expected.find_first_not_of("abcdefghijklmnopqrstuvwxyz_", at), said.expected.size());
+    const std::string word = said.expected.substr(at, std::max<std::size_t>(end - at, 1));
+    expected += word.find('_') == std::string::npos ? word : key_in_file(word, family);
+    at += word.size();
+  }
+  said.expected = expected;
+  said.action = "Correct config.json";
+  return said;
+}
+
 ordered_json scaling_json(const RopeScaling& scaling) {
   ordered_json object{{"rope_type", scaling.kind}};
   if (scaling.kind != "default") object["factor"] = scaling.factor;
@@ -311,9 +369,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   try {
     check(config);
   } catch (const ConfigError& error) {
-    ErrorText said = error.text();
-    said.where = where + said.where;
-    throw ConfigError(std::move(said));
+    throw ConfigError(in_words_of_the_file(error.text(), where, config.family));
   }
   return config;
 }
@@ -374,8 +430,32 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
   return object.dump(2) + "\n";
 }
 
+std::vector<std::int64_t> parse_generation_eos(const std::string& text, const std::filesystem::path& file) {
+  const auto [object, problem] = parse_json(text);
+  const auto refuse = [&](const std::string& where, const std::string& found, const char* expected) {
+    throw ConfigError({.where = file.string() + where,
+                       .found = found,
+                       .expected = expected,
+                       .action = "Correct the file, or remove it: eos_token_id of config.json counts then"});
+  };
+  if (!problem.empty()) refuse("", problem, "a Hugging Face generation_config.json");
+  const json ends = object.value("eos_token_id", json());
+  std::vector<std::int64_t> tokens;
+  if (ends.is_null()) return tokens;
+  for (const json& end : ends.is_array() ? ends : json::array({ends})) {
+    if (!end.is_number_integer()) refuse(": eos_token_id", brief(ends), "a token or a list of tokens");
+    tokens.push_back(end.get<std::int64_t>());
+  }
+  return tokens;
+}
+
 DecoderConfig read_hf_config(const std::filesystem::path& directory) {
-  return parse_hf_config(read_file(directory / "config.json"), directory / "config.json");
+  DecoderConfig config = parse_hf_config(read_file(directory / "config.json"), directory / "config.json");
+  if (const auto file = directory / kGenerationConfig; std::filesystem::exists(file)) {
+    config.generation_config = read_file(file);
+    config.generation_eos = parse_generation_eos(config.generation_config, file);
+  }
+  return config;
 }
 
 }  // namespace isograd

@@ -14,6 +14,7 @@ namespace {
 using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 json base(const std::string& family) {
   return json::parse(hf_config_text(small_config(family), at::kFloat));
@@ -79,13 +80,91 @@ TEST(HuggingFaceConfig, WhatIsNotSupportedIsRefusedByName) {
        }) {
     json object = base(family);
     object[key] = value;
-    const std::string shown = std::string(key) == "hidden_size" ? "model.hidden" : key;
-    EXPECT_THAT(message_of([&] { parse(object); }), AllOf(HasSubstr(shown), HasSubstr("config.json")))
+    EXPECT_THAT(message_of([&] { parse(object); }), AllOf(HasSubstr(key), HasSubstr("config.json")))
         << family << " " << key << " " << value;
   }
   EXPECT_THAT(message_of([] { parse_hf_config("[1", "config.json"); }), HasSubstr("no JSON object"));
   EXPECT_THAT(message_of([] { parse_hf_config("\xef\xbb\xbf{}", "config.json"); }),
               HasSubstr("byte order mark"));
+}
+
+json of_family(const std::string& family) {
+  DecoderConfig config = small_config(family == "mixtral"     ? "mistral"
+                                      : family == "qwen2_moe" ? "qwen2"
+                                                              : "qwen3");
+  config.family = family;
+  config.experts = {.count = 4, .per_token = 2, .feed_forward = 8};
+  if (family == "mixtral") config.experts.feed_forward = config.feed_forward;
+  if (family == "qwen2_moe" || family == "dots1") config.experts.shared_feed_forward = 8;
+  if (family == "dots1") config.experts.sigmoid = true;
+  return json::parse(hf_config_text(config, at::kFloat));
+}
+
+// A message about a file has the file's names, not those of a run's configuration.
+TEST(HuggingFaceConfig, MessagesNameTheKeysOfTheFile) {
+  struct Case {
+    const char* family;
+    const char* key;
+    json value;
+    const char* expected = "";
+  };
+  for (const auto& [family, key, value, expected] : std::vector<Case>{
+           {"dots1", "n_group", 3},
+           {"dots1", "topk_group", 2},
+           {"dots1", "routed_scaling_factor", -1},
+           {"dots1", "n_routed_experts", 0},
+           {"dots1", "num_experts_per_tok", 9},
+           {"dots1", "moe_intermediate_size", 0},
+           {"qwen2_moe", "num_experts", -1},
+           {"qwen3_moe", "num_experts_per_tok", 9},
+           {"qwen2_moe", "shared_expert_intermediate_size", 0},
+           {"mixtral", "num_local_experts", 0},
+           {"mixtral", "intermediate_size", 0},
+           {"qwen3", "num_hidden_layers", 0},
+           {"llama", "max_position_embeddings", 0},
+           {"llama", "num_key_value_heads", 3},
+           {"llama", "rms_norm_eps", 0},
+           {"llama", "bos_token_id", -5},
+           {"llama",
+            "rope_parameters",
+            {{"rope_type", "llama3"},
+             {"factor", 2},
+             {"low_freq_factor", 4},
+             {"high_freq_factor", 1},
+             {"original_max_position_embeddings", 16}},
+            "low_freq_factor"},
+       }) {
+    json object = base("llama");
+    if (family != std::string("llama"))
+      object = family == std::string("qwen3") ? base(family) : of_family(family);
+    parse(object);
+    object[key] = value;
+    const std::string shown =
+        key == std::string("rope_parameters") ? "rope_scaling.high_freq_factor" : std::string(key);
+    const std::string message = message_of([&] { parse(object); });
+    EXPECT_THAT(message, AllOf(HasSubstr("config.json: " + shown + ":"), HasSubstr(expected),
+                               Not(HasSubstr("model.")), Not(HasSubstr("_frequency_"))))
+        << family << " " << key << " " << value;
+  }
+  json object = of_family("dots1");
+  object["something_new"] = 1;
+  EXPECT_THAT(message_of([&] { parse(object); }), HasSubstr("or dots1"));
+}
+
+// transformers has two names for the number of experts.
+TEST(HuggingFaceConfig, TwoNamesOfTheExpertsMaySayTheSame) {
+  for (const auto& [family, own, alias] : {std::tuple{"dots1", "n_routed_experts", "num_local_experts"},
+                                           std::tuple{"qwen2_moe", "num_experts", "num_local_experts"},
+                                           std::tuple{"qwen3_moe", "num_experts", "num_local_experts"},
+                                           std::tuple{"mixtral", "num_local_experts", "num_experts"}}) {
+    json object = of_family(family);
+    object[alias] = 4;
+    EXPECT_EQ(parse(object).experts.count, 4) << family;
+    object[alias] = 5;
+    EXPECT_THAT(message_of([&] { parse(object); }), AllOf(HasSubstr(own), HasSubstr(alias))) << family;
+    object.erase(own);
+    EXPECT_EQ(parse(object).experts.count, 5) << family;
+  }
 }
 
 TEST(HuggingFaceConfig, WhatSaysNothingAboutTheMathematicsIsAccepted) {

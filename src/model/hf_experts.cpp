@@ -32,10 +32,19 @@ std::vector<std::int64_t> read_dense_layers(JsonReader& reader, std::int64_t lay
   return result;
 }
 
+// Under the name that a family's own files have, or another that transformers reads as the same.
+std::int64_t read_count(JsonReader& reader, const char* own, const char* alias) {
+  if (!reader.has(alias)) return reader.integer(own);
+  const std::int64_t count = reader.integer(alias);
+  if (reader.has(own) && reader.integer(own) != count)
+    reader.bad_value(own, fmt::format("{}, that of {}, which is another name of the same", count, alias));
+  return count;
+}
+
 void read_dots1(JsonReader& reader, DecoderConfig& config) {
   ExpertsShape& experts = config.experts;
   experts.sigmoid = true;
-  experts.count = reader.integer(reader.has("num_local_experts") ? "num_local_experts" : "n_routed_experts");
+  experts.count = read_count(reader, "n_routed_experts", "num_local_experts");
   experts.per_token = reader.integer("num_experts_per_tok");
   experts.feed_forward = reader.integer("moe_intermediate_size");
   experts.normalise = reader.flag("norm_topk_prob", false);
@@ -63,8 +72,8 @@ void read_experts(JsonReader& reader, DecoderConfig& config) {
   ExpertsShape& experts = config.experts;
   if (config.family == "dots1") return read_dots1(reader, config);
   const bool mixtral = config.family == "mixtral";
-  experts.count =
-      reader.integer(mixtral || reader.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  experts.count = mixtral ? read_count(reader, "num_local_experts", "num_experts")
+                          : read_count(reader, "num_experts", "num_local_experts");
   experts.per_token = reader.integer("num_experts_per_tok");
   experts.feed_forward = mixtral ? config.feed_forward : reader.integer("moe_intermediate_size");
   experts.normalise = mixtral || reader.flag("norm_topk_prob", false);

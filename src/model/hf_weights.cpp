@@ -184,11 +184,15 @@ void HfWeights::check_values() const {
     fill(name, at::empty(parameter.sizes(), dtype_));
 }
 
+std::shared_ptr<DecoderLM> HfWeights::model(const DecoderConfig& config) const {
+  std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype_));
+  for (auto& [name, parameter] : model->impl_->in_order) fill(name, parameter);
+  return model;
+}
+
 std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dtype) {
   const HfWeights weights(directory, dtype);
-  const std::shared_ptr<DecoderLM> model(new DecoderLM(weights.config(), dtype));
-  for (auto& [name, parameter] : model->impl_->in_order) weights.fill(name, parameter);
-  return model;
+  return weights.model(weights.config());
 }
 
 namespace {
@@ -250,6 +254,7 @@ void write_hf(const fs::path& directory, const DecoderConfig& config, const Tens
   else
     write_safetensors(directory / kWhole, weights);
   write_file(directory / "config.json", hf_config_text(config, weights.entries.front().dtype));
+  if (!config.generation_config.empty()) write_file(directory / kGenerationConfig, config.generation_config);
 }
 
 void write_hf(const fs::path& directory, DecoderLM& model) {

@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,6 +26,8 @@ class HfWeights {
   const DecoderConfig& config() const { return config_; }
   // Into a tensor of the parameter's shape, rounded to its type. ConfigError: not finite.
   void fill(const std::string& name, const at::Tensor& values) const;
+  // Of config()'s shape; the rest of its configuration is `config`.
+  std::shared_ptr<DecoderLM> model(const DecoderConfig& config) const;
   // All of them, for its error; one is in memory at a time.
   void check_values() const;
 

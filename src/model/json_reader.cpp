@@ -19,8 +19,9 @@ void JsonReader::bad(const std::string& key, const std::string& found, const std
       {.where = where_ + key,
        .found = found,
        .expected = expected,
-       .action = "Use a model that isograd computes to the letter: Llama, Qwen2, Qwen3, Mistral, Mixtral, "
-                 "Qwen2-MoE or Qwen3-MoE, with full attention or a sliding window that documents fit into"});
+       .action =
+           "Use a model that isograd computes to the letter: Llama, Qwen2, Qwen3, Mistral, Mixtral, "
+           "Qwen2-MoE, Qwen3-MoE or dots1, with full attention or a sliding window that documents fit into"});
 }
 
 void JsonReader::bad_value(const std::string& key, const std::string& expected) const {

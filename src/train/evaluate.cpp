@@ -3,6 +3,9 @@
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
+#include <chrono>
+
 #include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "train/step_work.hpp"
@@ -89,14 +92,50 @@ std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::s
   return notices;
 }
 
+namespace {
+
+// Bytes that two decodings, of some tokens and of more, have in common: whole characters, and no U+FFFD at
+// the end, which stands for a character of which tokens are still to come.
+std::size_t settled(std::string_view before, std::string_view now) {
+  constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
+  auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());
+  const auto inside = [&](std::size_t at) {
+    return at < now.size() && (static_cast<unsigned char>(now[at]) & 0xC0) == 0x80;
+  };
+  while (size > 0 && inside(size)) --size;
+  while (now.substr(0, size).ends_with(kReplacement)) size -= kReplacement.size();
+  return size;
+}
+
+}  // namespace
+
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
-                        SampleOptions options) {
+                        SampleOptions options, const std::function<void(std::string_view)>& on_text) {
   std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
   const std::int64_t room = text_limit(model.config()).tokens - static_cast<std::int64_t>(tokens.size());
   options.max_tokens = std::clamp<std::int64_t>(room, 0, options.max_tokens);
-  const auto more = generate(model, tokens, options);
-  tokens.insert(tokens.end(), more.begin(), more.end());
-  return tokenizer.decode(tokens);
+  // A decoding takes as long as all of its tokens, so that not every token has one.
+  constexpr std::chrono::milliseconds kPause(50);
+  std::string before = on_text ? tokenizer.decode(tokens) : std::string();
+  std::size_t given = 0;
+  const auto give = [&](std::string_view text, std::size_t until) {
+    if (until <= given) return;
+    on_text(text.substr(given, until - given));
+    given = until;
+  };
+  if (on_text) give(before, settled(before, before));
+  auto last = std::chrono::steady_clock::now() - kPause;
+  generate(model, tokens, options, [&](std::uint32_t token) {
+    tokens.push_back(token);
+    if (!on_text || std::chrono::steady_clock::now() - last < kPause) return;
+    std::string now = tokenizer.decode(tokens);
+    give(now, settled(before, now));
+    before = std::move(now);
+    last = std::chrono::steady_clock::now();
+  });
+  std::string text = tokenizer.decode(tokens);
+  if (on_text) give(text, text.size());
+  return text;
 }
 
 }  // namespace isograd

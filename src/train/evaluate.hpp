@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
@@ -34,8 +35,9 @@ std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::s
                                         const DecoderConfig& model, std::int64_t wanted);
 
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
-// break).
+// break). `on_text` is given the same text in parts, each of whole characters, as soon as no later token
+// changes them, but at most some 20 times a second.
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
-                        SampleOptions options);
+                        SampleOptions options, const std::function<void(std::string_view)>& on_text = {});
 
 }  // namespace isograd

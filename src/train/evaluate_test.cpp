@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <string>
 
 #include "isograd/optimizer.hpp"
 #include "isograd/step.hpp"
@@ -28,6 +29,39 @@ class Fixed final : public BatchLoader {
 
 MicroBatches same(MicroBatches batches) {
   return batches;
+}
+
+// Each letter of three bytes, a token a byte, so that a decoding of some tokens ends inside of one.
+class Letters final : public Tokenizer {
+ public:
+  std::string name() const override { return "letters"; }
+  std::int64_t vocabulary() const override { return 10; }
+  std::int64_t bos() const override { return -1; }
+  std::int64_t eos() const override { return -1; }
+  std::vector<std::uint32_t> encode(std::string_view text) const override {
+    return std::vector<std::uint32_t>(text.size(), 1);
+  }
+  std::string decode(std::span<const std::uint32_t> tokens) const override {
+    std::string text;
+    for (std::size_t i = 0; i + 2 < tokens.size(); i += 3) text += "\xE6\x95\xB0";
+    return tokens.size() % 3 == 0 ? text : text + "\xEF\xBF\xBD";
+  }
+};
+
+TEST(SampleText, GivesItsPartsAsTheyAreSettled) {
+  DecoderConfig shape;
+  shape.vocabulary = 10, shape.hidden = shape.feed_forward = 16, shape.layers = 1, shape.max_positions = 4096;
+  shape.heads = shape.key_value_heads = 1, shape.head_dim = 16;
+  DecoderLM model(shape, at::kFloat, 1);
+  for (const std::int64_t tokens : {1, 2, 3, 700}) {
+    std::vector<std::string> parts;
+    const std::string text = sample_text(model, Letters(), "ab", {.max_tokens = tokens},
+                                         [&](std::string_view part) { parts.emplace_back(part); });
+    EXPECT_EQ(std::accumulate(parts.begin(), parts.end(), std::string()), text);
+    for (const std::string& part : parts)
+      EXPECT_TRUE(part.find("\xEF\xBF\xBD") == std::string::npos || &part == &parts.back()) << part;
+    EXPECT_EQ(text, sample_text(model, Letters(), "ab", {.max_tokens = tokens}));
+  }
 }
 
 // Before a deferred step, in its middle and after it: the same number, and the step does not notice.

@@ -143,15 +143,18 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   return keys;
 }
 
+// bos and eos of a model that has none are the tokenizer's, which it is trained with.
+DecoderConfig with_marks(DecoderConfig shape, const Tokenizer* tokenizer) {
+  if (tokenizer && shape.bos < 0) shape.bos = tokenizer->bos();
+  if (tokenizer && shape.eos < 0) shape.eos = tokenizer->eos();
+  return shape;
+}
+
 // With the corpus's bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs
 // are longer than the model's positions.
 DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   const bool loaded = !config.model.load.empty();
-  DecoderConfig shape = configured_shape(config);
-  if (corpus.tokenizer) {
-    if (shape.bos < 0) shape.bos = corpus.tokenizer->bos();
-    if (shape.eos < 0) shape.eos = corpus.tokenizer->eos();
-  }
+  const DecoderConfig shape = with_marks(configured_shape(config), corpus.tokenizer.get());
   const std::int64_t needed =
       std::max<std::int64_t>(static_cast<std::int64_t>(corpus.tokens->max_token()) + 1,
                              corpus.tokenizer ? corpus.tokenizer->vocabulary() : 0);
@@ -252,7 +255,10 @@ class TextTask : public Task {
 
   std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
     const DecoderConfig& shape = shape_;
-    if (!config().model.load.empty()) return with(read_hf(config().model.load, dtype));
+    if (!config().model.load.empty()) {
+      const HfWeights weights(config().model.load, dtype);
+      return with(weights.model(marked(weights.config())));
+    }
     return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
   }
 
@@ -276,7 +282,7 @@ class TextTask : public Task {
               }};
     }
     const auto weights = std::make_shared<const HfWeights>(from, dtype);
-    return {.model = with(DecoderLM::without_values(weights->config(), dtype)),
+    return {.model = with(DecoderLM::without_values(marked(weights->config()), dtype)),
             .fill = [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); },
             .check_values = [weights] { weights->check_values(); }};
   }
@@ -325,6 +331,9 @@ class TextTask : public Task {
             .seed = static_cast<std::uint64_t>(config().run.seed),
             .rank = rank,
             .size = size};
+  }
+  DecoderConfig marked(const DecoderConfig& shape) const {
+    return with_marks(shape, corpus_.tokenizer.get());
   }
   std::shared_ptr<TaskModel> with(std::shared_ptr<DecoderLM> model) const {
     return std::make_shared<TextModel>(std::move(model), config(), corpus_.tokenizer);

@@ -111,6 +111,16 @@ void prepare_models(const fs::path& folder) {
   put(folder / "cut/model.safetensors.index.json", nlohmann::json{{"weight_map", map}}.dump());
 }
 
+void prepare_generation_configs(const fs::path& folder) {
+  put(folder / "list.json",
+      R"({"bos_token_id": 1, "eos_token_id": [2, 5], "temperature": 0.6, "do_sample": true})");
+  put(folder / "one.json", R"({"eos_token_id": 2, "transformers_version": "5.0.0"})");
+}
+
+void read_generation_config(const fs::path& file) {
+  (void)parse_generation_eos(read_file(file), file);
+}
+
 void read_model(const fs::path& file) {
   const auto model = read_hf(file.parent_path(), at::kFloat);
   for (const auto& [name, tensor] : model->named()) look_at(tensor.detach());
@@ -140,6 +150,8 @@ std::vector<Reader> model_readers() {
       {"config.json", prepare_model_configs, read_model_config,
        with(kJson, {"\"rope_scaling\":", "\"rope_type\":\"yarn\"", "\"layer_types\":", "\"eos_token_id\":[",
                     "\"factor\":", "\"num_experts\":", "\"num_experts_per_tok\": 0", "\"sliding_window\":"})},
+      {"generation_config.json", prepare_generation_configs, read_generation_config,
+       with(kJson, {"\"eos_token_id\":[", "\"eos_token_id\": -1", "\"eos_token_id\": 1e99"})},
       {"model folder", prepare_models, read_model,
        with(kJson, {"\"weight_map\"", "../", "\"F16\"", "model.layers.9.", ".experts.9."})},
       {"video model", prepare_video_models, read_video_folder,
