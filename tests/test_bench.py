@@ -25,6 +25,28 @@ def bench(*arguments, of="step", **options):
                           capture_output=True, timeout=300, env=warm_python.for_peers(), **options)
 
 
+@pytest.mark.parametrize("of, packages", [("step", "torch==2.13.0"), ("optim", "torch==2.13.0"), ("comm", "torch==2.13.0"),
+                                          ("wrapped", "torch==2.13.0"), ("tensor", "torch==2.13.0"),
+                                          ("pipeline", "torch==2.13.0 numpy"), ("expert", "torch==2.13.0 transformers"),
+                                          ("ranking", "torch==2.13.0 imbalanced-losses==0.6.0"), ("context", "torch==2.13.0")])
+def test_what_a_peer_needs_is_said_before_anything_runs(tmp_path, of, packages):
+    bare = tmp_path / "bare python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    more = ("--peer",) if of == "context" else ()
+    for python in (bare, "/bin/false", "/nonexistent/python"):
+        done = bench(*more, "--python", python, of=of)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
+        assert str(python) in done.stderr and f"bench {of}" in done.stderr
+        assert (f"'{bare}' -m pip install {packages}`" in done.stderr) == (python == bare), done.stderr
+
+
+def test_a_bench_says_how_far_it_is():
+    done = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.1)
+    assert done.returncode == 0 and done.stderr.startswith("case 1 of 1: tiny, 1 rank, 0.0s, about 0.1s left\n"), done.stderr
+
+
 RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio", "processor"}
 
 

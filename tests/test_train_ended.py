@@ -134,6 +134,26 @@ def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(place):
     assert whole(place.checkpoints()[0])
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ctrl_c_skips_the_proof_at_the_end(place, ranks):
+    """Which says how long it takes; the checkpoint is whole by then. Many short micro-batches, so that it takes a while."""
+    process = subprocess.Popen(place.command(ranks=ranks, verify__at_end="true", train__steps=2, train__evaluate_every=0,
+                                             data__pack_length=8, batch__packs_per_step=300, batch__packs_per_micro_batch=1),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    said = ""
+    while "proving the gradient" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    assert re.search(r"about [\dm .]+s; Ctrl-C skips it", said), said
+    assert [path.name for path in place.checkpoints()] == ["step-00000002"] and whole(place.checkpoints()[0])
+    os.killpg(process.pid, signal.SIGINT)
+    status, out = finish(process)
+    assert status == 0, said + out
+    assert out.count("skipped by a signal: nothing is proved") == 1 and "PASS" not in out, out
+    assert "skipped by a signal" in (place.folder / "run/report.html").read_text()
+
+
 @pytest.mark.both_backends
 def test_a_second_signal_ends_at_once(place):
     process = place.start()

@@ -1,7 +1,9 @@
 """`isograd verify` from the command line, on process ranks."""
+import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -141,3 +143,29 @@ def test_dynamic_scaling_acts_in_packs_beyond_the_positions(config, layout):
     result = verify(config, "--ranks", 3, *beyond, *layout, "--set", "model.rope_scaling.kind=dynamic",
                     "--set", "model.rope_scaling.factor=2")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_verify_says_how_far_it_is(config):
+    """A line at once in a pipe; on a terminal one that renews itself and counts the layouts of all proofs, once each."""
+    result = verify(config, "--ranks", 2, "--layout", "all")
+    assert result.returncode == 0, result.stdout + result.stderr
+    total = int(re.match(r"(\d+) layouts: a plain step in fp64 on one process comes first, ", result.stderr).group(1))
+    assert len(result.stderr.splitlines()) < 5, result.stderr  # one each half minute
+    assert total > 5
+
+    master, slave = os.openpty()
+    process = subprocess.Popen([BUILD / "bin/isograd", "verify", config, "--ranks", "2", "--layout", "all"], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end has closed
+        while part := os.read(master, 65536):
+            shown += part
+    out = process.communicate(timeout=300)[0]
+    os.close(master)
+    assert process.returncode == 0, out
+    seen = re.findall(r"layout (\d+) of (\d+): ", shown.decode())
+    assert {int(of) for _, of in seen} == {total}
+    numbers = [int(number) for number, _ in seen]
+    assert numbers == sorted(numbers) and set(numbers) == set(range(1, total + 1)), numbers
+    assert b" left" in shown and shown.endswith(b"\r\x1b[K")

@@ -74,6 +74,9 @@ struct FinishedRun {
   TaskModel& model;
   const Layout* placed;  // where ranks hold the model together, what of it is whose; null: whole
   std::function<void(const std::string&)> say = {};  // a line among the run's progress; rank 0 alone has it
+  std::function<bool()> interrupted =
+      {};                   // whether a signal asks this rank to stop; what it cuts short is left out
+  double step_seconds = 0;  // mean of the run's steps; 0: none was made
 };
 
 // What a check may look at after a step's update. The model is whole while whole_parameters() of the layout

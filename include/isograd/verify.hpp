@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -163,8 +164,11 @@ struct VerifyProblem {
   bool experiments = true;        // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
-  // Told what begins, on rank 0: "layout 3 of 26: zero1".
-  std::function<void(const std::string& what)> progress{};
+  // Asked on every rank between pieces of the work, each of a micro-batch or a step: where any rank says
+  // true, verify() throws VerifyStopped on all. Given on all ranks or on none.
+  std::function<bool()> stop{};
+  // Told on rank 0, by name, of each layout that begins.
+  std::function<void(const std::string& layout)> progress{};
   // A run under way: its own layout and forward make the step in the run's precision, in place of fresh ones;
   // nothing is updated.
   struct Living {
@@ -293,6 +297,11 @@ struct MeshesTried {
   std::vector<std::string> refused{};  // what is not admissible, and why, each reason once
   // The axis along which, or the axes together on which, it goes wrong, in sentences; none: none failed.
   std::vector<std::string> guilty{};
+};
+
+// VerifyProblem::stop ended verify(), on every rank: there is no verdict.
+struct VerifyStopped : std::exception {
+  const char* what() const noexcept override;
 };
 
 struct Verdict {

@@ -6,6 +6,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/comm_case.hpp"
 #include "bench/exchange.hpp"
@@ -16,14 +17,16 @@
 namespace isograd {
 namespace {
 
+bool is_asked(const CommCase& what, const BenchCommOptions& options) {
+  return options.operations.empty() || std::find(options.operations.begin(), options.operations.end(),
+                                                 what.operation) != options.operations.end();
+}
+
 std::vector<CommResult> measure(int ranks, const BenchCommOptions& options) {
   const ExchangeFolder exchange;
   nlohmann::json plan = {{"module", find_module().string()}, {"cases", nlohmann::json::array()}};
   for (const CommCase& what : comm_cases(options.quick)) {
-    if (!options.operations.empty() && std::find(options.operations.begin(), options.operations.end(),
-                                                 what.operation) == options.operations.end()) {
-      continue;
-    }
+    if (!is_asked(what, options)) continue;
     plan["cases"].push_back({{"operation", what.operation},
                              {"bytes", what.bytes},
                              {"dtype", what.dtype},
@@ -129,9 +132,16 @@ nlohmann::ordered_json records(const std::vector<CommResult>& results) {
 }  // namespace
 
 int bench_comm(const BenchCommOptions& options) {
+  require_packages("comm", options.python, {"torch"});
   std::vector<CommResult> all;
+  double seconds = 0;  // of each number of ranks
+  for (const CommCase& what : comm_cases(options.quick))
+    if (is_asked(what, options)) seconds += what.seconds * options.patience;
+  Waiting waiting("part", std::ssize(options.ranks), seconds);
   for (const int ranks : options.ranks) {
+    waiting.begin(fmt::format("{} ranks", ranks));
     const auto results = measure(ranks, options);
+    waiting.end();
     print_times(results);
     print_ratios(results);
     all.insert(all.end(), results.begin(), results.end());

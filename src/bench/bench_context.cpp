@@ -10,6 +10,7 @@
 
 #include "attention/attention.hpp"
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/contestant.hpp"
 #include "bench/context_cases.hpp"
@@ -280,6 +281,7 @@ std::vector<std::string> bench_context_cases() {
 
 int bench_context(const BenchContextOptions& options) {
   MemoryMeter::install();
+  if (options.peer) require_packages("context", options.python, {"torch"});
   fmt::print(
       "one batch on {} context ranks (ring {} x Ulysses {}) beside one rank on the whole batch, forward and "
       "backward, fp32, one thread a rank\n{:<14} {:>10} {:>7} {:>10} {:>7}  {:>7} {:>9}   {:>10} {:>10} "
@@ -288,11 +290,15 @@ int bench_context(const BenchContextOptions& options) {
       "spread", "of it", "CPU of it", "MiB a rank", "MiB alone", "of it");
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
-  for (const ContextCase& of : context_cases()) {
+  std::vector<ContextCase> cases;
+  for (const ContextCase& of : context_cases())
     if (options.cases.empty()
-            ? !of.standard
-            : std::find(options.cases.begin(), options.cases.end(), of.name) == options.cases.end())
-      continue;
+            ? of.standard
+            : std::find(options.cases.begin(), options.cases.end(), of.name) != options.cases.end())
+      cases.push_back(of);
+  Waiting waiting("case", std::ssize(cases), options.seconds);
+  for (const ContextCase& of : cases) {
+    waiting.begin(of.name);
     Measured result;
     const ExchangeFolder exchange;
     std::optional<Contestant> peer_ranks;
@@ -314,6 +320,7 @@ int bench_context(const BenchContextOptions& options) {
     Contestant* const peer_side = peer_ranks ? &*peer_ranks : nullptr;
     run_ranks(options.ranks, [&](World& world) { measure(of, options, peer_side, world, result); },
               {.timeout = std::chrono::minutes(10)});
+    waiting.end();
     constexpr double kMiB = 1 << 20;
     const auto spread = [](const std::vector<double>& times) {
       return times.empty() ? 0 : 100 * (quantile(times, 0.75) - quantile(times, 0.25)) / quantile(times, 0.5);

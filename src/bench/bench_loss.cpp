@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/process_memory.hpp"
@@ -221,10 +222,13 @@ int bench_loss(const BenchLossOptions& options) {
       "case", "", "median", "spread", "peak memory", "ours /", "times ours");
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
+  Waiting waiting("case", std::ssize(cases), options.seconds);
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const LossCase& of = cases[i];
     Result& result = results[i];
+    waiting.begin(of.name);
     take_turns(of, options.seconds, result);
+    waiting.end();
     const double difference = worst_difference(result);
     comparable = comparable && difference <= 1e-4;
     print(of, result, difference);

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/optim_case.hpp"
@@ -82,12 +83,14 @@ std::vector<Side> make_sides(const std::filesystem::path& exchange, int ranks,
   return sides;
 }
 
-bool run_case(const OptimCase& of, int ranks, const BenchOptimOptions& options,
+bool run_case(const OptimCase& of, int ranks, const BenchOptimOptions& options, Waiting& waiting,
               nlohmann::ordered_json& records) {
+  waiting.begin(fmt::format("{}, {} rank{}", of.name, ranks, ranks == 1 ? "" : "s"));
   const ExchangeFolder exchange;
   write_optim_exchange(exchange.path(), of, ranks);
   const auto results =
       take_turns(make_sides(exchange.path(), ranks, options), exchange.path(), options.seconds);
+  waiting.end();
   const auto find = [&](const std::string& name) -> const SideResult& {
     return *std::find_if(results.begin(), results.end(), [&](auto& each) { return each.side.name == name; });
   };
@@ -145,6 +148,7 @@ int bench_optim(const BenchOptimOptions& options) {
   if (cases.empty())
     std::copy_if(optim_cases().begin(), optim_cases().end(), std::back_inserter(cases),
                  [](const OptimCase& of) { return of.standard; });
+  require_packages("optim", options.python, {"torch"});
   fmt::print(
       "ms from gradients to updated parameters, fp32, one thread a rank; median, quartile spread, bytes that "
       "all\n"
@@ -154,8 +158,9 @@ int bench_optim(const BenchOptimOptions& options) {
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
+  Waiting waiting("case", std::ssize(cases) * std::ssize(options.ranks), options.seconds);
   for (const auto& of : cases)
-    for (int ranks : options.ranks) comparable = run_case(of, ranks, options, records) && comparable;
+    for (int ranks : options.ranks) comparable = run_case(of, ranks, options, waiting, records) && comparable;
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
   return comparable ? 0 : 1;
 }

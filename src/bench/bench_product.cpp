@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/rounds.hpp"
 #include "bench/step_products.hpp"
@@ -22,9 +23,11 @@ std::vector<StepCase> cases_with_products() {
   return cases;
 }
 
-nlohmann::ordered_json compare_products(const StepCase& step_case) {
+nlohmann::ordered_json compare_products(const StepCase& step_case, Waiting& waiting) {
+  waiting.begin(step_case.name);
   std::vector<StepProduct> products = step_products(step_case);
   time_products(products);
+  waiting.end();
   fmt::print("{}, {} tokens a step\n  {:<10} {:>5} {:>6} {:>6} {:>7}  {:>8} {:>8} {:>8}  {}\n",
              step_case.name, step_case.tokens(), "", "m", "n", "k", "times", "BLAS", "oneDNN", "brgemm",
              "by the rule");
@@ -65,12 +68,14 @@ int bench_product(const BenchProductOptions& options) {
       "Those of\n"
       "attention (scores, scoresT, outputs, of keys) are its kernel's blocks, in the cache.\n");
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
+  std::vector<StepCase> cases;
   for (const StepCase& step_case : cases_with_products()) {
     const bool asked =
         std::find(options.cases.begin(), options.cases.end(), step_case.name) != options.cases.end();
-    if (asked || (options.cases.empty() && step_case.name != kTiny))
-      records.push_back(compare_products(step_case));
+    if (asked || (options.cases.empty() && step_case.name != kTiny)) cases.push_back(step_case);
   }
+  Waiting waiting("case", std::ssize(cases));
+  for (const StepCase& step_case : cases) records.push_back(compare_products(step_case, waiting));
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
   return 0;
 }

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/process_memory.hpp"
@@ -81,7 +82,8 @@ RankingOptions without_queue() {
   return options;
 }
 
-bool smooth_ap(const RankingCase& of, const BenchRankingOptions& options, nlohmann::ordered_json& records) {
+bool smooth_ap(const RankingCase& of, const BenchRankingOptions& options, Waiting& waiting,
+               nlohmann::ordered_json& records) {
   const ExchangeFolder exchange;
   Rows rows = make_rows(of);
   const double temperature = RankingOptions().temperature;
@@ -124,6 +126,7 @@ bool smooth_ap(const RankingCase& of, const BenchRankingOptions& options, nlohma
     else
       turn_of_peer(), turn_of_ours();
   }
+  waiting.end();
   const Spread mine = spread_of(ours), other = spread_of(theirs);
   const double peer_memory = first.parts.at(0);
   fmt::print("{} ({} rows, {} positives, fp32, one thread, forward and backward; {} rounds)\n", of.name,
@@ -144,7 +147,8 @@ bool smooth_ap(const RankingCase& of, const BenchRankingOptions& options, nlohma
   return off <= 1e-4;
 }
 
-void thresholds(const RankingCase& of, const BenchRankingOptions& options, nlohmann::ordered_json& records) {
+void thresholds(const RankingCase& of, const BenchRankingOptions& options, Waiting& waiting,
+                nlohmann::ordered_json& records) {
   Rows rows = make_rows(of);
   rows.scores.requires_grad_(true);
   RecallOptions recall_options;
@@ -172,6 +176,7 @@ void thresholds(const RankingCase& of, const BenchRankingOptions& options, nlohm
       const std::size_t side = round % 2 == 0 ? i : sides.size() - 1 - i;
       seconds[side].push_back(seconds_of(sides[side].second));
     }
+  waiting.end();
   fmt::print("{} ({} rows, {} positives, fp32, one thread, forward and backward; {} rounds)\n", of.name,
              of.rows, of.positives, seconds[0].size());
   const Spread sort = spread_of(seconds.back());
@@ -185,7 +190,7 @@ void thresholds(const RankingCase& of, const BenchRankingOptions& options, nlohm
   }
 }
 
-void large(const RankingCase& of, nlohmann::ordered_json& records) {
+void large(const RankingCase& of, Waiting& waiting, nlohmann::ordered_json& records) {
   const Rows rows = make_rows(of);
   double seconds = 0, value = 0, memory = 0;
   std::int64_t moved = 0;
@@ -205,6 +210,7 @@ void large(const RankingCase& of, nlohmann::ordered_json& records) {
       if (world.rank == 0) seconds = own, moved = world.group.traffic().bytes() - before;
     });
   });
+  waiting.end();
   const double pairs = 5.0 * static_cast<double>(of.rows) * static_cast<double>(of.positives);
   fmt::print("{} ({} rows, {} positives, fp32, 2 ranks of one thread, forward and backward, once)\n", of.name,
              of.rows, of.positives);
@@ -290,14 +296,21 @@ int bench_ranking(const BenchRankingOptions& options) {
   at::set_num_threads(1);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
-  for (const auto& of : ranking_cases()) {
-    const bool asked = options.cases.empty() ? of.standard
-                                             : std::find(options.cases.begin(), options.cases.end(),
-                                                         of.name) != options.cases.end();
-    if (!asked) continue;
-    if (of.kind == RankingCase::Kind::kSmoothAP) comparable = smooth_ap(of, options, records) && comparable;
-    if (of.kind == RankingCase::Kind::kSort) thresholds(of, options, records);
-    if (of.kind == RankingCase::Kind::kLarge) large(of, records);
+  std::vector<RankingCase> cases;
+  for (const auto& of : ranking_cases())
+    if (options.cases.empty()
+            ? of.standard
+            : std::find(options.cases.begin(), options.cases.end(), of.name) != options.cases.end())
+      cases.push_back(of);
+  if (std::ranges::any_of(cases, [](const auto& of) { return of.kind == RankingCase::Kind::kSmoothAP; }))
+    require_packages("ranking", options.python, {"torch", "imbalanced_losses"});
+  Waiting waiting("case", std::ssize(cases), options.seconds);
+  for (const auto& of : cases) {
+    waiting.begin(of.name);
+    if (of.kind == RankingCase::Kind::kSmoothAP)
+      comparable = smooth_ap(of, options, waiting, records) && comparable;
+    if (of.kind == RankingCase::Kind::kSort) thresholds(of, options, waiting, records);
+    if (of.kind == RankingCase::Kind::kLarge) large(of, waiting, records);
     std::fflush(stdout);
   }
   traffic();

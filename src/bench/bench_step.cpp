@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
@@ -234,6 +235,7 @@ int bench_step(const BenchStepOptions& options) {
   if (cases.empty())
     std::copy_if(step_cases().begin(), step_cases().end(), std::back_inserter(cases),
                  [](const StepCase& step_case) { return step_case.standard; });
+  require_packages("step", options.python, {"torch"});
   fmt::print(
       "whole training steps, {}, {} thread{} a rank: median, quartile spread, ms of it that a rank waited "
       "for\n"
@@ -243,9 +245,12 @@ int bench_step(const BenchStepOptions& options) {
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
+  Waiting waiting("case", std::ssize(cases) * std::ssize(options.ranks), options.seconds);
   for (const auto& step_case : cases)
     for (int ranks : options.ranks) {
+      waiting.begin(fmt::format("{}, {} rank{}", step_case.name, ranks, ranks == 1 ? "" : "s"));
       const Run run = run_case(step_case, ranks, options);
+      waiting.end();
       print(run);
       comparable = comparable && run.comparable();
       add_records(run, records);

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/exchange.hpp"
 #include "bench/side_table.hpp"
@@ -36,14 +37,23 @@ std::vector<std::string> names_of(const std::vector<BenchCase>& cases) {
   return names;
 }
 
-bool compare_sides(const Compared& compared, const BenchTogetherOptions& options,
-                   nlohmann::ordered_json& records) {
-  bool comparable = true;
+std::vector<BenchCase> asked_of(const Compared& compared, const BenchTogetherOptions& options) {
+  std::vector<BenchCase> cases;
   for (const BenchCase& one : compared.cases) {
     const bool asked = std::find(options.cases.begin(), options.cases.end(), one.name) != options.cases.end();
-    if (!asked && (!options.cases.empty() || one.text == kTinyText)) continue;
+    if (asked || (options.cases.empty() && one.text != kTinyText)) cases.push_back(one);
+  }
+  return cases;
+}
+
+bool compare_sides(const Compared& compared, const BenchTogetherOptions& options, Waiting& waiting,
+                   nlohmann::ordered_json& records) {
+  bool comparable = true;
+  for (const BenchCase& one : asked_of(compared, options)) {
     const StepCase& step_case = find_step_case(one.step_case);
     for (const int ranks : compared.ranks) {
+      const std::string name = fmt::format("{}, {} rank{}", one.name, ranks, ranks == 1 ? "" : "s");
+      waiting.begin(name);
       const ExchangeFolder exchange;
       write_exchange(exchange.path(), step_case, compared.own_batches ? ranks : 1);
       const auto results =
@@ -51,7 +61,7 @@ bool compare_sides(const Compared& compared, const BenchTogetherOptions& options
       const auto of_isograd = std::count_if(results.begin(), results.end(), [](const SideResult& result) {
         return result.side.command.front() == bench_self();
       });
-      const std::string name = fmt::format("{}, {} rank{}", one.name, ranks, ranks == 1 ? "" : "s");
+      waiting.end();
       fmt::print("{}, {}: {}\n", name,
                  step_case.micro_batches == 1 ? fmt::format("{} tokens", step_case.tokens())
                                               : fmt::format("{} micro-batches of {} tokens",
@@ -75,7 +85,12 @@ bool compare_sides(const Compared& compared, const BenchTogetherOptions& options
 int compare_all(const std::vector<Compared>& all, const BenchTogetherOptions& options) {
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool comparable = true;
-  for (const Compared& compared : all) comparable = compare_sides(compared, options, records) && comparable;
+  std::ptrdiff_t cases = 0;
+  for (const Compared& compared : all)
+    cases += std::ssize(asked_of(compared, options)) * std::ssize(compared.ranks);
+  Waiting waiting("case", cases, options.seconds);
+  for (const Compared& compared : all)
+    comparable = compare_sides(compared, options, waiting, records) && comparable;
   if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
   return comparable ? 0 : 1;
 }
@@ -88,6 +103,7 @@ void print_heading(const std::string& what) {
       "whole training steps of {}, fp32, one thread a rank: median, quartile spread, and how much\nfaster "
       "than each other side (lowest .. highest of single rounds)\n",
       what);
+  std::fflush(stdout);
 }
 
 Side ours(const std::filesystem::path& exchange, const std::string& strategy, int ranks) {
@@ -134,6 +150,7 @@ std::vector<std::string> bench_pipeline_cases() {
 }
 
 int bench_tensor(const BenchTogetherOptions& options) {
+  require_packages("tensor", options.python, {"torch"});
   print_heading("one model on one batch");
   return compare_all(
       {{.bench = "tensor",
@@ -176,6 +193,7 @@ int bench_expert(const BenchTogetherOptions& options) {
                        .found = std::to_string(options.ranks),
                        .expected = "2, 4 or 8: the PyTorch peer deals its 8 experts evenly",
                        .action = "Choose one of them"});
+  require_packages("expert", options.python, {"torch", "transformers"});
   print_heading("a mixture of 8 experts, 2 to a token");
   return compare_all(
       {{.bench = "expert",
@@ -210,6 +228,8 @@ int bench_expert(const BenchTogetherOptions& options) {
 }
 
 int bench_pipeline(const BenchTogetherOptions& options) {
+  require_packages("pipeline", options.python,
+                   {"torch", "numpy"});  // which torch.distributed.pipelining imports
   print_heading("one model in stages");
   return compare_sides(
       {.bench = "pipeline",

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "base/waiting.hpp"
 #include "bench/bench.hpp"
 #include "bench/contestant.hpp"
 #include "bench/exchange.hpp"
@@ -71,6 +72,8 @@ WrappingOutcome compare(const std::string& wrapper, const BenchWrappedOptions& o
 }  // namespace
 
 int bench_wrapped(const BenchWrappedOptions& options) {
+  require_packages("wrapped", options.python, {"torch"});
+  find_module();
   fmt::print(
       "ms of a training step of PyTorch (median), by the name of the backend; one thread a rank\n"
       "(floor: a backend whose collectives do nothing; limit: the ratio that it would have)\n"
@@ -79,9 +82,12 @@ int bench_wrapped(const BenchWrappedOptions& options) {
   std::fflush(stdout);
   nlohmann::ordered_json records = nlohmann::ordered_json::array();
   bool equal = true;
-  for (const std::string& wrapper :
-       options.cases.empty() ? std::vector<std::string>{"ddp", "fsdp2"} : options.cases) {
+  const auto wrappers = options.cases.empty() ? std::vector<std::string>{"ddp", "fsdp2"} : options.cases;
+  Waiting waiting("case", std::ssize(wrappers), options.seconds);
+  for (const std::string& wrapper : wrappers) {
+    waiting.begin(wrapper);
     const WrappingOutcome outcome = compare(wrapper, options);
+    waiting.end();
     const std::string name = fmt::format("{}, {}, {} ranks", wrapper, options.size, options.ranks);
     const double ratio = outcome.peer / outcome.ours;
     fmt::print("{:<36} {:>10.1f} {:>10.1f} {:>10.1f}   {:>5.2f}  {:>5.2f}  {:.2f} .. {:.2f} in {}\n", name,

@@ -25,6 +25,11 @@ class ExchangeFolder {
 // A script of bench/peers. ConfigError when the source tree is gone.
 std::filesystem::path find_peer(const std::string& script);
 
+// ConfigError unless the Python of find_python(wish) has these packages, which the peers of `bench` import:
+// said before anything is measured, with the command that installs them.
+void require_packages(const std::string& bench, const std::string& wish,
+                      const std::vector<std::string>& packages);
+
 // The folder that holds isograd_comm.so, beside this program's. ConfigError where the module was not built.
 std::filesystem::path find_module();
 

@@ -1,6 +1,5 @@
 // isograd verify: is the gradient of this layout the gradient of one device?
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -8,6 +7,7 @@
 #include "base/files.hpp"
 #include "base/print.hpp"
 #include "base/shell.hpp"
+#include "base/waiting.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
@@ -56,7 +56,11 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
                                    "one another",
                        .action = "Add --device cpu"});
   check(config, ranks);
-  const auto found = minimise_run(config, ranks, flags.layouts);
+  std::optional<Waiting> waiting(std::in_place, "trial", 0);
+  const auto found = minimise_run(config, ranks, flags.layouts, [&](VerifyProblem& problem, World& world) {
+    if (world.rank == 0) waiting->begin(fmt::format("{} on {} ranks", problem.layouts[0].name, world.size));
+  });
+  waiting.reset();
   if (!found) {
     print(stdout,
           "nothing to minimise: every layout asked for has the gradient of one device, on ranks that are "
@@ -116,16 +120,17 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       const auto write = [&](const std::string& name, const StepDump& dump) {
         write_dump(dump, std::filesystem::path(flags->dump) / name);
       };
-      // Many layouts take minutes: somebody who waits in front of a terminal hears of each.
-      const auto with_progress = [](VerifyProblem& problem, World&) {
-        if (isatty(STDERR_FILENO))
-          problem.progress = [](const std::string& what) { print(stderr, what + "\n"); };
+      std::optional<Waiting> waiting;  // on rank 0
+      const auto begins = [&](std::int64_t number, std::int64_t total, const std::string& layout) {
+        if (!waiting) waiting.emplace("layout", total);
+        waiting->begin(number, layout);
       };
       std::vector<std::string> layouts = flags->layouts;
       if (std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end())
         layouts.push_back(kAllMeshes);
-      const Verdict verdict = verify_run(config, world, layouts, with_progress,
-                                         flags->dump.empty() ? TakeDump() : TakeDump(write));
+      const Verdict verdict =
+          verify_run(config, world, layouts, {}, flags->dump.empty() ? TakeDump() : TakeDump(write), begins);
+      waiting.reset();
       if (world.rank == 0) {
         Wording wording = verify_wording(verdict);
         wording.command = "isograd " + shell_words(invocation.arguments);

@@ -1,7 +1,6 @@
 #include "train/progress.hpp"
 
 #include <fmt/format.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,17 +8,13 @@
 #include <cmath>
 
 #include "base/print.hpp"
+#include "base/waiting.hpp"
 
 namespace isograd {
 namespace {
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-int terminal_columns(std::FILE* out) {
-  winsize size{};
-  return ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
 // "━━━━━━──────": as many columns, two bytes of UTF-8 more each.
@@ -47,17 +42,6 @@ std::string human_count(double count) {
   if (unit == 0) return fmt::format("{:.0f}", count);
   const int decimals = std::abs(count) < 9.995 ? 2 : std::abs(count) < 99.95 ? 1 : 0;
   return fmt::format("{:.{}f}{}", count, decimals, units[unit]);
-}
-
-std::string human_seconds(double seconds) {
-  if (!std::isfinite(seconds) || seconds < 0) return "–";
-  if (seconds < 9.95) return fmt::format("{:.1f}s", seconds);
-  if (seconds > 1e11) return "ages";
-  const auto whole = static_cast<std::int64_t>(std::llround(seconds));
-  if (whole < 60) return fmt::format("{}s", whole);
-  if (whole < 3600) return fmt::format("{}m {:02}s", whole / 60, whole % 60);
-  if (whole < 86400) return fmt::format("{}h {:02}m", whole / 3600, whole / 60 % 60);
-  return fmt::format("{}d {:02}h", whole / 86400, whole / 3600 % 24);
 }
 
 std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,

@@ -53,7 +53,6 @@ std::string progress_line(const StepEvent& event, std::optional<double> validati
                           int columns, bool bar, const std::string& tokens = "tokens",
                           bool perplexity = false);
 
-std::string human_count(double count);      // 12.3k, 4.56M
-std::string human_seconds(double seconds);  // 0.4s, 12s, 3m 05s, 2h 07m, 3d 04h
+std::string human_count(double count);  // 12.3k, 4.56M
 
 }  // namespace isograd

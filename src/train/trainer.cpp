@@ -78,6 +78,7 @@ struct Trainer::Impl {
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
   std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
   double step_seconds = 0, exposed_seconds = 0;
+  std::int64_t steps_timed = 0;
   Peak peak{};
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
   std::string refutation{};         // what a check found
@@ -128,7 +129,8 @@ struct Trainer::Impl {
       folder->begin();
       presenter = std::make_unique<Presenter>(config, facts(baseline));
       const std::string unseen = validation ? "" : nothing_held_out(task->facts());
-      for (const std::string& text : {folder->notice(), learning_rates, unseen})
+      const std::string no_peak = peak.flops_per_second > 0 ? "" : peak.source;
+      for (const std::string& text : {folder->notice(), learning_rates, unseen, no_peak})
         if (!text.empty()) presenter->notice(text);
       for (const std::string& text : hosts->said()) presenter->notice(text);
     });
@@ -246,7 +248,7 @@ struct Trainer::Impl {
 
   void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
     tokens_seen += report.census.tokens, rounds = report.census.global_micro_batches;
-    step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
+    ++steps_timed, step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
     outcome.exposed = exposed_seconds / step_seconds, outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
     if (peak.flops_per_second > 0) outcome.mfu = all_flops / step_seconds / peak.flops_per_second;
@@ -350,6 +352,8 @@ struct Trainer::Impl {
     if (finished && (hooks.on_finish || task->shows_model())) whole = layout->whole_parameters();
     if (finished && hooks.on_finish) {
       FinishedRun run{config, world, *task, *model, cut_layout()};
+      run.interrupted = StopSignals::requested;
+      if (steps_timed > 0) run.step_seconds = step_seconds / static_cast<double>(steps_timed);
       if (presenter) run.say = [this](const std::string& text) { presenter->line(text); };
       outcome.tables = hooks.on_finish(run);
     }

@@ -37,7 +37,7 @@ std::vector<Path> paths(const VerifyProblem& problem) {
 
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group) {
   Reference reference;
-  Heartbeat heartbeat(group);
+  Heartbeat heartbeat(group, problem.stop);
   const auto tick = [&heartbeat] { heartbeat.tick(); };
   const int last = group.size() - 1;
   const bool rounds = problem.dtype != at::kDouble;

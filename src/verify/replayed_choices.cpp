@@ -186,7 +186,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   std::vector<std::int64_t> keys;
   std::map<std::int64_t, std::vector<at::Tensor>> chosen;  // by layer
   std::map<std::int64_t, double> off;                      // the largest error of a score
-  Heartbeat heartbeat(group);
+  Heartbeat heartbeat(group, problem.stop);
   if (group.rank() == last) {
     const at::NoGradGuard no_grad;
     const VerifyModel exact = initial.oracle(problem);

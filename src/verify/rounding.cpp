@@ -64,7 +64,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
   at::Tensor again = at::ones({1}, at::kLong);
   for (std::uint64_t draw = 0; draw < kMostDraws && again.item<std::int64_t>() != 0; ++draw) {
     at::Tensor differences = at::zeros({static_cast<std::int64_t>(places.size())}, at::kDouble);
-    Heartbeat heartbeat(group);
+    Heartbeat heartbeat(group, problem.stop);
     if (group.rank() == last) {
       std::vector<MicroBatches> cut = parts;
       // A loss over the rows of all ranks has its rows in one global micro-batch.

@@ -271,13 +271,15 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 }
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
-                   const ChangeProblem& change, const TakeDump& take_dump) {
+                   const ChangeProblem& change, const TakeDump& take_dump, const LayoutBegins& begins) {
   check_same_configuration(config, world.group);
   const auto asked = [&](const char* name) {
     return std::find(layouts.begin(), layouts.end(), name) != layouts.end();
   };
+  std::int64_t begun = 0, total = 0;  // layouts, of all proofs
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
     problem.updates = kUpdates;
+    if (begins) problem.progress = [&](const std::string& layout) { begins(++begun, total, layout); };
     problem.take_dump = take_dump;
     if (change) change(problem, own);
   };
@@ -290,12 +292,19 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const TaskKind& kind = kind_of(config);
   std::vector<RunConfig> cuts = {config};
   if (asked(kAllLayouts)) cuts = kind.accumulations(config, world.size);
+  const auto of_choices = static_cast<std::int64_t>(choices.empty() ? 0 : cuts.size() * choices.size());
+  total = of_choices;
+  if (asked(kAllMeshes))
+    total += static_cast<std::int64_t>(propose_meshes(config, world.size, task->heads()).run.size());
+  if (begins && world.rank == 0) begins(0, total, "a plain step in fp64 on one process comes first");
   Verdict verdict;
   for (std::size_t i = 0; i < cuts.size() && !choices.empty(); ++i)
     join(verdict,
          verify_cut(cuts[i], choices, i == 0 ? "" : " " + kind.accumulation_text(cuts[i]), followed));
+  std::int64_t meshes_begun = 0;
   if (asked(kAllMeshes))
     verdict.meshes = try_meshes(config, world.size, task->heads(), verdict, [&](const MeshChoice& mesh) {
+      begun = of_choices + meshes_begun++;  // one that was refused has been counted
       // Until its layout is made, a mesh may be refused for this model or batch.
       bool made = false;
       const ChangeProblem watched = [&](VerifyProblem& problem, World& own) {
@@ -321,10 +330,11 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   return verdict;
 }
 
-Verdict verify_finished(FinishedRun& run) {
+Verdict verify_finished(FinishedRun& run, const ChangeProblem& change) {
   const auto values = values_of(run);
   const KeptTask task = run.task.repeatable(&values);
-  return verify_step(task, run.world, model_of(values, *task), chosen_layouts(run.config, {}, run.world), {});
+  return verify_step(task, run.world, model_of(values, *task), chosen_layouts(run.config, {}, run.world),
+                     change);
 }
 
 std::string check_running(RunningRun& run, const ChangeProblem& change) {

@@ -1,6 +1,7 @@
 // verify for a configured run: the same data, model and layout that `isograd train` would use.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -14,11 +15,17 @@ namespace isograd {
 // What a caller, or a test that plants a fault, does to the problem before it is looked at. On every rank.
 using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 
+// Told on rank 0 what begins: the number-th of `total` layouts, or, as number 0, the plain step before the
+// first.
+using LayoutBegins = std::function<void(std::int64_t number, std::int64_t total, const std::string& layout)>;
+
 // Collective: one step of the configured batch, from the configured initial weights. `layouts` as
-// parse_layout() reads them, "all": every one that the ranks allow, with and without accumulation, or "meshes":
-// the configured one on other meshes of the ranks (meshes.hpp); empty: the configured one. ConfigError on an unknown layout.
+// parse_layout() reads them, "all": every one that the ranks allow, with and without accumulation, or
+// "meshes": the configured one on other meshes of the ranks (meshes.hpp); empty: the configured one.
+// ConfigError on an unknown layout.
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
-                   const ChangeProblem& change = {}, const TakeDump& take_dump = {});
+                   const ChangeProblem& change = {}, const TakeDump& take_dump = {},
+                   const LayoutBegins& begins = {});
 
 // How the meshes of a problem are made, of grids that the configuration gives: that which models communicate
 // over, and those of layouts. Tests put a mesh of groups that do something else in their place.
@@ -39,7 +46,7 @@ OptimizerOptions configured_optimizer(const RunConfig& config);
 
 // Collective: the same for a run that has just ended, with the weights as they are now. For
 // TrainerHooks::on_finish.
-Verdict verify_finished(FinishedRun& run);
+Verdict verify_finished(FinishedRun& run, const ChangeProblem& change = {});
 
 // Collective, for TrainerHooks::check: where verify.checksums_every divides the step, what replicas keep is
 // compared bit for bit; where verify.every does, a step of at most ranks + 1 short packs, others each time,

@@ -12,6 +12,7 @@
 #include "verify/compare.hpp"
 #include "verify/compared_step.hpp"
 #include "verify/digest.hpp"
+#include "verify/heartbeat.hpp"
 #include "verify/investigate.hpp"
 #include "verify/plain_findings.hpp"
 #include "verify/reference.hpp"
@@ -21,7 +22,17 @@
 #include "verify/take_dumps.hpp"
 
 namespace isograd {
+
+const char* VerifyStopped::what() const noexcept {
+  return "the proof was stopped before its end: nothing is proved";
+}
+
 namespace {
+
+// Before a step of all ranks.
+void stop_if_told(const VerifyProblem& problem, Group& group) {
+  if (problem.stop) Heartbeat(group, problem.stop).tick();
+}
 
 // Parameters after some updates, against the oracle's. The gradient as the first plain one applied it goes
 // into `applied`. Collective; the result is rank 0's.
@@ -42,6 +53,7 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
                           .worst = {},
                           .error = 0};
     for (int i = 0; i < updates; ++i) {
+      stop_if_told(problem, group);
       const auto made = run.step(problem.local);
       if (i > 0 || index > 0) continue;
       const auto now = run.parameters();
@@ -92,6 +104,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     return layout.traffic(exact.layout(), most.item<std::int64_t>(), at::kDouble);
   };
   const double before = needed().first;  // a step may end with other buckets than it began with
+  stop_if_told(problem, group);
   const LayoutRun::RecordedStep in_fp64 = exact.step(problem.local);
   Investigation investigation(problem, layout, initial, exact, group);
   investigation.describe(in_fp64, found);
@@ -110,8 +123,10 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       initial.choices->take(problem.counting(group));
     }
     LayoutRun& repeated = exact_run ? exact : *run;
+    stop_if_told(problem, group);
     const LayoutRun::RecordedStep first = exact_run ? in_fp64 : repeated.step(problem.local);
     const at::Tensor bits = digest(first.gradients);
+    stop_if_told(problem, group);
     const LayoutRun::RecordedStep second = repeated.step(problem.local);
     if (replays) {
       result.choices = initial.choices->take(problem.counting(group));
@@ -321,9 +336,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     }
   }
   for (const auto& layout : problem.layouts) {
-    if (problem.progress && group.rank() == 0)
-      problem.progress(fmt::format("layout {} of {}: {}", verdict.layouts.size() + 1, problem.layouts.size(),
-                                   layout.name));
+    if (problem.progress && group.rank() == 0) problem.progress(layout.name);
     verdict.layouts.push_back(try_layout(problem, layout, initial, reference, found, group));
     passed = passed && verdict.layouts.back().passed;
     for (auto finding : verdict.layouts.back().findings) {

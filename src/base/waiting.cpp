@@ -1,0 +1,122 @@
+#include "base/waiting.hpp"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/print.hpp"
+
+namespace isograd {
+
+std::string human_seconds(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0) return "–";
+  if (seconds < 9.95) return fmt::format("{:.1f}s", seconds);
+  if (seconds > 1e11) return "ages";
+  const auto whole = static_cast<std::int64_t>(std::llround(seconds));
+  if (whole < 60) return fmt::format("{}s", whole);
+  if (whole < 3600) return fmt::format("{}m {:02}s", whole / 60, whole % 60);
+  if (whole < 86400) return fmt::format("{}h {:02}m", whole / 3600, whole / 60 % 60);
+  return fmt::format("{}d {:02}h", whole / 86400, whole / 3600 % 24);
+}
+
+int terminal_columns(std::FILE* out) {
+  winsize size{};
+  return ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+std::optional<double> seconds_left(std::int64_t number, std::int64_t total, double elapsed, double of_this,
+                                   double expected) {
+  const auto done = static_cast<double>(number - 1);
+  const double each = done >= 1 ? (elapsed - of_this) / done : expected;
+  if (each <= 0) return std::nullopt;
+  return std::max(0.0, each - of_this) +
+         each * static_cast<double>(std::max<std::int64_t>(total - number, 0));
+}
+
+Waiting::Waiting(std::string part, std::int64_t total, double expected_seconds, WaitingOptions options)
+    : part_(std::move(part)),
+      total_(total),
+      expected_(expected_seconds),
+      options_(options),
+      terminal_(options.terminal.value_or(isatty(fileno(options.out)) != 0)) {}
+
+Waiting::~Waiting() {
+  end();
+  {
+    const std::lock_guard lock(mutex_);
+    over_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Waiting::begin(std::int64_t number, const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  if (!thread_.joinable()) {
+    start_ = now;
+    thread_ = std::thread([this] { keep_drawing(); });
+  }
+  number_ = number;
+  what_ = printable(what);
+  begun_ = now;
+  under_way_ = true;
+  const double pause = terminal_ ? 0 : options_.plain_seconds;
+  if (!shown_ || std::chrono::duration<double>(now - *shown_).count() >= pause) draw();
+}
+
+void Waiting::end() {
+  const std::lock_guard lock(mutex_);
+  under_way_ = false;
+  if (!drawn_) return;
+  std::fputs("\r\033[K", options_.out);
+  std::fflush(options_.out);
+  drawn_ = false;
+}
+
+std::string Waiting::line() const {
+  const auto since = [now = Clock::now()](Clock::time_point then) {
+    return std::chrono::duration<double>(now - then).count();
+  };
+  const std::string where = number_ == 0  ? fmt::format("{} {}{}", total_, part_, total_ == 1 ? "" : "s")
+                            : total_ == 0 ? fmt::format("{} {}", part_, number_)
+                                          : fmt::format("{} {} of {}", part_, number_, total_);
+  std::string text = fmt::format("{}: {}, {}", where, what_, human_seconds(since(start_)));
+  if (total_ == 0) return text;
+  if (const auto left = seconds_left(number_, total_, since(start_), since(begun_), expected_))
+    text += fmt::format(", about {} left", human_seconds(*left));
+  return text;
+}
+
+void Waiting::draw() {
+  shown_ = Clock::now();
+  if (!terminal_) {
+    print(options_.out, line() + "\n");
+  } else {
+    const auto most =
+        static_cast<std::size_t>(std::max(10, options_.columns.value_or(terminal_columns(options_.out)) - 2));
+    std::fputs("\r\033[K", options_.out);
+    print(options_.out, printable(line(), most));
+    drawn_ = true;
+  }
+  std::fflush(options_.out);
+}
+
+void Waiting::keep_drawing() {
+  std::unique_lock lock(mutex_);
+  const std::chrono::duration<double> pause(terminal_ ? options_.redraw_seconds : options_.plain_seconds);
+  while (!over_) {
+    const auto next = shown_.value_or(Clock::now()) + std::chrono::duration_cast<Clock::duration>(pause);
+    changed_.wait_until(lock, next);
+    if (over_ || Clock::now() < next) continue;
+    if (under_way_)
+      draw();
+    else
+      shown_ = Clock::now();
+  }
+}
+
+}  // namespace isograd
