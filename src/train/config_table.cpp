@@ -33,7 +33,7 @@ std::vector<ConfigKey> common_keys() {
           "What a rank's device can do in `train.dtype`, by its data sheet: the model FLOPs utilisation "
           "(MFU) is "
           "relative to it. 0: to what matrix products reach on all ranks at once, measured when the run "
-          "starts."),
+          "starts; where three rounds of them differ by more than a factor of 1.5 there is no MFU."),
 
       KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
           "Part of the documents that is held out for the validation loss. 0: none."),
@@ -228,7 +228,8 @@ std::vector<ConfigKey> common_keys() {
 
       KEY("verify.at_end", verify.at_end, "", any(),
           "Whether a finished run proves that its gradient is the one that a single process has on the whole "
-          "batch; it then ends with the parity line and, where parity is broken, exit status 1."),
+          "batch; it then ends with the parity line and, where parity is broken, exit status 1. Ctrl-C "
+          "skips the proof; the last checkpoint is saved before it."),
       KEY("verify.every", verify.every, "steps", at_least(0, kManySteps),
           "How often a micro-sized step with the weights of that moment is proven the same way while "
           "training "

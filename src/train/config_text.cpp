@@ -227,7 +227,7 @@ std::string configuration_markdown() {
   std::string text =
       "# Configuration\n\n"
       "A run is described by a TOML file; every key has a default, so the file holds only what differs. "
-      "`--set section.key=value` on the command line goes before the file. Unknown keys, wrong types and "
+      "`--set section.key=value` on the command line overrides the file. Unknown keys, wrong types and "
       "impossible values are errors that name file, line, what is allowed and the nearest key.\n\n"
       "This page is generated from the table that parses the file: "
       "`isograd config --markdown > docs/configuration.md`. "

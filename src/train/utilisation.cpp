@@ -20,7 +20,24 @@ double seconds_of_product(const at::Tensor& square) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Ranks share processors, and the best time is that of a moment in which the others waited.
+double median_of(std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
 }  // namespace
+
+std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds) {
+  std::vector<double> all, medians;
+  for (const auto& round : rounds) {
+    all.insert(all.end(), round.begin(), round.end());
+    medians.push_back(median_of(round));
+  }
+  const auto [least, most] = std::minmax_element(medians.begin(), medians.end());
+  if (!(*most <= kSteadyPeak * *least)) return std::nullopt;
+  return median_of(std::move(all));
+}
 
 double decoder_flops(const DecoderConfig& shape, double tokens, double pairs) {
   const auto [h, heads, kv, d, ff] =
@@ -56,16 +73,21 @@ Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device,
     square = at::ones({n, n}, at::TensorOptions(dtype).device(device));
     seconds_of_product(square);  // the first one prepares the kernel
   } while (seconds_of_product(square) < kLongEnough && n < kLargest);
-  std::array<double, 7> times{};
-  for (double& time : times) time = seconds_of_product(square);
-  std::sort(times.begin(), times.end());
-  // The median: ranks share processors, and the best one is that of a moment in which the others waited.
-  at::Tensor flops =
-      at::full({1}, 2.0 * static_cast<double>(n * n * n) / times[times.size() / 2], at::kDouble);
-  group.all_reduce(flops);
-  return {flops.item<double>(),
-          fmt::format("measured on all ranks at once: products of {0} x {0} matrices in {1}", n,
-                      config.train.dtype)};
+  std::vector<std::vector<double>> rounds(3, std::vector<double>(7));
+  for (auto& round : rounds)
+    for (double& time : round) time = seconds_of_product(square);
+  const std::optional<double> time = steady_time(rounds);
+  at::Tensor said = at::zeros({2}, at::kDouble);  // FLOP/s, ranks that are not steady
+  said[0] = time ? 2.0 * static_cast<double>(n * n * n) / *time : 0.0, said[1] = time ? 0 : 1;
+  group.all_reduce(said);
+  const std::string what = fmt::format("products of {0} x {0} matrices in {1}", n, config.train.dtype);
+  if (said[1].item<double>() > 0)
+    return {0,
+            fmt::format(
+                "no MFU: three rounds of {} differ by more than a factor of {}, as on a machine that is busy "
+                "with something else; run.peak_tflops gives a peak",
+                what, kSteadyPeak)};
+  return {said[0].item<double>(), "measured on all ranks at once: " + what};
 }
 
 }  // namespace isograd

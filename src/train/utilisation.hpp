@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "isograd/decoder_lm.hpp"
 #include "isograd/group.hpp"
@@ -19,12 +21,17 @@ namespace isograd {
 double decoder_flops(const DecoderConfig& shape, double tokens, double pairs);
 
 struct Peak {
-  double flops_per_second = 0;  // of all ranks together; 0: not known
+  double flops_per_second = 0;  // of all ranks together; 0: not known, or not steady
   std::string source{};         // "measured: products of 512 x 512 matrices in float32"
 };
 
+// The median of all times where the medians of the rounds agree within kSteadyPeak, else nothing.
+inline constexpr double kSteadyPeak = 1.5;
+std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds);
+
 // run.peak_tflops times the ranks; where that is 0, what matrix products in `dtype` reach on all ranks at
-// once: some tens of milliseconds. Collective.
+// once, in three rounds: some hundred milliseconds. Not steady on any rank: 0, and `source` says so.
+// Collective.
 Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device, Group& group);
 
 }  // namespace isograd

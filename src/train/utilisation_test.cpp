@@ -87,13 +87,22 @@ TEST_F(Utilisation, IsInTheLogBesideThePerplexity) {
     EXPECT_FALSE(row.perplexity || row.validation_perplexity);
 }
 
+TEST(UtilisationPeak, IsKnownWhereRoundsAgree) {
+  EXPECT_EQ(*steady_time({{4, 4, 9}, {5, 4, 5}, {6, 5, 6}}), 5);
+  EXPECT_FALSE(steady_time({{4, 4, 9}, {5, 4, 5}, {6.1, 7, 6.1}}));  // 6.1 is more than 1.5 times 4
+  EXPECT_FALSE(steady_time({{1, 1, 1}, {250, 250, 250}, {1, 1, 1}}));
+  EXPECT_FALSE(steady_time({{1, 1, 1}, {std::nan(""), std::nan(""), std::nan("")}, {1, 1, 1}}));
+}
+
 TEST_F(Utilisation, PeakIsMeasuredWhereNoneIsGiven) {
   RunConfig config = tiny("run");
   config.run.peak_tflops = 0;
   run_ranks(2, [&](World& world) {
     const Peak peak = find_peak(config, at::kFloat, at::kCPU, world.group);
-    EXPECT_GT(peak.flops_per_second, 1e7);
-    EXPECT_THAT(peak.source, HasSubstr("measured on all ranks at once"));
+    // A machine that is busy with other tests is not steady.
+    EXPECT_THAT(peak.source,
+                HasSubstr(peak.flops_per_second > 0 ? "measured on all ranks at once" : "no MFU"));
+    if (peak.flops_per_second > 0) EXPECT_GT(peak.flops_per_second, 1e7);
     at::Tensor both = at::full({1}, peak.flops_per_second, at::kDouble);
     world.group.all_reduce(both);
     EXPECT_EQ(both.item<double>(), 2 * peak.flops_per_second);  // one number on every rank
