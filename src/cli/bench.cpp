@@ -66,7 +66,7 @@ Verb comm_verb(CLI::App& bench) {
 
 Verb wrapped_verb(CLI::App& bench) {
   CLI::App* verb = bench.add_subcommand(
-      "wrapped", "PyTorch's DDP and FSDP2 over isograd and over Gloo: another name alone");
+      "wrapped", "PyTorch's DDP and FSDP2 over isograd and over Gloo: only the name of the backend differs");
   auto options = std::make_shared<BenchWrappedOptions>();
   verb->add_option("--case", options->cases, "ddp or fsdp2; both unless given")
       ->type_name("NAME")

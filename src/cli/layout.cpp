@@ -26,7 +26,7 @@ Verb layout_verb(CLI::App& program) {
   verb->add_option("--hosts", flags->hosts, "that the ranks lie on in their order, as evenly as possible")
       ->type_name("H")
       ->capture_default_str();
-  verb->add_option("--set", flags->sets, "goes before the file, as in train; may be repeated")
+  verb->add_option("--set", flags->sets, "overrides the file, as in train; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
   verb->add_flag("--json", flags->json, "one JSON object, with nothing left out (docs/layout.md)");

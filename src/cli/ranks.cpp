@@ -24,7 +24,7 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("--ranks", flags.ranks, "processes of this host that work together; 1 unless given")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
-  verb.add_option("--set", flags.sets, "goes before the file, e.g. --set train.steps=50; may be repeated")
+  verb.add_option("--set", flags.sets, "overrides the file, e.g. --set train.steps=50; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
   verb.add_option("--device", flags.device, "where a rank computes (parallel.device): cpu, cuda, auto")

@@ -38,12 +38,13 @@ void require_model_folder(const std::string& text, const std::string& where) {
   if (fs::is_directory(text, error)) return;
   if (const auto id = hub_id(text)) {
     const std::string folder = "models/" + id->substr(id->find('/') + 1);
-    throw ConfigError({.where = where,
-                       .found = fmt::format(
-                           "\"{}\", no folder here but in the form of a model on the Hugging Face Hub", text),
-                       .expected = "a folder with config.json and weights: isograd fetches nothing",
-                       .action = fmt::format("Fetch it with `hf download {} --local-dir {}` and name {}", *id,
-                                             folder, folder)});
+    throw ConfigError(
+        {.where = where,
+         .found = fmt::format("\"{}\", no such folder", text),
+         .expected = "a folder of a run, or with config.json and weights",
+         .action = fmt::format("Correct the path; if it is the name of a model on the Hugging Face Hub, "
+                               "fetch it with `hf download {} --local-dir {}` and name {}",
+                               *id, folder, folder)});
   }
   throw ConfigError({.where = where,
                      .found = fmt::format("\"{}\", {}", text,
