@@ -136,6 +136,10 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
         check_ratio(record)
 
 
+# What a Python is asked first, with -c: whether it has the peer's packages.
+ASKED = f'if [ "$3" = -c ]; then exec "{sys.executable}" "$@"; fi\n'
+
+
 def broken_peer(tmp_path, name, right, wrong):
     """A Python that runs the named peer with a mistake, whatever script it is given."""
     script = (ROOT / "bench/peers" / name).read_text()
@@ -146,7 +150,7 @@ def broken_peer(tmp_path, name, right, wrong):
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"
     # The arguments before the script's own are -W ignore SCRIPT.
-    python.write_text(f'#!/bin/sh\nshift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"\n')
+    python.write_text(f'#!/bin/sh\n{ASKED}shift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"\n')
     python.chmod(0o755)
     return python
 
@@ -264,10 +268,13 @@ def test_a_peer_that_updates_otherwise_is_not_compared(tmp_path, right, wrong):
     assert "NOT COMPARABLE" in result.stdout
 
 
-def test_a_python_without_torch_is_named(tmp_path):
-    result = bench("--case", "tiny", "--ranks", 1, "--python", "/bin/false")
+def test_a_peer_that_ends_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ASKED}exit 1\n")
+    python.chmod(0o755)
+    result = bench("--case", "tiny", "--ranks", 1, "--python", python)
     assert result.returncode == 2
-    assert "side 'eager' (/bin/false)" in result.stderr and "PYTHON" in result.stderr
+    assert f"side 'eager' ({python})" in result.stderr and "PYTHON" in result.stderr
 
 
 def test_a_bench_that_is_ended_leaves_no_side_behind(tmp_path):
@@ -347,7 +354,7 @@ def test_a_collective_with_a_wrong_result_ends_the_comparison(tmp_path):
     assert broken != script
     (tmp_path / "broken.py").write_text(broken)
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nshift 3\nexec "{warm_python.python()}" "{tmp_path}/broken.py" "$@"\n')
+    python.write_text(f'#!/bin/sh\n{ASKED}shift 3\nexec "{warm_python.python()}" "{tmp_path}/broken.py" "$@"\n')
     python.chmod(0o755)
     result = subprocess.run([BUILD / "bin/isograd", "bench", "comm", "--quick", "--patience", "0.01", "--operation",
                              "all_to_all", "--python", python], cwd=ROOT, text=True, capture_output=True, timeout=300,
