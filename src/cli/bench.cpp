@@ -108,7 +108,7 @@ Verb step_verb(CLI::App& bench) {
                  "torch.compile takes part: one process, and DDP over compiled blocks");
   step->add_option(
           "--peer", options->peers,
-          "of one rank, instead of eager (and compiled); with bfloat16 also of autocast; may be repeated")
+          "of one rank, in place of eager (and compiled); bfloat16: of autocast too; repeatable")
       ->type_name("NAME")
       ->allow_extra_args(false)
       ->check(CLI::IsMember(bench_step_peers()));
