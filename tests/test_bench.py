@@ -289,9 +289,9 @@ def test_a_bench_that_is_ended_leaves_no_side_behind(tmp_path):
     bench = subprocess.Popen([BUILD / "bin/isograd", "bench", "step", "--case", "tiny", "--ranks", "2"], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(COLD, TMPDIR=str(tmp_path)))
     until = time.monotonic() + 60
-    while sides() < 2 and time.monotonic() < until:
+    while (started := sides()) < 2 and time.monotonic() < until:
         time.sleep(0.02)
-    assert sides() >= 2
+    assert started >= 2, bench.poll()
     bench.send_signal(signal.SIGTERM)
     bench.communicate(timeout=60)
     assert bench.returncode == -signal.SIGTERM
