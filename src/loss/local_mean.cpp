@@ -187,7 +187,10 @@ std::int64_t units_of(const Batch& batch, Mean mean) {
 }  // namespace
 
 void LocalMeans::look(const LossTerms& terms, const Batch& batch, const Normalizer& step) {
-  if (looks_ == kMostLooks || batch.num_targets() < 2) return;
+  // What is divided by is read from the device, which a step otherwise waits for once.
+  constexpr int kMostLooksAtDevices = 4;
+  const bool on_cpu = std::ranges::all_of(terms, [](const LossTerm& term) { return term.sum.is_cpu(); });
+  if (looks_ >= (on_cpu ? kMostLooks : kMostLooksAtDevices) || batch.num_targets() < 2) return;
   ++looks_;
   const std::vector<Count> counts = counts_of(batch);
   for (const LossTerm& term : terms) {
