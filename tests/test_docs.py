@@ -162,9 +162,8 @@ def test_the_walk_of_a_micro_batch_has_at_most_twelve_stations_each_a_function_o
         assert re.search(rf"\b{function}\([^;]*?\{{", text), f"DESIGN.md: {place} has no {name}"
 
 
-def test_the_step_is_short_and_does_only_the_step():
+def test_the_step_does_only_the_step():
     text = (ROOT / "src/train/step.cpp").read_text()
-    assert len(text.splitlines()) < 150
     for word in ["fopen", "ofstream", "printf", "std::cout", "std::cerr", "getenv", "chrono"]:
         assert word not in text, f"step.cpp must not have files, flags, timers or printing in it: {word}"
 
