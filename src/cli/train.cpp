@@ -14,7 +14,8 @@ namespace isograd {
 
 namespace {
 
-// In steps of the run, measured with examples/first_light.toml on two cores.
+// In steps of the run: a rough count of the passes below, in fp64 and in the run's precision, not fitted to a
+// run.
 constexpr double kProofOfOneRank = 8, kProofOfRanks = 6;
 
 // A plain step in fp64 by one process, and three by all ranks.

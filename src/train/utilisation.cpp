@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 
 #include "matmul/product.hpp"
 
@@ -34,6 +35,7 @@ std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds
     all.insert(all.end(), round.begin(), round.end());
     medians.push_back(median_of(round));
   }
+  if (!std::ranges::all_of(all, [](double time) { return std::isfinite(time); })) return std::nullopt;
   const auto [least, most] = std::minmax_element(medians.begin(), medians.end());
   if (!(*most <= kSteadyPeak * *least)) return std::nullopt;
   return median_of(std::move(all));
