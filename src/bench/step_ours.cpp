@@ -38,7 +38,7 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const auto optimizer = adamw(bench_adamw());
   TokenMean mean;
   prepared.options.max_norm = kBenchMaxNorm;
-  prepared.options.capture = on_gpu && std::getenv("ISOGRAD_NO_CAPTURE") == nullptr;
+  prepared.options.capture = on_gpu;
   DataParallel* layout = prepared.layout.get();
   Step step(forward, *layout, mean, *optimizer, prepared.options);
 
