@@ -5,6 +5,7 @@
 #include "attention/kernel.hpp"
 #include "attention/products.hpp"
 #include "attention/views.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -31,10 +32,7 @@ std::vector<Tile> tiles_of(const std::vector<std::int64_t>& cu_seqlens, bool cau
 void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
            const std::vector<std::int64_t>& cu_seqlens) {
   const auto bad = [](const std::string& found, const std::string& expected) {
-    throw ConfigError({.where = "variable_length_attention",
-                       .found = found,
-                       .expected = expected,
-                       .action = "Pass tensors and cu_seqlens of one batch"});
+    refuse("variable_length_attention", found, expected, "Pass tensors and cu_seqlens of one batch");
   };
   if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
       k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0)
@@ -169,14 +167,13 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   else if (batch.bounds_only && q.size(0) <= kMostTokensOfAMask)
     on_device = batch.cu_seqlens_on_device;
   else if (batch.bounds_only)
-    throw ConfigError(
-        {.where = "variable_length_attention",
-         .found = fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
-                              c10::toString(q.scalar_type())),
-         .expected = fmt::format("a type and head_dim whose kernel reads the fragments on the device, "
-                                 "or at most {} tokens",
-                                 kMostTokensOfAMask),
-         .action = "Leave StepOptions::capture off for this model"});
+    refuse("variable_length_attention",
+           fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
+                       c10::toString(q.scalar_type())),
+           fmt::format(
+               "a type and head_dim whose kernel reads the fragments on the device, or at most {} tokens",
+               kMostTokensOfAMask),
+           "Leave StepOptions::capture off for this model");
   return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, on_device, causal);
 }
 

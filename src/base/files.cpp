@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -69,11 +70,9 @@ void check_replaceable(const std::filesystem::path& path) {
   if (!std::filesystem::exists(status) || std::filesystem::is_regular_file(status) ||
       std::filesystem::is_directory(status))
     return;
-  throw ConfigError(
-      {.where = "write " + path.string(),
-       .found = "something that is not a regular file (a device, a pipe)",
-       .expected = "a regular file, or a path where there is none: it is written beside and renamed",
-       .action = "Name another file"});
+  refuse("write " + path.string(), "something that is not a regular file (a device, a pipe)",
+         "a regular file, or a path where there is none: it is written beside and renamed",
+         "Name another file");
 }
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(behind_links(std::move(path))) {
@@ -125,10 +124,8 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
 std::string read_file(const std::filesystem::path& path, std::uint64_t most) {
   MappedFile file(path);
   if (file.size() > most)
-    throw ConfigError({.where = path.string(),
-                       .found = "a file of " + std::to_string(file.size()) + " bytes",
-                       .expected = "at most " + std::to_string(most),
-                       .action = "Check that this is the file that you meant"});
+    refuse(path.string(), "a file of " + std::to_string(file.size()) + " bytes",
+           "at most " + std::to_string(most), "Check that this is the file that you meant");
   return {reinterpret_cast<const char*>(file.data()), file.size()};
 }
 
@@ -164,10 +161,8 @@ void check_no_input(const std::string& option, const std::filesystem::path& outp
     const bool within = fs::is_directory(input, error) && (kind == ".json" || kind == ".safetensors") &&
                         fs::equivalent(fs::absolute(output).parent_path(), input, error);
     if (within || fs::equivalent(output, input, error))
-      throw ConfigError({.where = option,
-                         .found = "\"" + output.string() + "\", which this command reads",
-                         .expected = "a file of its own: it would be written over",
-                         .action = "Name another file"});
+      refuse(option, "\"" + output.string() + "\", which this command reads",
+             "a file of its own: it would be written over", "Name another file");
   }
 }
 
@@ -191,10 +186,8 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   struct stat status {};
   if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
     close(file);
-    throw ConfigError({.where = "open " + path.string(),
-                       .found = "something that is not a regular file",
-                       .expected = "a regular file",
-                       .action = "Check the path"});
+    refuse("open " + path.string(), "something that is not a regular file", "a regular file",
+           "Check the path");
   }
   size_ = static_cast<std::size_t>(status.st_size);
   if (size_ > 0) {

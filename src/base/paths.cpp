@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -78,10 +79,8 @@ void make_folders(const fs::path& folder) {
   if (!problem && !fs::is_directory(folder, problem))
     problem = std::make_error_code(std::errc::not_a_directory);
   if (problem)
-    throw ConfigError({.where = folder.string(),
-                       .found = problem.message(),
-                       .expected = "a folder that can be created",
-                       .action = "Choose another folder, or look at its permissions and its disk"});
+    refuse(folder.string(), problem.message(), "a folder that can be created",
+           "Choose another folder, or look at its permissions and its disk");
   for (const auto& made : missing) fsync_directory(made.parent_path());
 }
 

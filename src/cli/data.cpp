@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
@@ -46,10 +47,9 @@ struct ShowFlags {
 // What a step holds depends on more than shards: on seed, packs, batch and what is held out.
 int show_step(const ShowFlags& flags) {
   if (flags.shards.size() != 1 || fs::path(flags.shards[0]).extension() != ".toml")
-    throw ConfigError({.where = "--step",
-                       .found = fmt::format("{} after `data show`", fmt::join(flags.shards, " ")),
-                       .expected = "the run's configuration, a .toml file, which says what a step holds",
-                       .action = "Write: isograd data show CONFIG.toml --step N"});
+    refuse("--step", fmt::format("{} after `data show`", fmt::join(flags.shards, " ")),
+           "the run's configuration, a .toml file, which says what a step holds",
+           "Write: isograd data show CONFIG.toml --step N");
   const RunConfig config = load_config(flags.shards[0], flags.sets);
   check(config, flags.ranks);
   World alone;
@@ -62,10 +62,9 @@ int show(const ShowFlags& flags) {
   if (flags.step) return show_step(flags);
   for (const std::string& name : flags.shards)
     if (fs::path(name).extension() == ".toml")
-      throw ConfigError({.where = "isograd data show " + name,
-                         .found = "a run's configuration, and no --step",
-                         .expected = "a shard, or a configuration and which of its steps is to be shown",
-                         .action = fmt::format("Write: isograd data show {} --step N", name)});
+      refuse("isograd data show " + name, "a run's configuration, and no --step",
+             "a shard, or a configuration and which of its steps is to be shown",
+             fmt::format("Write: isograd data show {} --step N", name));
   const auto store = TokenStore::open({flags.shards.begin(), flags.shards.end()}, flags.end_of_text);
   std::unique_ptr<Tokenizer> tokenizer;
   if (flags.tokenizer == "bytes" || (flags.tokenizer.empty() && store->tokenizer_name() == "bytes"))
@@ -73,10 +72,9 @@ int show(const ShowFlags& flags) {
   else if (!flags.tokenizer.empty())
     tokenizer = open_tokenizer(flags.tokenizer);
   if (tokenizer && !store->tokenizer_name().empty() && tokenizer->name() != store->tokenizer_name())
-    throw ConfigError({.where = "--tokenizer " + flags.tokenizer,
-                       .found = tokenizer->name(),
-                       .expected = store->tokenizer_name() + ", which packed these shards",
-                       .action = "Give that one, or leave --tokenizer out to see the numbers of tokens"});
+    refuse("--tokenizer " + flags.tokenizer, tokenizer->name(),
+           store->tokenizer_name() + ", which packed these shards",
+           "Give that one, or leave --tokenizer out to see the numbers of tokens");
   print(stdout, describe(*store, tokenizer.get(), flags.documents));
   return 0;
 }
@@ -150,7 +148,8 @@ std::vector<Verb> data_verbs(CLI::App& program) {
   showing->footer(
       "  isograd data show shards/*\n"
       "  isograd data show run.toml --step 12 --ranks 2\n\n"
-      "Every byte is read and checksums are checked. Status: 0 whole; 2 bad input; 4 a defect of isograd.");
+      "Every byte is read and checksums are checked. Status: 0 whole; 2 bad input; 4 a defect "
+      "of isograd.");
   return {{packing, [pack_flags] { return pack(*pack_flags); }},
           {showing, [show_flags] { return show(*show_flags); }}};
 }

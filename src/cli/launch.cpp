@@ -1,6 +1,7 @@
 // isograd launch: any program as ranks of this host, as torchrun would start it.
 #include <fmt/ranges.h>
 
+#include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
@@ -27,26 +28,24 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->type_name("S")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  verb->add_option(
-          "--backend", flags->backend,
-          "what the ranks talk through: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
+  verb->add_option("--backend", flags->backend,
+                   "what the ranks talk through: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
       ->type_name("NAME")
       ->capture_default_str();
-  verb->footer(
-      fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
-      "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which\n"
-      "isograd::join() and torch.distributed read; with --backend mpi or shm+mpi, mpirun's instead.\n"
-      "What stands behind -- is the command.\n\n"
-      "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
-      "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else the first "
-      "that\n"
-      "is not 0.");
+  verb->footer(fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
+               "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+               "which\n"
+               "isograd::join() and torch.distributed read; with --backend mpi or shm+mpi, mpirun's "
+               "instead.\n"
+               "What stands behind -- is the command.\n\n"
+               "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
+               "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else "
+               "the first that\n"
+               "is not 0.");
   const auto action = [flags, &invocation] {
     if (invocation.command.empty())
-      throw ConfigError({.where = "isograd launch",
-                         .found = "no command",
-                         .expected = "-- COMMAND ...",
-                         .action = "Write it as in isograd launch -n 2 -- ./my_trainer --epochs 3"});
+      refuse("isograd launch", "no command", "-- COMMAND ...",
+             "Write it as in isograd launch -n 2 -- ./my_trainer --epochs 3");
     return launch_ranks(invocation.command,
                         {.ranks = flags->ranks,
                          .grace = std::chrono::milliseconds(static_cast<std::int64_t>(flags->grace * 1e3)),

@@ -31,8 +31,10 @@ Verb layout_verb(CLI::App& program) {
       ->allow_extra_args(false);
   verb->add_flag("--json", flags->json, "one JSON object, with nothing left out (docs/layout.md)");
   verb->footer(
-      "Prints the mesh, then of each parameter its shapes, along which axes it is cut, copied, summed and\n"
-      "sharded, which ranks own its elements, and the bytes that a rank keeps. No rank is started and no\n"
+      "Prints the mesh, then of each parameter its shapes, along which axes it is cut, copied, "
+      "summed and\n"
+      "sharded, which ranks own its elements, and the bytes that a rank keeps. No rank is "
+      "started and no\n"
       "weight is made; videos and tables are read, since their models depend on them.\n\n"
       "  isograd layout examples/first_light.toml --ranks 4 --set parallel.strategy=zero2\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");

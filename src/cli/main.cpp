@@ -14,6 +14,7 @@
 
 #include "base/file_error.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "comm/local_store.hpp"
@@ -129,10 +130,8 @@ void require_output() {
   std::cout.flush();
   errno = 0;
   if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout) return;
-  throw ConfigError({.where = "standard output",
-                     .found = errno != 0 ? std::strerror(errno) : "output that could not be written",
-                     .expected = "a place to write to",
-                     .action = "Send the output elsewhere, or free space there"});
+  refuse("standard output", errno != 0 ? std::strerror(errno) : "output that could not be written",
+         "a place to write to", "Send the output elsewhere, or free space there");
 }
 
 int run(int argc, char** argv) {
@@ -141,7 +140,8 @@ int run(int argc, char** argv) {
   program.set_version_flag("--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
   program.require_subcommand(1);
   program.footer(
-      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
+      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad "
+      "input; 3 a rank\n"
       "was lost; 4 a defect of isograd; 128 + n: ended by signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),

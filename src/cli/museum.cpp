@@ -5,6 +5,7 @@
 
 #include <fmt/ranges.h>
 
+#include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "museum/museum.hpp"
@@ -28,10 +29,8 @@ int run_one(const std::string& id) {
     std::vector<std::string> ids;
     for (const Exhibit& one : museum::exhibits()) ids.push_back(one.id);
     const auto near = nearest(id, ids);
-    throw ConfigError({.where = "isograd museum",
-                       .found = id,
-                       .expected = "the name of an exhibit" + (near ? ", e.g. " + *near : std::string()),
-                       .action = "Choose one that `isograd museum` lists"});
+    refuse("isograd museum", id, "the name of an exhibit" + (near ? ", e.g. " + *near : std::string()),
+           "Choose one that `isograd museum` lists");
   }
   fmt::print("{}: {}\n\n{}\n", exhibit->id, exhibit->title, exhibit->mistake);
   fmt::print("Who makes it: {}\nWhat you would see: {}\nDiagnosis expected: {}\n", exhibit->who,
@@ -88,7 +87,8 @@ int table() {
     fmt::print("{} {} {}\n", line, own, expected);
   };
   fmt::print(
-      "exhibit × diagnosis: number of rank counts (2, 3, 4, 5; right: 1, 2, 3, 4, 5, 8) with this answer;\n"
+      "exhibit × diagnosis: number of rank counts (2, 3, 4, 5; right: 1, 2, 3, 4, 5, 8) with "
+      "this answer;\n"
       "! marks a wrong one\n{:6}",
       "");
   for (std::size_t i = 0; i < columns.size(); ++i) fmt::print("{:>3} ", i);
@@ -106,13 +106,13 @@ int table() {
 void catalogue() {
   fmt::print(
       "# The museum of biased gradients\n\n"
-      "Mistakes that real trainers shipped. Each is put in through the seam of the right component\n"
-      "(`tests/museum/`), and `isograd verify` has to name it. `isograd museum ID` runs one, `./dev museum` "
-      "all "
-      "of\n"
+      "Mistakes that real trainers shipped. Each is put in through the seam of the right "
+      "component\n"
+      "(`tests/museum/`), and `isograd verify` has to name it. `isograd museum ID` runs one, "
+      "`./dev museum` all of\n"
       "them. This page is written by `isograd museum --markdown`.\n\n"
-      "W ranks, G micro-batches on a rank, M on all, N targets in the step, n_k on rank k, n_kj in its "
-      "micro-batch j.\n\n"
+      "W ranks, G micro-batches on a rank, M on all, N targets in the step, n_k on rank k, "
+      "n_kj in its micro-batch j.\n\n"
       "| exhibit | mistake | what one would see | diagnosis |\n|---|---|---|---|\n");
   for (const Exhibit& exhibit : museum::exhibits())
     fmt::print("| {} | **{}**<br>{} *Who makes it:* {} | {} | `{}` |\n", exhibit.id, exhibit.title,

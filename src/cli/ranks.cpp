@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
 #include "train/device.hpp"
@@ -61,10 +62,8 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
   const std::string backend = backend_of(config, size);
   World world = join({.timeout = timeout, .backend = backend});
   if (flags.ranks && ranks != world.size)
-    throw ConfigError({.where = fmt::format("--ranks {}", ranks),
-                       .found = fmt::format("WORLD_SIZE={} in the environment", world.size),
-                       .expected = "the same number, or no --ranks where a launcher has started the ranks",
-                       .action = "Leave --ranks out"});
+    refuse(fmt::format("--ranks {}", ranks), fmt::format("WORLD_SIZE={} in the environment", world.size),
+           "the same number, or no --ranks where a launcher has started the ranks", "Leave --ranks out");
   check_same_configuration(config, world.group);
   check(config, world.size);
   const int status = body(world);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
@@ -27,13 +28,11 @@ struct SampleFlags {
 };
 
 // SampleFlags of the other kind of model would have no effect.
-void refuse(const std::vector<CLI::Option*>& flags, const std::string& kind, const std::string& model) {
+void refuse_flags(const std::vector<CLI::Option*>& flags, const std::string& kind, const std::string& model) {
   for (const CLI::Option* flag : flags)
     if (flag->count() > 0)
-      throw ConfigError({.where = flag->get_name(),
-                         .found = fmt::format("a flag of {} models", kind),
-                         .expected = "flags that have an effect: this is a model of " + model,
-                         .action = "Leave it out"});
+      refuse(flag->get_name(), fmt::format("a flag of {} models", kind),
+             "flags that have an effect: this is a model of " + model, "Leave it out");
 }
 
 // A checkpoint, a run's folder (its latest checkpoint), or a Hugging Face directory.
@@ -49,11 +48,9 @@ fs::path find_model(const fs::path& given) {
 std::string tokenizer_beside(const fs::path& directory) {
   for (const char* name : {"tokenizer.json", "tokenizer.model"})
     if (fs::exists(directory / name)) return (directory / name).string();
-  throw ConfigError(
-      {.where = directory.string(),
-       .found = "neither tokenizer.json nor tokenizer.model, nor a checkpoint's state.json, which names one",
-       .expected = "a tokenizer",
-       .action = "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes"});
+  refuse(directory.string(),
+         "neither tokenizer.json nor tokenizer.model, nor a checkpoint's state.json, which names one",
+         "a tokenizer", "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes");
 }
 
 // A token is one pass over all weights: where that takes milliseconds, threads that wait for one another at
@@ -68,14 +65,14 @@ void choose_threads(DecoderLM& model) {
 int run(const SampleFlags& flags) {
   const fs::path directory = find_model(flags.checkpoint);
   if (is_video_model(directory)) {
-    refuse(flags.of_text, "text", "videos");
+    refuse_flags(flags.of_text, "text", "videos");
     VideoSampleOptions options = flags.videos;
     options.seed = flags.options.seed;
     for (const fs::path& file : sample_videos(directory, options))
       print(stdout, printable(file.string()) + "\n");
     return 0;
   }
-  refuse(flags.of_videos, "video", "text");
+  refuse_flags(flags.of_videos, "video", "text");
   std::unique_ptr<Tokenizer> tokenizer;
   at::ScalarType dtype = at::kFloat;
   if (fs::exists(directory / "state.json")) {
@@ -91,11 +88,9 @@ int run(const SampleFlags& flags) {
   const auto model = read_hf(directory, dtype);
   choose_threads(*model);
   if (tokenizer->vocabulary() > model->config().vocabulary)
-    throw ConfigError(
-        {.where = "--tokenizer " + flags.tokenizer,
-         .found = fmt::format("a vocabulary of {}", tokenizer->vocabulary()),
-         .expected = fmt::format("at most {}, that of {}", model->config().vocabulary, directory.string()),
-         .action = "Give the tokenizer that the model was trained with"});
+    refuse("--tokenizer " + flags.tokenizer, fmt::format("a vocabulary of {}", tokenizer->vocabulary()),
+           fmt::format("at most {}, that of {}", model->config().vocabulary, directory.string()),
+           "Give the tokenizer that the model was trained with");
   check_prompt(*tokenizer, flags.prompt, model->config(), "--prompt");
   for (const auto& notice :
        prompt_notices(*tokenizer, flags.prompt, model->config(), flags.options.max_tokens))

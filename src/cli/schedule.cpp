@@ -43,7 +43,8 @@ std::string range_of(const std::vector<Number>& all) {
 std::string summary(const PipelineTable& table, const PipelineTimeline& timeline) {
   const std::string live = range_of(timeline.most_live), kept = range_of(timeline.most_kept);
   return fmt::format(
-      "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % (bubble)\n"
+      "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % "
+      "(bubble)\n"
       "activations: a rank keeps those of {} micro-batches of a stage at a time{}\n",
       printable(table.name), table.stages, table.ranks.size(), table.micro_batches, timeline.length,
       100 * timeline.bubble(), live, live == kept ? "" : fmt::format(", the memory of {}", kept));
@@ -99,8 +100,10 @@ Verb schedule_verb(CLI::App& program) {
   verb->add_flag("--json", flags->json, "the table alone, as JSON");
   verb->add_flag("--transfers", flags->transfers, "with sends and receives written down");
   verb->footer(
-      "A line for each stage: F forward, B backward, I and W its halves (of inputs, of weights), with the\n"
-      "micro-batch's number; a dot where the rank waits. No rank is started and no model is needed.\n\n"
+      "A line for each stage: F forward, B backward, I and W its halves (of inputs, of "
+      "weights), with the\n"
+      "micro-batch's number; a dot where the rank waits. No rank is started and no model is "
+      "needed.\n\n"
       "  isograd schedule --kind zb-h1 --stages 4 --micro-batches 8\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
   return {verb, [flags] { return show(*flags); }, true};

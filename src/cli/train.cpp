@@ -22,9 +22,8 @@ constexpr double kProofOfOneRank = 8, kProofOfRanks = 6;
 std::string proof_begins(const FinishedRun& run) {
   const double about = run.step_seconds * (kProofOfOneRank * run.world.size + kProofOfRanks);
   return fmt::format(
-      "proving the gradient of a step against one process in fp64 (verify.at_end){}; Ctrl-C skips it, the "
-      "checkpoint is "
-      "saved",
+      "proving the gradient of a step against one process in fp64 (verify.at_end){}; Ctrl-C "
+      "skips it, the checkpoint is saved",
       about > 0 ? ", about " + human_seconds(about) : "");
 }
 
@@ -59,13 +58,17 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
                    "verify.checksums_every)")
       ->type_name("N");
   verb->footer(
-      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
-      "A folder with an earlier run in it is left alone: name another, resume, or --overwrite.\n"
-      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to continue.\n\n"
+      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in "
+      "run.directory.\n"
+      "A folder with an earlier run in it is left alone: name another, resume, or "
+      "--overwrite.\n"
+      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to "
+      "continue.\n\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
       "  isograd train run.toml --set checkpoint.resume=latest\n\n"
       "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
-      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
+      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could "
+      "save.");
   const auto action = [flags, &invocation] {
     std::signal(SIGPIPE, SIG_IGN);  // a run outlives the reader of what it prints: its folder says as much
     std::vector<std::string> sets;

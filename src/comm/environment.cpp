@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -23,13 +24,10 @@ std::optional<std::string> variable(const char* name) {
   return value;
 }
 
-[[noreturn]] void refuse(const std::string& found, const std::string& expected) {
-  throw ConfigError({.where = "the environment of this rank",
-                     .found = found,
-                     .expected = expected,
-                     .action =
-                         "Start the ranks with --ranks N, isograd launch, torchrun, mpirun or srun, or unset "
-                         "these variables to run alone"});
+[[noreturn]] void refuse_environment(const std::string& found, const std::string& expected) {
+  refuse("the environment of this rank", found, expected,
+         "Start the ranks with --ranks N, isograd launch, torchrun, mpirun or srun, or unset "
+         "these variables to run alone");
 }
 
 std::optional<int> number(const char* name, int low, int high) {
@@ -38,7 +36,7 @@ std::optional<int> number(const char* name, int low, int high) {
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
   if (error != std::errc() || end != text->data() + text->size() || value < low || value > high) {
-    refuse(fmt::format("{}={}", name, *text), fmt::format("a number from {} to {}", low, high));
+    refuse_environment(fmt::format("{}={}", name, *text), fmt::format("a number from {} to {}", low, high));
   }
   return value;
 }
@@ -60,23 +58,24 @@ std::optional<RankEnvironment> read(const Names& names) {
   const auto size = number(names.size, 1, kMostRanks), rank = number(names.rank, 0, kMostRanks);
   if (!size && (!rank || names.launcher == Launcher::kSrun)) return std::nullopt;
   if (!size || !rank) {
-    refuse(fmt::format("{} without {}", size ? names.size : names.rank, size ? names.rank : names.size),
-           "both or neither");
+    refuse_environment(
+        fmt::format("{} without {}", size ? names.size : names.rank, size ? names.rank : names.size),
+        "both or neither");
   }
   if (*rank >= *size) {
-    refuse(fmt::format("{}={} with {}={}", names.rank, *rank, names.size, *size),
-           fmt::format("{} below {}", names.rank, names.size));
+    refuse_environment(fmt::format("{}={} with {}={}", names.rank, *rank, names.size, *size),
+                       fmt::format("{} below {}", names.rank, names.size));
   }
   const auto local_rank = number(names.local_rank, 0, kMostRanks);
   const auto local_size = names.local_size ? number(names.local_size, 1, kMostRanks) : std::nullopt;
   if (local_size && *local_size > *size) {
-    refuse(fmt::format("{}={} with {}={}", names.local_size, *local_size, names.size, *size),
-           fmt::format("at most {}", names.size));
+    refuse_environment(fmt::format("{}={} with {}={}", names.local_size, *local_size, names.size, *size),
+                       fmt::format("at most {}", names.size));
   }
   if (local_rank && *local_rank >= local_size.value_or(*size)) {
-    refuse(fmt::format("{}={} of {} ranks on this host", names.local_rank, *local_rank,
-                       local_size.value_or(*size)),
-           "a lower number");
+    refuse_environment(fmt::format("{}={} of {} ranks on this host", names.local_rank, *local_rank,
+                                   local_size.value_or(*size)),
+                       "a lower number");
   }
   RankEnvironment environment;
   environment.launcher = names.launcher;
@@ -91,7 +90,7 @@ std::string first_host(const std::string& list) {
   const auto bracket = list.find_first_of("[,");
   if (bracket == std::string::npos || list[bracket] == ',') return list.substr(0, bracket);
   const auto close = list.find(']', bracket);
-  if (close == std::string::npos) refuse("a node list '" + list + "'", "a closing ]");
+  if (close == std::string::npos) refuse_environment("a node list '" + list + "'", "a closing ]");
   const auto first = list.substr(bracket + 1, list.find_first_of("-,]", bracket) - bracket - 1);
   return list.substr(0, bracket) + first + first_host(list.substr(close + 1));
 }
@@ -101,7 +100,8 @@ std::optional<RankEnvironment> read_mpirun() {
   if (!environment) environment = read(kPmi);
   const auto pmix = number("PMIX_RANK", 0, kMostRanks);
   if (environment && pmix && *pmix != environment->rank) {
-    refuse(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank), "one rank");
+    refuse_environment(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank),
+                       "one rank");
   }
   if (!environment) return environment;
   for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"}) {
@@ -115,7 +115,7 @@ std::optional<RankEnvironment> read_srun() {
   auto environment = read(kSrun);
   if (!environment) {
     if (number("PMIX_RANK", 0, kMostRanks)) {
-      refuse("PMIX_RANK without the number of ranks", "what mpirun or srun set beside it");
+      refuse_environment("PMIX_RANK without the number of ranks", "what mpirun or srun set beside it");
     }
     return environment;
   }
@@ -164,10 +164,10 @@ std::optional<RankEnvironment> read_rank_environment() {
     if (!other) other = read_srun();
     if (environment && other && other->size > 1 &&
         (other->size != environment->size || other->rank != environment->rank)) {
-      refuse(fmt::format("RANK={} and WORLD_SIZE={} in rank {} of {} of {}", environment->rank,
-                         environment->size, other->rank, other->size,
-                         other->launcher == Launcher::kSrun ? "srun" : "mpirun"),
-             "one rank");
+      refuse_environment(fmt::format("RANK={} and WORLD_SIZE={} in rank {} of {} of {}", environment->rank,
+                                     environment->size, other->rank, other->size,
+                                     other->launcher == Launcher::kSrun ? "srun" : "mpirun"),
+                         "one rank");
     }
     // A launcher of one process may stand around one that sets RANK.
     if (other && (!environment || other->size == environment->size)) environment = other;
@@ -189,25 +189,24 @@ void check_mpi(const RankEnvironment& environment) {
       variable("PMI_SIZE") || variable("PMIX_RANK")) {
     return;
   }
-  throw ConfigError(
-      {.where = "the environment of this rank",
-       .found = fmt::format("RANK={} and WORLD_SIZE={}, and no mpirun", environment.rank, environment.size),
-       .expected = "ranks that mpirun or srun started, which the backend 'mpi' needs",
-       .action = "Use isograd launch --backend mpi, or mpirun -n N"});
+  refuse("the environment of this rank",
+         fmt::format("RANK={} and WORLD_SIZE={}, and no mpirun", environment.rank, environment.size),
+         "ranks that mpirun or srun started, which the backend 'mpi' needs",
+         "Use isograd launch --backend mpi, or mpirun -n N");
 }
 
 void check_one_host(const RankEnvironment& environment) {
   if (environment.local_size != 0 && environment.local_size != environment.size) {
-    refuse(fmt::format("{} of {} ranks on this host", environment.local_size, environment.size),
-           "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
+    refuse_environment(fmt::format("{} of {} ranks on this host", environment.local_size, environment.size),
+                       "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
   }
   if (environment.hosts > 1) {
-    refuse(fmt::format("{} hosts", environment.hosts),
-           "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
+    refuse_environment(fmt::format("{} hosts", environment.hosts),
+                       "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
   }
   const bool address = !environment.address.empty(), port = environment.port != 0;
   if ((address && port) || !local_store_name(environment, 0).empty()) return;
-  refuse(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");
+  refuse_environment(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");
 }
 
 std::string local_store_name(const RankEnvironment& environment, int join) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/account.hpp"
+#include "base/refuse.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/hosts/backend.hpp"
 #include "comm/nccl/nccl.hpp"
@@ -61,10 +62,8 @@ void Pending::wait() {
 
 std::vector<std::int64_t> split_rows(std::int64_t rows, int parts) {
   if (rows < 0 || parts < 1) {
-    throw ConfigError({.where = "split_rows",
-                       .found = fmt::format("{} rows for {} parts", rows, parts),
-                       .expected = "0 rows or more, for at least one part",
-                       .action = "Check how the numbers were computed"});
+    refuse("split_rows", fmt::format("{} rows for {} parts", rows, parts),
+           "0 rows or more, for at least one part", "Check how the numbers were computed");
   }
   std::vector<std::int64_t> result;
   for (int part = 0; part < parts; ++part) result.push_back(rows_of_part(rows, parts, part));
@@ -88,10 +87,7 @@ Group Group::solo() {
 std::shared_ptr<Group::Impl> Group::Impl::wrap(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                                                std::chrono::milliseconds timeout) {
   if (!backend) {
-    throw ConfigError({.where = fmt::format("group '{}'", name),
-                       .found = "no backend",
-                       .expected = "a c10d backend",
-                       .action = "Give one, or use Group::solo()"});
+    isograd::refuse(fmt::format("group '{}'", name), "no backend", "a c10d backend", "Give one, or use Group::solo()");
   }
   auto impl = std::make_shared<Impl>();
   impl->device = nccl::device_of(*backend).value_or(at::kCPU);
@@ -143,11 +139,9 @@ at::Tensor Group::empty_shared(std::int64_t numel, at::ScalarType dtype, at::Dev
 at::Tensor Group::host_shared(std::int64_t numel, at::ScalarType dtype) {
   if (impl_->alone()) return at::zeros({numel}, at::TensorOptions(dtype));
   if (!impl_->shm)
-    throw ConfigError(
-        {.where = fmt::format("host_shared of group '{}'", impl_->name),
-         .found = fmt::format("backend {}", impl_->backend->getBackendName()),
-         .expected = "shm, whose ranks reach one memory",
-         .action = "Run the ranks of one host over the shm backend, or do not share parameters"});
+    refuse(fmt::format("host_shared of group '{}'", impl_->name),
+           fmt::format("backend {}", impl_->backend->getBackendName()), "shm, whose ranks reach one memory",
+           "Run the ranks of one host over the shm backend, or do not share parameters");
   const std::int64_t bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   count_shared(split_rows(bytes, impl_->size)[impl_->rank]);  // this rank's part of the one copy
   return impl_->shm->host_shared(numel, dtype);

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "comm/group_impl.hpp"
 
 namespace isograd {
@@ -47,10 +48,7 @@ std::string Group::Impl::where(const Call& call) const {
 
 void Group::Impl::refuse(const Call& call, std::string found, std::string expected,
                          std::string action) const {
-  throw ConfigError({.where = where(call),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  isograd::refuse(where(call), std::move(found), std::move(expected), std::move(action));
 }
 
 // A backend that lacks an operation says so in c10d's words, on every rank and before anything is sent.

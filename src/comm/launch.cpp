@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "comm/hosts/meeting.hpp"
 #include "comm/launch_mpi.hpp"
@@ -89,10 +90,8 @@ class Launch {
     }
     if (output_) output_->finish();
     if (output_ && output_->trouble() != 0 && status() == 0)
-      throw ConfigError({.where = "the output of the ranks",
-                         .found = std::strerror(output_->trouble()),
-                         .expected = "a place to write to",
-                         .action = "Send the output elsewhere"});
+      refuse("the output of the ranks", std::strerror(output_->trouble()), "a place to write to",
+             "Send the output elsewhere");
     return status();
   }
 
@@ -217,17 +216,13 @@ class Launch {
 
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options) {
   if (options.ranks < 1 || command.empty()) {
-    throw ConfigError({.where = "starting ranks",
-                       .found = command.empty() ? "no command" : fmt::format("{} ranks", options.ranks),
-                       .expected = "a command and 1 rank or more",
-                       .action = "Use -n N -- COMMAND"});
+    refuse("starting ranks", command.empty() ? "no command" : fmt::format("{} ranks", options.ranks),
+           "a command and 1 rank or more", "Use -n N -- COMMAND");
   }
   if (through_mpi(options.backend)) return launch_through_mpirun(command, options);
   if (options.backend != "shm" && options.backend != "nccl") {
-    throw ConfigError({.where = "starting ranks",
-                       .found = fmt::format("the backend '{}'", options.backend),
-                       .expected = "'shm', 'mpi', 'shm+mpi' or 'nccl'",
-                       .action = "Use --backend shm, mpi, shm+mpi or nccl"});
+    refuse("starting ranks", fmt::format("the backend '{}'", options.backend),
+           "'shm', 'mpi', 'shm+mpi' or 'nccl'", "Use --backend shm, mpi, shm+mpi or nccl");
   }
   return Launch(command, options).run();
 }

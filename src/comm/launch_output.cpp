@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -24,10 +25,8 @@ std::pair<int, int> OutputForwarder::open(int rank) {
     if (::pipe2(both, O_CLOEXEC) != 0) {
       const int error = errno;
       if (ends[0] >= 0) ::close(ends[0]);
-      throw ConfigError({.where = fmt::format("the output of rank {}", rank),
-                         .found = fmt::format("no pipe: {}", std::strerror(error)),
-                         .expected = "two free file descriptors for each rank",
-                         .action = "Raise the limit on open files (ulimit -n)"});
+      refuse(fmt::format("the output of rank {}", rank), fmt::format("no pipe: {}", std::strerror(error)),
+             "two free file descriptors for each rank", "Raise the limit on open files (ulimit -n)");
     }
     ::fcntl(both[0], F_SETFL, O_NONBLOCK);
     streams_.push_back({rank, both[0], i + 1, {}});

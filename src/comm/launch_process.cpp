@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "comm/launch_signals.hpp"
 #include "isograd/error.hpp"
@@ -46,10 +47,8 @@ std::string find_program(const std::string& name) {
   for (const std::string& candidate : candidates) {
     if (::access(candidate.c_str(), X_OK) == 0) return candidate;
   }
-  throw ConfigError({.where = "starting ranks",
-                     .found = fmt::format("no program '{}'", name),
-                     .expected = "an executable file, or a name found in PATH",
-                     .action = "Check the command after --"});
+  refuse("starting ranks", fmt::format("no program '{}'", name),
+         "an executable file, or a name found in PATH", "Check the command after --");
 }
 
 std::vector<std::string> environment_with(std::vector<std::string> replaced) {
@@ -96,10 +95,8 @@ Child start_process(const std::string& program, const std::vector<std::string>& 
   if (out >= 0) ::close(out);
   if (err >= 0) ::close(err);
   if (pid < 0) {
-    throw ConfigError({.where = "starting " + name,
-                       .found = fmt::format("fork failed: {}", std::strerror(error)),
-                       .expected = "room for one more process",
-                       .action = "Start fewer ranks, or raise the limit on processes (ulimit -u)"});
+    refuse("starting " + name, fmt::format("fork failed: {}", std::strerror(error)),
+           "room for one more process", "Start fewer ranks, or raise the limit on processes (ulimit -u)");
   }
   ::setpgid(pid, pid);  // also here: whoever comes first
   Child child;

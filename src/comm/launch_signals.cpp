@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -31,10 +32,8 @@ void on_signal(int signal) {
 
 SignalScope::SignalScope() {
   if (::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK) != 0) {
-    throw ConfigError({.where = "starting ranks",
-                       .found = fmt::format("no pipe: {}", std::strerror(errno)),
-                       .expected = "a few free file descriptors",
-                       .action = "Raise the limit on open files (ulimit -n)"});
+    refuse("starting ranks", fmt::format("no pipe: {}", std::strerror(errno)), "a few free file descriptors",
+           "Raise the limit on open files (ulimit -n)");
   }
   for (auto& count : arrived) count = 0;
   wake_pipe = pipe_[1];

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -45,10 +46,8 @@ Listener listen_on(const std::string& address, int port) {
     trouble = std::strerror(errno);
     ::close(descriptor);
   }
-  throw ConfigError({.where = fmt::format("the store of the ranks at {}:{}", address, port),
-                     .found = trouble,
-                     .expected = "an address of this host and a free port",
-                     .action = "Choose another MASTER_ADDR or MASTER_PORT"});
+  refuse(fmt::format("the store of the ranks at {}:{}", address, port), trouble,
+         "an address of this host and a free port", "Choose another MASTER_ADDR or MASTER_PORT");
 }
 
 }  // namespace isograd

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
 
@@ -116,12 +117,10 @@ LocalStoreServer::LocalStoreServer(const std::string& name, uid_t owner) : owner
       ::listen(listening_, 1024) != 0 || ::pipe2(wake_, O_CLOEXEC | O_NONBLOCK) != 0) {
     const int problem = errno;
     if (listening_ >= 0) ::close(listening_);
-    throw ConfigError({.where = fmt::format("the store of the ranks, {}", name),
-                       .found = std::strerror(problem),
-                       .expected = "a name that no other run on this host uses, and free file descriptors",
-                       .action =
-                           "End the run that uses it, choose another MASTER_PORT, or raise the limit on "
-                           "open files (ulimit -n)"});
+    isograd::refuse(fmt::format("the store of the ranks, {}", name), std::strerror(problem),
+                    "a name that no other run on this host uses, and free file descriptors",
+                    "End the run that uses it, choose another MASTER_PORT, or raise the limit on open files "
+                    "(ulimit -n)");
   }
   // Signals are for the threads that know what to do with them.
   sigset_t all, before;
@@ -367,10 +366,8 @@ void LocalStore::wait(const std::vector<std::string>& keys, const std::chrono::m
 std::string new_store_name() {
   std::uint8_t bytes[16];
   if (::getrandom(bytes, sizeof(bytes), 0) != static_cast<ssize_t>(sizeof(bytes)))
-    throw ConfigError({.where = "starting ranks",
-                       .found = fmt::format("no random numbers: {}", std::strerror(errno)),
-                       .expected = "getrandom() of the kernel",
-                       .action = "Start on a kernel that has it"});
+    isograd::refuse("starting ranks", fmt::format("no random numbers: {}", std::strerror(errno)),
+                    "getrandom() of the kernel", "Start on a kernel that has it");
   std::string name = "isograd-";
   for (const std::uint8_t byte : bytes) name += fmt::format("{:02x}", byte);
   return name;

@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "base/refuse.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 
@@ -22,10 +23,9 @@ Mesh::Mesh(Group all, Grid grid, MakeGroup make)
     : impl_(std::make_shared<Impl>(Impl{std::move(all), std::move(grid), std::move(make)})) {
   const int ranks = impl_->all.size();
   if (impl_->grid.ranks() != ranks)
-    throw ConfigError({.where = "the mesh of ranks",
-                       .found = fmt::format("{} for {} ranks", impl_->grid.text(), ranks),
-                       .expected = "sizes that multiply to the number of ranks",
-                       .action = fmt::format("Change a size, or start {} ranks", impl_->grid.ranks())});
+    refuse("the mesh of ranks", fmt::format("{} for {} ranks", impl_->grid.text(), ranks),
+           "sizes that multiply to the number of ranks",
+           fmt::format("Change a size, or start {} ranks", impl_->grid.ranks()));
 }
 
 Mesh::Mesh(const World& world, Grid grid)

@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/hosts/backend.hpp"
@@ -40,16 +41,13 @@ constexpr const char* kWorldName = "world";
 
 void check(const JoinOptions& options) {
   if (options.backend != "shm" && !through_mpi(options.backend) && options.backend != "nccl") {
-    throw ConfigError({.where = "the backend of the world's group",
-                       .found = fmt::format("'{}'", options.backend),
-                       .expected = "'shm', 'mpi', 'shm+mpi' or 'nccl'",
-                       .action = "Use --backend shm, or wrap a backend of your own in a Group"});
+    refuse("the backend of the world's group", fmt::format("'{}'", options.backend),
+           "'shm', 'mpi', 'shm+mpi' or 'nccl'",
+           "Use --backend shm, or wrap a backend of your own in a Group");
   }
   if (options.timeout.count() < 1) {
-    throw ConfigError({.where = "the timeout of the world's group",
-                       .found = fmt::format("{} ms", options.timeout.count()),
-                       .expected = "1 ms or more",
-                       .action = "Raise it"});
+    refuse("the timeout of the world's group", fmt::format("{} ms", options.timeout.count()), "1 ms or more",
+           "Raise it");
   }
 }
 
@@ -72,12 +70,13 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
   try {
     return c10::make_intrusive<c10d::TCPStore>(address, options);
   } catch (const std::exception& error) {
-    throw PeerError({.where = fmt::format("joining as rank {} of {}", environment.rank, environment.size),
-                     .found = fmt::format("no store at {}:{} within {} ms: {}", address, port,
-                                          timeout.count(), error.what()),
-                     .expected = "torchrun's store, or rank 0's",
-                     .action = "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and "
-                               "MASTER_PORT are theirs"});
+    throw PeerError(
+        {.where = fmt::format("joining as rank {} of {}", environment.rank, environment.size),
+         .found =
+             fmt::format("no store at {}:{} within {} ms: {}", address, port, timeout.count(), error.what()),
+         .expected = "torchrun's store, or rank 0's",
+         .action = "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and MASTER_PORT "
+                   "are theirs"});
   }
 }
 
@@ -236,10 +235,10 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
   const std::set<int> distinct(ranks.begin(), ranks.end());
   if (own == ranks.end() || distinct.size() != ranks.size() || *distinct.begin() < 0 ||
       *distinct.rbegin() >= size) {
-    throw ConfigError({.where = fmt::format("making group '{}' on rank {} of {}", name, rank, size),
-                       .found = fmt::format("ranks {}", fmt::join(ranks, ", ")),
-                       .expected = fmt::format("different ranks from 0 to {}, {} among them", size - 1, rank),
-                       .action = "Make a group on its members only"});
+    refuse(fmt::format("making group '{}' on rank {} of {}", name, rank, size),
+           fmt::format("ranks {}", fmt::join(ranks, ", ")),
+           fmt::format("different ranks from 0 to {}, {} among them", size - 1, rank),
+           "Make a group on its members only");
   }
   if (ranks.size() == 1) return Group::solo();
   return WorldMaker::subgroup(*this, ranks, name, options, /*by_hosts=*/true);
@@ -267,13 +266,12 @@ World join(const JoinOptions& options) {
     check_mpi(*environment);
     const mpi::Rank found = mpi::start(options.timeout);
     if (found.rank != environment->rank || found.size != environment->size) {
-      throw ConfigError({.where = "joining through MPI",
-                         .found = fmt::format("rank {} of {} where the launcher says {} of {}", found.rank,
-                                              found.size, environment->rank, environment->size),
-                         .expected = "a launcher that this MPI understands",
-                         .action =
-                             "Start the ranks with the mpirun of the MPI isograd was built with, or with the "
-                             "right srun --mpi=..."});
+      refuse("joining through MPI",
+             fmt::format("rank {} of {} where the launcher says {} of {}", found.rank, found.size,
+                         environment->rank, environment->size),
+             "a launcher that this MPI understands",
+             "Start the ranks with the mpirun of the MPI isograd was built with, or with the right "
+             "srun --mpi=...");
     }
     return WorldMaker::make(nullptr, environment->rank, environment->size, options);
   }
@@ -291,16 +289,11 @@ World join(const JoinOptions& options) {
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options) {
   check(options);
   if (options.backend != "shm") {
-    throw ConfigError({.where = "run_ranks",
-                       .found = fmt::format("the backend '{}'", options.backend),
-                       .expected = "'shm', as ranks are threads here",
-                       .action = "Start processes for other backends: isograd launch --backend mpi"});
+    refuse("run_ranks", fmt::format("the backend '{}'", options.backend), "'shm', as ranks are threads here",
+           "Start processes for other backends: isograd launch --backend mpi");
   }
   if (size < 1) {
-    throw ConfigError({.where = "run_ranks",
-                       .found = fmt::format("{} ranks", size),
-                       .expected = "1 or more",
-                       .action = "Ask for at least one rank"});
+    refuse("run_ranks", fmt::format("{} ranks", size), "1 or more", "Ask for at least one rank");
   }
   auto store = c10::make_intrusive<c10d::HashStore>();
   struct Failure {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "data/libav.hpp"
 #include "isograd/error.hpp"
 #include "isograd/video_data.hpp"
@@ -77,10 +78,9 @@ class Writer {
   };
 
   [[noreturn]] void fail(const std::string& found, int status) const {
-    throw ConfigError({.where = file_.string(),
-                       .found = status < 0 ? fmt::format("{} ({})", found, text_of(status)) : found,
-                       .expected = "a file to be written, as an animated PNG",
-                       .action = "Choose another place, or install the distribution's libavformat"});
+    refuse(file_.string(), status < 0 ? fmt::format("{} ({})", found, text_of(status)) : found,
+           "a file to be written, as an animated PNG",
+           "Choose another place, or install the distribution's libavformat");
   }
   void check(int status, const char* what) const {
     if (status < 0) fail(what, status);
@@ -111,12 +111,10 @@ void write_apng(const std::filesystem::path& file, const at::Tensor& frames, dou
   if (frames.dim() != 4 || frames.size(3) != 3 || frames.numel() == 0 || frames.scalar_type() != at::kByte ||
       frames.size(1) > 1 << 14 || frames.size(2) > 1 << 14 || !(frames_per_second >= 0.001) ||
       frames_per_second > 1e6)
-    throw ConfigError(
-        {.where = "write_apng",
-         .found = c10::str(c10::toString(frames.scalar_type()), " ", frames.sizes(), " at ",
-                           frames_per_second, " frames per second"),
-         .expected = "frames uint8 [frames, rows, columns, 3], at 0.001 to 1e6 of them per second",
-         .action = "Mend them"});
+    refuse("write_apng",
+           c10::str(c10::toString(frames.scalar_type()), " ", frames.sizes(), " at ", frames_per_second,
+                    " frames per second"),
+           "frames uint8 [frames, rows, columns, 3], at 0.001 to 1e6 of them per second", "Mend them");
   const at::Tensor pixels = frames.contiguous();
   Writer writer(file, pixels, frames_per_second);
   for (std::int64_t f = 0; f < pixels.size(0); ++f) writer.add(pixels[f], f);

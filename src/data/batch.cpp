@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "data/move.hpp"
 #include "isograd/error.hpp"
 
@@ -66,10 +67,8 @@ Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets
   const auto samples = static_cast<std::int64_t>(sample_ids.size());
   const auto check = [&](bool holds, const std::string& what, std::string found, std::string expected) {
     if (!holds)
-      throw ConfigError({.where = "batch_of_samples: " + what,
-                         .found = std::move(found),
-                         .expected = std::move(expected),
-                         .action = "Give one row for each of the sample_ids"});
+      refuse("batch_of_samples: " + what, std::move(found), std::move(expected),
+             "Give one row for each of the sample_ids");
   };
   check(targets.defined() && targets.scalar_type() == at::kLong && targets.dim() >= 1 &&
             targets.size(0) == samples,

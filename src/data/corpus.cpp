@@ -11,6 +11,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -18,12 +19,10 @@ namespace fs = std::filesystem;
 namespace {
 
 [[noreturn]] void no_text(const std::string& pattern, const std::string& found) {
-  throw ConfigError({.where = "data pattern " + pattern,
-                     .found = found,
-                     .expected = "at least one file",
-                     .action = pattern.find_first_of("*?[") == std::string::npos && !fs::exists(pattern)
-                                   ? missing_path_action(pattern)
-                                   : "Correct the pattern: a file, a directory or a glob such as dir/*.txt"});
+  refuse("data pattern " + pattern, found, "at least one file",
+         pattern.find_first_of("*?[") == std::string::npos && !fs::exists(pattern)
+             ? missing_path_action(pattern)
+             : "Correct the pattern: a file, a directory or a glob such as dir/*.txt");
 }
 
 // All regular files below, also through symbolic links; each folder is entered once, so that links may form a
@@ -75,12 +74,10 @@ std::set<fs::path> files_of(const std::string& pattern) {
 void check_utf8(std::string_view text, const fs::path& file) {
   const auto bad = utf8::find_invalid(text.begin(), text.end());
   if (bad == text.end()) return;
-  throw ConfigError({.where = file.string(),
-                     .found = fmt::format("the byte 0x{:02x} at offset {}, which is not UTF-8",
-                                          static_cast<unsigned char>(*bad), bad - text.begin()),
-                     .expected = "UTF-8 text",
-                     .action = "Convert the file to UTF-8 or leave it out; a glob such as dir/*.txt chooses "
-                               "files"});
+  refuse(file.string(),
+         fmt::format("the byte 0x{:02x} at offset {}, which is not UTF-8", static_cast<unsigned char>(*bad),
+                     bad - text.begin()),
+         "UTF-8 text", "Convert the file to UTF-8 or leave it out; a glob such as dir/*.txt chooses files");
 }
 
 std::int64_t for_each_line(std::string_view text, const fs::path& file,
@@ -91,10 +88,8 @@ std::int64_t for_each_line(std::string_view text, const fs::path& file,
     text.remove_prefix(std::min(text.size(), record.size() + 1));
     if (record.find_first_not_of(" \t\r") == std::string_view::npos) continue;
     auto fail = [&](const std::string& found) {
-      throw ConfigError({.where = fmt::format("{}:{}", file.string(), line),
-                         .found = found,
-                         .expected = "a JSON object with a string field \"text\"",
-                         .action = "Correct or remove the line"});
+      refuse(fmt::format("{}:{}", file.string(), line), found, "a JSON object with a string field \"text\"",
+             "Correct or remove the line");
     };
     const auto [value, problem] = parse_json(record, {.keys_once = false});  // other fields are not ours
     if (!problem.empty()) fail(problem);

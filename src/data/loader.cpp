@@ -7,6 +7,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "base/refuse.hpp"
 #include "data/epoch.hpp"
 #include "data/options.hpp"
 #include "isograd/error.hpp"
@@ -161,10 +162,9 @@ struct TextLoader::Impl {
 
   void check(LoaderPosition at) const {
     if (at.epoch < 0 || at.step < 0 || at.step >= steps)
-      throw ConfigError({.where = "position of the data",
-                         .found = fmt::format("step {} of epoch {}", at.step, at.epoch),
-                         .expected = fmt::format("a step below {}, those of an epoch", steps),
-                         .action = "Resume with the data, pack length and batch that the run began with"});
+      refuse("position of the data", fmt::format("step {} of epoch {}", at.step, at.epoch),
+             fmt::format("a step below {}, those of an epoch", steps),
+             "Resume with the data, pack length and batch that the run began with");
   }
 };
 
@@ -177,19 +177,14 @@ TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64
   in_range<std::int64_t>("ranks", options.size, 1, 1 << 20);
   in_range<std::int64_t>("rank", options.rank, 0, options.size - 1);
   if (documents.empty())
-    throw ConfigError({.where = "data",
-                       .found = "no documents",
-                       .expected = "at least one",
-                       .action = "Name more text, or lower data.validation_fraction"});
+    refuse("data", "no documents", "at least one", "Name more text, or lower data.validation_fraction");
   std::vector<bool> seen(static_cast<std::size_t>(store->num_documents()));
   for (const std::int64_t document : documents) {
     in_range<std::int64_t>("document", document, 0, store->num_documents() - 1);
     // Sample ids are document numbers: one given twice would be one sample of twice the length.
     if (seen[static_cast<std::size_t>(document)])
-      throw ConfigError({.where = "documents",
-                         .found = fmt::format("document {} twice", document),
-                         .expected = "each document once",
-                         .action = "Remove the repetition"});
+      refuse("documents", fmt::format("document {} twice", document), "each document once",
+             "Remove the repetition");
     seen[static_cast<std::size_t>(document)] = true;
     impl_->tokens += store->document_length(document);
   }

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -11,10 +12,7 @@ namespace isograd {
 template <typename Number>
 void in_range(const char* key, Number value, Number least, Number most) {
   if (!(value >= least && value <= most))
-    throw ConfigError({.where = key,
-                       .found = fmt::format("{}", value),
-                       .expected = fmt::format("{} to {}", least, most),
-                       .action = "Correct the value"});
+    refuse(key, fmt::format("{}", value), fmt::format("{} to {}", least, most), "Correct the value");
 }
 
 }  // namespace isograd

@@ -16,6 +16,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "data/shard.hpp"
 #include "isograd/error.hpp"
@@ -63,11 +64,11 @@ class DirectoryLock {
       const auto waited = Clock::now() - begun;
       const bool asked = stop && stop();
       if (asked || waited > kLongest)
-        throw ConfigError({.where = "pack into " + directory_.string(),
-                           .found = fmt::format("{}, which packs there{}", holder(),
-                                                asked ? "" : fmt::format(", for {} s", kLongest.count())),
-                           .expected = asked ? "it to end before this run is asked to stop" : "it to end",
-                           .action = "Wait for it or end it, or choose another directory (data.cache)"});
+        isograd::refuse("pack into " + directory_.string(),
+                        fmt::format("{}, which packs there{}", holder(),
+                                    asked ? "" : fmt::format(", for {} s", kLongest.count())),
+                        asked ? "it to end before this run is asked to stop" : "it to end",
+                        "Wait for it or end it, or choose another directory (data.cache)");
       if (!said && waited > kQuiet) {
         print(stderr, fmt::format("waiting for {}, which packs text into {}\n", holder(),
                                   printable(directory_.string())));
@@ -85,10 +86,8 @@ class DirectoryLock {
   }
 
   [[noreturn]] void refuse(const std::string& found) const {
-    throw ConfigError({.where = "pack into " + directory_.string(),
-                       .found = found,
-                       .expected = "a directory that can be written to",
-                       .action = "Choose another directory (data.cache)"});
+    isograd::refuse("pack into " + directory_.string(), found, "a directory that can be written to",
+                    "Choose another directory (data.cache)");
   }
 
   const fs::path& directory_;
@@ -183,10 +182,8 @@ void require_unchanged(const std::vector<InputFile>& files) {
     if (now.bytes == file.bytes && now.modified == file.modified && now.changed == file.changed &&
         now.inode == file.inode)
       continue;
-    throw ConfigError({.where = "data.text " + file.path.string(),
-                       .found = "a file that changed while it was packed",
-                       .expected = "one that stays as it is",
-                       .action = "Start again when it is complete"});
+    isograd::refuse("data.text " + file.path.string(), "a file that changed while it was packed",
+                    "one that stays as it is", "Start again when it is complete");
   }
 }
 
@@ -209,13 +206,12 @@ void refuse_others(const fs::path& directory, const std::string& prefix) {
         is_shard_name(name) && !name.starts_with(prefix))
       others.push_back(name);
   if (others.empty()) return;
-  throw ConfigError(
-      {.where = "pack into " + directory.string(),
-       .found = fmt::format("{} of other text or another tokenizer, such as {}",
-                            others.size() == 1 ? "a shard" : fmt::format("{} shards", others.size()),
-                            *std::min_element(others.begin(), others.end())),
-       .expected = "a folder for these shards, which would replace those",
-       .action = "Give them a folder of their own (--out), or replace what is there: --overwrite"});
+  isograd::refuse("pack into " + directory.string(),
+                  fmt::format("{} of other text or another tokenizer, such as {}",
+                              others.size() == 1 ? "a shard" : fmt::format("{} shards", others.size()),
+                              *std::min_element(others.begin(), others.end())),
+                  "a folder for these shards, which would replace those",
+                  "Give them a folder of their own (--out), or replace what is there: --overwrite");
 }
 
 // A text may bring a token that the tokenizer sets as well: "<s>" in front, where it adds one.
@@ -282,16 +278,11 @@ std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const Co
 std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                   const fs::path& directory, PackSummary* summary) {
   if (corpus.shard_tokens < 1)
-    throw ConfigError({.where = "shard_tokens",
-                       .found = std::to_string(corpus.shard_tokens),
-                       .expected = "1 or more",
-                       .action = "Raise it"});
+    isograd::refuse("shard_tokens", std::to_string(corpus.shard_tokens), "1 or more", "Raise it");
   const std::vector<InputFile> files = resolve(corpus.patterns);
   if (files.empty())
-    throw ConfigError({.where = "data.text",
-                       .found = "no patterns",
-                       .expected = "at least one file, directory or glob",
-                       .action = "Name text to train on"});
+    isograd::refuse("data.text", "no patterns", "at least one file, directory or glob",
+                    "Name text to train on");
   PackSummary found{.files = static_cast<std::int64_t>(files.size())};
   const DirectoryLock lock(directory, corpus.stop);
   nlohmann::json manifest = read_manifest(directory);
@@ -308,10 +299,9 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
     if (!corpus.replace) refuse_others(directory, prefix);
     shards = write_shards(files, corpus, tokenizer, directory / prefix, found);
     if (shards->empty())
-      throw ConfigError({.where = "data.text " + fmt::format("{}", fmt::join(corpus.patterns, " ")),
-                         .found = fmt::format("an empty corpus: {} files, no text in them", files.size()),
-                         .expected = "at least one document",
-                         .action = "Name files with text in them"});
+      isograd::refuse("data.text " + fmt::format("{}", fmt::join(corpus.patterns, " ")),
+                      fmt::format("an empty corpus: {} files, no text in them", files.size()),
+                      "at least one document", "Name files with text in them");
     try {
       require_unchanged(files);
     } catch (const ConfigError&) {

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "data/libav.hpp"
 #include "isograd/error.hpp"
 #include "isograd/video_data.hpp"
@@ -12,10 +13,8 @@ namespace isograd {
 std::string encode_png(const at::Tensor& frame) {
   using namespace libav;
   const auto fail = [](const std::string& found) {
-    throw ConfigError({.where = "encode_png",
-                       .found = found,
-                       .expected = "a frame uint8 [rows, columns, 3], and an FFmpeg with a PNG encoder",
-                       .action = "Mend the frame, or install the distribution's libavcodec"});
+    refuse("encode_png", found, "a frame uint8 [rows, columns, 3], and an FFmpeg with a PNG encoder",
+           "Mend the frame, or install the distribution's libavcodec");
   };
   if (frame.dim() != 3 || frame.size(2) != 3 || frame.numel() == 0 || frame.scalar_type() != at::kByte ||
       frame.size(0) > 1 << 14 || frame.size(1) > 1 << 14)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
@@ -12,8 +13,7 @@ namespace isograd {
 
 Sampler::Sampler(const SamplerOptions& options) : options_(options) {
   const auto refuse = [](const char* where, std::string found, const char* expected) {
-    throw ConfigError(
-        {.where = where, .found = std::move(found), .expected = expected, .action = "Correct it"});
+    isograd::refuse(where, std::move(found), expected, "Correct it");
   };
   if (options.samples < 1) refuse("Sampler samples", std::to_string(options.samples), "1 or more");
   if (options.samples_per_step < 1)
@@ -64,10 +64,9 @@ std::vector<std::int64_t> Sampler::next() {
 
 void Sampler::seek(Position position) {
   if (position.epoch < 0 || position.step < 0 || position.step >= steps_per_epoch())
-    throw ConfigError({.where = "Sampler position",
-                       .found = fmt::format("epoch {}, step {}", position.epoch, position.step),
-                       .expected = fmt::format("steps 0 to {}", steps_per_epoch() - 1),
-                       .action = "Seek to what position() gave, with the same number of samples and batch"});
+    isograd::refuse("Sampler position", fmt::format("epoch {}, step {}", position.epoch, position.step),
+                    fmt::format("steps 0 to {}", steps_per_epoch() - 1),
+                    "Seek to what position() gave, with the same number of samples and batch");
   position_ = position;
 }
 

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "data/companions.hpp"
 #include "data/sentencepiece_check.hpp"
 #include "isograd/error.hpp"
@@ -20,10 +21,8 @@ class SentencePieceTokenizer final : public Tokenizer {
     const MappedFile file(path);
     const std::string_view model(reinterpret_cast<const char*>(file.data()), file.size());
     if (const std::string problem = load(model); !problem.empty())
-      throw ConfigError({.where = "SentencePiece model " + path.string(),
-                         .found = problem,
-                         .expected = "a model written by spm_train",
-                         .action = "Check data.tokenizer"});
+      refuse("SentencePiece model " + path.string(), problem, "a model written by spm_train",
+             "Check data.tokenizer");
     name_ = "sentencepiece:" + checksum(file.data(), file.size());
   }
 
@@ -78,10 +77,8 @@ class SentencePieceTokenizer final : public Tokenizer {
 
   void check(const sentencepiece::util::Status& status, const char* operation) const {
     if (!status.ok())
-      throw ConfigError({.where = std::string(operation) + " with " + name_,
-                         .found = status.ToString(),
-                         .expected = "success",
-                         .action = "Check that the SentencePiece model is whole"});
+      refuse(std::string(operation) + " with " + name_, status.ToString(), "success",
+             "Check that the SentencePiece model is whole");
   }
 
   sentencepiece::SentencePieceProcessor processor_;

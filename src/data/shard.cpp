@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -117,10 +118,8 @@ bool Shard::resembles_own() const {
 }
 
 void Shard::fail(const std::string& found, const std::string& expected) const {
-  throw ConfigError({.where = "token shard " + file_.path().string(),
-                     .found = found,
-                     .expected = expected,
-                     .action = "Pack the text again, or copy the shard again"});
+  refuse("token shard " + file_.path().string(), found, expected,
+         "Pack the text again, or copy the shard again");
 }
 
 void Shard::open_own() {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/text_data.hpp"
@@ -10,10 +11,8 @@ namespace isograd {
 
 Split split_documents(const TokenStore& store, double validation_fraction, std::uint64_t seed) {
   if (!(validation_fraction >= 0 && validation_fraction < 1))
-    throw ConfigError({.where = "data.validation_fraction",
-                       .found = std::to_string(validation_fraction),
-                       .expected = "0 or more, below 1",
-                       .action = "Choose a share of the documents, such as 0.02"});
+    refuse("data.validation_fraction", std::to_string(validation_fraction), "0 or more, below 1",
+           "Choose a share of the documents, such as 0.02");
   const std::int64_t documents = store.num_documents();
   std::int64_t wanted = std::llround(validation_fraction * static_cast<double>(documents));
   if (validation_fraction > 0 && documents > 1) wanted = std::clamp<std::int64_t>(wanted, 1, documents - 1);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "data/shard.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
@@ -16,11 +17,9 @@ class ShardStore final : public TokenStore {
     for (const auto& file : files) {
       const Shard& shard = *shards_.emplace_back(std::make_unique<Shard>(file, end_of_text));
       if (shard.tokenizer() != shards_.front()->tokenizer())
-        throw ConfigError(
-            {.where = "token shard " + file.string(),
-             .found = describe_tokenizer(shard),
-             .expected = describe_tokenizer(*shards_.front()) + ", as in " + shards_.front()->path().string(),
-             .action = "Open shards of one tokenizer together"});
+        refuse("token shard " + file.string(), describe_tokenizer(shard),
+               describe_tokenizer(*shards_.front()) + ", as in " + shards_.front()->path().string(),
+               "Open shards of one tokenizer together");
       first_.push_back(first_.back() + shard.num_documents());
       tokens_ += shard.num_tokens();
       max_token_ = std::max(max_token_, shard.max_token());
@@ -71,10 +70,7 @@ class ShardStore final : public TokenStore {
 std::shared_ptr<TokenStore> TokenStore::open(const std::vector<std::filesystem::path>& files,
                                              std::optional<std::uint32_t> end_of_text) {
   if (files.empty())
-    throw ConfigError({.where = "data.shards",
-                       .found = "no files",
-                       .expected = "at least one token shard",
-                       .action = "Name shards, or text to pack"});
+    refuse("data.shards", "no files", "at least one token shard", "Name shards, or text to pack");
   return std::make_shared<ShardStore>(files, end_of_text);
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/text_data.hpp"
 
@@ -52,7 +53,7 @@ inline std::string config_error(const std::function<void()>& action) {
 }
 
 [[noreturn]] inline void torn_page() {
-  throw ConfigError({.where = "test", .found = "a torn page", .expected = "a whole one", .action = "None"});
+  refuse("test", "a torn page", "a whole one", "None");
 }
 
 class MemoryStore final : public TokenStore {

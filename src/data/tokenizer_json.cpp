@@ -106,8 +106,8 @@ class Helper {
 
   [[noreturn]] void no_package(const std::string& found) const {
     refuse(where_, found + " (" + python_ + ")", "a Python with the package tokenizers",
-           "Install it (python3 -m pip install tokenizers), or name a Python that has it in the variable "
-           "PYTHON");
+           "Install it (python3 -m pip install tokenizers), or name a Python that has it in the "
+           "variable PYTHON");
   }
 
   // For `events`, a second at most; an error once the time is up.

@@ -1,4 +1,5 @@
 // A build without FFmpeg's libraries.
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/video_data.hpp"
 
@@ -6,12 +7,9 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void refuse_without_video(const std::string& where) {
-  throw ConfigError({.where = where,
-                     .found = "a build of isograd without videos",
-                     .expected = "one that was made with FFmpeg's libraries",
-                     .action =
-                         "Install libavformat, libavcodec, libavutil and libswscale with their headers, "
-                         "and build again with -DISOGRAD_VIDEO=ON"});
+  refuse(where, "a build of isograd without videos", "one that was made with FFmpeg's libraries",
+         "Install libavformat, libavcodec, libavutil and libswscale with their headers, and build "
+         "again with -DISOGRAD_VIDEO=ON");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/refuse.hpp"
 #include "data/libav.hpp"
 #include "data/video.hpp"
 #include "isograd/error.hpp"
@@ -17,10 +18,7 @@ using namespace libav;
 
 [[noreturn]] void refuse_video(const fs::path& file, std::string found, std::string expected,
                                std::string action) {
-  throw ConfigError({.where = "video " + file.string(),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse("video " + file.string(), std::move(found), std::move(expected), std::move(action));
 }
 
 [[noreturn]] void damaged(const fs::path& file, const std::string& found) {
@@ -35,9 +33,7 @@ constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
 // sdp, ...), image sequences (image2) and networks: they name further files, which may never end. A pipe is
 // one image; wav and mp3 are here to be named as files without video.
 constexpr const char* kContainers =
-    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,asf,gif,apng,h264,hevc,obu,"
-    "ivf,"
-    "yuv4mpegpipe,mxf,nut,dv,mjpeg,png_pipe,jpeg_pipe,webp_pipe,wav,mp3";
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,asf,gif,apng,h264,hevc,obu,ivf,yuv4mpegpipe,mxf,nut,dv,mjpeg,png_pipe,jpeg_pipe,webp_pipe,wav,mp3";
 
 // One file being read, and no other.
 class Reader {
@@ -48,11 +44,10 @@ class Reader {
     const AVInputFormat* container = nullptr;
     int status = av_probe_input_buffer2(input_.io(), &container, file.c_str(), nullptr, 0, 0);
     if (status >= 0 && !av_match_list(container->name, kContainers, ','))
-      refuse_video(
-          file, fmt::format("the format \"{}\"", container->name),
-          "a file that holds its video itself, such as MP4, Matroska, WebM, AVI, MPEG or GIF; playlists, "
-          "scripts and image sequences are not followed",
-          "Leave it out, or convert it with `ffmpeg -i FILE -c copy out.mkv`");
+      refuse_video(file, fmt::format("the format \"{}\"", container->name),
+                   "a file that holds its video itself, such as MP4, Matroska, WebM, AVI, MPEG or GIF; "
+                   "playlists, scripts and image sequences are not followed",
+                   "Leave it out, or convert it with `ffmpeg -i FILE -c copy out.mkv`");
     AVDictionary* settings = nullptr;
     av_dict_set(&settings, "format_whitelist", kContainers, 0);  // of a container within another as well
     av_dict_set(&settings, "protocol_whitelist", "", 0);

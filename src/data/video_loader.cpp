@@ -7,6 +7,7 @@
 #include <numeric>
 #include <set>
 
+#include "base/refuse.hpp"
 #include "data/options.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -23,19 +24,13 @@ VideoLoader::VideoLoader(std::shared_ptr<const VideoStore> store, std::vector<st
   in_range<std::int64_t>("ranks", options.size, 1, 1 << 20);
   in_range<std::int64_t>("rank", options.rank, 0, options.size - 1);
   if (videos_.empty())
-    throw ConfigError({.where = "data",
-                       .found = "no videos",
-                       .expected = "at least one",
-                       .action = "Name more videos, or lower data.validation_fraction"});
+    refuse("data", "no videos", "at least one", "Name more videos, or lower data.validation_fraction");
   std::set<std::int64_t> seen;
   for (const std::int64_t video : videos_) {
     in_range<std::int64_t>("video", video, 0, store_->num_videos() - 1);
     // Sample ids are video numbers: one given twice would be one sample of twice the length.
     if (!seen.insert(video).second)
-      throw ConfigError({.where = "videos",
-                         .found = fmt::format("video {} twice", video),
-                         .expected = "each video once",
-                         .action = "Remove the repetition"});
+      refuse("videos", fmt::format("video {} twice", video), "each video once", "Remove the repetition");
   }
 }
 
@@ -126,10 +121,9 @@ void VideoLoader::seek(LoaderPosition position) {
 
 void VideoLoader::check(LoaderPosition at) const {
   if (at.epoch < 0 || at.step < 0 || at.step >= steps_per_epoch())
-    throw ConfigError({.where = "position of the data",
-                       .found = fmt::format("step {} of epoch {}", at.step, at.epoch),
-                       .expected = fmt::format("a step below {}, those of an epoch", steps_per_epoch()),
-                       .action = "Resume with the videos and the batch that the run began with"});
+    refuse("position of the data", fmt::format("step {} of epoch {}", at.step, at.epoch),
+           fmt::format("a step below {}, those of an epoch", steps_per_epoch()),
+           "Resume with the videos and the batch that the run began with");
 }
 
 }  // namespace isograd

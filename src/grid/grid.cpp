@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -41,10 +42,8 @@ std::int64_t product_of(const std::vector<Axis>& axes) {
 int ranks_of(const std::vector<Axis>& axes) {
   const std::int64_t product = product_of(axes);
   if (product > std::numeric_limits<int>::max())
-    throw ConfigError({.where = "the axes of the ranks",
-                       .found = text_of(axes),
-                       .expected = fmt::format("at most {} ranks", std::numeric_limits<int>::max()),
-                       .action = "Make an axis smaller"});
+    refuse("the axes of the ranks", text_of(axes),
+           fmt::format("at most {} ranks", std::numeric_limits<int>::max()), "Make an axis smaller");
   return static_cast<int>(product);
 }
 
@@ -65,13 +64,10 @@ void check_sizes(const std::vector<Axis>& axes, std::int64_t ranks, const std::s
   const bool sound = std::all_of(axes.begin(), axes.end(), [](const Axis& axis) { return axis.size >= 1; });
   if (sound && product == ranks) return;
   const auto changes = sound ? possible(axes, ranks) : std::vector<std::string>{};
-  throw ConfigError(
-      {.where = where,
-       .found = fmt::format("{} for {} ranks", text_of(axes), ranks),
-       .expected =
-           fmt::format("sizes of 1 or more whose product is {}{}{}", ranks,
-                       changes.empty() ? "" : ", with one of them changed: ", fmt::join(changes, " or ")),
-       .action = sound ? fmt::format("Change a size, or take {} ranks", product) : "Change the size"});
+  refuse(where, fmt::format("{} for {} ranks", text_of(axes), ranks),
+         fmt::format("sizes of 1 or more whose product is {}{}{}", ranks,
+                     changes.empty() ? "" : ", with one of them changed: ", fmt::join(changes, " or ")),
+         sound ? fmt::format("Change a size, or take {} ranks", product) : "Change the size");
 }
 
 }  // namespace
@@ -81,10 +77,8 @@ Grid::Grid(std::vector<Axis> axes, int ranks) : axes_(std::move(axes)), ranks_(r
   AxisSet seen;
   for (const Axis& axis : axes_)
     if (!seen.insert(axis.name).second)
-      throw ConfigError({.where = "the axes of the ranks",
-                         .found = fmt::format("'{}' twice", axis.name),
-                         .expected = "every name once",
-                         .action = "Rename one of them"});
+      refuse("the axes of the ranks", fmt::format("'{}' twice", axis.name), "every name once",
+             "Rename one of them");
 }
 
 Grid::Grid(std::vector<Axis> axes) : Grid(axes, ranks_of(axes)) {}
@@ -92,20 +86,16 @@ Grid::Grid(std::vector<Axis> axes) : Grid(axes, ranks_of(axes)) {}
 Grid Grid::viewed(const AxisSet& of, std::vector<Axis> factors) const {
   for (const auto& name : of)
     if (!names().count(name))
-      throw ConfigError({.where = "a view of axes",
-                         .found = fmt::format("'{}'", name),
-                         .expected = fmt::format("one of {}", fmt::join(names(), ", ")),
-                         .action = "Name axes of the grid"});
+      refuse("a view of axes", fmt::format("'{}'", name), fmt::format("one of {}", fmt::join(names(), ", ")),
+             "Name axes of the grid");
   check_sizes(factors, size(of), fmt::format("the view of {}", text(of)));
   Grid result = *this;
   for (const Axis& factor : factors) {
     const bool twice = std::count_if(factors.begin(), factors.end(),
                                      [&](const Axis& a) { return a.name == factor.name; }) > 1;
     if (twice || has(factor.name))
-      throw ConfigError({.where = fmt::format("the view of {}", text(of)),
-                         .found = fmt::format("'{}' again", factor.name),
-                         .expected = "a name that no axis and no factor has",
-                         .action = "Rename the factor"});
+      refuse(fmt::format("the view of {}", text(of)), fmt::format("'{}' again", factor.name),
+             "a name that no axis and no factor has", "Rename the factor");
   }
   result.views_.push_back({of, std::move(factors)});
   return result;
@@ -161,16 +151,13 @@ void Grid::check(const AxisSet& along) const {
       AxisSet all = names();
       for (const View& view : views_)
         for (const Axis& factor : view.factors) all.insert(factor.name);
-      throw ConfigError({.where = "an axis of the ranks",
-                         .found = fmt::format("'{}'", name),
-                         .expected = fmt::format("one of {}", fmt::join(all, ", ")),
-                         .action = "Correct the name"});
+      refuse("an axis of the ranks", fmt::format("'{}'", name),
+             fmt::format("one of {}", fmt::join(all, ", ")), "Correct the name");
     }
     if (const auto part = part_of(name); part && without_parts(along).size() < along.size())
-      throw ConfigError({.where = "axes of the ranks",
-                         .found = fmt::format("{}", fmt::join(along, ", ")),
-                         .expected = fmt::format("'{}' without other names of its ranks", name),
-                         .action = "Name the axis, or places along it once"});
+      refuse("axes of the ranks", fmt::format("{}", fmt::join(along, ", ")),
+             fmt::format("'{}' without other names of its ranks", name),
+             "Name the axis, or places along it once");
     const View* view = view_of(name);
     if (!view) continue;
     const bool overlaps = std::any_of(view->of.begin(), view->of.end(),
@@ -179,10 +166,9 @@ void Grid::check(const AxisSet& along) const {
                            std::any_of(view->of.begin(), view->of.end(),
                                        [&](const std::string& axis) { return taken->of.count(axis); }));
     if (overlaps)
-      throw ConfigError({.where = "axes of the ranks",
-                         .found = fmt::format("{}", fmt::join(along, ", ")),
-                         .expected = fmt::format("'{}' without other names of its ranks", name),
-                         .action = "Name the axes, or the factors of one view"});
+      refuse("axes of the ranks", fmt::format("{}", fmt::join(along, ", ")),
+             fmt::format("'{}' without other names of its ranks", name),
+             "Name the axes, or the factors of one view");
     taken = view;
   }
 }
@@ -306,12 +292,9 @@ Grid data_grid(int ranks, const DataAxes& sizes) {
     std::vector<int> possible;
     for (int size = 1; size <= ranks; ++size)
       if (ranks % size == 0) possible.push_back(size);
-    throw ConfigError(
-        {.where = "the axes of the ranks",
-         .found = fmt::format("{} for {} ranks", text_of(asked), ranks),
-         .expected =
-             fmt::format("sizes of 1 or more whose product divides the ranks: {}", fmt::join(possible, ", ")),
-         .action = "Change parallel.replicas, parallel.cp_ring, parallel.cp_ulysses or the ranks"});
+    refuse("the axes of the ranks", fmt::format("{} for {} ranks", text_of(asked), ranks),
+           fmt::format("sizes of 1 or more whose product divides the ranks: {}", fmt::join(possible, ", ")),
+           "Change parallel.replicas, parallel.cp_ring, parallel.cp_ulysses or the ranks");
   }
   const auto shards = static_cast<int>(ranks / product);
   return Grid({asked[0], {"dp_shard", shards}, asked[1], asked[2]}, ranks);

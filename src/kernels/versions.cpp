@@ -4,6 +4,7 @@
 #include <iterator>
 #include <string>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::kernels {
@@ -33,15 +34,10 @@ int chosen_level() {
   for (int level = 0; level < static_cast<int>(std::size(kLevels)); ++level) {
     if (std::string(variable) != kLevels[level]) continue;
     if (level <= best) return level;
-    throw ConfigError({.where = kVariable,
-                       .found = std::string(variable) + " on a processor of level " + kLevels[best],
-                       .expected = "a level that the processor has",
-                       .action = "Unset the variable, or lower it"});
+    refuse(kVariable, std::string(variable) + " on a processor of level " + kLevels[best],
+           "a level that the processor has", "Unset the variable, or lower it");
   }
-  throw ConfigError({.where = kVariable,
-                     .found = variable,
-                     .expected = "scalar, avx2 or avx512",
-                     .action = "Unset the variable, or correct it"});
+  refuse(kVariable, variable, "scalar, avx2 or avx512", "Unset the variable, or correct it");
 }
 
 }  // namespace

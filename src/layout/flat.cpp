@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/storage.hpp"
 
@@ -16,10 +17,8 @@ at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients) {
 
 void check_can_be_shared(const BucketPlan& plan) {
   if (plan.device.is_cpu()) return;
-  throw ConfigError({.where = "one copy of the parameters",
-                     .found = "parameters on " + plan.device.str(),
-                     .expected = "parameters in host memory, which the ranks of a host can share",
-                     .action = "Set share_parameters to off"});
+  refuse("one copy of the parameters", "parameters on " + plan.device.str(),
+         "parameters in host memory, which the ranks of a host can share", "Set share_parameters to off");
 }
 
 void pad_for(BucketPlan& plan, int parts) {

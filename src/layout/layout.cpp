@@ -155,8 +155,8 @@ void Layout::check_copies(const std::vector<at::Tensor>& tensors, const std::str
           {.where = fmt::format("the {} of parameter '{}'", what, parameter.name),
            .found = fmt::format("different bits on ranks {} and {}", first, rank),
            .expected = fmt::format("copies with the same bits along {}", fmt::join(parameter.copies, ", ")),
-           .action = "Where each rank's gradient is a part of the whole, name that axis in the "
-                     "placement's `summed`; otherwise compute the same on every rank"});
+           .action = "Where each rank's gradient is a part of the whole, name that axis in the placement's "
+                     "`summed`; otherwise compute the same on every rank"});
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/parameters.hpp"
 #include "layout/flat.hpp"
@@ -15,10 +16,7 @@ namespace {
 
 [[noreturn]] void refuse_parameter(const std::string& name, std::string found, std::string expected,
                                    std::string action) {
-  throw ConfigError({.where = fmt::format("parameter '{}'", name),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse(fmt::format("parameter '{}'", name), std::move(found), std::move(expected), std::move(action));
 }
 
 void check_one(const std::string& name, const at::Tensor& tensor) {
@@ -130,10 +128,10 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
   ISOGRAD_INVARIANT(order.empty() || order.size() == parameters.size(),
                     fmt::format("an order of {} of {} parameters", order.size(), parameters.size()));
   if (bucket_bytes <= 0 || first_bucket_bytes < 0)
-    throw ConfigError({.where = bucket_bytes <= 0 ? "bucket_bytes" : "first_bucket_bytes",
-                       .found = std::to_string(bucket_bytes <= 0 ? bucket_bytes : first_bucket_bytes),
-                       .expected = bucket_bytes <= 0 ? "1 or more" : "0 or more",
-                       .action = "Raise it; the default is 25 MiB, and 1 MiB for the first bucket"});
+    refuse(bucket_bytes <= 0 ? "bucket_bytes" : "first_bucket_bytes",
+           std::to_string(bucket_bytes <= 0 ? bucket_bytes : first_bucket_bytes),
+           bucket_bytes <= 0 ? "1 or more" : "0 or more",
+           "Raise it; the default is 25 MiB, and 1 MiB for the first bucket");
   const std::int64_t first_limit =
       first_bucket_bytes > 0 ? std::min(first_bucket_bytes, bucket_bytes) : bucket_bytes;
   using Kind = std::pair<at::ScalarType, SyncAxes>;

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -63,13 +64,11 @@ void check_nothing_stays_behind(const std::vector<NamedParameter>& parameters) {
     const std::size_t others =
         tensor.storage().use_count() - known.at(tensor.storage().unsafeGetStorageImpl());
     if (others > 0)
-      throw ConfigError(
-          {.where = fmt::format("parameter '{}'", name),
-           .found = fmt::format("{} other tensor{} in the memory that it is a part or another order of",
-                                others, others == 1 ? "" : "s"),
-           .expected = "memory of its own, which the layout can move with all that share it",
-           .action =
-               "Make the parameter with clone() or contiguous(), and what shares it from the parameter"});
+      refuse(fmt::format("parameter '{}'", name),
+             fmt::format("{} other tensor{} in the memory that it is a part or another order of", others,
+                         others == 1 ? "" : "s"),
+             "memory of its own, which the layout can move with all that share it",
+             "Make the parameter with clone() or contiguous(), and what shares it from the parameter");
   }
 }
 
@@ -96,11 +95,10 @@ Claim::Claim(const std::vector<NamedParameter>& parameters) {
       continue;
     }
     for (const auto& own : storages_) claimed().storages.erase(own.get());
-    throw ConfigError(
-        {.where = fmt::format("parameter '{}'", name),
-         .found = "memory that another parameter or layout uses, of this model or of another rank's",
-         .expected = "a model of its own for each layout",
-         .action = "Destroy the other layout first; on ranks that are threads give each a clone()"});
+    refuse(fmt::format("parameter '{}'", name),
+           "memory that another parameter or layout uses, of this model or of another rank's",
+           "a model of its own for each layout",
+           "Destroy the other layout first; on ranks that are threads give each a clone()");
   }
 }
 
@@ -134,11 +132,10 @@ void Writes::add(const NamedParameter& parameter) {
 void Writes::check_in_place() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
     if (parameters_[i].storage().unsafeGetStorageImpl() != storages_[i].unsafeGetStorageImpl())
-      throw ConfigError({.where = fmt::format("parameter '{}'", names_[i]),
-                         .found = "values that no longer live in the layout's memory",
-                         .expected = "the tensor left in place",
-                         .action = "Convert, move and load the model before making the layout; afterwards "
-                                   "write values with its write()"});
+      refuse(fmt::format("parameter '{}'", names_[i]), "values that no longer live in the layout's memory",
+             "the tensor left in place",
+             "Convert, move and load the model before making the layout; afterwards write values with "
+             "its write()");
 }
 
 std::vector<std::size_t> Writes::written() const {

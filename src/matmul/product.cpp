@@ -8,6 +8,7 @@
 #include <exception>
 #include <string_view>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "matmul/brgemm.hpp"
 
@@ -149,10 +150,7 @@ Multiplier multiplier_of_variable() {
   for (const Multiplier one :
        {Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm})
     if (text == name_of(one)) return one;
-  throw ConfigError({.where = kMultiplierVariable,
-                     .found = variable,
-                     .expected = "rule, blas, onednn or brgemm",
-                     .action = "Unset the variable, or correct it"});
+  refuse(kMultiplierVariable, variable, "rule, blas, onednn or brgemm", "Unset the variable, or correct it");
 }
 
 Multiplier& multiplier() {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
 
@@ -9,10 +10,7 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void bad(const char* key, const std::string& found, const std::string& expected) {
-  throw ConfigError({.where = std::string("model.") + key,
-                     .found = found,
-                     .expected = expected,
-                     .action = "Correct the model's shape"});
+  refuse(std::string("model.") + key, found, expected, "Correct the model's shape");
 }
 
 void at_least_one(const char* key, std::int64_t value) {

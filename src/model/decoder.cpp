@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "attention/attention.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "model/fused.hpp"
 #include "model/seam_products.hpp"
@@ -13,11 +14,8 @@ namespace {
 
 void check_batch(const Batch& batch, std::int64_t vocabulary) {
   const auto bad = [](const std::string& found, const std::string& expected) {
-    throw ConfigError(
-        {.where = "batch for the model",
-         .found = found,
-         .expected = expected,
-         .action = "Use the tokenizer that the model was made for, and batches as a loader makes them"});
+    refuse("batch for the model", found, expected,
+           "Use the tokenizer that the model was made for, and batches as a loader makes them");
   };
   const auto& tokens = batch.tokens;
   if (!tokens.defined() || tokens.dim() != 1 || tokens.scalar_type() != at::kLong ||
@@ -223,13 +221,11 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
   const auto device = impl_->embedding.device();
   if (batch.cut && !impl_->given_attention)
-    throw ConfigError(
-        {.where = "batch for the model",
-         .found = fmt::format("a part of a batch that is cut over {} context ranks, and attention "
-                              "that knows no ranks",
-                              batch.cut->pieces.size()),
-         .expected = "attention over the context ranks",
-         .action = "Give the model a ContextAttention (set_attention)"});
+    refuse(
+        "batch for the model",
+        fmt::format("a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
+                    batch.cut->pieces.size()),
+        "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
   std::vector<std::int64_t> lengths;  // of the documents, of which this batch may hold parts
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
     lengths.push_back(batch.cut ? batch.cut->document_length(batch.cut->own().at(f).document)
@@ -237,17 +233,13 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   if (const std::int64_t window = impl_->config.sliding_window; window > 0)
     for (const std::int64_t length : lengths)
       if (length > window)
-        throw ConfigError(
-            {.where = "batch for the model",
-             .found = fmt::format("a document of {} tokens", length),
-             .expected = fmt::format(
-                 "at most {}, the sliding window: attention within a window is not supported", window),
-             .action = "Shorten the packs (data.pack_length)"});
+        refuse(
+            "batch for the model", fmt::format("a document of {} tokens", length),
+            fmt::format("at most {}, the sliding window: attention within a window is not supported", window),
+            "Shorten the packs (data.pack_length)");
   if (batch.bounds_only && impl_->rotary.depends_on_length(batch.num_tokens()))
-    throw ConfigError({.where = "batch for the model",
-                       .found = "bounds of documents, and frequencies that depend on how long each is",
-                       .expected = "the documents' lengths",
-                       .action = "Leave StepOptions::capture off for this model"});
+    refuse("batch for the model", "bounds of documents, and frequencies that depend on how long each is",
+           "the documents' lengths", "Leave StepOptions::capture off for this model");
   const auto [cos, sin] =
       impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths, batch.largest_position);
   BlockPass pass{.cos = cos.to(device), .sin = sin.to(device), .attend = {}};

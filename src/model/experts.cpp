@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "base/refuse.hpp"
 #include "comm/gradient_place.hpp"
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
@@ -155,10 +156,8 @@ Routing route(const at::Tensor& logits, const ExpertsShape& shape, const at::Ten
               const Choose& choose) {
   const std::int64_t experts = logits.size(1), each = shape.per_token;
   if (each < 1 || each > experts)
-    throw ConfigError({.where = "model.experts_per_token",
-                       .found = std::to_string(each),
-                       .expected = fmt::format("1 to {}, the experts", experts),
-                       .action = "Choose fewer experts for each token, or have more"});
+    refuse("model.experts_per_token", std::to_string(each), fmt::format("1 to {}, the experts", experts),
+           "Choose fewer experts for each token, or have more");
   Routing routing;
   routing.scores = shape.sigmoid ? at::sigmoid(logits.to(weights_type(logits)))
                                  : at::softmax(logits, 1, weights_type(logits));

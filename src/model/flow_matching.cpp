@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "data/move.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -119,10 +120,7 @@ FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch
 
 at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions& options) {
   if (options.steps < 1)
-    throw ConfigError({.where = "sample_flow",
-                       .found = fmt::format("{} steps", options.steps),
-                       .expected = "1 or more",
-                       .action = "Ask for some"});
+    refuse("sample_flow", fmt::format("{} steps", options.steps), "1 or more", "Ask for some");
   constexpr std::int64_t kNoStep = -1;  // of training
   const std::int64_t length = grid.count();
   Batch batch;

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "attention/attention.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "model/decoder.hpp"
@@ -12,7 +13,7 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void refuse_request(const char* where, const std::string& found, const std::string& expected) {
-  throw ConfigError({.where = where, .found = found, .expected = expected, .action = "Change the request"});
+  refuse(where, found, expected, "Change the request");
 }
 
 // Keys (turned) and values of every position so far, layer by layer; room grows by doubling.

@@ -7,6 +7,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "model/hf_experts.hpp"
 #include "model/json_reader.hpp"
@@ -81,11 +82,7 @@ bool is_qwen(const std::string& family) {
 }
 
 void read_scaling(const json& object, const std::string& where, DecoderConfig& config) {
-  if (!object.is_object())
-    throw ConfigError({.where = where,
-                       .found = brief(object),
-                       .expected = "an object or null",
-                       .action = "Correct config.json"});
+  if (!object.is_object()) isograd::refuse(where, brief(object), "an object or null", "Correct config.json");
   JsonReader reader(object, where + ".");
   RopeScaling& scaling = config.rope_scaling;
   const std::string old_kind = reader.text("type", "default");
@@ -116,9 +113,10 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
     const double ratio =
         static_cast<double>(config.max_positions) / static_cast<double>(scaling.original_max_positions);
     if (!reader.has("factor"))
-      reader.bad_value("factor", fmt::format("a number, or null for max_position_embeddings / "
-                                             "original_max_position_embeddings, {}",
-                                             ratio));
+      reader.bad_value(
+          "factor",
+          fmt::format("a number, or null for max_position_embeddings / original_max_position_embeddings, {}",
+                      ratio));
     scaling.factor = reader.find("factor") ? reader.number("factor") : ratio;
     scaling.beta_fast = number_or("beta_fast", 32), scaling.beta_slow = number_or("beta_slow", 1);
     // Null is not true: only where the key is absent does transformers take its default.
@@ -312,10 +310,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   const auto [object, problem] = parse_json(text);
   const std::string where = file.string() + ": ";
   if (!problem.empty())
-    throw ConfigError({.where = file.string(),
-                       .found = problem,
-                       .expected = "a Hugging Face config.json",
-                       .action = "Restore the file"});
+    isograd::refuse(file.string(), problem, "a Hugging Face config.json", "Restore the file");
   JsonReader reader(object, where);
   DecoderConfig config;
   config.family = reader.text("model_type");
@@ -433,10 +428,8 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
 std::vector<std::int64_t> parse_generation_eos(const std::string& text, const std::filesystem::path& file) {
   const auto [object, problem] = parse_json(text);
   const auto refuse = [&](const std::string& where, const std::string& found, const char* expected) {
-    throw ConfigError({.where = file.string() + where,
-                       .found = found,
-                       .expected = expected,
-                       .action = "Correct the file, or remove it: eos_token_id of config.json counts then"});
+    isograd::refuse(file.string() + where, found, expected,
+                    "Correct the file, or remove it: eos_token_id of config.json counts then");
   };
   if (!problem.empty()) refuse("", problem, "a Hugging Face generation_config.json");
   const json ends = object.value("eos_token_id", json());

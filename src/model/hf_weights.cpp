@@ -5,6 +5,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
@@ -24,10 +25,8 @@ constexpr const char* kHead = "lm_head.weight";
 
 [[noreturn]] void bad(const fs::path& file, const std::string& tensor, const std::string& found,
                       const std::string& expected) {
-  throw ConfigError({.where = file.string() + (tensor.empty() ? "" : ": " + tensor),
-                     .found = found,
-                     .expected = expected,
-                     .action = "Use weights that belong to the config.json beside them"});
+  refuse(file.string() + (tensor.empty() ? "" : ": " + tensor), found, expected,
+         "Use weights that belong to the config.json beside them");
 }
 
 std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {

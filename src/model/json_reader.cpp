@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -15,13 +16,10 @@ std::string brief(const nlohmann::json& value) {
 }
 
 void JsonReader::bad(const std::string& key, const std::string& found, const std::string& expected) const {
-  throw ConfigError(
-      {.where = where_ + key,
-       .found = found,
-       .expected = expected,
-       .action =
-           "Use a model that isograd computes to the letter: Llama, Qwen2, Qwen3, Mistral, Mixtral, "
-           "Qwen2-MoE, Qwen3-MoE or dots1, with full attention or a sliding window that documents fit into"});
+  refuse(where_ + key, found, expected,
+         "Use a model that isograd computes to the letter: Llama, Qwen2, Qwen3, Mistral, Mixtral, "
+         "Qwen2-MoE, Qwen3-MoE or dots1, with full attention or a sliding window that documents "
+         "fit into");
 }
 
 void JsonReader::bad_value(const std::string& key, const std::string& expected) const {

@@ -1,4 +1,5 @@
 #include "model/parameters.hpp"
+#include "base/refuse.hpp"
 
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -48,10 +49,7 @@ void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std
 
 void check_model_dtype(at::ScalarType dtype) {
   if (dtype != at::kDouble && dtype != at::kFloat && dtype != at::kBFloat16)
-    throw ConfigError({.where = "the model's dtype",
-                       .found = c10::toString(dtype),
-                       .expected = "Double, Float or BFloat16",
-                       .action = "Choose one of them"});
+    refuse("the model's dtype", c10::toString(dtype), "Double, Float or BFloat16", "Choose one of them");
 }
 
 void check_finite(const std::filesystem::path& file, const std::string& name, const at::Tensor& values) {
@@ -61,12 +59,11 @@ void check_finite(const std::filesystem::path& file, const std::string& name, co
   const at::Tensor first = others[0].contiguous();
   const at::ArrayRef<std::int64_t> place(first.data_ptr<std::int64_t>(),
                                          static_cast<std::size_t>(first.numel()));
-  throw ConfigError(
-      {.where = file.string() + ": " + name,
-       .found = fmt::format("{} of {} values that are not finite as {}, the first at {}", others.size(0),
-                            values.numel(), c10::toString(values.scalar_type()), c10::str(place)),
-       .expected = "finite weights",
-       .action = "Load weights from before they diverged, or in a type that holds them (train.dtype)"});
+  refuse(file.string() + ": " + name,
+         fmt::format("{} of {} values that are not finite as {}, the first at {}", others.size(0),
+                     values.numel(), c10::toString(values.scalar_type()), c10::str(place)),
+         "finite weights",
+         "Load weights from before they diverged, or in a type that holds them (train.dtype)");
 }
 
 }  // namespace isograd

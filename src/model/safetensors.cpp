@@ -7,6 +7,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "model/json_reader.hpp"
 
@@ -79,10 +80,8 @@ class Reader {
  private:
   [[noreturn]] void bad(const std::string& tensor, const std::string& found,
                         const std::string& expected) const {
-    throw ConfigError({.where = file_->path().string() + (tensor.empty() ? "" : ": tensor " + tensor),
-                       .found = found,
-                       .expected = expected,
-                       .action = "The file is damaged or no safetensors file: restore or write it again"});
+    refuse(file_->path().string() + (tensor.empty() ? "" : ": tensor " + tensor), found, expected,
+           "The file is damaged or no safetensors file: restore or write it again");
   }
 
   nlohmann::json parse_header() {
@@ -194,10 +193,8 @@ class Reader {
 
 [[noreturn]] void cannot_write(const std::filesystem::path& path, const std::string& name,
                                const std::string& found, const std::string& expected) {
-  throw ConfigError({.where = path.string() + ": tensor " + name,
-                     .found = found,
-                     .expected = expected,
-                     .action = "Write tensors that the safetensors format can hold"});
+  refuse(path.string() + ": tensor " + name, found, expected,
+         "Write tensors that the safetensors format can hold");
 }
 
 const Dtype& dtype_of(const std::filesystem::path& path, const TensorStream::Entry& entry) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/layout.hpp"
 #include "layout/readings.hpp"
@@ -89,10 +90,7 @@ GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& grad
 
 double clip_coefficient(double norm, double max_norm) {
   if (std::isnan(max_norm))
-    throw ConfigError({.where = "max_norm",
-                       .found = "NaN",
-                       .expected = "a number: a limit above 0, or 0 for no clipping",
-                       .action = "Set max_norm"});
+    refuse("max_norm", "NaN", "a number: a limit above 0, or 0 for no clipping", "Set max_norm");
   return max_norm > 0 ? std::fmin(1.0, max_norm / (norm + 1e-6)) : 1.0;
 }
 

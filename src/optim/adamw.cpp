@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "kernels/flat.hpp"
@@ -15,10 +16,7 @@ namespace {
 
 void check(const AdamWOptions& options) {
   const auto refuse = [](const char* key, double found, const char* expected) {
-    throw ConfigError({.where = fmt::format("AdamW {}", key),
-                       .found = fmt::format("{}", found),
-                       .expected = expected,
-                       .action = "Change it"});
+    isograd::refuse(fmt::format("AdamW {}", key), fmt::format("{}", found), expected, "Change it");
   };
   if (!(options.beta1 >= 0 && options.beta1 < 1)) refuse("beta1", options.beta1, "0 <= beta1 < 1");
   if (!(options.beta2 >= 0 && options.beta2 < 1)) refuse("beta2", options.beta2, "0 <= beta2 < 1");

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "threads/parallel_for.hpp"
 
@@ -23,13 +24,12 @@ void Tally::look(const std::vector<Bucket>& buckets, std::int64_t updates) {
     for (std::size_t s = 0; s < std::max(slots.size(), known_[b].size()); ++s)
       if (s >= slots.size() || s >= known_[b].size() || slots[s].name != known_[b][s].name ||
           slots[s].offset != known_[b][s].offset)
-        throw ConfigError(
-            {.where = "an optimizer's state",
-             .found = fmt::format("bucket {} with {} where the state is that of {}", b,
-                                  s < slots.size() ? "'" + slots[s].name + "'" : "no further parameter",
-                                  s < known_[b].size() ? "'" + known_[b][s].name + "'" : "none"),
-             .expected = "the buckets of the layout that it was made for",
-             .action = "Make an optimizer for each layout; copy state() by parameter from one to the other"});
+        refuse("an optimizer's state",
+               fmt::format("bucket {} with {} where the state is that of {}", b,
+                           s < slots.size() ? "'" + slots[s].name + "'" : "no further parameter",
+                           s < known_[b].size() ? "'" + known_[b][s].name + "'" : "none"),
+               "the buckets of the layout that it was made for",
+               "Make an optimizer for each layout; copy state() by parameter from one to the other");
   }
 }
 

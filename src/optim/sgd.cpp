@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "kernels/flat.hpp"
@@ -16,11 +17,10 @@ class Sgd final : public Optimizer {
   explicit Sgd(const SgdOptions& options) : options_(options) {
     if (!(options.momentum >= 0 && options.momentum < 1) || !(options.weight_decay >= 0) ||
         !(options.learning_rate >= 0))
-      throw ConfigError({.where = "SGD",
-                         .found = fmt::format("learning_rate {}, momentum {}, weight_decay {}",
-                                              options.learning_rate, options.momentum, options.weight_decay),
-                         .expected = "learning_rate >= 0, 0 <= momentum < 1, weight_decay >= 0",
-                         .action = "Change the one outside its range"});
+      refuse("SGD",
+             fmt::format("learning_rate {}, momentum {}, weight_decay {}", options.learning_rate,
+                         options.momentum, options.weight_decay),
+             "learning_rate >= 0, 0 <= momentum < 1, weight_decay >= 0", "Change the one outside its range");
   }
   std::string kind() const override { return "sgd"; }
 

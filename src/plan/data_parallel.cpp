@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/plan.hpp"
 
@@ -11,10 +12,7 @@ namespace {
 
 void check(const DataParallelPlan& plan) {
   const auto refuse = [](const char* what, std::int64_t found, const char* expected) {
-    throw ConfigError({.where = "a data-parallel plan",
-                       .found = fmt::format("{} {}", what, found),
-                       .expected = expected,
-                       .action = "Change it"});
+    isograd::refuse("a data-parallel plan", fmt::format("{} {}", what, found), expected, "Change it");
   };
   if (plan.numel < 0) refuse("numel", plan.numel, "0 or more");
   if (plan.stage < 0 || plan.stage > 3) refuse("stage", plan.stage, "0, 1, 2 or 3");

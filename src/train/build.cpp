@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
 #include "train/clip_config.hpp"
@@ -27,10 +28,8 @@ fs::path libtorch_headers() {
     library = fs::weakly_canonical(info.dli_fname);
   const fs::path headers = library.parent_path().parent_path() / "include";
   if (!fs::exists(headers / "c10"))
-    throw ConfigError({.where = "data.text (empty: the default corpus)",
-                       .found = "no LibTorch headers beside " + library.string(),
-                       .expected = headers.string(),
-                       .action = "Name text of your own in data.text"});
+    refuse("data.text (empty: the default corpus)", "no LibTorch headers beside " + library.string(),
+           headers.string(), "Name text of your own in data.text");
   return headers;
 }
 
@@ -55,10 +54,8 @@ std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const st
   std::unique_ptr<Tokenizer> tokenizer;
   if (named) tokenizer = open_tokenizer(config.data.tokenizer);
   if (!tokenizer || tokenizer->name() != name)
-    throw ConfigError({.where = "data.tokenizer",
-                       .found = config.data.tokenizer + (tokenizer ? " (" + tokenizer->name() + ")" : ""),
-                       .expected = name + ", which these shards were packed with",
-                       .action = "Name that tokenizer's file in data.tokenizer"});
+    refuse("data.tokenizer", config.data.tokenizer + (tokenizer ? " (" + tokenizer->name() + ")" : ""),
+           name + ", which these shards were packed with", "Name that tokenizer's file in data.tokenizer");
   return tokenizer;
 }
 
@@ -117,10 +114,7 @@ at::ScalarType scalar_type(const std::string& dtype) {
   if (dtype == "float64") return at::kDouble;
   if (dtype == "float32") return at::kFloat;
   if (dtype == "bfloat16") return at::kBFloat16;
-  throw ConfigError({.where = "train.dtype",
-                     .found = dtype,
-                     .expected = "float64, float32 or bfloat16",
-                     .action = "Choose one of them"});
+  refuse("train.dtype", dtype, "float64, float32 or bfloat16", "Choose one of them");
 }
 
 DecoderConfig configured_shape(const RunConfig& config) {
@@ -279,10 +273,7 @@ std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
     return sgd({.learning_rate = config.schedule.peak,
                 .momentum = config.optimizer.momentum,
                 .weight_decay = config.optimizer.adamw.weight_decay});
-  throw ConfigError({.where = "optimizer.kind",
-                     .found = config.optimizer.kind,
-                     .expected = "adamw or sgd",
-                     .action = "Choose one of them"});
+  refuse("optimizer.kind", config.optimizer.kind, "adamw or sgd", "Choose one of them");
 }
 
 ClippingOptimizer make_clipping_optimizer(const RunConfig& config, const Group& all) {

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/memory.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "parallel/data/rank_roles.hpp"
 #include "train/build.hpp"
@@ -28,16 +29,11 @@ struct Chosen {
 Chosen chosen(const std::string& strategy, const ModelUnits* units, DataParallelOptions options) {
   const auto names = strategy_names();
   if (std::find(names.begin(), names.end(), strategy) == names.end())
-    throw ConfigError({.where = "parallel.strategy",
-                       .found = strategy,
-                       .expected = fmt::format("{}", fmt::join(names, ", ")),
-                       .action = "Choose one of them"});
+    refuse("parallel.strategy", strategy, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
   options.stage = stage_of(strategy);
   if (options.stage == 3 && !units)
-    throw ConfigError({.where = "zero3",
-                       .found = "a model without units",
-                       .expected = "VerifyModel::units, as verify_model() gives it",
-                       .action = "Make the model with verify_model(), or fill in its units"});
+    refuse("zero3", "a model without units", "VerifyModel::units, as verify_model() gives it",
+           "Make the model with verify_model(), or fill in its units");
   if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
   return {.naive = strategy == "naive", .options = std::move(options)};
 }

@@ -205,16 +205,16 @@ std::string drawn_axes(const Chart& chart, const Frame& frame) {
   ticks(frame.y, [&](double value) {
     const double y = frame.py(value);
     text += fmt::format(
-        "<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/><text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" "
-        "text-anchor=\"end\">{}</text>",
+        "<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/><text class=\"tick\" x=\"{:.1f}\" "
+        "y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
         kLeft, y, kWidth - kRight, kLeft - 8, y + 4, tick_label(value, frame.y));
   });
   const double bottom = kTop + kInnerHeight;
   ticks(frame.x, [&](double value) {
     const double x = frame.px(value);
     text += fmt::format(
-        "<path class=\"axis\" d=\"M{:.1f} {:.1f}v5\"/><text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" "
-        "text-anchor=\"middle\">{}</text>",
+        "<path class=\"axis\" d=\"M{:.1f} {:.1f}v5\"/><text class=\"tick\" x=\"{:.1f}\" "
+        "y=\"{:.1f}\" text-anchor=\"middle\">{}</text>",
         x, bottom, x, bottom + 18, tick_label(value, frame.x));
   });
   text += fmt::format("<path class=\"axis\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, bottom, kWidth - kRight);

@@ -11,6 +11,7 @@
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "model/safetensors.hpp"
@@ -89,13 +90,10 @@ void check_masters(const fs::path& file, DataParallel& layout) {
               .all()
               .item<bool>())
         continue;
-      throw ConfigError(
-          {.where = file.string() + ": " + slot.name + ".master",
-           .found = "values that do not round to the parameter's",
-           .expected = "masters of these very weights: the first update would bring the masters' back",
-           .action =
-               "Read the weights from the same checkpoint before making the layout; where its own files "
-               "differ, start anew from its weights with model.load"});
+      refuse(file.string() + ": " + slot.name + ".master", "values that do not round to the parameter's",
+             "masters of these very weights: the first update would bring the masters' back",
+             "Read the weights from the same checkpoint before making the layout; where its own files "
+             "differ, start anew from its weights with model.load");
     }
   }
 }
@@ -148,11 +146,8 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
                        Optimizer& optimizer, const Layout* placed) {
   const fs::path path = directory / kOptimizerFile;
   const auto bad = [&](const std::string& name, const std::string& found, const std::string& expected) {
-    throw ConfigError(
-        {.where = path.string() + ": " + name,
-         .found = found,
-         .expected = expected,
-         .action = "Resume with the model, optimizer and dtype that this checkpoint was saved with"});
+    refuse(path.string() + ": " + name, found, expected,
+           "Resume with the model, optimizer and dtype that this checkpoint was saved with");
   };
   const auto saved = read_safetensors(path);
   const auto wanted = places(layout, sharded_state(layout, optimizer));
@@ -177,13 +172,11 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
     if (source.sizes() != at::IntArrayRef(shape) || source.scalar_type() != flat.scalar_type())
       bad(name, described(source.scalar_type(), source.sizes()), expected);
     if (state.updates == 0 && !name.ends_with(".master") && source.count_nonzero().item<std::int64_t>() > 0)
-      throw ConfigError({.where = (directory / kStateFile).string() + ": updates",
-                         .found = fmt::format("0, with values in {} of {}", name, path.filename().string()),
-                         .expected = "the number of updates that the optimizer had made",
-                         .action =
-                             "The caller of save_checkpoint() left TrainingState::updates at 0. Where the "
-                             "number is known, set it in the state that you pass; else start anew from the "
-                             "weights"});
+      refuse((directory / kStateFile).string() + ": updates",
+             fmt::format("0, with values in {} of {}", name, path.filename().string()),
+             "the number of updates that the optimizer had made",
+             "The caller of save_checkpoint() left TrainingState::updates at 0. Where the number is "
+             "known, set it in the state that you pass; else start anew from the weights");
     write_slot(flat, bucket.held, slot, placed ? placed->local(slot.name, source) : source);
   }
   Group everyone = layout.mesh().all();
@@ -197,12 +190,11 @@ std::unique_ptr<Tokenizer> checkpoint_tokenizer(const fs::path& directory, const
   const bool json = state.tokenizer.starts_with("tokenizer.json:");
   const fs::path file = directory / (json ? "tokenizer.json" : "tokenizer.model");
   if (!fs::exists(file))
-    throw ConfigError({.where = directory.string(),
-                       .found = state.tokenizer.empty()
-                                    ? "a model trained on shards of an unknown tokenizer"
-                                    : "tokenizer " + state.tokenizer + " without its file",
-                       .expected = file.filename().string() + " beside the weights",
-                       .action = "Decode with the tokenizer that packed the shards"});
+    refuse(directory.string(),
+           state.tokenizer.empty() ? "a model trained on shards of an unknown tokenizer"
+                                   : "tokenizer " + state.tokenizer + " without its file",
+           file.filename().string() + " beside the weights",
+           "Decode with the tokenizer that packed the shards");
   return open_tokenizer(file.string());
 }
 

@@ -15,6 +15,7 @@
 #include "base/json.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 
@@ -50,10 +51,8 @@ auto files(const std::string& where, Work work) {
   try {
     return work();
   } catch (const fs::filesystem_error& error) {
-    throw ConfigError({.where = where,
-                       .found = error.what(),
-                       .expected = "a folder that can be read and written",
-                       .action = "Check its permissions and the space on its disk"});
+    refuse(where, error.what(), "a folder that can be read and written",
+           "Check its permissions and the space on its disk");
   }
 }
 
@@ -63,10 +62,8 @@ void fsync_file(const fs::path& path) {
   const int problem = errno;
   if (file >= 0) ::close(file);
   if (!synced)
-    throw ConfigError({.where = path.string(),
-                       .found = std::string("fsync: ") + std::strerror(problem),
-                       .expected = "a file on its disk",
-                       .action = "Free space on the disk or choose another run.directory"});
+    refuse(path.string(), std::string("fsync: ") + std::strerror(problem), "a file on its disk",
+           "Free space on the disk or choose another run.directory");
 }
 
 void write_checksums(const fs::path& directory) {
@@ -89,9 +86,10 @@ void remove_old(const fs::path& hidden_folder) {
   std::error_code error;
   fs::remove_all(hidden_folder, error);
   if (error)
-    print(stderr, fmt::format("isograd: warning: {} could not be removed ({}); the new checkpoint is whole. "
-                              "Remove that folder yourself\n",
-                              printable(hidden_folder.string()), error.message()));
+    print(stderr,
+          fmt::format("isograd: warning: {} could not be removed ({}); the new checkpoint is whole. Remove "
+                      "that folder yourself\n",
+                      printable(hidden_folder.string()), error.message()));
 }
 
 // What a save that was killed left behind.
@@ -119,8 +117,7 @@ void clear_leftovers(const fs::path& root) {
   for (const auto& other : list_checkpoints(directory.parent_path()))
     if (step && *checkpoint_step(other) < *step)
       action = "Restore this file or resume from " + other.string();
-  throw ConfigError(
-      {.where = (directory / file).string(), .found = found, .expected = expected, .action = action});
+  refuse((directory / file).string(), found, expected, action);
 }
 
 }  // namespace
@@ -159,20 +156,18 @@ fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
   if (which == "latest") {
     auto found = list_checkpoints(root);
     if (found.empty())
-      throw ConfigError({.where = "checkpoint.resume = \"latest\"",
-                         .found = "no complete checkpoint in " + root.string(),
-                         .expected = "at least one folder step-NNNNNNNN",
-                         .action = "Check run.directory, or leave checkpoint.resume out to start anew"});
+      refuse("checkpoint.resume = \"latest\"", "no complete checkpoint in " + root.string(),
+             "at least one folder step-NNNNNNNN",
+             "Check run.directory, or leave checkpoint.resume out to start anew");
     return found.back();
   }
   const fs::path directory = which;
   if (!is_complete(directory))
-    throw ConfigError({.where = "checkpoint " + which,
-                       .found = fs::is_directory(directory) ? std::string("a folder without ") + kListing
-                                                            : std::string("no such folder"),
-                       .expected = "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\"",
-                       .action = fs::exists(directory) ? "Name the checkpoint's own folder"
-                                                       : missing_path_action(directory)});
+    refuse("checkpoint " + which,
+           fs::is_directory(directory) ? std::string("a folder without ") + kListing
+                                       : std::string("no such folder"),
+           "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\"",
+           fs::exists(directory) ? "Name the checkpoint's own folder" : missing_path_action(directory));
   return directory;
 }
 
@@ -267,10 +262,8 @@ void compare_with_listing(const fs::path& directory, const std::set<std::string>
     const std::string name = entry.path().filename().string();
     const std::string kind = entry.path().extension().string();
     if (name != kListing && !listed.contains(name) && (kind == ".json" || kind == ".safetensors"))
-      throw ConfigError({.where = entry.path().string(),
-                         .found = "a file that was not saved with the checkpoint",
-                         .expected = "only the files of checksums.json",
-                         .action = "Move it elsewhere"});
+      refuse(entry.path().string(), "a file that was not saved with the checkpoint",
+             "only the files of checksums.json", "Move it elsewhere");
   }
 }
 

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -40,10 +41,7 @@ struct Reader {
   const std::string& file;
 
   [[noreturn]] void bad(const char* key, const std::string& found, const std::string& expected) const {
-    throw ConfigError({.where = file + ": " + key,
-                       .found = found,
-                       .expected = expected,
-                       .action = "Restore the file or resume from another checkpoint"});
+    refuse(file + ": " + key, found, expected, "Restore the file or resume from another checkpoint");
   }
   const nlohmann::json& at(const char* key) const {
     if (!json.contains(key)) bad(key, "no such key", "a value");

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/pattern.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -22,16 +23,12 @@ std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string
   std::vector<ClipGroup> groups;
   for (const std::string& text : config.train.clip_groups) {
     const auto refuse = [&](const std::string& what, const std::string& action) {
-      throw ConfigError({.where = where,
-                         .found = fmt::format("train.clip_groups with \"{}\", {}", text, what),
-                         .expected = "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"",
-                         .action = action});
+      isograd::refuse(where, fmt::format("train.clip_groups with \"{}\", {}", text, what),
+                      "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"", action);
     };
     if (text.size() > kMostPattern)
-      throw ConfigError({.where = where,
-                         .found = fmt::format("train.clip_groups with {} characters", text.size()),
-                         .expected = fmt::format("at most {}", kMostPattern),
-                         .action = "Shorten the pattern"});
+      isograd::refuse(where, fmt::format("train.clip_groups with {} characters", text.size()),
+                      fmt::format("at most {}", kMostPattern), "Shorten the pattern");
     const auto colon = text.rfind(':');
     if (colon == std::string::npos) refuse("which names no limit", "Write the limit behind a colon");
     const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));
@@ -57,21 +54,20 @@ void check_clip_groups(const RunConfig& config,
     for (std::size_t i = 0; i < groups.size(); ++i) {
       if (!matches(groups[i].pattern, name)) continue;
       if (first)
-        throw ConfigError(
-            {.where = "train.clip_groups",
-             .found = fmt::format("{} in two groups, {} and {}", name, first->pattern, groups[i].pattern),
-             .expected = "each parameter in one group at most",
-             .action = "Make the patterns such that they exclude one another"});
+        isograd::refuse("train.clip_groups",
+                        fmt::format("{} in two groups, {} and {}", name, first->pattern, groups[i].pattern),
+                        "each parameter in one group at most",
+                        "Make the patterns such that they exclude one another");
       first = &groups[i];
       used[i] = true;
     }
   }
   for (std::size_t i = 0; i < groups.size(); ++i)
     if (!used[i])
-      throw ConfigError({.where = "train.clip_groups",
-                         .found = fmt::format("{}, which fits no trained parameter", groups[i].pattern),
-                         .expected = "patterns of names such as model.layers.0.mlp.up_proj.weight",
-                         .action = "Change it or leave it out; isograd layout lists the names"});
+      isograd::refuse("train.clip_groups",
+                      fmt::format("{}, which fits no trained parameter", groups[i].pattern),
+                      "patterns of names such as model.layers.0.mlp.up_proj.weight",
+                      "Change it or leave it out; isograd layout lists the names");
 }
 
 }  // namespace isograd

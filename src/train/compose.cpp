@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/attention.hpp"
+#include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
@@ -23,11 +24,9 @@ Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   const AxisSet data = data_axes(grid);
   const int ranks = grid.size(data);
   if (ranks % experts_ranks != 0)
-    throw ConfigError(
-        {.where = "parallel.ep",
-         .found = fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
-         .expected = "a size that divides them",
-         .action = "Change parallel.ep or the ranks"});
+    isograd::refuse("parallel.ep",
+                    fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
+                    "a size that divides them", "Change parallel.ep or the ranks");
   const auto ep = static_cast<int>(experts_ranks);
   return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
 }
@@ -56,12 +55,11 @@ Grid grid_of(const RunConfig& config, int ranks) {
   const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
   if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
   if (ranks % (tp * pp) != 0)
-    throw ConfigError({.where = pp == 1   ? "parallel.tp"
-                                : tp == 1 ? "parallel.pp"
-                                          : "parallel.tp times parallel.pp",
-                       .found = fmt::format("{} for {} ranks", tp * pp, ranks),
-                       .expected = "a size that divides the ranks",
-                       .action = "Change it or the ranks"});
+    isograd::refuse(pp == 1   ? "parallel.tp"
+                    : tp == 1 ? "parallel.pp"
+                              : "parallel.tp times parallel.pp",
+                    fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
+                    "Change it or the ranks");
   std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
   if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they speak most
   if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
@@ -88,10 +86,9 @@ void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
   if (dealt.heads > 0) all.insert(all.begin(), {"query heads", dealt.heads});
   for (const auto& [what, number] : all)
     if (ranks > number)
-      throw ConfigError({.where = "parallel.tp",
-                         .found = fmt::format("{} ranks for {} {}", ranks, number, what),
-                         .expected = fmt::format("at most {}", number),
-                         .action = "Lower parallel.tp; more ranks fit along the other axes"});
+      isograd::refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
+                      fmt::format("at most {}", number),
+                      "Lower parallel.tp; more ranks fit along the other axes");
   if (ulysses == 1) return;
   const auto heads = split_rows(dealt.heads, static_cast<int>(ranks)),
              keys = split_rows(dealt.key_heads, static_cast<int>(ranks));
@@ -104,14 +101,11 @@ void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
                    "and divides the second or is a multiple of it",
                    fmt::join(possible, " or "), heads.front(), keys.front())
              : "a parallel.tp that divides the query heads and the key heads, which cp_ulysses divides "
-               "further; or "
-               "cp_ulysses = 1";
-    throw ConfigError(
-        {.where = "parallel.cp_ulysses",
-         .found = fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses, ranks,
-                              dealt.heads, dealt.key_heads),
-         .expected = rule,
-         .action = "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead"});
+               "further; or cp_ulysses = 1";
+    isograd::refuse("parallel.cp_ulysses",
+                    fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses,
+                                ranks, dealt.heads, dealt.key_heads),
+                    rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
   }
 }
 
@@ -122,20 +116,15 @@ AxisSet sharded_axes(const RunConfig& config) {
   if (mode == "ulysses_only") return {"dp_shard", "cp_ulysses"};
   if (mode == "ring_only") return {"dp_shard", "cp_ring"};
   if (mode == "none") return {"dp_shard"};
-  throw ConfigError({.where = "parallel.cp_fsdp_mode",
-                     .found = mode,
-                     .expected = "all, ulysses_only, ring_only or none",
-                     .action = "Choose one of them"});
+  isograd::refuse("parallel.cp_fsdp_mode", mode, "all, ulysses_only, ring_only or none",
+                  "Choose one of them");
 }
 
 void check_experts_dealt(const RunConfig& config) {
   const std::int64_t ep = config.parallel.ep;
   if (ep == 1) return;
   const auto refuse = [&](std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = "parallel.ep",
-                       .found = fmt::format("{} {}", ep, found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
+    isograd::refuse("parallel.ep", fmt::format("{} {}", ep, found), std::move(expected), std::move(action));
   };
   const std::int64_t experts = configured_shape(config).experts.count;
   if (experts == 0)
@@ -152,10 +141,7 @@ void check_stages(const RunConfig& config) {
   const auto& parallel = config.parallel;
   if (parallel.pp == 1) return;
   const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = std::move(where),
-                       .found = std::move(found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
+    isograd::refuse(std::move(where), std::move(found), std::move(expected), std::move(action));
   };
   const DecoderConfig shape = configured_shape(config);
   if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
@@ -170,8 +156,8 @@ void check_stages(const RunConfig& config) {
   if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
       config.loss.balance_over == "model")
     refuse("loss.balance_scope",
-           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute different "
-           "micro-batches at a time",
+           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
+           "different micro-batches at a time",
            "step, or a balance loss of each layer",
            "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
 }

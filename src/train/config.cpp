@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "train/config_table.hpp"
 #include "train/task_kind.hpp"
@@ -40,10 +41,8 @@ void check_keys(std::string_view text, const std::string& file) {
       i = std::min(text.find('\n', i), text.size()) - 1;
     } else if (c == '.') {
       if (++dots > kLongestKey)
-        throw ConfigError({.where = fmt::format("{}:{}", file, line),
-                           .found = fmt::format("a key of more than {} parts", kLongestKey),
-                           .expected = "a key as docs/configuration.md lists them",
-                           .action = "Mend that line"});
+        refuse(fmt::format("{}:{}", file, line), fmt::format("a key of more than {} parts", kLongestKey),
+               "a key as docs/configuration.md lists them", "Mend that line");
     } else if (c != ' ' && c != '\t' && c != '_' && c != '-' &&
                !std::isalnum(static_cast<unsigned char>(c))) {
       dots = 0;
@@ -54,10 +53,8 @@ void check_keys(std::string_view text, const std::string& file) {
 
 void check_length(std::size_t bytes, const std::string& file) {
   if (bytes > kLongestFile)
-    throw ConfigError({.where = file,
-                       .found = fmt::format("{} bytes", bytes),
-                       .expected = fmt::format("a configuration of at most {}", kLongestFile),
-                       .action = "Name a TOML file, such as examples/first_light.toml"});
+    refuse(file, fmt::format("{} bytes", bytes), fmt::format("a configuration of at most {}", kLongestFile),
+           "Name a TOML file, such as examples/first_light.toml");
 }
 
 const ConfigKey* find_key(std::string_view name) {
@@ -91,22 +88,16 @@ bool is_section(std::string_view name) {
                          : !known.empty()
                              ? fmt::format("a key of [{}]: {}", section.substr(0, section.size() - 1), known)
                              : "section.key";
-  throw ConfigError(
-      {.where = where,
-       .found = fmt::format("an unknown {} \"{}\"", table ? "section" : "key", name),
-       .expected = expected,
-       .action = near ? fmt::format("Did you mean \"{}\"? {}", *near, kReference) : kReference});
+  refuse(where, fmt::format("an unknown {} \"{}\"", table ? "section" : "key", name), expected,
+         near ? fmt::format("Did you mean \"{}\"? {}", *near, kReference) : kReference);
 }
 
 [[noreturn]] void wrong_value(const std::string& where, const ConfigKey& key, const std::string& found,
                               const std::string& text = {}) {
   const auto near = text.empty() ? std::nullopt : nearest(text, key.allowed.choices);
-  throw ConfigError({.where = where,
-                     .found = found,
-                     .expected = allowed_text(key),
-                     .action = near ? fmt::format("Did you mean \"{}\"? Change {}", *near, key.name)
-                                    : fmt::format("Change {}; its default is {}", key.name,
-                                                  toml_text(key.get(RunConfig{})))});
+  refuse(where, found, allowed_text(key),
+         near ? fmt::format("Did you mean \"{}\"? Change {}", *near, key.name)
+              : fmt::format("Change {}; its default is {}", key.name, toml_text(key.get(RunConfig{}))));
 }
 
 std::string describe(const toml::node& node) {
@@ -175,11 +166,8 @@ void read_table(RunConfig& config, const toml::table& table, const std::string& 
       assign(config, *known, *value, where + ": " + name);
     } else if (!dotted && is_section(name)) {
       if (!node.is_table())
-        throw ConfigError(
-            {.where = where,
-             .found = fmt::format("{} for \"{}\"", describe(node), name),
-             .expected = "a section",
-             .action = fmt::format("Write [{}] on a line of its own, its keys below it", name)});
+        refuse(where, fmt::format("{} for \"{}\"", describe(node), name), "a section",
+               fmt::format("Write [{}] on a line of its own, its keys below it", name));
       read_table(config, *node.as_table(), name, file);
     } else {
       unknown(where, name, node.is_table());
@@ -201,10 +189,7 @@ void apply_override(RunConfig& config, const std::string& text) {
   const std::string where = "--set " + text;
   const auto equals = text.find('=');
   if (equals == std::string::npos)
-    throw ConfigError({.where = where,
-                       .found = "no \"=\"",
-                       .expected = "section.key=value",
-                       .action = "Write it as in --set train.steps=100"});
+    refuse(where, "no \"=\"", "section.key=value", "Write it as in --set train.steps=100");
   const std::string name = text.substr(0, equals), value = text.substr(equals + 1);
   const ConfigKey* key = find_key(name);
   if (!key) unknown(where, name, false);
@@ -245,10 +230,8 @@ RunConfig parse_config(std::string_view text, const std::string& file,
     read_table(config, table, "", file);
   } catch (const toml::parse_error& error) {
     const auto at = error.source().begin;
-    throw ConfigError({.where = fmt::format("{}:{}:{}", file, at.line, at.column),
-                       .found = std::string(error.description()),
-                       .expected = "TOML (https://toml.io)",
-                       .action = "Mend that line"});
+    refuse(fmt::format("{}:{}:{}", file, at.line, at.column), std::string(error.description()),
+           "TOML (https://toml.io)", "Mend that line");
   }
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;

@@ -6,6 +6,7 @@
 
 #include "base/paths.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "train/clip_config.hpp"
 #include "train/config_table.hpp"
@@ -119,10 +120,7 @@ namespace {
 void check_loss(const RunConfig& config, const std::string& where) {
   const auto& loss = config.loss;
   const auto refuse = [&](std::string found, std::string expected, std::string action) {
-    throw ConfigError({.where = where,
-                       .found = std::move(found),
-                       .expected = std::move(expected),
-                       .action = std::move(action)});
+    isograd::refuse(where, std::move(found), std::move(expected), std::move(action));
   };
   const bool fixed = loss.kind == "fixed", counted = !fixed && loss.kind != "none";
   if (fixed && loss.denominator == 0)
@@ -163,12 +161,12 @@ void check_loss(const RunConfig& config, const std::string& where) {
             fixed ? fmt::format("{:g}", loss.denominator) : "nothing"),
         "Add dp_replicate for the first, or choose token_mean, sample_mean or weighted_mean for the second");
   const char* const one =
-      "Set loss.dp_replicate_reduction = \"sum\" and name dp_replicate in loss.normalise_over for "
-      "the first; \"mean\" and leave it out for the second";
+      "Set loss.dp_replicate_reduction = \"sum\" and name dp_replicate in loss.normalise_over "
+      "for the first; \"mean\" and leave it out for the second";
   const char* const readings =
       "one of two readings: one mean over every token of the batch, with gradients summed over "
-      "replicas; or the mean of per-replica means, which depends on how samples are dealt "
-      "to the replicas";
+      "replicas; or the mean of per-replica means, which depends on how samples are dealt to "
+      "the replicas";
   if (loss.dp_replicate_reduction == "mean" && !by_replica)
     refuse("loss.dp_replicate_reduction = \"mean\" with dp_replicate in loss.normalise_over", readings, one);
   if (loss.dp_replicate_reduction == "sum" && by_replica)
@@ -187,24 +185,18 @@ void check_together(const RunConfig& config, const std::string& where) {
   check_loss(config, where);
   clip_groups_of(config, where);
   if (!config.data.text.empty() && !config.data.shards.empty())
-    throw ConfigError({.where = where,
-                       .found = "both data.text and data.shards",
-                       .expected = "one of them",
-                       .action =
-                           "Pack the text with `isograd data pack` and add the shards it writes, or leave "
-                           "one of the two empty"});
+    isograd::refuse(where, "both data.text and data.shards", "one of them",
+                    "Pack the text with `isograd data pack` and add the shards it writes, or leave one of "
+                    "the two empty");
   if (config.parallel.strategy == "naive" && config.parallel.share_parameters == "on")
-    throw ConfigError(
-        {.where = where,
-         .found = "parallel.share_parameters = \"on\" with parallel.strategy = \"naive\"",
-         .expected = "a strategy whose ranks may keep one copy of the parameters",
-         .action = "Set parallel.strategy = \"bucketed\", \"zero1\", \"zero2\" or \"zero3\", or leave "
-                   "parallel.share_parameters out"});
+    isograd::refuse(where, "parallel.share_parameters = \"on\" with parallel.strategy = \"naive\"",
+                    "a strategy whose ranks may keep one copy of the parameters",
+                    "Set parallel.strategy = \"bucketed\", \"zero1\", \"zero2\" or \"zero3\", or leave "
+                    "parallel.share_parameters out");
   if (config.parallel.backend == "nccl" && config.parallel.device == "cpu")
-    throw ConfigError({.where = where,
-                       .found = "parallel.backend = \"nccl\" with parallel.device = \"cpu\"",
-                       .expected = "ranks on GPUs, which alone NCCL joins",
-                       .action = "Set parallel.device = \"cuda\", or leave parallel.backend out"});
+    isograd::refuse(where, "parallel.backend = \"nccl\" with parallel.device = \"cpu\"",
+                    "ranks on GPUs, which alone NCCL joins",
+                    "Set parallel.device = \"cuda\", or leave parallel.backend out");
   const RunConfig defaults;
   const std::vector<UnusedKeys> unused = unused_in(config);
   for (const auto& key : config_keys()) {
@@ -214,11 +206,10 @@ void check_together(const RunConfig& config, const std::string& where) {
       const auto& spared = rule.exceptions;
       if (!key.name.starts_with(rule.prefix)) continue;
       if (std::find(spared.begin(), spared.end(), key.name) != spared.end()) continue;
-      throw ConfigError(
-          {.where = where,
-           .found = fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
-           .expected = "only keys that have one",
-           .action = fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual))});
+      isograd::refuse(
+          where, fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
+          "only keys that have one",
+          fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual)));
     }
   }
 }
@@ -226,15 +217,16 @@ void check_together(const RunConfig& config, const std::string& where) {
 std::string configuration_markdown() {
   std::string text =
       "# Configuration\n\n"
-      "A run is described by a TOML file; every key has a default, so the file holds only what differs. "
-      "`--set section.key=value` on the command line overrides the file. Unknown keys, wrong types and "
-      "impossible values are errors that name file, line, what is allowed and the nearest key.\n\n"
-      "This page is generated from the table that parses the file: "
-      "`isograd config --markdown > docs/configuration.md`. "
-      "`isograd config CONFIG.toml` prints a file with every key written out.\n\n"
-      "The ranks of a run must have the same configuration. Only keys marked *may differ* may have other "
-      "values on "
-      "other hosts: they name files, and what is in the files must still be the same.\n";
+      "A run is described by a TOML file; every key has a default, so the file holds only what "
+      "differs. `--set section.key=value` on the command line overrides the file. Unknown "
+      "keys, wrong types and impossible values are errors that name file, line, what is "
+      "allowed and the nearest key.\n\n"
+      "This page is generated from the table that parses the file: `isograd config --markdown "
+      "> docs/configuration.md`. `isograd config CONFIG.toml` prints a file with every key "
+      "written out.\n\n"
+      "The ranks of a run must have the same configuration. Only keys marked *may differ* may "
+      "have other values on other hosts: they name files, and what is in the files must still "
+      "be the same.\n";
   for (const auto& section : config_sections()) {
     text += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n",
                         section.name, section.description);

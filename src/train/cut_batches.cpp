@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task_kind.hpp"
@@ -25,13 +26,11 @@ void check_memory(const Batch& batch, const RunConfig& config) {
   const std::int64_t most = config.batch.max_tokens_per_rank, tokens = batch.num_tokens();
   if (tokens <= most) return;
   const TaskKind& kind = kind_of(config);
-  throw ConfigError({.where = "batch.max_tokens_per_rank",
-                     .found = fmt::format("a micro-batch of {} {}", tokens, kind.tokens),
-                     .expected = fmt::format("at most {} on a rank", most),
-                     .action = fmt::format(
-                         "Cut it over {} context ranks or more (parallel.cp_ring, parallel.cp_ulysses), or "
-                         "lower {}",
-                         (tokens + most - 1) / most, kind.smaller)});
+  refuse("batch.max_tokens_per_rank", fmt::format("a micro-batch of {} {}", tokens, kind.tokens),
+         fmt::format("at most {} on a rank", most),
+         fmt::format("Cut it over {} context ranks or more (parallel.cp_ring, parallel.cp_ulysses), or lower "
+                     "{}",
+                     (tokens + most - 1) / most, kind.smaller));
 }
 
 }  // namespace

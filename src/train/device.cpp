@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
@@ -77,7 +78,7 @@ void check_device(const RunConfig& config, int ranks) {
 
 void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus) {
   const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
-    throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+    isograd::refuse(std::move(where), std::move(found), std::move(expected), std::move(action));
   };
   const std::string asked = fmt::format("\"{}\"", config.parallel.device);
   const std::string backend = backend_of(config, ranks, gpus);

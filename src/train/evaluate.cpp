@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "train/step_work.hpp"
 
@@ -62,18 +63,14 @@ void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const D
                   const std::string& where) {
   if (prompt.empty()) return;
   if (tokenizer.encode(prompt).size() <= tokenizer.encode("").size())
-    throw ConfigError({.where = where,
-                       .found = "a text of which the tokenizer makes no token",
-                       .expected = "a prompt that the model can see",
-                       .action = "Give another, or none for a new document"});
+    refuse(where, "a text of which the tokenizer makes no token", "a prompt that the model can see",
+           "Give another, or none for a new document");
   const TextLimit limit = text_limit(model);
   const auto taken = static_cast<std::int64_t>(prompt_tokens(tokenizer, prompt).size());
   if (taken >= limit.tokens)
-    throw ConfigError({.where = where,
-                       .found = fmt::format("{} tokens", taken),
-                       .expected = fmt::format("fewer than {}, {}, so that some are left to generate",
-                                               limit.tokens, limit.name),
-                       .action = "Shorten the prompt"});
+    refuse(where, fmt::format("{} tokens", taken),
+           fmt::format("fewer than {}, {}, so that some are left to generate", limit.tokens, limit.name),
+           "Shorten the prompt");
 }
 
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,

@@ -273,9 +273,10 @@ ReportTable load_table(const LoadRows& rows) {
   const MetricRow& end = *rows.back();
   ReportTable table{
       .title = "Experts by layer",
-      .summary = fmt::format("The most chosen expert's choices over the mean of all; the last columns are of "
-                             "the last {} logged steps together, with an even share as 1.",
-                             last.size()),
+      .summary = fmt::format(
+          "The most chosen expert's choices over the mean of all; the last columns are of the last "
+          "{} logged steps together, with an even share as 1.",
+          last.size()),
       .columns = {"layer", fmt::format("step {}", rows.front()->step), fmt::format("step {}", end.step),
                   fmt::format("last {}", last.size()), "least chosen", "most chosen", "without a token"},
       .rows = {}};
@@ -303,8 +304,8 @@ void report_loads(Report& report, const LoadRows& rows) {
       shown < layers ? fmt::format(" Of {} layers the {} most uneven ones.", layers, shown) : std::string();
   report.figure(
       "Load by expert over time",
-      fmt::format("A row is an expert, from 0 downwards; its colour is what part of the layer's "
-                  "choices fell on it, over an even share: 1 where all get the same.{} Dead experts: {}.",
+      fmt::format("A row is an expert, from 0 downwards; its colour is what part of the layer's choices "
+                  "fell on it, over an even share: 1 where all get the same.{} Dead experts: {}.",
                   which, dead_in_words(*rows.back())),
       load_strips(rows));
   report.figure("Load by layer and expert",

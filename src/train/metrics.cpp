@@ -14,6 +14,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -69,29 +70,24 @@ void keep_others_out(std::FILE* log, const fs::path& file) {
   if (!log || ::fcntl(::fileno(log), F_OFD_SETLK, &whole) == 0 || (errno != EAGAIN && errno != EACCES))
     return;
   if (::fcntl(::fileno(log), F_OFD_GETLK, &whole) != 0 || whole.l_type != F_WRLCK) return;
-  throw ConfigError({.where = file.string(),
-                     .found = "the log of a run that is under way",
-                     .expected = "a file of this run alone",
-                     .action = "Wait for that run, or name another file in run.json_log"});
+  isograd::refuse(file.string(), "the log of a run that is under way", "a file of this run alone",
+                  "Wait for that run, or name another file in run.json_log");
 }
 
 }  // namespace
 
 void cannot_write(const fs::path& file) {
-  throw ConfigError({.where = file.string(),
-                     .found = std::strerror(errno),
-                     .expected = "a file that can be written",
-                     .action = "Free space or give another folder (run.directory, run.json_log)"});
+  isograd::refuse(file.string(), std::strerror(errno), "a file that can be written",
+                  "Free space or give another folder (run.directory, run.json_log)");
 }
 
 void require_name(std::FILE* file, const fs::path& path) {
   struct stat status {};
   if (::fstat(::fileno(file), &status) == 0 && status.st_nlink > 0) return;
-  throw ConfigError({.where = path.string(),
-                     .found = "a file that was removed while the run wrote to it",
-                     .expected = "the metrics of this run",
-                     .action = "Continue from the last checkpoint (--set checkpoint.resume=latest), or start "
-                               "anew, and leave the file there"});
+  isograd::refuse(path.string(), "a file that was removed while the run wrote to it",
+                  "the metrics of this run",
+                  "Continue from the last checkpoint (--set checkpoint.resume=latest), or start anew, and "
+                  "leave the file there");
 }
 
 std::string to_json_line(const MetricRow& row) {
@@ -135,10 +131,9 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
     if (end == std::string::npos) break;  // cut off by a kill: that step was not logged
     ++number;
     const auto refuse = [&](const std::string& found) {
-      throw ConfigError({.where = fmt::format("{}:{}", file.string(), number),
-                         .found = found,
-                         .expected = "metrics of an earlier run, one JSON object a line",
-                         .action = "Move that file away or name another one in run.json_log"});
+      isograd::refuse(fmt::format("{}:{}", file.string(), number), found,
+                      "metrics of an earlier run, one JSON object a line",
+                      "Move that file away or name another one in run.json_log");
     };
     try {
       const auto [json, problem] = parse_json(std::string_view(text).substr(begin, end - begin));

@@ -7,6 +7,7 @@
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -38,20 +39,17 @@ void require_model_folder(const std::string& text, const std::string& where) {
   if (fs::is_directory(text, error)) return;
   if (const auto id = hub_id(text)) {
     const std::string folder = "models/" + id->substr(id->find('/') + 1);
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("\"{}\", no such folder", text),
-         .expected = "a folder of a run, or with config.json and weights",
-         .action = fmt::format("Correct the path; if it is the name of a model on the Hugging Face Hub, "
-                               "fetch it with `hf download {} --local-dir {}` and name {}",
-                               *id, folder, folder)});
+    refuse(
+        where, fmt::format("\"{}\", no such folder", text),
+        "a folder of a run, or with config.json and weights",
+        fmt::format("Correct the path; if it is the name of a model on the Hugging Face Hub, fetch it with "
+                    "`hf download {} --local-dir {}` and name {}",
+                    *id, folder, folder));
   }
-  throw ConfigError({.where = where,
-                     .found = fmt::format("\"{}\", {}", text,
-                                          fs::exists(text, error) ? "which is no folder" : "no such folder"),
-                     .expected = "a Hugging Face directory (config.json and weights) or a checkpoint",
-                     .action = fs::exists(text, error) ? "Name the folder that the file is in"
-                                                       : missing_path_action(text)});
+  refuse(where,
+         fmt::format("\"{}\", {}", text, fs::exists(text, error) ? "which is no folder" : "no such folder"),
+         "a Hugging Face directory (config.json and weights) or a checkpoint",
+         fs::exists(text, error) ? "Name the folder that the file is in" : missing_path_action(text));
 }
 
 }  // namespace isograd

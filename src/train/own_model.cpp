@@ -8,6 +8,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
@@ -45,10 +46,7 @@ bool is_own_model(const fs::path& directory, const OwnFamily& family) {
 void read_own_shape(const fs::path& directory, const OwnFamily& family, const ShapeFields& shape) {
   const fs::path file = directory / kConfigFile;
   const auto bad = [&](const std::string& key, const std::string& found, const std::string& expected) {
-    throw ConfigError({.where = file.string() + ": " + key,
-                       .found = found,
-                       .expected = expected,
-                       .action = fmt::format("Name a checkpoint of {}", family.run)});
+    isograd::refuse(file.string() + ": " + key, found, expected, fmt::format("Name a checkpoint of {}", family.run));
   };
   const auto [json, problem] = parse_json(read_file(file));
   if (!problem.empty()) bad("the whole file", problem, "the shape of a model");
@@ -82,10 +80,7 @@ OwnWeights::OwnWeights(const fs::path& directory)
 
 void OwnWeights::refuse(const std::string& name, const std::string& found,
                         const std::string& expected) const {
-  throw ConfigError({.where = file_.string() + ": " + name,
-                     .found = found,
-                     .expected = expected,
-                     .action = "Use the weights that belong to this config.json"});
+  isograd::refuse(file_.string() + ": " + name, found, expected, "Use the weights that belong to this config.json");
 }
 
 void OwnWeights::check_layers(std::int64_t layers) const {

@@ -251,12 +251,12 @@ void Report::table(ReportTable table) {
 }
 
 void Report::figure(std::string title, std::string caption, std::string svg, double width) {
-  section(fmt::format(
-      "<h2>{}</h2>\n<p class=\"summary\">{}</p>\n{}<div class=\"wide drawing\"><div class=\"{}\"{}>{}"
-      "</div></div>",
-      escape_html(title), escape_html(caption), width > 0 ? hint(width + 30, "This picture") : "",
-      width > 0 ? "natural" : "scaled", width > 0 ? fmt::format(" style=\"width:{:.0f}px\"", width) : "",
-      svg));
+  section(
+      fmt::format("<h2>{}</h2>\n<p class=\"summary\">{}</p>\n{}<div class=\"wide drawing\"><div "
+                  "class=\"{}\"{}>{}</div></div>",
+                  escape_html(title), escape_html(caption), width > 0 ? hint(width + 30, "This picture") : "",
+                  width > 0 ? "natural" : "scaled",
+                  width > 0 ? fmt::format(" style=\"width:{:.0f}px\"", width) : "", svg));
 }
 
 void Report::prose(std::string title, std::vector<std::string> paragraphs) {
@@ -294,11 +294,9 @@ std::string Report::html() const {
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src "
-      "'unsafe-inline'\">\n"
-      "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</"
-      "header>\n{4}{5}{6}"
-      "</main>\n</body>\n</html>\n",
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src "
+      "data:; style-src 'unsafe-inline'\">\n"
+      "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</header>\n{4}{5}{6}</main>\n</body>\n</html>\n",
       escape_html(title_), kStyle + hint_style(),
       subtitle_.empty() ? "" : fmt::format("<p class=\"subtitle\">{}</p>\n", escape_html(subtitle_)),
       verdicts_, facts_.empty() ? "" : "<dl class=\"facts\">\n" + facts_ + "</dl>\n", body_,

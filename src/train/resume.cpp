@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "comm/relayed.hpp"
 #include "isograd/error.hpp"
@@ -21,13 +22,9 @@ struct Comparison {
   template <class T>
   void operator()(const std::string& key, const T& now, const T& then) const {
     if (now == then) return;
-    throw ConfigError(
-        {.where = key,
-         .found = fmt::format("{}", now),
-         .expected = fmt::format("{}, as in checkpoint {}", then, checkpoint),
-         .action = fmt::format("Set {} = {} to continue that run, or leave checkpoint.resume out to start "
-                               "anew",
-                               key, then)});
+    refuse(key, fmt::format("{}", now), fmt::format("{}, as in checkpoint {}", then, checkpoint),
+           fmt::format("Set {} = {} to continue that run, or leave checkpoint.resume out to start anew", key,
+                       then));
   }
 };
 
@@ -95,14 +92,12 @@ Resumed resume_run(const Task& task, Group& group) {
   for (const auto& [key, value] : now.order)
     same(key, value, then.order.contains(key) ? then.order.at(key) : std::string("nothing"));
   if (now.documents != then.documents || now.tokens != then.tokens)
-    throw ConfigError(
-        {.where = "data",
-         .found = fmt::format("{} {} and {} {}", now.documents, facts.documents, now.tokens, facts.tokens),
-         .expected = fmt::format("{} {} and {} {}, as in checkpoint {}", then.documents, facts.documents,
-                                 then.tokens, facts.tokens, resumed.directory.string()),
-         .action = "Give back the data this run was started with, or train from these weights anew: "
-                   "model.load = \"" +
-                   resumed.directory.string() + "\""});
+    refuse("data", fmt::format("{} {} and {} {}", now.documents, facts.documents, now.tokens, facts.tokens),
+           fmt::format("{} {} and {} {}, as in checkpoint {}", then.documents, facts.documents, then.tokens,
+                       facts.tokens, resumed.directory.string()),
+           "Give back the data this run was started with, or train from these weights anew: "
+           "model.load = \"" +
+               resumed.directory.string() + "\"");
   check_same(task.shape(), task.saved_shape(resumed.directory), same);
   return resumed;
 }
@@ -112,8 +107,8 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
   try {
     before = parse_config(then.config, "the checkpoint's configuration");
   } catch (const ConfigError&) {
-    return "the checkpoint's configuration is of another version of isograd: its learning rates are not "
-           "compared";
+    return "the checkpoint's configuration is of another version of isograd: its learning rates are "
+           "not compared";
   }
   std::string keys;
   for (const ConfigKey& key : config_keys()) {
@@ -128,9 +123,8 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
   for (std::int64_t step = then.step; step < is.total; step += stride)
     if (was.at(step) != is.at(step))
       return fmt::format(
-          "the learning rate is not the one that this checkpoint's run would have had: in step {} {:.4g}, "
-          "not "
-          "{:.4g}, by {}",
+          "the learning rate is not the one that this checkpoint's run would have had: in step {} "
+          "{:.4g}, not {:.4g}, by {}",
           step + 1, is.at(step), was.at(step), keys);
   return {};
 }

@@ -12,6 +12,7 @@
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "train/checkpoint_files.hpp"
@@ -57,11 +58,9 @@ std::string first_line(int file) {
 }
 
 [[noreturn]] void refuse_living_run(const fs::path& directory, const std::string& who) {
-  throw ConfigError({.where = here(directory),
-                     .found = "another run that is writing there" + (who.empty() ? "" : ": " + who),
-                     .expected = "a folder that no other run uses",
-                     .action = "Wait for that run to end, or give this one a folder of its own (--set "
-                               "run.directory=...)"});
+  refuse(here(directory), "another run that is writing there" + (who.empty() ? "" : ": " + who),
+         "a folder that no other run uses",
+         "Wait for that run to end, or give this one a folder of its own (--set run.directory=...)");
 }
 
 // Before anything is said of an earlier run's files: they may be those of one that lives.
@@ -82,10 +81,8 @@ void check_no_run_writes(const fs::path& log) {
   const bool held = ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   ::close(file);
   if (held)
-    throw ConfigError({.where = fmt::format("run.json_log = \"{}\"", log.string()),
-                       .found = "the log of a run that is under way",
-                       .expected = "a file of this run alone",
-                       .action = "Wait for that run, or name another file in run.json_log"});
+    refuse(fmt::format("run.json_log = \"{}\"", log.string()), "the log of a run that is under way",
+           "a file of this run alone", "Wait for that run, or name another file in run.json_log");
 }
 
 std::vector<fs::path> event_files(const fs::path& directory) {
@@ -135,25 +132,24 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
   const auto there = [&](const char* name) { return fs::exists(directory / name, error); };
   // Of a person: every run leaves its lock, and earlier ones what earlier_run() finds.
   if (there(kRunConfig) && !there(kLock) && earlier_run(config).empty())
-    throw ConfigError({.where = here(directory),
-                       .found = "config.toml, which no run has written",
-                       .expected = "a folder without one: a run writes its whole configuration to that file",
-                       .action = "Give the run another folder (--set run.directory=...), or move the file"});
+    refuse(here(directory), "config.toml, which no run has written",
+           "a folder without one: a run writes its whole configuration to that file",
+           "Give the run another folder (--set run.directory=...), or move the file");
   if (config.overwrite) return;
   const std::string found = earlier_run(config);
   if (found.empty()) return;
   const bool resumable = !list_checkpoints(checkpoint_root(config)).empty();
-  throw ConfigError(
-      {.where = here(config.run.directory),
-       .found = found + " of an earlier run" + (from.compared ? ", trained for comparison" : ""),
-       .expected = from.checkpoint.empty() ? "a folder for this new run, which would write over them"
-                                           : fmt::format("a folder for the run that continues {} elsewhere",
-                                                         from.checkpoint.string()),
-       .action = fmt::format(
-           "Give it a folder of its own (--set run.directory=...){}, or replace the earlier run: --overwrite",
-           resumable && from.checkpoint.empty() && !from.compared
-               ? ", continue the earlier one (--set checkpoint.resume=latest)"
-               : "")});
+  refuse(
+      here(config.run.directory),
+      found + " of an earlier run" + (from.compared ? ", trained for comparison" : ""),
+      from.checkpoint.empty()
+          ? "a folder for this new run, which would write over them"
+          : fmt::format("a folder for the run that continues {} elsewhere", from.checkpoint.string()),
+      fmt::format(
+          "Give it a folder of its own (--set run.directory=...){}, or replace the earlier run: --overwrite",
+          resumable && from.checkpoint.empty() && !from.compared
+              ? ", continue the earlier one (--set checkpoint.resume=latest)"
+              : ""));
 }
 
 // Of a run that goes on the other is its own, and goes on too.
@@ -224,21 +220,17 @@ void RunFolder::lock() {
   for (;;) {
     file_ = open_lock(path);
     if (file_ < 0)
-      throw ConfigError({.where = path.string(),
-                         .found = std::strerror(errno),
-                         .expected = "a file that this run can lock",
-                         .action = "Choose another folder (run.directory) or look at its permissions"});
+      refuse(path.string(), std::strerror(errno), "a file that this run can lock",
+             "Choose another folder (run.directory) or look at its permissions");
     if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
       const int problem = errno;
       const std::string who = first_line(file_);
       ::close(std::exchange(file_, -1));
       if (problem == EINTR) continue;
       if (problem != EWOULDBLOCK)
-        throw ConfigError(
-            {.where = path.string(),
-             .found = fmt::format("a file system that does not lock: {}", std::strerror(problem)),
-             .expected = "flock(), which keeps a second run out",
-             .action = "Choose a folder on another file system (run.directory)"});
+        refuse(path.string(), fmt::format("a file system that does not lock: {}", std::strerror(problem)),
+               "flock(), which keeps a second run out",
+               "Choose a folder on another file system (run.directory)");
       refuse_living_run(directory_, who);
     }
     // Whoever held it before may have removed the file in between.
@@ -283,12 +275,12 @@ void RunFolder::check() const {
   const bool there = is_there();
   if (there && fs::exists(directory_ / kLock, error)) return;
   // What empties a folder file by file may have taken the lock and not yet the folder.
-  throw ConfigError({.where = here(directory_),
-                     .found = std::string(there ? "a folder whose LOCK" : "a folder that") +
-                              " was removed or moved while the run wrote to it",
-                     .expected = "the folder that the run began in, and its LOCK, which keeps other runs out",
-                     .action = "Put it back and continue from its last checkpoint (--set "
-                               "checkpoint.resume=latest), or start anew"});
+  refuse(here(directory_),
+         std::string(there ? "a folder whose LOCK" : "a folder that") +
+             " was removed or moved while the run wrote to it",
+         "the folder that the run began in, and its LOCK, which keeps other runs out",
+         "Put it back and continue from its last checkpoint (--set checkpoint.resume=latest), or "
+         "start anew");
 }
 
 }  // namespace isograd

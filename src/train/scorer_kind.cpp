@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/refuse.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "train/config_keys.hpp"
@@ -15,9 +16,8 @@ namespace {
 std::vector<ConfigKey> scorer_keys() {
   return {
       KEY("data.table", data.table, "", any(),
-          "Of a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` [rows, "
-          "features] and "
-          "`y` [rows].",
+          "Of a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` "
+          "[rows, features] and `y` [rows].",
           Ranks::kMayDiffer),
       KEY("data.target", data.target, "", any(),
           "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
@@ -46,9 +46,8 @@ std::vector<ConfigKey> scorer_keys() {
       KEY("ranking.budget", ranking.budget, "", {.least = 0, .most = 1, .above_least = true},
           "Where it ends; the measured partial AUC begins at 0."),
       KEY("ranking.compare", ranking.compare, "", any(),
-          "Whether a second scorer is trained by cross entropy, from the same weights on the same rows, for "
-          "the "
-          "report."),
+          "Whether a second scorer is trained by cross entropy, from the same weights on the same "
+          "rows, for the report."),
   };
 }
 
@@ -60,12 +59,9 @@ namespace {
 void check_scorer(const RunConfig& config, int ranks) {
   const int sharing = grid_of(config, ranks).size(kContextAxes);
   const auto refuse = [](const char* key, std::string found, const char* expected) {
-    throw ConfigError({.where = key,
-                       .found = std::move(found) + " with model.kind = \"scorer\"",
-                       .expected = expected,
-                       .action =
-                           "Leave it out: a scorer's rows are not cut, nor its gradient proven on the way; "
-                           "isograd verify proves it from outside"});
+    isograd::refuse(key, std::move(found) + " with model.kind = \"scorer\"", expected,
+                    "Leave it out: a scorer's rows are not cut, nor its gradient proven on the way; isograd "
+                    "verify proves it from outside");
   };
   if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
   if (config.parallel.tp > 1) {
@@ -74,21 +70,19 @@ void check_scorer(const RunConfig& config, int ranks) {
         load.empty() ? ScorerShape{.hidden = config.model.scorer_units, .layers = config.model.scorer_layers}
                      : read_scorer_shape(load);
     if (shape.layers == 0)
-      throw ConfigError({.where = "parallel.tp",
-                         .found = fmt::format("{} for a scorer without a hidden layer", config.parallel.tp),
-                         .expected = "1: the units of hidden layers are what ranks have some of each",
-                         .action = "Leave it out"});
+      isograd::refuse("parallel.tp",
+                      fmt::format("{} for a scorer without a hidden layer", config.parallel.tp),
+                      "1: the units of hidden layers are what ranks have some of each", "Leave it out");
     check_dealt(config, {.others = {{"units of a hidden layer", shape.hidden}}});
   }
   if (config.batch.max_tokens_per_rank > 0)
     refuse("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");
   if (config.verify.every > 0) refuse("verify.every", std::to_string(config.verify.every), "0");
   if (ranks > config.batch.rows_per_step)
-    throw ConfigError(
-        {.where = fmt::format("--ranks {}", ranks),
-         .found = fmt::format("more ranks than rows (batch.rows_per_step = {})", config.batch.rows_per_step),
-         .expected = "a row for each rank at least",
-         .action = "Start fewer ranks, or enlarge batch.rows_per_step"});
+    isograd::refuse(
+        fmt::format("--ranks {}", ranks),
+        fmt::format("more ranks than rows (batch.rows_per_step = {})", config.batch.rows_per_step),
+        "a row for each rank at least", "Start fewer ranks, or enlarge batch.rows_per_step");
 }
 
 // The same scorer from the same weights on the same rows, by cross entropy.

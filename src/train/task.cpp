@@ -1,4 +1,5 @@
 #include "train/task.hpp"
+#include "base/refuse.hpp"
 
 #include "isograd/error.hpp"
 #include "train/build.hpp"
@@ -45,16 +46,13 @@ const TaskKind& kind_of(const RunConfig& config) {
     if (config.model.kind == kind->name) return *kind;
     names += (names.empty() ? "" : ", ") + std::string(kind->name);
   }
-  throw ConfigError(
-      {.where = "model.kind", .found = config.model.kind, .expected = names, .action = "Choose one of them"});
+  refuse("model.kind", config.model.kind, names, "Choose one of them");
 }
 
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step) {
   if (step < 1)
-    throw ConfigError({.where = "step",
-                       .found = std::to_string(step),
-                       .expected = "1 or more: steps are counted from 1",
-                       .action = "Name the step as the run's progress does"});
+    refuse("step", std::to_string(step), "1 or more: steps are counted from 1",
+           "Name the step as the run's progress does");
   const std::int64_t epoch_steps = loader.steps_per_epoch();
   return {(step - 1) / epoch_steps, (step - 1) % epoch_steps};
 }

@@ -1,6 +1,7 @@
 // The decoder language model on text.
 #include <fmt/ranges.h>
 
+#include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
@@ -160,29 +161,23 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
                              corpus.tokenizer ? corpus.tokenizer->vocabulary() : 0);
   const std::string where = loaded ? config.model.load + " (model.load)" : "model.vocabulary";
   if (needed > shape.vocabulary)
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("a vocabulary of {}", shape.vocabulary),
-         .expected = fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
-         .action = loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
-                          : fmt::format("Set model.vocabulary = {}", needed)});
+    refuse(where, fmt::format("a vocabulary of {}", shape.vocabulary),
+           fmt::format("at least {}, the tokens that the corpus and its tokenizer use", needed),
+           loaded ? "Use the tokenizer that these weights were trained with (data.tokenizer)"
+                  : fmt::format("Set model.vocabulary = {}", needed));
   // Dynamic scaling exists for documents beyond max_positions; a window may not slide.
   const bool beyond = shape.rope_scaling.kind == "dynamic";
   if (config.data.pack_length > shape.max_positions && !beyond)
-    throw ConfigError({.where = "data.pack_length",
-                       .found = std::to_string(config.data.pack_length),
-                       .expected = fmt::format("at most {}, the model's positions", shape.max_positions),
-                       .action = fmt::format(
-                           "Set data.pack_length = {}{}", shape.max_positions,
-                           loaded ? "; the model of model.load has no more positions"
-                                  : fmt::format(", or model.max_positions = {}", config.data.pack_length))});
+    refuse("data.pack_length", std::to_string(config.data.pack_length),
+           fmt::format("at most {}, the model's positions", shape.max_positions),
+           fmt::format("Set data.pack_length = {}{}", shape.max_positions,
+                       loaded ? "; the model of model.load has no more positions"
+                              : fmt::format(", or model.max_positions = {}", config.data.pack_length)));
   if (shape.sliding_window > 0 && config.data.pack_length > shape.sliding_window)
-    throw ConfigError({.where = "data.pack_length",
-                       .found = std::to_string(config.data.pack_length),
-                       .expected = fmt::format(
-                           "at most {}, the sliding window of {}: attention within a window is not supported",
-                           shape.sliding_window, config.model.load),
-                       .action = "Shorten the packs"});
+    refuse("data.pack_length", std::to_string(config.data.pack_length),
+           fmt::format("at most {}, the sliding window of {}: attention within a window is not supported",
+                       shape.sliding_window, config.model.load),
+           "Shorten the packs");
   check(shape);
   return shape;
 }
@@ -358,10 +353,8 @@ std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group) {
   std::unique_ptr<Task> task;
   on_every_rank(group, [&] {
     if (!prompt.empty() && !corpus.tokenizer)
-      throw ConfigError({.where = "sample.prompt",
-                         .found = "a prompt, and data.shards of a tokenizer that is not known here",
-                         .expected = "no prompt: nothing can be encoded or generated as text",
-                         .action = "Leave sample.prompt out"});
+      refuse("sample.prompt", "a prompt, and data.shards of a tokenizer that is not known here",
+             "no prompt: nothing can be encoded or generated as text", "Leave sample.prompt out");
     if (!prompt.empty())
       check_prompt(*corpus.tokenizer, prompt, model_shape(config, corpus), "sample.prompt");
     task = std::make_unique<TextTask>(config, std::move(corpus));

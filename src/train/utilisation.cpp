@@ -84,11 +84,10 @@ Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device,
   group.all_reduce(said);
   const std::string what = fmt::format("products of {0} x {0} matrices in {1}", n, config.train.dtype);
   if (said[1].item<double>() > 0)
-    return {0,
-            fmt::format(
-                "no MFU: three rounds of {} differ by more than a factor of {}, as on a machine that is busy "
-                "with something else; run.peak_tflops gives a peak",
-                what, kSteadyPeak)};
+    return {0, fmt::format(
+                   "no MFU: three rounds of {} differ by more than a factor of {}, as on a machine that is "
+                   "busy with something else; run.peak_tflops gives a peak",
+                   what, kSteadyPeak)};
   return {said[0].item<double>(), "measured on all ranks at once: " + what};
 }
 

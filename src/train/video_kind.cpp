@@ -15,13 +15,12 @@ namespace {
 std::vector<ConfigKey> video_keys() {
   return {
       KEY("batch.videos_per_step", batch.videos_per_step, "videos", at_least(1, kManyTokens),
-          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the last step "
-          "of "
-          "an epoch may be shorter. Each rank gets about the same Σ length²."),
+          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the "
+          "last step of an epoch may be shorter. Each rank gets about the same Σ length²."),
       KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
-          "Of videos: how many patches one forward and backward sees on one rank, at most; a longer video is "
-          "a "
-          "micro-batch by itself. A speed and memory option: the gradient does not depend on it."),
+          "Of videos: how many patches one forward and backward sees on one rank, at most; a "
+          "longer video is a micro-batch by itself. A speed and memory option: the gradient does "
+          "not depend on it."),
 
       KEY("video.files", video.files, "", any(),
           "Files, directories or globs of videos in any format that FFmpeg decodes."),
@@ -38,9 +37,9 @@ std::vector<ConfigKey> video_keys() {
       KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
           "Sines and cosines that tell the model the timestep; even."),
       KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
-          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), and has "
-          "no "
-          "gradient in the first step. Otherwise the projections that modulate begin like all others."),
+          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), "
+          "and has no gradient in the first step. Otherwise the projections that modulate begin "
+          "like all others."),
   };
 }
 

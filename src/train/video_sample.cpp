@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
@@ -19,31 +20,27 @@ constexpr double kFramesPerSecond = 24;  // of a run that took every frame, what
 std::int64_t in_patches(const char* flag, std::int64_t asked, std::int64_t patch, std::int64_t most) {
   if (asked == 0) return most;
   if (asked % patch == 0 && asked >= patch && asked <= most * patch) return asked / patch;
-  throw ConfigError({.where = fmt::format("{} {}", flag, asked),
-                     .found = fmt::format("{}, where this model has patches of {}", asked, patch),
-                     .expected = fmt::format("a multiple of {} up to {}", patch, most * patch),
-                     .action = fmt::format("Ask for {}", std::clamp((asked + patch - 1) / patch * patch,
-                                                                    patch, most * patch))});
+  refuse(fmt::format("{} {}", flag, asked),
+         fmt::format("{}, where this model has patches of {}", asked, patch),
+         fmt::format("a multiple of {} up to {}", patch, most * patch),
+         fmt::format("Ask for {}", std::clamp((asked + patch - 1) / patch * patch, patch, most * patch)));
 }
 
 }  // namespace
 
 std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSampleOptions& options) {
   if (!fs::exists(directory / "state.json"))
-    throw ConfigError({.where = directory.string(),
-                       .found = "a video model without a checkpoint's state.json, which says what a patch is",
-                       .expected = "a checkpoint of a video run",
-                       .action = "Name a folder of checkpoints/ as isograd train leaves it"});
+    refuse(directory.string(), "a video model without a checkpoint's state.json, which says what a patch is",
+           "a checkpoint of a video run", "Name a folder of checkpoints/ as isograd train leaves it");
   const TrainingState state = open_checkpoint(directory);
   const auto number = [&](const std::string& key) {
     const auto found = state.order.find(key);
     double value = 0;
     if (found != state.order.end()) value = std::strtod(found->second.c_str(), nullptr);
     if (found != state.order.end() && value >= 0 && value <= 8192) return value;
-    throw ConfigError({.where = (directory / "state.json").string() + ": " + key,
-                       .found = found != state.order.end() ? found->second : "nothing",
-                       .expected = "a number, as a video run leaves it",
-                       .action = "Name a checkpoint of a video run"});
+    refuse((directory / "state.json").string() + ": " + key,
+           found != state.order.end() ? found->second : "nothing", "a number, as a video run leaves it",
+           "Name a checkpoint of a video run");
   };
   const auto of_patch = [&](const std::string& axis) {
     return std::max<std::int64_t>(1, std::llround(number("video.patch_" + axis)));
@@ -52,11 +49,10 @@ std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSample
   const VideoGrid patch{of_patch("frames"), of_patch("height"), of_patch("width")};
   const VideoDiTConfig& shape = model->config();
   if (3 * patch.count() != shape.patch_elements)
-    throw ConfigError(
-        {.where = directory.string(),
-         .found = fmt::format("patches of {} x {} x {} pixels in state.json", patch.t, patch.h, patch.w),
-         .expected = fmt::format("{} numbers to a patch, as the model has it", shape.patch_elements),
-         .action = "Name a checkpoint as isograd train leaves it"});
+    refuse(directory.string(),
+           fmt::format("patches of {} x {} x {} pixels in state.json", patch.t, patch.h, patch.w),
+           fmt::format("{} numbers to a patch, as the model has it", shape.patch_elements),
+           "Name a checkpoint as isograd train leaves it");
   const VideoGrid grid{in_patches("--frames", options.frames, patch.t, shape.max_frames),
                        in_patches("--height", options.height, patch.h, shape.max_height),
                        in_patches("--width", options.width, patch.w, shape.max_width)};
@@ -64,10 +60,8 @@ std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSample
   std::error_code problem;
   fs::create_directories(options.folder, problem);
   if (problem)
-    throw ConfigError({.where = "--out " + options.folder.string(),
-                       .found = problem.message(),
-                       .expected = "a folder that can be made",
-                       .action = "Choose another one"});
+    refuse("--out " + options.folder.string(), problem.message(), "a folder that can be made",
+           "Choose another one");
   std::vector<fs::path> files;
   for (std::int64_t i = 0; i < options.videos; ++i) {
     const at::Tensor patches =

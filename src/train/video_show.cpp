@@ -95,9 +95,8 @@ Showing show_videos(VideoDiT& model, const VideoStore& store, const std::vector<
   Showing showing;
   showing.pictures.push_back(
       {.title = held_out.empty() ? "Frames" : "Frames of held-out videos",
-       .caption =
-           "Each video as it is; noised to a time t, where 0 is the video and 1 is noise; and what the "
-           "model takes the video to be when it sees that, in one step.",
+       .caption = "Each video as it is; noised to a time t, where 0 is the video and 1 is noise; and what "
+                  "the model takes the video to be when it sees that, in one step.",
        .html = frames_html(model, store, held_out.empty() ? trained : held_out, seed)});
   std::vector<VideoLoss> losses;
   for (const std::int64_t video : held_out)

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "attention/attention.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/random.hpp"
@@ -308,13 +309,12 @@ class VideoTask : public Task {
     const VideoGrid largest = store_->largest();
     if (shape.patch_elements != store_->patch_elements() || largest.t > shape.max_frames ||
         largest.h > shape.max_height || largest.w > shape.max_width)
-      throw ConfigError(
-          {.where = config().model.load + " (model.load)",
-           .found = fmt::format("videos of up to {} x {} x {} patches of {} numbers", largest.t, largest.h,
-                                largest.w, store_->patch_elements()),
-           .expected = fmt::format("at most {} x {} x {} patches of {}, as this model was trained on",
-                                   shape.max_frames, shape.max_height, shape.max_width, shape.patch_elements),
-           .action = "Shrink them by video.height and video.max_frames, with the patches of that run"});
+      refuse(config().model.load + " (model.load)",
+             fmt::format("videos of up to {} x {} x {} patches of {} numbers", largest.t, largest.h,
+                         largest.w, store_->patch_elements()),
+             fmt::format("at most {} x {} x {} patches of {}, as this model was trained on", shape.max_frames,
+                         shape.max_height, shape.max_width, shape.patch_elements),
+             "Shrink them by video.height and video.max_frames, with the patches of that run");
     return shape;
   }
 
@@ -330,20 +330,15 @@ class VideoTask : public Task {
 
 std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
   if (config.video.files.empty())
-    throw ConfigError({.where = "video.files",
-                       .found = "nothing",
-                       .expected = "videos for model.kind = \"video\"",
-                       .action = "Name files, folders or globs; examples/video_clips.py fetches some"});
+    refuse("video.files", "nothing", "videos for model.kind = \"video\"",
+           "Name files, folders or globs; examples/video_clips.py fetches some");
   Store store;
   // Rank 0 first: what is wrong with a file is said once. Then each rank keeps the frames for itself.
   on_rank_zero(group, [&] {
     for (const std::string& file : config.video.files)
       if (file.find_first_of("*?[") == std::string::npos && !fs::exists(file))
-        throw ConfigError({.where = "video.files",
-                           .found = "no " + file,
-                           .expected = "a file, a folder or a glob of videos",
-                           .action = "Check the path; python3 examples/video_clips.py fetches the clips of "
-                                     "examples/video.toml"});
+        refuse("video.files", "no " + file, "a file, a folder or a glob of videos",
+               "Check the path; python3 examples/video_clips.py fetches the clips of examples/video.toml");
     store = VideoStore::open(video_options(config));
   });
   if (!store) store = VideoStore::open(video_options(config));

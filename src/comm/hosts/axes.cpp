@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/number_ranges.hpp"
+#include "base/refuse.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 #include "isograd/hosts.hpp"
@@ -34,10 +35,8 @@ void check(const Grid& grid, const Hosts& hosts) {
 
 Hosts planned_hosts(int ranks, int hosts) {
   if (hosts < 1 || hosts > ranks)
-    throw ConfigError({.where = fmt::format("{} hosts", hosts),
-                       .found = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s"),
-                       .expected = "at least one host, and a rank for each",
-                       .action = "Plan more ranks or fewer hosts"});
+    refuse(fmt::format("{} hosts", hosts), fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s"),
+           "at least one host, and a rank for each", "Plan more ranks or fewer hosts");
   Hosts planned{{}, {}};
   const auto sizes = split_rows(ranks, hosts);
   for (int host = 0; host < hosts; ++host) {

@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "base/account.hpp"
+#include "base/refuse.hpp"
 #include "comm/call_site.hpp"
 #include "comm/hosts/tags.hpp"
 #include "isograd/error.hpp"
@@ -129,11 +130,9 @@ shm::Reduction HostsBackend::reduction(const char* operation, const at::Tensor& 
 
 void HostsBackend::check_tag(const char* operation, int tag) const {
   if (tag < hosts::kFirstTag) return;
-  throw ConfigError(
-      {.where = fmt::format("{} in group '{}' (shm+mpi)", operation, group_),
-       .found = fmt::format("tag {}", tag),
-       .expected = fmt::format("0 to {}: above are the group's own messages", hosts::kFirstTag - 1),
-       .action = "Choose another tag"});
+  refuse(fmt::format("{} in group '{}' (shm+mpi)", operation, group_), fmt::format("tag {}", tag),
+         fmt::format("0 to {}: above are the group's own messages", hosts::kFirstTag - 1),
+         "Choose another tag");
 }
 
 at::Tensor HostsBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <vector>
 
+#include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
 
@@ -24,11 +25,9 @@ std::uint64_t space(const char* which) {
   return status.st_ino;
 }
 
-[[noreturn]] void refuse(const std::string& found, const std::string& expected) {
-  throw ConfigError({.where = fmt::format("the environment variable {}", kHostVariable),
-                     .found = found,
-                     .expected = expected,
-                     .action = "Correct it, or unset it: ranks then know their machine"});
+[[noreturn]] void refuse_identity(const std::string& found, const std::string& expected) {
+  refuse(fmt::format("the environment variable {}", kHostVariable), found, expected,
+         "Correct it, or unset it: ranks then know their machine");
 }
 
 std::string given_name(const std::string& text) {
@@ -45,15 +44,15 @@ std::string given_name(const std::string& text) {
              c == '-' || c == '_';
     });
     if (!sound)
-      refuse(fmt::format("'{}' in '{}'", name, text),
-             "names of up to 64 letters, digits, dots, dashes and underscores, with commas between");
+      refuse_identity(fmt::format("'{}' in '{}'", name, text),
+                      "names of up to 64 letters, digits, dots, dashes and underscores, with commas between");
   }
   if (names.size() == 1) return names[0];
   const auto environment = read_rank_environment();
   const int ranks = environment ? environment->size : 1;
   if (names.size() != static_cast<std::size_t>(ranks))
-    refuse(fmt::format("{} names for {} rank{}", names.size(), ranks, ranks == 1 ? "" : "s"),
-           "one name, or one for each rank");
+    refuse_identity(fmt::format("{} names for {} rank{}", names.size(), ranks, ranks == 1 ? "" : "s"),
+                    "one name, or one for each rank");
   return names[static_cast<std::size_t>(environment->rank)];
 }
 

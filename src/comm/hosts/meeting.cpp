@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "comm/local_store.hpp"
 #include "isograd/error.hpp"
 
@@ -36,11 +37,10 @@ HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const s
     std::getline(lines, theirs), std::getline(lines, name), std::getline(lines, machine);
     std::getline(lines, store);
     if (theirs != backend)
-      throw ConfigError({.where = "joining through MPI",
-                         .found = fmt::format("the backend '{}' on rank {} and '{}' on rank {}", backend,
-                                              all.getRank(), theirs, rank),
-                         .expected = "one backend",
-                         .action = "Start all ranks with the same --backend and configuration"});
+      refuse("joining through MPI",
+             fmt::format("the backend '{}' on rank {} and '{}' on rank {}", backend, all.getRank(), theirs,
+                         rank),
+             "one backend", "Start all ranks with the same --backend and configuration");
     const auto [found, is_new] = seen.emplace(machine, world.hosts.count());
     if (is_new) {
       world.hosts.names.push_back(name);

@@ -114,8 +114,8 @@ void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milli
                     ? fmt::format("not complete within {} ms", timeout.count())
                     : fmt::format("nothing from {} within {} ms", fmt::join(missing, ", "), timeout.count()),
        .expected = "all ranks of the group to come to it in time",
-       .action = "Look for a host or a rank that has stopped, failed or calls something else; then recreate "
-                 "the group (parallel.timeout_seconds sets the limit)"});
+       .action = "Look for a host or a rank that has stopped, failed or calls something else; then "
+                 "recreate the group (parallel.timeout_seconds sets the limit)"});
   fail(std::make_exception_ptr(error), error.what());
   throw error;
 }

@@ -1,17 +1,16 @@
 // A build without MPI.
+#include "base/refuse.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::mpi {
 namespace {
 
-[[noreturn]] void refuse() {
-  throw ConfigError({.where = "the backend 'mpi'",
-                     .found = "a build of isograd without MPI",
-                     .expected = "one that was configured where an MPI is installed",
-                     .action =
-                         "Install one (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin) and build "
-                         "again with -DISOGRAD_MPI=ON, or use --backend shm"});
+[[noreturn]] void refuse_mpi() {
+  refuse("the backend 'mpi'", "a build of isograd without MPI",
+         "one that was configured where an MPI is installed",
+         "Install one (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin) and build "
+         "again with -DISOGRAD_MPI=ON, or use --backend shm");
 }
 
 }  // namespace
@@ -21,24 +20,24 @@ bool built() {
 }
 
 void require() {
-  refuse();
+  refuse_mpi();
 }
 
 Rank start(std::chrono::milliseconds) {
-  refuse();
+  refuse_mpi();
 }
 
 c10::intrusive_ptr<c10d::Backend> make_world(const std::string&, std::chrono::milliseconds, std::int64_t) {
-  refuse();
+  refuse_mpi();
 }
 
 c10::intrusive_ptr<c10d::Backend> make_subgroup(const std::vector<int>&, const std::string&,
                                                 const std::string&, std::chrono::milliseconds) {
-  refuse();
+  refuse_mpi();
 }
 
 std::vector<std::string> launcher(int) {
-  refuse();
+  refuse_mpi();
 }
 
 }  // namespace isograd::mpi

@@ -5,6 +5,7 @@
 
 #include <functional>
 
+#include "base/refuse.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/mpi/runtime.hpp"
 #include "comm/poll.hpp"
@@ -155,28 +156,20 @@ void MpiBackend::check(const at::Tensor& tensor, const std::string& where) const
     found = "a tensor that is not contiguous";
   }
   if (found.empty()) return;
-  throw ConfigError(
-      {.where = where,
-       .found = found,
-       .expected = "a contiguous tensor on the CPU",
-       .action = "Call contiguous() or cpu() first, or give the group a backend of that device"});
+  refuse(where, found, "a contiguous tensor on the CPU",
+         "Call contiguous() or cpu() first, or give the group a backend of that device");
 }
 
 void MpiBackend::check_root(std::int64_t root, const std::string& where) const {
   if (root >= 0 && root < size_) return;
-  throw ConfigError({.where = where,
-                     .found = fmt::format("rank {}", root),
-                     .expected = fmt::format("0 to {}", size_ - 1),
-                     .action = "Name a rank of the group"});
+  refuse(where, fmt::format("rank {}", root), fmt::format("0 to {}", size_ - 1), "Name a rank of the group");
 }
 
 void MpiBackend::check_same(std::size_t found, std::size_t expected, const std::string& what,
                             const std::string& where) const {
   if (found == expected) return;
-  throw ConfigError({.where = where,
-                     .found = fmt::format("{} {}", found, what),
-                     .expected = fmt::format("{}", expected),
-                     .action = "Give tensors whose sizes fit the group and one another"});
+  refuse(where, fmt::format("{} {}", found, what), fmt::format("{}", expected),
+         "Give tensors whose sizes fit the group and one another");
 }
 
 const at::Tensor& MpiBackend::only(const Tensors& tensors, const std::string& where) const {
@@ -187,10 +180,8 @@ const at::Tensor& MpiBackend::only(const Tensors& tensors, const std::string& wh
 
 int MpiBackend::count(std::int64_t elements, const std::string& where) const {
   if (elements <= most_elements_) return static_cast<int>(elements);
-  throw ConfigError({.where = where,
-                     .found = fmt::format("{} elements", elements),
-                     .expected = fmt::format("at most {} in one call of MPI", most_elements_),
-                     .action = "Call it for parts of the tensor"});
+  refuse(where, fmt::format("{} elements", elements),
+         fmt::format("at most {} in one call of MPI", most_elements_), "Call it for parts of the tensor");
 }
 
 std::pair<const int*, const int*> MpiBackend::parts(Operation& operation, const Sizes& counts) const {

@@ -5,15 +5,16 @@
 
 #include <numeric>
 
+#include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::mpi {
 namespace {
 
-[[noreturn]] void refuse(const std::string& where, const std::string& found, const std::string& expected) {
-  throw ConfigError(
-      {.where = where, .found = found, .expected = expected, .action = "Convert the tensor first"});
+[[noreturn]] void refuse_number(const std::string& where, const std::string& found,
+                                const std::string& expected) {
+  refuse(where, found, expected, "Convert the tensor first");
 }
 
 bool has_16_bits(at::ScalarType type) {
@@ -39,8 +40,8 @@ MPI_Datatype number_type(at::ScalarType type, const std::string& where) {
     case at::kBool:
       return MPI_C_BOOL;
     default:
-      refuse(where, fmt::format("a tensor of {}", c10::toString(type)),
-             "float64, float32, bfloat16, float16, int64, int32, int16, int8, uint8 or bool");
+      refuse_number(where, fmt::format("a tensor of {}", c10::toString(type)),
+                    "float64, float32, bfloat16, float16, int64, int32, int16, int8, uint8 or bool");
   }
 }
 
@@ -74,9 +75,10 @@ MPI_Op operation_of(c10d::ReduceOp::RedOpType op, at::ScalarType type, const std
     default:
       break;
   }
-  refuse(where, fmt::format("reduction number {} of c10d on {}", static_cast<int>(op), c10::toString(type)),
-         "SUM, MAX, MIN, PRODUCT; AVG of numbers, PREMUL_SUM of floating-point numbers; BAND, BOR, BXOR of "
-         "integers");
+  refuse_number(where,
+                fmt::format("reduction number {} of c10d on {}", static_cast<int>(op), c10::toString(type)),
+                "SUM, MAX, MIN, PRODUCT; AVG of numbers, PREMUL_SUM of floating-point numbers; BAND, "
+                "BOR, BXOR of integers");
 }
 
 }  // namespace
@@ -94,8 +96,8 @@ MPI_Datatype copied_type(const at::Tensor& tensor, const std::string& where) {
     case 16:
       return MPI_C_DOUBLE_COMPLEX;
     default:
-      refuse(where, fmt::format("a tensor of {}", c10::toString(tensor.scalar_type())),
-             "elements of 1, 2, 4, 8 or 16 bytes");
+      refuse_number(where, fmt::format("a tensor of {}", c10::toString(tensor.scalar_type())),
+                    "elements of 1, 2, 4, 8 or 16 bytes");
   }
 }
 
@@ -152,7 +154,7 @@ Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const std::s
   form.tensor = tensor.scalar_type() == type ? tensor : tensor.to(type);
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
     const auto* supplement = dynamic_cast<const torch_versions::PreMulSum*>(op.supplement_.get());
-    if (!supplement) refuse(where, "PREMUL_SUM without a factor", "a factor");
+    if (!supplement) refuse_number(where, "PREMUL_SUM without a factor", "a factor");
     const at::Tensor& given = supplement->tensor_factor;
     form.tensor = form.tensor.mul(given.defined() ? given.item<double>() : supplement->double_factor);
   }

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "comm/launch_process.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"
@@ -149,16 +150,13 @@ Rank start(std::chrono::milliseconds timeout) {
   }
   check(kept.code, "joining through MPI");
   if (kept.ours && kept.level < MPI_THREAD_SERIALIZED) {
-    throw ConfigError({.where = "joining through MPI",
-                       .found = "an MPI that only the thread which initialised it may call",
-                       .expected = "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE",
-                       .action = "Use an MPI that was built with support for threads"});
+    refuse("joining through MPI", "an MPI that only the thread which initialised it may call",
+           "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE",
+           "Use an MPI that was built with support for threads");
   }
   if (!kept.running) {
-    throw ConfigError({.where = "joining through MPI",
-                       .found = "MPI that is finalised",
-                       .expected = "a process that has not begun to exit",
-                       .action = "Join earlier"});
+    refuse("joining through MPI", "MPI that is finalised", "a process that has not begun to exit",
+           "Join earlier");
   }
   Rank rank;
   MPI_Comm_rank(kept.control, &rank.rank);

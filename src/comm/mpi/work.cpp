@@ -109,8 +109,8 @@ void Channel::wait(Operation& operation, std::chrono::milliseconds timeout) {
       {.where = operation.where,
        .found = fmt::format("not complete within {} ms", timeout.count()),
        .expected = "all ranks of the group to come to it in time",
-       .action = "Look for a rank that has stopped, failed or calls something else; then recreate "
-                 "the group (parallel.timeout_seconds sets the limit)"});
+       .action = "Look for a rank that has stopped, failed or calls something else; then recreate the "
+                 "group (parallel.timeout_seconds sets the limit)"});
   poison(error.what());
   throw error;
 }

@@ -1,17 +1,16 @@
 // A build on a LibTorch without CUDA, or without the headers of its CUDA.
+#include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::nccl {
 namespace {
 
-[[noreturn]] void refuse() {
-  throw ConfigError({.where = "the backend 'nccl'",
-                     .found = "a build of isograd without it",
-                     .expected = "one that was made with a CUDA build of LibTorch",
-                     .action =
-                         "Install torch 2.13.0 for CUDA with the nvidia packages that it names, and build "
-                         "again with -DISOGRAD_CUDA=ON, or use --backend shm"});
+[[noreturn]] void refuse_nccl() {
+  refuse("the backend 'nccl'", "a build of isograd without it",
+         "one that was made with a CUDA build of LibTorch",
+         "Install torch 2.13.0 for CUDA with the nvidia packages that it names, and build again "
+         "with -DISOGRAD_CUDA=ON, or use --backend shm");
 }
 
 }  // namespace
@@ -25,12 +24,12 @@ std::optional<at::Device> device_of(const c10d::Backend&) {
 }
 
 void take_device(int) {
-  refuse();
+  refuse_nccl();
 }
 
 c10::intrusive_ptr<c10d::Backend> make(c10::intrusive_ptr<c10d::Store>, int, int, const std::string&,
                                        std::chrono::milliseconds) {
-  refuse();
+  refuse_nccl();
 }
 
 }  // namespace isograd::nccl

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "isograd/error.hpp"
 
@@ -21,10 +22,9 @@ void take_device(int local_rank) {
   const int devices = c10::cuda::device_count();
   const bool shares = devices > 0 && ranks_share_gpus();
   if (local_rank >= devices && !shares)
-    throw ConfigError({.where = "the backend 'nccl'",
-                       .found = fmt::format("{} GPUs for rank {} of this host", devices, local_rank),
-                       .expected = "a GPU for each rank, as NCCL refuses two ranks on one",
-                       .action = "Start fewer ranks, or use --backend shm, which goes through host memory"});
+    refuse("the backend 'nccl'", fmt::format("{} GPUs for rank {} of this host", devices, local_rank),
+           "a GPU for each rank, as NCCL refuses two ranks on one",
+           "Start fewer ranks, or use --backend shm, which goes through host memory");
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(shares ? local_rank % devices : local_rank));
 }
 

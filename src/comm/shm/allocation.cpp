@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "comm/shm/engine.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
@@ -132,12 +133,11 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
   const auto agree_on_trouble = [&](const std::vector<Payload>& all) {
     for (int r = 0; r < size_; ++r) {
       if (all[static_cast<std::size_t>(r)].words[0] != 0) continue;
-      throw ConfigError(
-          {.where = "shared memory for " + purpose,
-           .found = r == rank_ ? trouble : fmt::format("rank {} could not have its part", r),
-           .expected = one ? fmt::format("{} bytes", all_bytes)
-                           : fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
-           .action = "Use fewer ranks or smaller buffers, or raise the limit that the rank names"});
+      refuse("shared memory for " + purpose,
+             r == rank_ ? trouble : fmt::format("rank {} could not have its part", r),
+             one ? fmt::format("{} bytes", all_bytes)
+                 : fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
+             "Use fewer ranks or smaller buffers, or raise the limit that the rank names");
     }
   };
   attempt([&] { mine = Segment::create(segment_bytes, purpose); });

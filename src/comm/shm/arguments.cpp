@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
 #include "isograd/error.hpp"
 
@@ -65,11 +66,8 @@ std::string shape(const at::Tensor& tensor) {
 
 void Arguments::refuse(const std::string& found, const std::string& expected,
                        const std::string& action) const {
-  throw ConfigError(
-      {.where = fmt::format("{} of group '{}' (shm) on rank {} of {}", operation_, group_, rank_, size_),
-       .found = found,
-       .expected = expected,
-       .action = action});
+  isograd::refuse(fmt::format("{} of group '{}' (shm) on rank {} of {}", operation_, group_, rank_, size_), found,
+         expected, action);
 }
 
 Region Arguments::piece(const at::Tensor& tensor) const {

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
@@ -310,10 +311,9 @@ at::Tensor ShmBackend::allocate(std::int64_t numel, at::ScalarType dtype, shm::E
   const bool one = copies == shm::Engine::Copies::kOne;
   const auto width = static_cast<std::int64_t>(c10::elementSize(dtype));
   if (numel < 0 || numel > (std::int64_t{1} << 60) / (width * size_)) {
-    throw ConfigError({.where = fmt::format("{} of group '{}'", one ? "host_shared" : "empty_shared", name_),
-                       .found = fmt::format("{} elements of {} bytes", numel, width),
-                       .expected = "a size that memory can have",
-                       .action = "Check how the size was computed"});
+    refuse(fmt::format("{} of group '{}'", one ? "host_shared" : "empty_shared", name_),
+           fmt::format("{} elements of {} bytes", numel, width), "a size that memory can have",
+           "Check how the size was computed");
   }
   auto allocation = engine_->allocate(static_cast<std::uint64_t>(numel * width), copies,
                                       static_cast<std::int8_t>(dtype), numel, timeout_);

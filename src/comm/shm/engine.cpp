@@ -10,6 +10,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/refuse.hpp"
 #include "comm/relayed.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
@@ -130,10 +131,9 @@ bool Engine::inherited() const {
 
 void Engine::throw_if_inherited() const {
   if (!inherited()) return;
-  throw ConfigError({.where = fmt::format("group '{}' on rank {} of {}", name_, rank_, size_),
-                     .found = "a process that was forked when the group existed already",
-                     .expected = "the process that joined the group",
-                     .action = "Join after the fork, or leave all communication to the parent"});
+  refuse(fmt::format("group '{}' on rank {} of {}", name_, rank_, size_),
+         "a process that was forked when the group existed already", "the process that joined the group",
+         "Join after the fork, or leave all communication to the parent");
 }
 
 Engine::~Engine() {

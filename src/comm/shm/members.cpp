@@ -13,6 +13,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/refuse.hpp"
 #include "comm/hosts/identity.hpp"
 #include "comm/local_store.hpp"
 #include "comm/relayed.hpp"
@@ -76,10 +77,9 @@ MemberInfo read(const std::string& text, int rank, const std::string& group) {
     }
   }
   if (version != kVersion || !in) {
-    throw ConfigError({.where = fmt::format("joining group '{}'", group),
-                       .found = fmt::format("rank {} speaks version {} of the protocol", rank, version),
-                       .expected = fmt::format("version {}", kVersion),
-                       .action = "Start all ranks with the same build of isograd"});
+    refuse(fmt::format("joining group '{}'", group),
+           fmt::format("rank {} speaks version {} of the protocol", rank, version),
+           fmt::format("version {}", kVersion), "Start all ranks with the same build of isograd");
   }
   return info;
 }
@@ -127,11 +127,11 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
         for (int r : missing) names += fmt::format("{}{}", names.empty() ? "" : ", ", r);
-        throw PeerError({.where = where,
-                         .found = fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
-                         .expected = "every rank to join",
-                         .action = "Look at the output of the missing ranks for what kept them, or raise the "
-                                   "timeout"});
+        throw PeerError(
+            {.where = where,
+             .found = fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
+             .expected = "every rank to join",
+             .action = "Look at the output of the missing ranks for what kept them, or raise the timeout"});
       }
       std::this_thread::sleep_for(nap);
       nap = std::min<std::chrono::microseconds>(nap * 3 / 2, std::chrono::milliseconds(20));
@@ -147,12 +147,11 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
   for (int r = 0; r < size; ++r) {
     const MemberInfo& other = members[static_cast<std::size_t>(r)];
     if (other.machine == members[0].machine) continue;
-    throw ConfigError(
-        {.where = where,
-         .found = fmt::format("rank 0 on host {} and rank {} on host {}{}", members[0].host, r, other.host,
-                              other.host == members[0].host ? " in another container" : ""),
-         .expected = "all ranks on one host, which the shm backend needs",
-         .action = "Start all ranks on one host, or use --backend shm+mpi"});
+    refuse(where,
+           fmt::format("rank 0 on host {} and rank {} on host {}{}", members[0].host, r, other.host,
+                       other.host == members[0].host ? " in another container" : ""),
+           "all ranks on one host, which the shm backend needs",
+           "Start all ranks on one host, or use --backend shm+mpi");
   }
   return members;
 }

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::shm {
@@ -41,19 +42,17 @@ std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
 
 [[noreturn]] void refuse_memory(const std::string& purpose, const std::string& what, int error,
                                 std::uint64_t bytes) {
-  throw ConfigError({.where = "shared memory for " + purpose,
-                     .found = what + ": " + std::strerror(error),
-                     .expected = gigabytes(bytes),
-                     .action = "Free memory (or raise the limit named above), or use smaller buffers"});
+  isograd::refuse("shared memory for " + purpose, what + ": " + std::strerror(error), gigabytes(bytes),
+                  "Free memory (or raise the limit named above), or use smaller buffers");
 }
 
 std::byte* map_shared(int descriptor, std::uint64_t bytes, const std::string& purpose) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (data == MAP_FAILED) {
-    throw ConfigError({.where = "shared memory for " + purpose,
-                       .found = fmt::format("mapping {} failed: {}", gigabytes(bytes), std::strerror(errno)),
-                       .expected = "address space for the buffers of all ranks",
-                       .action = "Raise the limit on address space (ulimit -v) or use smaller buffers"});
+    isograd::refuse("shared memory for " + purpose,
+                    fmt::format("mapping {} failed: {}", gigabytes(bytes), std::strerror(errno)),
+                    "address space for the buffers of all ranks",
+                    "Raise the limit on address space (ulimit -v) or use smaller buffers");
   }
   return static_cast<std::byte*>(data);
 }
@@ -121,10 +120,9 @@ std::uint64_t available_memory() {
 
 void require_memory(std::uint64_t bytes, std::uint64_t available, const std::string& purpose) {
   if (bytes <= available) return;
-  throw ConfigError({.where = "shared memory for " + purpose,
-                     .found = gigabytes(available) + " available",
-                     .expected = gigabytes(bytes) + " for all ranks together",
-                     .action = "Use fewer ranks or a smaller model, or give the machine more memory"});
+  isograd::refuse("shared memory for " + purpose, gigabytes(available) + " available",
+                  gigabytes(bytes) + " for all ranks together",
+                  "Use fewer ranks or a smaller model, or give the machine more memory");
 }
 
 std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, std::uint64_t at_once,
@@ -195,10 +193,9 @@ std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& p
   }
   const std::string path = fmt::format("/proc/{}/fd/{}", id.pid, id.descriptor);
   const auto refuse = [&](const std::string& what) {
-    throw ConfigError({.where = "shared memory for " + purpose,
-                       .found = path + ": " + what,
-                       .expected = "the memory of a rank of the same host, user and process namespace",
-                       .action = "Start all ranks as one user in one container, with /proc mounted"});
+    isograd::refuse("shared memory for " + purpose, path + ": " + what,
+                    "the memory of a rank of the same host, user and process namespace",
+                    "Start all ranks as one user in one container, with /proc mounted");
   };
   // Looked at before it is opened, and through one reference, so that whoever has forged an entry cannot let
   // this process open a device, a pipe or another's file.

@@ -10,6 +10,7 @@
 
 #include "attention/attention.hpp"
 #include "attention/views.hpp"
+#include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
@@ -102,7 +103,7 @@ std::vector<std::vector<Span>> blocks_of(const ContextCut& cut, int ring, int ul
 }
 
 [[noreturn]] void refuse_attention(std::string found, std::string expected, std::string action) {
-  throw ConfigError({kWhere, std::move(found), std::move(expected), std::move(action)});
+  refuse(kWhere, std::move(found), std::move(expected), std::move(action));
 }
 
 void check_shapes(const ContextCut& cut, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -187,8 +188,8 @@ struct ContextAttention::Impl {
     }
     refuse_attention(
         fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, q.size(1), k.size(1)),
-        fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one "
-                    "of {}",
+        fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one of "
+                    "{}",
                     fmt::join(possible, ", ")),
         above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
                      : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));

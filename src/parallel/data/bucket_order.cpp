@@ -6,6 +6,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -14,10 +15,8 @@ std::vector<std::size_t> order_by_names(const std::vector<NamedParameter>& param
                                         const std::vector<std::string>& names) {
   if (names.empty()) return {};
   const auto refuse = [](std::string found) {
-    throw ConfigError({.where = "the order of buckets",
-                       .found = std::move(found),
-                       .expected = "the name of each trainable parameter once",
-                       .action = "Give the order of a run of the same model, or none"});
+    isograd::refuse("the order of buckets", std::move(found), "the name of each trainable parameter once",
+                    "Give the order of a run of the same model, or none");
   };
   std::unordered_map<std::string, std::size_t> places;
   for (std::size_t i = 0; i < parameters.size(); ++i) places.emplace(parameters[i].name, i);

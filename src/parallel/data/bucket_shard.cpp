@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -19,21 +20,19 @@ at::Tensor in_host_memory(const at::Tensor& flat) {
 
 void check_can_be_offloaded(at::Device parameters) {
   if (!parameters.is_cpu()) return;
-  throw ConfigError({.where = "offload",
-                     .found = "parameters on the CPU",
-                     .expected = "parameters on another device: offload moves states and gradients to host "
-                                 "memory, where they already are",
-                     .action = "Leave offload out, or move the model to a GPU first"});
+  refuse("offload", "parameters on the CPU",
+         "parameters on another device: offload moves states and gradients to host memory, where "
+         "they already are",
+         "Leave offload out, or move the model to a GPU first");
 }
 
 void refuse_write_to_shared_parameters(const std::string& parameter, int ranks) {
-  throw ConfigError(
-      {.where = fmt::format("parameter '{}'", parameter),
-       .found = fmt::format("an in-place operation on the one copy that {} ranks share, to which "
-                            "each rank's would be applied",
-                            ranks),
-       .expected = "values written by the layout",
-       .action = "Call write() of the layout on every rank, or set share_parameters to off"});
+  refuse(fmt::format("parameter '{}'", parameter),
+         fmt::format("an in-place operation on the one copy that {} ranks share, to which each rank's would "
+                     "be applied",
+                     ranks),
+         "values written by the layout",
+         "Call write() of the layout on every rank, or set share_parameters to off");
 }
 
 at::Tensor as_dense(const at::Tensor& gradient) {
@@ -58,10 +57,10 @@ bool BucketShard::keeps_copies(const Bucket& bucket) const {
 void BucketShard::refuse_lost_writes(const Bucket& bucket, const Writes& writes) const {
   if (!keeps_copies(bucket)) return;
   for (std::size_t place : writes.written())
-    throw ConfigError({.where = fmt::format("parameter '{}'", bucket.plan.slots[place].name),
-                       .found = "values written between finish_reduction() and publish_parameters()",
-                       .expected = "none: the update has replaced them by those of its own copy",
-                       .action = "Write values after publish_parameters(), before the next step"});
+    refuse(fmt::format("parameter '{}'", bucket.plan.slots[place].name),
+           "values written between finish_reduction() and publish_parameters()",
+           "none: the update has replaced them by those of its own copy",
+           "Write values after publish_parameters(), before the next step");
 }
 
 void BucketShard::take_over(const Bucket& bucket, const Slot& slot) const {

@@ -288,10 +288,8 @@ void Bucketed::zero_gradients() {
 
 void Bucketed::begin_backward(bool last) {
   if (in_last_)
-    throw ConfigError({.where = "begin_backward",
-                       .found = "a backward after the one announced as the last",
-                       .expected = "finish_reduction() next",
-                       .action = "Pass last = true only before the last micro-batch of a step"});
+    refuse("begin_backward", "a backward after the one announced as the last", "finish_reduction() next",
+           "Pass last = true only before the last micro-batch of a step");
   if (!reduces_) return;
   if (in_round_) finish_round();
   new_backward_ = true;

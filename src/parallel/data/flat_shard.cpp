@@ -98,10 +98,9 @@ FlatShard::FlatShard(BucketPlan plan, const std::vector<NamedParameter>& paramet
     bucket_.parameters = shard.empty_shared(held.size(), plan.dtype, plan.device);
     storage_ = std::make_unique<UnitStorage>(
         plan.numel, plan.dtype, plan.device,
-        fmt::format(
-            "parameter read while sharded: those of unit '{}' are whole only inside its own call. Call "
-            "the block through its handle, or hold whole_parameters() of the layout",
-            unit));
+        fmt::format("parameter read while sharded: those of unit '{}' are whole only inside its own call. "
+                    "Call the block through its handle, or hold whole_parameters() of the layout",
+                    unit));
     for (const Slot& slot : plan.slots) {
       const at::Tensor& parameter = parameters.at(slot.index).tensor;
       write_values(bucket_.parameters, held, slot, parameter, initialize);

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "parallel/data/same_parameters.hpp"
 
@@ -47,11 +48,10 @@ void check_same_on_all_ranks(const TrainableParameters& parameters, const std::s
   for (int rank = 1; rank < group.size(); ++rank)
     for (std::size_t i = 0; i < all.size(); ++i)
       if (const auto p = static_cast<std::int64_t>(i); table[rank][p] != table[0][p])
-        throw ConfigError({.where = fmt::format("parameter '{}'", all[i]->name),
-                           .found = fmt::format("requires_grad {} on rank {} and {} on rank 0",
-                                                table[rank][p] != 0, rank, table[0][p] != 0),
-                           .expected = "the same on every rank",
-                           .action = "Freeze and unfreeze parameters on all ranks in the same step"});
+        refuse(fmt::format("parameter '{}'", all[i]->name),
+               fmt::format("requires_grad {} on rank {} and {} on rank 0", table[rank][p] != 0, rank,
+                           table[0][p] != 0),
+               "the same on every rank", "Freeze and unfreeze parameters on all ranks in the same step");
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "base/memory.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
@@ -22,11 +23,8 @@ namespace {
 
 using Handles = std::vector<UnitHandle>;
 
-[[noreturn]] void refuse(std::string found, std::string expected, std::string action) {
-  throw ConfigError({.where = "fully_shard",
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+[[noreturn]] void refuse_options(std::string found, std::string expected, std::string action) {
+  refuse("fully_shard", std::move(found), std::move(expected), std::move(action));
 }
 
 void check_same(const UnitMembers& members, const Mesh& mesh) {
@@ -41,7 +39,8 @@ void check_same(const UnitMembers& members, const Mesh& mesh) {
 }
 
 void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
-  if (limit < 0) refuse(fmt::format("gather_limit_bytes = {}", limit), "0 or more", "0 stands for no limit");
+  if (limit < 0)
+    refuse_options(fmt::format("gather_limit_bytes = {}", limit), "0 or more", "0 stands for no limit");
   if (limit == 0) return;
   const auto stays = [&](const UnitPlan& unit) { return &unit == &units[kRootUnit] || !unit.reshard; };
   std::int64_t kept = 0;  // between forward and backward, or as long as the blocks
@@ -50,11 +49,10 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
   for (const UnitPlan& unit : units) {
     const std::int64_t bytes = kept + (stays(unit) ? 0 : unit.bytes);
     if (bytes > limit)
-      throw ConfigError(
-          {.where = fmt::format("sharded unit '{}'", unit.name),
-           .found = fmt::format("{} bytes whole at a time, {} of them of units that stay whole", bytes, kept),
-           .expected = fmt::format("at most {} (gather_limit_bytes)", limit),
-           .action = "Raise the limit, make smaller blocks, or let more units be freed after forward"});
+      refuse(fmt::format("sharded unit '{}'", unit.name),
+             fmt::format("{} bytes whole at a time, {} of them of units that stay whole", bytes, kept),
+             fmt::format("at most {} (gather_limit_bytes)", limit),
+             "Raise the limit, make smaller blocks, or let more units be freed after forward");
   }
 }
 
@@ -218,9 +216,10 @@ class ShardedLayout final : public FullySharded {
     if (found == frozen_flats_.end()) {
       for (const NamedParameter& member : members_.trained)
         if (member.tensor.is_same(parameter.tensor)) return;  // with another of its flat
-      refuse(fmt::format("parameter '{}', unfrozen, of {} {}", parameter.name,
-                         c10::toString(parameter.tensor.scalar_type()), c10::str(parameter.tensor.layout())),
-             "a dense leaf in float64, float32 or bfloat16", "Convert the model before making the layout");
+      refuse_options(
+          fmt::format("parameter '{}', unfrozen, of {} {}", parameter.name,
+                      c10::toString(parameter.tensor.scalar_type()), c10::str(parameter.tensor.layout())),
+          "a dense leaf in float64, float32 or bfloat16", "Convert the model before making the layout");
     }
     passes_->train(**found, members_.frozen);
     Bucket& bucket = buckets_.emplace_back((*found)->bucket());
@@ -239,9 +238,9 @@ class ShardedLayout final : public FullySharded {
     for (const auto* list : members_.lists())
       for (const NamedParameter& parameter : *list)
         if (parameter.tensor.is_meta())
-          refuse(fmt::format("parameter '{}' on the meta device, without values", parameter.name),
-                 "values, or FullyShardOptions::initialize",
-                 "Give a function that fills one parameter at a time");
+          refuse_options(fmt::format("parameter '{}' on the meta device, without values", parameter.name),
+                         "values, or FullyShardOptions::initialize",
+                         "Give a function that fills one parameter at a time");
   }
 
   Handles handles_;

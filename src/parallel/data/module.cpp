@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "parallel/data/same_parameters.hpp"
 
@@ -61,12 +62,9 @@ double dropout_of(const torch::nn::Module& module) {
   return p;
 }
 
-[[noreturn]] void refuse(const std::string& where, std::string found, std::string expected,
-                         std::string action) {
-  throw ConfigError({.where = where,
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+[[noreturn]] void refuse_module(const std::string& where, std::string found, std::string expected,
+                                std::string action) {
+  refuse(where, std::move(found), std::move(expected), std::move(action));
 }
 
 const char* const kLaw = "the same function of the batch on any number of ranks";
@@ -77,24 +75,22 @@ void check_statistics(const std::string& name, const torch::nn::Module& module) 
   if (is_batch_norm(module) && frozen &&
       !tracks_statistics<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(
           module))
-    refuse(fmt::format("module '{}'", name),
-           "batch normalisation over the rows of one rank, in eval() too: it has track_running_stats(false)",
-           kLaw,
-           "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), or make "
-           "it with "
-           "running statistics and freeze them with eval()");
+    refuse_module(
+        fmt::format("module '{}'", name),
+        "batch normalisation over the rows of one rank, in eval() too: it has track_running_stats(false)",
+        kLaw,
+        "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), "
+        "or make it with running statistics and freeze them with eval()");
   if (frozen) return;
   if (is_batch_norm(module))
-    refuse(
-        fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", kLaw,
-        "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), or freeze "
-        "its statistics with eval(), after every train() of the model");
+    refuse_module(fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", kLaw,
+                  "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), "
+                  "or freeze its statistics with eval(), after every train() of the model");
   if (is_tracking_instance_norm(module))
-    refuse(
-        fmt::format("module '{}'", name),
-        "instance normalisation that tracks running statistics of one rank's rows", kLaw,
-        "Make it with track_running_stats(false), or freeze its statistics with eval(), after every train() "
-        "of the model");
+    refuse_module(fmt::format("module '{}'", name),
+                  "instance normalisation that tracks running statistics of one rank's rows", kLaw,
+                  "Make it with track_running_stats(false), or freeze its statistics with eval(), after "
+                  "every train() of the model");
 }
 
 // What it draws from the default generator; empty: nothing.
@@ -111,10 +107,10 @@ std::string drawn_by(const torch::nn::Module& module) {
 
 void check_random(const std::string& name, const torch::nn::Module& module) {
   if (const std::string drawn = drawn_by(module); !drawn.empty())
-    refuse(fmt::format("module '{}'", name),
-           drawn + " from the default generator, with other numbers for every number of ranks", kLaw,
-           "Draw from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or accept it: "
-           "prepare_module(module, group, {.accept_dropout = true})");
+    refuse_module(fmt::format("module '{}'", name),
+                  drawn + " from the default generator, with other numbers for every number of ranks", kLaw,
+                  "Draw from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or "
+                  "accept it: prepare_module(module, group, {.accept_dropout = true})");
 }
 
 template <typename Check>
@@ -145,10 +141,10 @@ void check_can_be_written(const std::vector<NamedParameter>& all, Group& group) 
   group.all_reduce(first, ReduceOp::kMin);
   const auto place = static_cast<std::size_t>(first.item<std::int64_t>());
   if (place < all.size())
-    refuse(fmt::format("'{}'", all[place].name),
-           "a parameter or buffer made with expand(), several elements in one place of memory",
-           "memory for each element, into which rank 0's values can be copied",
-           "Register it with contiguous() after expand()");
+    refuse_module(fmt::format("'{}'", all[place].name),
+                  "a parameter or buffer made with expand(), several elements in one place of memory",
+                  "memory for each element, into which rank 0's values can be copied",
+                  "Register it with contiguous() after expand()");
 }
 
 }  // namespace

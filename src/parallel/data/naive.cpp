@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
@@ -22,11 +23,9 @@ class Naive final : public DataParallel {
   Naive(TrainableParameters parameters, const Mesh& mesh, const DataParallelOptions& options)
       : parameters_(std::move(parameters)), mesh_(mesh), options_(options), written_(mesh) {
     if (options.stage != 0 || options.share_parameters)
-      throw ConfigError(
-          {.where = "naive",
-           .found = fmt::format("stage {}, share_parameters {}", options.stage, options.share_parameters),
-           .expected = "stage 0 with parameters of each rank's own",
-           .action = "Use bucketed() for sharded state or shared parameters"});
+      refuse("naive", fmt::format("stage {}, share_parameters {}", options.stage, options.share_parameters),
+             "stage 0 with parameters of each rank's own",
+             "Use bucketed() for sharded state or shared parameters");
     if (parameters_.check) parameters_.check();
     place_parameters(parameters_, mesh_.grid(), mesh_.rank());
     written_.watch(parameters_.frozen);

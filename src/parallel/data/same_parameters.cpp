@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/files.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -51,22 +52,18 @@ void check_same_parameters(const std::vector<NamedParameter>& parameters, Group 
     for (int rank = 1; rank < group.size(); ++rank)
       for (const auto column : {kIdentity, kValues})
         if (table[rank][i][column] != table[0][i][column])
-          throw ConfigError(
-              {.where = fmt::format("parameters over the ranks of group '{}'", group.name()),
-               .found =
-                   fmt::format("rank {} and rank 0 differ in the {} of parameter {}, which is {} on rank {}",
-                               rank, column == kIdentity ? "name, shape or dtype" : "values", i,
-                               identity(parameters[i]), group.rank()),
-               .expected = "the same model on every rank",
-               .action =
-                   "Seed the initialisation by parameter, not by rank, and load the same file everywhere"});
+          refuse(fmt::format("parameters over the ranks of group '{}'", group.name()),
+                 fmt::format("rank {} and rank 0 differ in the {} of parameter {}, which is {} on rank {}",
+                             rank, column == kIdentity ? "name, shape or dtype" : "values", i,
+                             identity(parameters[i]), group.rank()),
+                 "the same model on every rank",
+                 "Seed the initialisation by parameter, not by rank, and load the same file everywhere");
   if (common != counts.max().item<std::int64_t>())
-    throw ConfigError(
-        {.where = fmt::format("parameters over the ranks of group '{}'", group.name()),
-         .found = fmt::format("{} trainable parameters on rank {}, between {} and {} on the ranks",
-                              parameters.size(), group.rank(), common, counts.max().item<std::int64_t>()),
-         .expected = "the same model on every rank",
-         .action = "Build the same model and freeze the same parameters on every rank"});
+    refuse(fmt::format("parameters over the ranks of group '{}'", group.name()),
+           fmt::format("{} trainable parameters on rank {}, between {} and {} on the ranks",
+                       parameters.size(), group.rank(), common, counts.max().item<std::int64_t>()),
+           "the same model on every rank",
+           "Build the same model and freeze the same parameters on every rank");
 }
 
 void check_same_parameters(const std::vector<NamedParameter>& parameters, const Mesh& mesh,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/bucket_shard.hpp"
@@ -116,12 +117,10 @@ void SlotGradients::check(const std::vector<NamedParameter>& parameters) const {
 }
 
 void SlotGradients::refuse_lost(const Place& place) const {
-  throw ConfigError(
-      {.where = fmt::format("parameter '{}'", place.slot.name),
-       .found = "a .grad that is no longer the view of its bucket",
-       .expected = "the gradient left in place",
-       .action = "Call zero_gradients() of the layout, not zero_grad() of the module (it drops gradients), "
-                 "and run backward without create_graph (it replaces them)"});
+  refuse(fmt::format("parameter '{}'", place.slot.name), "a .grad that is no longer the view of its bucket",
+         "the gradient left in place",
+         "Call zero_gradients() of the layout, not zero_grad() of the module (it drops "
+         "gradients), and run backward without create_graph (it replaces them)");
 }
 
 }  // namespace isograd

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
@@ -11,11 +12,10 @@ namespace isograd {
 SyncBatchNorm::SyncBatchNorm(const SyncBatchNormOptions& options, Group group)
     : options_(options), group_(std::move(group)) {
   if (options.channels < 1 || !(options.epsilon >= 0) || !(options.momentum >= 0 && options.momentum <= 1))
-    throw ConfigError({.where = "SyncBatchNorm",
-                       .found = fmt::format("channels {}, epsilon {}, momentum {}", options.channels,
-                                            options.epsilon, options.momentum),
-                       .expected = "channels >= 1, epsilon >= 0, 0 <= momentum <= 1",
-                       .action = "Change the one outside its range"});
+    refuse("SyncBatchNorm",
+           fmt::format("channels {}, epsilon {}, momentum {}", options.channels, options.epsilon,
+                       options.momentum),
+           "channels >= 1, epsilon >= 0, 0 <= momentum <= 1", "Change the one outside its range");
   weight = register_parameter("weight", at::ones({options.channels}));
   bias = register_parameter("bias", at::zeros({options.channels}));
   running_mean = register_buffer("running_mean", at::zeros({options.channels}));
@@ -25,10 +25,8 @@ SyncBatchNorm::SyncBatchNorm(const SyncBatchNormOptions& options, Group group)
 
 at::Tensor SyncBatchNorm::forward(const at::Tensor& input) {
   if (input.dim() < 2 || input.size(1) != options_.channels)
-    throw ConfigError({.where = "SyncBatchNorm",
-                       .found = fmt::format("an input of {}", c10::str(input.sizes())),
-                       .expected = fmt::format("[N, {}, ...]", options_.channels),
-                       .action = "Check the layer before it"});
+    refuse("SyncBatchNorm", fmt::format("an input of {}", c10::str(input.sizes())),
+           fmt::format("[N, {}, ...]", options_.channels), "Check the layer before it");
   const at::ScalarType wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor x = input.to(wide);
   std::vector<std::int64_t> others = {0}, broadcastable(x.dim(), 1);  // all dims but the channels'

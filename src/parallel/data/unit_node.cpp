@@ -15,6 +15,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
 #include "comm/anchor.hpp"
 #include "isograd/error.hpp"
@@ -27,11 +28,10 @@ namespace autograd = torch::autograd;
 using at::Tensor;
 using autograd::variable_list;
 
-[[noreturn]] void refuse(const UnitCall& call, std::string found, std::string expected, std::string action) {
-  throw ConfigError({.where = fmt::format("sharded unit '{}'", call.host->unit_name(call.unit)),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+[[noreturn]] void refuse_call(const UnitCall& call, std::string found, std::string expected,
+                              std::string action) {
+  refuse(fmt::format("sharded unit '{}'", call.host->unit_name(call.unit)), std::move(found),
+         std::move(expected), std::move(action));
 }
 
 // Frees everything unless the call came to its end.
@@ -146,23 +146,24 @@ void find_leaves(InnerGraph& graph, std::uint64_t first_inside, const UnitCall& 
         graph.parameters.push_back(leaf->variable);
       else if (call.host->is_frozen(tensor) ||
                call.host->is_freed_memory(leaf->variable.storage().unsafeGetStorageImpl()))
-        refuse(call,
-               fmt::format("a frozen parameter {} that needs a gradient in mid-step",
-                           c10::str(leaf->variable.sizes())),
-               "parameters unfrozen between steps",
-               "Set requires_grad before zero_gradients() of the layout");
+        refuse_call(call,
+                    fmt::format("a frozen parameter {} that needs a gradient in mid-step",
+                                c10::str(leaf->variable.sizes())),
+                    "parameters unfrozen between steps",
+                    "Set requires_grad before zero_gradients() of the layout");
       else
-        refuse(call,
-               fmt::format("a leaf {} that needs a gradient and is neither an argument nor a parameter",
-                           c10::str(leaf->variable.sizes())),
-               expected, "Pass it as an argument of the forward, or register it as a parameter of the model");
+        refuse_call(call,
+                    fmt::format("a leaf {} that needs a gradient and is neither an argument nor a parameter",
+                                c10::str(leaf->variable.sizes())),
+                    expected,
+                    "Pass it as an argument of the forward, or register it as a parameter of the model");
       continue;
     }
     if (node->sequence_nr() < first_inside)
-      refuse(call,
-             fmt::format("a tensor computed outside ({}) that is not an argument and needs a gradient",
-                         node->name()),
-             expected, "Pass it as an argument of the forward, or detach it");
+      refuse_call(call,
+                  fmt::format("a tensor computed outside ({}) that is not an argument and needs a gradient",
+                              node->name()),
+                  expected, "Pass it as an argument of the forward, or detach it");
     for (const autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
   }
 }
@@ -242,11 +243,11 @@ class UnitNode final : public autograd::Node {
 
 variable_list UnitNode::apply(variable_list&& gradients) {
   if (at::GradMode::is_enabled())
-    refuse(call_, "a backward with create_graph", "one that is not differentiated again",
-           "Run backward without create_graph");
+    refuse_call(call_, "a backward with create_graph", "one that is not differentiated again",
+                "Run backward without create_graph");
   if (released_)
-    refuse(call_, "a second backward through a graph that is freed", "one backward",
-           "Pass keep_graph = true to the first backward");
+    refuse_call(call_, "a second backward through a graph that is freed", "one backward",
+                "Pass keep_graph = true to the first backward");
   const bool keep_graph = autograd::get_current_graph_task_keep_graph();
   const std::size_t num_inputs = graph_.inputs.size();
   const bool for_parameters = task_should_compute_output(num_inputs);

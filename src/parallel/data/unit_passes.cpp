@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 
@@ -12,12 +13,9 @@ namespace {
 // While one block's gradients are reduced the next block's are packed; more would only cost memory.
 constexpr std::size_t kBuffers = 2;
 
-[[noreturn]] void refuse(const std::string& unit, std::string found, std::string expected,
-                         std::string action) {
-  throw ConfigError({.where = fmt::format("sharded unit '{}'", unit),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+[[noreturn]] void refuse_unit(const std::string& unit, std::string found, std::string expected,
+                              std::string action) {
+  refuse(fmt::format("sharded unit '{}'", unit), std::move(found), std::move(expected), std::move(action));
 }
 
 }  // namespace
@@ -88,9 +86,9 @@ std::size_t UnitPasses::next_use(std::size_t unit) const {
   for (std::size_t use = cursor_; use < pass_.end; ++use)
     if (uses_[use] == unit) return use;
   const std::size_t before = cursor_ > pass_.begin ? cursor_ - 1 : 0;
-  refuse(units_[unit].name, fmt::format("a call after that of '{}'", units_[uses_[before]].name),
-         "the order of the list given to fully_shard(), one entry for each use",
-         "List the blocks in the order in which forward calls them, a block used twice twice");
+  refuse_unit(units_[unit].name, fmt::format("a call after that of '{}'", units_[uses_[before]].name),
+              "the order of the list given to fully_shard(), one entry for each use",
+              "List the blocks in the order in which forward calls them, a block used twice twice");
 }
 
 // Nothing is computed meanwhile: what was not gathered ahead is waited for from its launch on.
@@ -155,12 +153,12 @@ void UnitPasses::after_forward(std::size_t use) {
 
 std::size_t UnitPasses::enter_forward(std::size_t unit) {
   if (closed_)
-    refuse(units_[unit].name, "a call after the layout was destroyed", "a layout that lives",
-           "Keep the layout as long as the model is used, or load the model anew");
+    refuse_unit(units_[unit].name, "a call after the layout was destroyed", "a layout that lives",
+                "Keep the layout as long as the model is used, or load the model anew");
   if (unit == kRootUnit) {
     if (in_forward_ || in_backward_)
-      refuse(units_[unit].name, "a forward inside its own forward or backward", "one at a time",
-             "Call the model once per pass");
+      refuse_unit(units_[unit].name, "a forward inside its own forward or backward", "one at a time",
+                  "Call the model once per pass");
     if (forwards_ > 0) make_up_backward();  // with none, this may be the forward of the one announced
     in_forward_ = true;
     with_graph_ = at::GradMode::is_enabled();
@@ -172,11 +170,11 @@ std::size_t UnitPasses::enter_forward(std::size_t unit) {
     return 0;
   }
   if (!in_forward_)
-    refuse(units_[unit].name, "a call outside of the model's own", "a call inside the root's forward",
-           "Call the whole model through the handle that fully_shard() got as the root");
+    refuse_unit(units_[unit].name, "a call outside of the model's own", "a call inside the root's forward",
+                "Call the whole model through the handle that fully_shard() got as the root");
   if (inside_ != 0)
-    refuse(units_[unit].name, fmt::format("a call inside of '{}'", units_[uses_[inside_]].name),
-           "blocks that do not contain one another", "List either the block or its parts");
+    refuse_unit(units_[unit].name, fmt::format("a call inside of '{}'", units_[uses_[inside_]].name),
+                "blocks that do not contain one another", "List either the block or its parts");
   const std::size_t use = next_use(unit);
   for (; cursor_ < use; ++cursor_) {  // left out on this rank
     hold(cursor_);
@@ -215,12 +213,12 @@ void UnitPasses::after_backward(std::size_t use) {
 
 void UnitPasses::enter_backward(std::size_t use) {
   if (closed_)
-    refuse(units_[uses_[use]].name, "a backward after the layout was destroyed", "a layout that lives",
-           "Run backward before the layout ends");
+    refuse_unit(units_[uses_[use]].name, "a backward after the layout was destroyed", "a layout that lives",
+                "Run backward before the layout ends");
   if (use == 0) {
     if (in_forward_ || in_backward_)
-      refuse(units_[0].name, "a backward inside its own forward or backward", "one at a time",
-             "Run backward after the model's forward has returned");
+      refuse_unit(units_[0].name, "a backward inside its own forward or backward", "one at a time",
+                  "Run backward after the model's forward has returned");
     in_backward_ = true;
     pass_ = announced_ ? announced_pass_ : pass_that_begins();
     announced_ = false;
@@ -298,8 +296,8 @@ void UnitPasses::reduce(std::size_t unit) {
   if (context_->reduce_once) {
     if (!last_) return;
     if (reduced_[unit])
-      refuse(units_[unit].name, "a second backward after the one announced as the last",
-             "one backward after begin_backward(true)", "Add the losses up and call backward once");
+      refuse_unit(units_[unit].name, "a second backward after the one announced as the last",
+                  "one backward after begin_backward(true)", "Add the losses up and call backward once");
     reduced_[unit] = true;
   }
   for (auto& flat : units_[unit].flats) {
@@ -324,10 +322,8 @@ void UnitPasses::progress() {
 
 void UnitPasses::begin_backward(bool last) {
   if (last_)
-    throw ConfigError({.where = "begin_backward",
-                       .found = "a backward after the one announced as the last",
-                       .expected = "finish_reduction() next",
-                       .action = "Pass last = true only before the last micro-batch of a step"});
+    refuse("begin_backward", "a backward after the one announced as the last", "finish_reduction() next",
+           "Pass last = true only before the last micro-batch of a step");
   make_up_backward();
   last_ = last;
   announced_ = true;

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
@@ -17,10 +18,7 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void refuse_units(std::string found, std::string expected, std::string action) {
-  throw ConfigError({.where = "fully_shard",
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse("fully_shard", std::move(found), std::move(expected), std::move(action));
 }
 
 // Unit by tensor: the only block that has it, else the root.

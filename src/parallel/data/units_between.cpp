@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "parallel/data/unit_passes.hpp"
 
@@ -31,12 +32,12 @@ void UnitPasses::make_up_backward() {
   }
   announced_ = !exchanging_;
   if (exchanging_)
-    throw ConfigError({.where = fmt::format("sharded unit '{}'", unit_name(*exchanging_)),
-                       .found = "no backward after begin_backward(): a loss that is a constant on this rank, "
-                                "while others wait for what the unit's backward exchanges with them",
-                       .expected = "a loss that depends on the model's output, on every rank",
-                       .action = "Add 0 * output.sum() to the constant, or compute the loss as on the other "
-                                 "ranks: the library's means take micro-batches without targets"});
+    refuse(fmt::format("sharded unit '{}'", unit_name(*exchanging_)),
+           "no backward after begin_backward(): a loss that is a constant on this rank, while "
+           "others wait for what the unit's backward exchanges with them",
+           "a loss that depends on the model's output, on every rank",
+           "Add 0 * output.sum() to the constant, or compute the loss as on the other ranks: the "
+           "library's means take micro-batches without targets");
   try {
     if (forwards_ == 0) {
       const at::AutoGradMode with_graph(true);  // what then stays whole is what stays whole on the others
@@ -69,24 +70,21 @@ void UnitPasses::forget_writes(const std::set<std::string>& names) {
 void UnitPasses::check_writable() const {
   const bool held = held_ && !storages_.empty();
   if (!held && !in_forward_ && !in_backward_) return;
-  throw ConfigError(
-      {.where = "write()",
-       .found =
-           held ? "a call while whole_parameters() is held" : "a call during the model's forward or backward",
-       .expected = "a call between steps, of which parameters are gathered afterwards",
-       .action = held ? "Let go of whole_parameters() before, or write in place while it is held, "
-                        "the same on every rank"
-                      : "Call it outside of the model"});
+  refuse("write()",
+         held ? "a call while whole_parameters() is held" : "a call during the model's forward or backward",
+         "a call between steps, of which parameters are gathered afterwards",
+         held ? "Let go of whole_parameters() before, or write in place while it is held, the same on "
+                "every rank"
+              : "Call it outside of the model");
 }
 
 // A gather reads a shard only after its owner has taken part in it, hence after the owner's update: nothing
 // to wait for here unless parameters are read without being gathered.
 void UnitPasses::publish_parameters() {
   if (held_ && !storages_.empty())
-    throw ConfigError({.where = "publish_parameters",
-                       .found = "an update while whole_parameters() is held",
-                       .expected = "parameters that are gathered after it",
-                       .action = "Let go of whole_parameters() before the optimizer's update"});
+    refuse("publish_parameters", "an update while whole_parameters() is held",
+           "parameters that are gathered after it",
+           "Let go of whole_parameters() before the optimizer's update");
   const bool updated = std::exchange(may_be_updated_, false);
   for (ShardedUnit& unit : units_)
     for (auto& flat : unit.flats) {
@@ -100,10 +98,8 @@ void UnitPasses::publish_parameters() {
 
 void UnitPasses::hold_everything() {
   if (in_forward_ || in_backward_ || held_)
-    throw ConfigError({.where = "whole_parameters",
-                       .found = held_ ? "a second one at the same time" : "a call during forward or backward",
-                       .expected = "one at a time, between passes",
-                       .action = "Let go of the first before, and call it outside of the model"});
+    refuse("whole_parameters", held_ ? "a second one at the same time" : "a call during forward or backward",
+           "one at a time, between passes", "Let go of the first before, and call it outside of the model");
   take_over_writes({});
   kept_by_steps_ = context_->pool.kept_bytes();
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {

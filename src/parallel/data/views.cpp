@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 
+#include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
@@ -60,10 +61,8 @@ struct Destination {
 
 void check_values(const std::string& name, const at::Tensor& values, const Destination* found) {
   const auto refuse = [&](std::string what, std::string expected) {
-    throw ConfigError({.where = fmt::format("write() of parameter '{}'", name),
-                       .found = std::move(what),
-                       .expected = std::move(expected),
-                       .action = "Give names and shapes as the model has them, on every rank"});
+    isograd::refuse(fmt::format("write() of parameter '{}'", name), std::move(what), std::move(expected),
+                    "Give names and shapes as the model has them, on every rank");
   };
   if (!found) refuse("no parameter of this name", "one of the layout's, trained or frozen");
   if (!values.defined() || values.sizes() != found->shape())
@@ -78,10 +77,9 @@ void agree_to_write(const std::optional<ErrorText>& problem, Group all) {
   if (problem) throw ConfigError(*problem);
   for (int rank = 0; rank < all.size(); ++rank)
     if (refuses[rank].item<std::int64_t>() != 0)
-      throw ConfigError({.where = "write()",
-                         .found = fmt::format("an error on rank {}, so that no rank writes", rank),
-                         .expected = "names, shapes, values and a layout that every rank can write to",
-                         .action = "Look at the error of that rank, and give the same values on all"});
+      isograd::refuse("write()", fmt::format("an error on rank {}, so that no rank writes", rank),
+                      "names, shapes, values and a layout that every rank can write to",
+                      "Look at the error of that rank, and give the same values on all");
 }
 
 // The first parameter for which ranks with copies of it were not all given the same, as it would be written.

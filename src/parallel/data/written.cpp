@@ -11,8 +11,8 @@ namespace isograd {
 namespace {
 
 constexpr const char* kWriteTogether =
-    "Call write() of the layout on every rank, or write the same values in place on all of them before the "
-    "same step";
+    "Call write() of the layout on every rank, or write the same values in place on all of "
+    "them before the same step";
 
 }  // namespace
 
@@ -40,15 +40,14 @@ std::optional<ErrorText> ValueHashes::first_difference(const at::Tensor& by_rank
       if (table[rank][i] == table[0][i]) continue;
       const bool both = table[rank][i] != kNone && table[0][i] != kNone;
       const std::int64_t writer = table[0][i] != kNone ? 0 : rank;
-      return ErrorText{.where = fmt::format("parameter '{}'", names_.at(static_cast<std::size_t>(i))),
-                       .found = both ? fmt::format("other values {} on rank {} than on rank 0 of those "
-                                                   "with copies of it",
-                                                   given, rank)
-                                     : fmt::format("values {} on rank {} and none on rank {} of those "
-                                                   "with copies of it",
-                                                   given, writer, writer == 0 ? rank : 0),
-                       .expected = "the same values on every rank",
-                       .action = action};
+      return ErrorText{
+          .where = fmt::format("parameter '{}'", names_.at(static_cast<std::size_t>(i))),
+          .found = both ? fmt::format("other values {} on rank {} than on rank 0 of those with copies of it",
+                                      given, rank)
+                        : fmt::format("values {} on rank {} and none on rank {} of those with copies of it",
+                                      given, writer, writer == 0 ? rank : 0),
+          .expected = "the same values on every rank",
+          .action = action};
     }
   return std::nullopt;
 }

@@ -107,8 +107,7 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
         const double x = kLeft + span.begin * unit, wide = (span.end - span.begin) * unit;
         body += fmt::format(
             "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" "
-            "stroke=\"#fff\"><title>{}: "
-            "{:.4g} to {:.4g}</title></rect>\n",
+            "stroke=\"#fff\"><title>{}: {:.4g} to {:.4g}</title></rect>\n",
             x, y, wide, kRow - 2, colour(action.kind), to_text(action), span.begin, span.end);
         const std::string label = label_of(action);
         if (wide >= 7.0 * static_cast<double>(label.size())) text(x + wide / 2, y + 15, "middle", label);
@@ -119,12 +118,13 @@ std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline)
   }
   const double height = y + 24;
   std::string head = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
-      "font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 "
+      "{0} {1}\" font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" "
+      "height=\"100%\" fill=\"#fff\"/>\n",
       kPictureWidth, height);
   head += fmt::format(
-      "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} %"
-      "</text>\n",
+      "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} "
+      "%</text>\n",
       kLeft, escape_html(table.name), table.stages, table.micro_batches, 100 * timeline.bubble());
   text(kLeft, y + 14, "start", "0");
   text(kLeft + kWidth, y + 14, "end", fmt::format("{:.4g}", timeline.length));

@@ -53,11 +53,10 @@ void expect_same(const at::Tensor& tensor, Group& tp, const char* seam, const ch
 
 void expect_parts(const at::Tensor& tensor, Group& tp, const char* seam) {
   if (!checking || !differing(tensor, tp).empty() || tensor.count_nonzero().item<std::int64_t>() == 0) return;
-  refuse_seam(
-      seam, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
-      "each rank's part of a sum",
-      "Cut the weight of the product before it along its inputs, or leave this seam out: what is whole "
-      "already would come out as many times as there are ranks");
+  refuse_seam(seam, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
+              "each rank's part of a sum",
+              "Cut the weight of the product before it along its inputs, or leave this seam out: what "
+              "is whole already would come out as many times as there are ranks");
 }
 
 Group::Rows rows_of(const at::Tensor& whole, const Group& tp, const Group::Rows& rows, const char* seam) {
