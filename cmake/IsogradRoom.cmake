@@ -4,9 +4,12 @@
 # QUICK: for rooms whose time is LibTorch's and the kernels'; compiled as tests are (isograd_quick).
 # TESTS become one executable test_<room>, registered with CTest as <room>.
 file(STRINGS "${PROJECT_SOURCE_DIR}/src/rooms.txt" _lines REGEX "^[a-z]")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/rooms.txt")
+set(ISOGRAD_ROOM_FOLDERS "")
 set(ISOGRAD_ROOM_ORDER "")
 foreach(_line IN LISTS _lines)
   string(REGEX REPLACE ":.*" "" _room "${_line}")
+  list(APPEND ISOGRAD_ROOM_FOLDERS "${_room}")
   string(REPLACE "/" "_" _room "${_room}")
   list(APPEND ISOGRAD_ROOM_ORDER "${_room}")
 endforeach()
@@ -124,7 +127,7 @@ function(isograd_test_as_intel name)
 endfunction()
 
 # isograd_test_by_products(NAME [FILTER pattern]): the tests of an executable once more with each library that can
-# multiply in fp32 (src/matmul), as NAME_by_LIBRARY.
+# multiply in fp32 (src/kernels/matmul), as NAME_by_LIBRARY.
 function(isograd_test_by_products name)
   cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
   if(NOT TARGET test_${name})

@@ -2,7 +2,7 @@
 
 `parse_json` (src/base/json.hpp) has the limits that keep a hostile file from ending the program; `print` and
 `printable` (src/base/print.hpp) keep escape sequences and forged lines off the terminal; `at::parallel_for` outside
-LibTorch is a plain loop (src/threads). Programs that only test or measure, and print nothing but their own numbers,
+LibTorch is a plain loop (src/kernels/threads). Programs that only test or measure, and print nothing but their own numbers,
 are listed with their reason.
 """
 import pathlib

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
+#include "model/attention/attention.hpp"
 #include "parallel/context/context_testing.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"

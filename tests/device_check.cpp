@@ -11,11 +11,11 @@
 #include <set>
 
 #include "context_step.hpp"
-#include "gpu/kernels.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/step.hpp"
 #include "kernels/flat.hpp"
-#include "matmul/product.hpp"
+#include "kernels/gpu/kernels.hpp"
+#include "kernels/matmul/product.hpp"
 #include "model/fused.hpp"
 #include "train/router_losses.hpp"
 

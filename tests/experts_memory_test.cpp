@@ -2,8 +2,8 @@
 // of its experts, and of everything.
 #include "experts_step.hpp"
 
+#include "layout/cost/meter.hpp"
 #include "memory_bytes.hpp"
-#include "plan/meter.hpp"
 #include "train/memory.hpp"
 
 namespace isograd {

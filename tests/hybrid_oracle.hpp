@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention.hpp"
 #include "context_video_step.hpp"
 #include "isograd/decoder_lm.hpp"
 #include "isograd/video_data.hpp"
+#include "model/attention/attention.hpp"
 #include "train/build.hpp"
 
 namespace isograd::hybrid {

@@ -10,9 +10,9 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
+#include "layout/cost/meter.hpp"
 #include "memory_bytes.hpp"
 #include "parallel/data/role_groups.hpp"
-#include "plan/meter.hpp"
 #include "train/memory.hpp"
 
 namespace isograd {

@@ -1,7 +1,7 @@
 // The activations that a rank of a pipeline keeps, against what the table of its schedule says.
 #include "isograd/pipeline_parallel.hpp"
+#include "layout/cost/meter.hpp"
 #include "parallel/pipeline/split_backward.hpp"
-#include "plan/meter.hpp"
 #include "tensor_step.hpp"
 
 namespace isograd {

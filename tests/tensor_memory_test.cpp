@@ -1,8 +1,8 @@
 // What a rank of tp keeps and what its forward keeps for backward, against the formulas, on ranks as threads.
 #include "tensor_step.hpp"
 
+#include "layout/cost/meter.hpp"
 #include "memory_bytes.hpp"
-#include "plan/meter.hpp"
 #include "train/memory.hpp"
 
 namespace isograd::tensor {

@@ -1,11 +1,11 @@
-"""src/gpu/kernels.cu compiled by NVRTC for the GPUs that people train on. No GPU is needed."""
+"""src/kernels/gpu/kernels.cu compiled by NVRTC for the GPUs that people train on. No GPU is needed."""
 import ctypes
 import importlib.util
 import pathlib
 
 import pytest
 
-SOURCE = pathlib.Path(__file__).resolve().parent.parent / "src/gpu"
+SOURCE = pathlib.Path(__file__).resolve().parent.parent / "src/kernels/gpu"
 KERNELS = [f"isograd_{kernel}_{dtype}" for kernel in ("swiglu", "swiglu_backward", "rotary", "adamw") for dtype in ("float", "bfloat16")]
 
 

@@ -8,7 +8,7 @@
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
-#include "plan/meter.hpp"
+#include "layout/cost/meter.hpp"
 #include "zero3_model.hpp"
 
 namespace isograd {

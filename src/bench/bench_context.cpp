@@ -8,7 +8,7 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 
-#include "attention/attention.hpp"
+#include "model/attention/attention.hpp"
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
@@ -21,7 +21,7 @@
 #include "isograd/error.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
-#include "plan/meter.hpp"
+#include "layout/cost/meter.hpp"
 
 namespace isograd {
 namespace {

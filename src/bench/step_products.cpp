@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "bench/exchange.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bench/step_case.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 

@@ -13,7 +13,7 @@
 #include "loss/checks.hpp"
 #include "loss/elements.hpp"
 #include "loss/rows.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

@@ -12,7 +12,7 @@
 #include "isograd/token_losses.hpp"
 #include "loss/checks.hpp"
 #include "loss/rows.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -6,7 +6,7 @@
 #include "isograd/token_losses.hpp"
 #include "loss/counting_allocator.hpp"
 #include "loss/loss_testing.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -9,7 +9,7 @@
 #include "kernels/softmax.hpp"
 #include "loss/checks.hpp"
 #include "loss/elements.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

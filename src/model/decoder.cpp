@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <iterator>
 
-#include "attention/attention.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "model/attention/attention.hpp"
 #include "model/fused.hpp"
 #include "model/seam_products.hpp"
 

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "attention/attention.hpp"
 #include "isograd/error.hpp"
+#include "model/attention/attention.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/fused.hpp"
 #include "model/rotary_table.hpp"

@@ -10,7 +10,7 @@
 #include "comm/gradient_place.hpp"
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {

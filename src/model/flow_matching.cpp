@@ -10,7 +10,7 @@
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/token_losses.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

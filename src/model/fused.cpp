@@ -1,12 +1,12 @@
 #include "model/fused.hpp"
 
 #include "comm/separable.hpp"
-#include "gpu/kernels.hpp"
 #include "isograd/error.hpp"
-#include "matmul/product.hpp"
+#include "kernels/gpu/kernels.hpp"
+#include "kernels/matmul/product.hpp"
+#include "kernels/threads/parallel_for.hpp"
 #include "model/rows.hpp"
 #include "model/weight_gradient.hpp"
-#include "threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "isograd/error.hpp"
+#include "kernels/matmul/product.hpp"
 #include "kernels/versions.hpp"
-#include "matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -2,10 +2,10 @@
 #include <cmath>
 #include <numeric>
 
-#include "attention/attention.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
+#include "model/attention/attention.hpp"
 #include "model/decoder.hpp"
 #include "model/generate.hpp"
 

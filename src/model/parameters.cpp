@@ -3,7 +3,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/attention.hpp"
 #include "base/refuse.hpp"
 #include "data/move.hpp"
 #include "isograd/error.hpp"
+#include "model/attention/attention.hpp"
 #include "model/fused.hpp"
 #include "model/parameters.hpp"
 #include "model/seam_products.hpp"

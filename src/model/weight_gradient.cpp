@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "comm/gradient_place.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "gpu/kernels.hpp"
+#include "kernels/gpu/kernels.hpp"
 
 namespace isograd::by_libtorch {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 

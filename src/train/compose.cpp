@@ -5,13 +5,13 @@
 
 #include <algorithm>
 
-#include "attention/attention.hpp"
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/pipeline_schedule.hpp"
 #include "isograd/tensor_parallel.hpp"
+#include "model/attention/attention.hpp"
 #include "train/build.hpp"
 #include "train/task_kind.hpp"
 

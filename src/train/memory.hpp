@@ -10,7 +10,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/plan.hpp"
 #include "isograd/trainer.hpp"
-#include "plan/meter.hpp"
+#include "layout/cost/meter.hpp"
 #include "train/task.hpp"
 
 namespace isograd {

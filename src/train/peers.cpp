@@ -8,7 +8,7 @@
 
 #include "base/refuse.hpp"
 #include "layout/copies.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 

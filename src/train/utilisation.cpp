@@ -8,7 +8,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/attention.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/flow_matching.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
+#include "model/attention/attention.hpp"
 #include "train/build.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"

@@ -6,7 +6,7 @@
 
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
-#include "plan/meter.hpp"
+#include "layout/cost/meter.hpp"
 
 namespace isograd {
 namespace {

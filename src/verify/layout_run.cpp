@@ -11,7 +11,7 @@
 #include "isograd/error.hpp"
 #include "isograd/step.hpp"
 #include "layout/flat.hpp"
-#include "norm/passes.hpp"
+#include "optim/norm/passes.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "train/build.hpp"
 #include "verify/digest.hpp"

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "isograd/error.hpp"
-#include "threads/parallel_for.hpp"
+#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {

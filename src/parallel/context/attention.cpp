@@ -8,12 +8,12 @@
 #include <cstring>
 #include <optional>
 
-#include "attention/attention.hpp"
-#include "attention/views.hpp"
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "model/attention/attention.hpp"
+#include "model/attention/views.hpp"
 #include "parallel/context/ring.hpp"
 #include "parallel/context/ulysses.hpp"
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/tiles.hpp"
 #include "isograd/group.hpp"
+#include "model/attention/tiles.hpp"
 
 namespace isograd {
 

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <mutex>
 
-#include "attention/attention.hpp"
 #include "isograd/world.hpp"
+#include "model/attention/attention.hpp"
 #include "parallel/context/context_testing.hpp"
 
 namespace isograd {

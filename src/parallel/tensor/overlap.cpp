@@ -8,7 +8,7 @@
 #include "base/refuse.hpp"
 #include "comm/anchor.hpp"
 #include "isograd/error.hpp"
-#include "matmul/product.hpp"
+#include "kernels/matmul/product.hpp"
 #include "model/weight_gradient.hpp"
 
 namespace isograd {

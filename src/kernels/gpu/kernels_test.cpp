@@ -1,0 +1,215 @@
+// kernels.cu as C++: blocks and threads as loops, against fp64.
+#include "kernels/gpu/kernels.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <random>
+
+#include "kernels/gpu/on_host.hpp"
+// What it says of unrolling is for NVRTC.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#include "kernels/gpu/kernels.cu"
+#pragma GCC diagnostic pop
+#include "kernels/flat.hpp"
+
+namespace isograd::gpu {
+namespace {
+
+constexpr std::int64_t kGuard = 16;  // elements around an array that nobody may write to
+
+template <typename T>
+T rounded(float x) {
+  T result;
+  round_to(x, result);
+  return result;
+}
+
+// `count` elements that begin `shift` elements after an aligned address.
+template <typename T>
+class Array {
+ public:
+  Array(std::int64_t count, std::int64_t shift, unsigned seed, double scale = 1, bool positive = false)
+      : count_(count), memory_(static_cast<std::size_t>(count + shift + 2 * kGuard + 16)) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data() + kGuard);
+    begin_ = kGuard + static_cast<std::int64_t>((64 - address % 64) % 64 / sizeof(T)) % 16 + shift;
+    std::mt19937 random(seed);
+    std::normal_distribution<double> normal(0, scale);
+    for (T& x : memory_)
+      x = rounded<T>(static_cast<float>(positive ? std::abs(normal(random)) : normal(random)));
+    before_ = memory_;
+  }
+  T* data() { return memory_.data() + begin_; }
+  double operator[](std::int64_t i) const { return widen(memory_[static_cast<std::size_t>(begin_ + i)]); }
+  bool guards_hold() const {
+    for (std::size_t i = 0; i < memory_.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i) - begin_;
+      if ((at < 0 || at >= count_) && widen(memory_[i]) != widen(before_[i])) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::int64_t count_, begin_ = 0;
+  std::vector<T> memory_, before_;
+};
+
+// Of results that fp32 computes in a few operations and T rounds once.
+template <typename T>
+double tolerance(double magnitude) {
+  const double unit = std::is_same_v<T, Bf16> ? std::ldexp(1., -8) : 0;
+  return (unit + 16 * std::ldexp(1., -24)) * magnitude + 1e-37;
+}
+
+constexpr std::int64_t kShifts[] = {0, 1, 2, 4, 8};
+
+template <typename T, typename Kernel, typename BackwardKernel>
+double worst_swiglu(Kernel kernel, BackwardKernel backward, bool fault = false) {
+  double worst = 0;
+  for (const std::int64_t count : {1, 7, 8, 31, 64, 1000, 5003})
+    for (const std::int64_t shift : kShifts) {
+      Array<T> gate(count, shift, 1, 20), up(count, shift, 2), dy(count, shift, 3), y(count, shift, 4),
+          dgate(count, shift, 5), dup(count, 0, 6);
+      run_on_host(kernel, 2, 64, gate.data(), up.data(), y.data(), static_cast<Index>(count - fault));
+      run_on_host(backward, 3, 32, dy.data(), gate.data(), up.data(), dgate.data(), dup.data(),
+                  static_cast<Index>(count));
+      EXPECT_TRUE(gate.guards_hold() && up.guards_hold() && dy.guards_hold() && y.guards_hold() &&
+                  dgate.guards_hold() && dup.guards_hold());
+      for (std::int64_t i = 0; i < count; ++i) {
+        const double x = gate[i], s = 1 / (1 + std::exp(-x));
+        const auto note = [&](double found, double expected, double magnitude) {
+          worst = std::max(worst, std::abs(found - expected) / tolerance<T>(magnitude));
+        };
+        const double slope = s * (1 + x * (1 - s));
+        note(y[i], x * s * up[i], std::abs(x * s * up[i]));
+        note(dup[i], dy[i] * x * s, std::abs(dy[i] * x * s));
+        note(dgate[i], dy[i] * up[i] * slope, std::abs(dy[i] * up[i]) * s * (1 + std::abs(x)));
+      }
+    }
+  return worst;
+}
+
+TEST(GpuKernels, SwiGlu) {
+  EXPECT_LT((worst_swiglu<float>(isograd_swiglu_float, isograd_swiglu_backward_float)), 1);
+  EXPECT_LT((worst_swiglu<Bf16>(isograd_swiglu_bfloat16, isograd_swiglu_backward_bfloat16)), 1);
+  EXPECT_GT((worst_swiglu<Bf16>(isograd_swiglu_bfloat16, isograd_swiglu_backward_bfloat16, true)), 10);
+}
+
+template <typename T, typename Kernel>
+double worst_rotary(Kernel kernel, float direction, float said) {
+  double worst = 0;
+  for (const auto& [rows, heads, half] :
+       {std::array{1, 1, 1}, {3, 2, 4}, {5, 3, 8}, {2, 5, 24}, {4, 33, 64}, {3, 2, 13}})
+    for (const std::int64_t shift : kShifts)
+      for (const std::int64_t gap : {0, 8, 3}) {
+        const std::int64_t dense = 2LL * heads * half, stride = dense + gap;
+        Array<T> x(rows * stride, shift, 1), y(rows * dense, shift % 2, 2);
+        Array<float> cos(rows * half, 0, 3), sin(rows * half, shift % 3, 4);
+        run_on_host(kernel, static_cast<unsigned>(rows), rotary_threads(heads, half), x.data(),
+                    static_cast<Index>(stride), cos.data(), sin.data(), y.data(), heads, half, said);
+        EXPECT_TRUE(x.guards_hold() && y.guards_hold() && cos.guards_hold() && sin.guards_hold());
+        for (std::int64_t r = 0; r < rows; ++r)
+          for (std::int64_t h = 0; h < heads; ++h)
+            for (std::int64_t i = 0; i < half; ++i) {
+              const double a = x[r * stride + h * 2 * half + i], b = x[r * stride + h * 2 * half + half + i],
+                           c = cos[r * half + i], s = direction * sin[r * half + i];
+              const double magnitude = std::abs(a * c) + std::abs(b * s) + std::abs(b * c) + std::abs(a * s);
+              const std::int64_t at = r * dense + h * 2 * half + i;
+              worst = std::max({worst, std::abs(y[at] - (a * c - b * s)) / tolerance<T>(magnitude),
+                                std::abs(y[at + half] - (b * c + a * s)) / tolerance<T>(magnitude)});
+            }
+      }
+  return worst;
+}
+
+TEST(GpuKernels, Rotary) {
+  for (const float direction : {1.f, -1.f}) {
+    EXPECT_LT((worst_rotary<float>(isograd_rotary_float, direction, direction)), 1);
+    EXPECT_LT((worst_rotary<Bf16>(isograd_rotary_bfloat16, direction, direction)), 1);
+    EXPECT_GT((worst_rotary<Bf16>(isograd_rotary_bfloat16, direction, -direction)), 10);
+  }
+  EXPECT_EQ(rotary_threads(1, 1), 32);
+  EXPECT_EQ(rotary_threads(8, 64), 64);
+  EXPECT_EQ(rotary_threads(100, 128), 256);
+}
+
+// Of `begin` and ends of runs, the first of which decays, then every other one: elements whose bits are not
+// those of kernels::adamw.
+template <typename G, typename Theirs, typename Kernel>
+std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vector<std::int64_t>& lengths,
+                               std::int64_t shift, bool rounds, bool fault = false) {
+  std::vector<RunEnd> ends;
+  std::int64_t count = begin;
+  for (const std::int64_t length : lengths) ends.push_back({count += length, ends.size() % 2 == 0});
+  Array<G> gradients(count, shift, 1);
+  Array<float> master(count, 0, 2), first(count, shift % 2, 3), second(count, 0, 4, 1, true);
+  Array<float> master2(count, 0, 2), first2(count, 0, 3), second2(count, 0, 4, 1, true);
+  Array<Bf16> low(count, shift, 5), low2(count, 0, 5);
+  const auto refill = [count](Array<float>& to, const Array<float>& from) {
+    for (std::int64_t i = 0; i < count; ++i) to.data()[i] = static_cast<float>(from[i]);
+  };
+  refill(master2, master), refill(first2, first), refill(second2, second);
+  for (std::int64_t i = 0; i < count; ++i) low2.data()[i] = low.data()[i];
+  kernels::AdamW with{.gradient_scale = 0.7, .keep = 0.9, .step_size = 0.01, .inverse_root_correction = 1.3};
+  const AdamWScalars scalars{.scale = static_cast<float>(with.gradient_scale),
+                             .keep = static_cast<float>(fault ? 0.91 : with.keep),
+                             .beta2 = static_cast<float>(with.beta2),
+                             .new1 = static_cast<float>(1 - with.beta1),
+                             .new2 = static_cast<float>(1 - with.beta2),
+                             .step = static_cast<float>(with.step_size),
+                             .correction = static_cast<float>(with.inverse_root_correction),
+                             .epsilon = static_cast<float>(with.epsilon)};
+  for (const Runs& runs : tables_of(begin, ends))
+    run_on_host(kernel, adamw_blocks(runs), 64u, scalars, runs, gradients.data(), master.data(), first.data(),
+                second.data(), rounds ? low.data() : nullptr);
+  EXPECT_TRUE(gradients.guards_hold() && master.guards_hold() && first.guards_hold() &&
+              second.guards_hold() && low.guards_hold());
+  std::int64_t at = begin;
+  for (const RunEnd& run : ends) {
+    kernels::AdamW own = with;
+    if (!run.decays) own.keep = 1;
+    const auto* g = reinterpret_cast<const Theirs*>(gradients.data()) + at;
+    auto* r = reinterpret_cast<kernels::Bfloat16*>(low2.data()) + at;
+    if constexpr (std::is_same_v<G, Bf16>)
+      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at,
+                     rounds ? r : nullptr, run.end - at);
+    else if (rounds)
+      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, r, run.end - at);
+    else
+      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, run.end - at);
+    at = run.end;
+  }
+  std::int64_t differences = 0;
+  for (std::int64_t i = 0; i < count; ++i)
+    differences +=
+        master[i] != master2[i] || first[i] != first2[i] || second[i] != second2[i] || low[i] != low2[i];
+  return differences;
+}
+
+TEST(GpuKernels, AdamW) {
+  const std::vector<std::vector<std::int64_t>> all = {{1},
+                                                      {3},
+                                                      {4},
+                                                      {0, 5},
+                                                      {17, 2, 1, 8},
+                                                      {kAdamWChunk},
+                                                      {kAdamWChunk + 1, 7},
+                                                      {5, 3 * kAdamWChunk, 11, 4096, 3},
+                                                      std::vector<std::int64_t>(2 * Runs::kMost + 3, 9)};
+  for (const auto& lengths : all)
+    for (const std::int64_t begin : {0, 4, 7})
+      for (const std::int64_t shift : kShifts)
+        for (const bool rounds : {false, true}) {
+          EXPECT_EQ((adamw_differences<float, float>(isograd_adamw_float, begin, lengths, shift, rounds)), 0);
+          EXPECT_EQ((adamw_differences<Bf16, kernels::Bfloat16>(isograd_adamw_bfloat16, begin, lengths, shift,
+                                                                rounds)),
+                    0);
+        }
+  EXPECT_EQ((adamw_differences<float, float>(isograd_adamw_float, 3, {10, 20, 30}, 0, false, true)), 40);
+}
+
+}  // namespace
+}  // namespace isograd::gpu

@@ -1,0 +1,233 @@
+#include "model/attention/attention.hpp"
+
+#include <cmath>
+
+#include "base/refuse.hpp"
+#include "isograd/error.hpp"
+#include "model/attention/kernel.hpp"
+#include "model/attention/products.hpp"
+#include "model/attention/views.hpp"
+
+namespace isograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Consecutive fragments of one length are one call of a kernel.
+std::vector<Tile> tiles_of(const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  std::vector<Tile> tiles;
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
+    const std::int64_t begin = cu_seqlens[f], length = cu_seqlens[f + 1] - begin;
+    if (length == 0) continue;
+    if (!tiles.empty() && tiles.back().q_length == length)
+      ++tiles.back().count;
+    else
+      tiles.push_back(
+          {.q_row = begin, .q_length = length, .k_row = begin, .k_length = length, .causal = causal});
+  }
+  return tiles;
+}
+
+void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+           const std::vector<std::int64_t>& cu_seqlens) {
+  const auto bad = [](const std::string& found, const std::string& expected) {
+    refuse("variable_length_attention", found, expected, "Pass tensors and cu_seqlens of one batch");
+  };
+  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
+      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0)
+    bad(c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
+        "q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv");
+  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
+    bad(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
+                    c10::toString(v.scalar_type())),
+        "one floating-point dtype");
+  if (cu_seqlens.empty() || cu_seqlens.front() != 0 || cu_seqlens.back() != q.size(0) ||
+      !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
+    bad(fmt::format("cu_seqlens of {} entries ending in {}", cu_seqlens.size(),
+                    cu_seqlens.empty() ? -1 : cu_seqlens.back()),
+        fmt::format("ascending from 0 to T = {}", q.size(0)));
+}
+
+at::Tensor rows_of(const at::Tensor& x, const Tile& tile) {
+  return x.narrow(0, tile.q_row, tile.count * tile.q_length);
+}
+
+Tile all_of(const at::Tensor& q, bool causal) {
+  return {.q_row = 0, .q_length = q.size(0), .k_row = 0, .k_length = q.size(0), .causal = causal};
+}
+
+std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
+  std::int64_t longest = 0;
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f)
+    longest = std::max(longest, cu_seqlens[f + 1] - cu_seqlens[f]);
+  return longest;
+}
+
+// [T, T]: −∞ where one token must not see another, by cu_seqlens [F + 1] on the device.
+at::Tensor hidden_by(const at::Tensor& cu_seqlens, std::int64_t tokens, bool causal, at::ScalarType type) {
+  const at::Tensor places = at::arange(tokens, cu_seqlens.options());
+  const at::Tensor fragment = at::bucketize(places, cu_seqlens, /*out_int32=*/true, /*right=*/true);
+  at::Tensor hidden = fragment.unsqueeze(1).ne(fragment);
+  if (causal) hidden = hidden.logical_or_(places.unsqueeze(1).lt(places));
+  return at::zeros({tokens, tokens}, cu_seqlens.options().dtype(type))
+      .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+}
+
+// Neither computes nor keeps a T×T matrix, but where fragments are known on the device alone (`on_device`,
+// their cu_seqlens) and no kernel reads them there: then the scores of all tokens, a slice at a time.
+class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens,
+                            const std::optional<at::Tensor>& on_device, bool causal) {
+    ctx->saved_data["cu_seqlens"] = cu_seqlens;
+    ctx->saved_data["causal"] = causal;
+    if (on_device && fragments::has_kernel(q, k, causal)) {
+      const fragments::Attended attended =
+          fragments::attend(q, k, v, *on_device, longest_of(cu_seqlens), causal);
+      ctx->save_for_backward(
+          {q, k, v, attended.out, attended.log_sums, attended.seed, attended.offset, *on_device});
+      return attended.out;
+    }
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    if (on_device) {
+      products::attend_fragments(
+          q, k, v, {all_of(q, causal)}, out, products::kScores,
+          hidden_by(*on_device, q.size(0), causal, accumulating_type(q.scalar_type())));
+      ctx->save_for_backward({q, k, v, *on_device});
+      return out;
+    }
+    const auto tiles = tiles_of(cu_seqlens, causal);
+    if (has_tile_kernel(q, k, causal)) {
+      const at::Tensor log_sums =
+          at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
+      for (const Tile& tile : tiles) attend_tile(q, k, v, tile, rows_of(out, tile), rows_of(log_sums, tile));
+      ctx->save_for_backward({q, k, v, out, log_sums});
+    } else {
+      products::attend_fragments(q, k, v, tiles, out);
+      ctx->save_for_backward({q, k, v});
+    }
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
+                      "a second derivative of attention, which is not supported");
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const bool causal = ctx->saved_data["causal"].toBool();
+    const auto cu_seqlens = ctx->saved_data["cu_seqlens"].toIntVector();
+    const at::Tensor gradient = gradients[0].contiguous();
+    if (saved.size() == 8) {
+      const auto result =
+          fragments::attend_backward(q, k, v, gradient, {saved[3], saved[4], saved[5], saved[6]}, saved[7],
+                                     longest_of(cu_seqlens), causal);
+      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+    const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+                                    at::empty(v.sizes(), v.options())};
+    if (saved.size() == 4) {
+      products::attend_fragments_backward(
+          q, k, v, gradient, {all_of(q, causal)}, result, products::kScores,
+          hidden_by(saved[3], q.size(0), causal, accumulating_type(q.scalar_type())));
+      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+    const auto tiles = tiles_of(cu_seqlens, causal);
+    if (saved.size() == 3) {  // without `out` and its log-sums
+      products::attend_fragments_backward(q, k, v, gradient, tiles, result);
+    } else {
+      for (const Tile& tile : tiles) {
+        const AttendedGradient attended{rows_of(saved[3], tile), rows_of(saved[4], tile),
+                                        rows_of(gradient, tile)};
+        attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
+      }
+    }
+    return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor dense_rows(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+}  // namespace
+
+namespace {
+
+constexpr std::int64_t kMostTokensOfAMask = 4096;
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Batch& batch,
+                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  check(q, k, v, cu_seqlens);
+  std::optional<at::Tensor> on_device;
+  if (fragments::has_kernel(q, k, causal))
+    on_device = batch.cu_seqlens_on_device.defined() ? batch.cu_seqlens_on_device
+                                                     : at::tensor(cu_seqlens, at::kInt).to(q.device());
+  else if (batch.bounds_only && q.size(0) <= kMostTokensOfAMask)
+    on_device = batch.cu_seqlens_on_device;
+  else if (batch.bounds_only)
+    refuse("variable_length_attention",
+           fmt::format("bounds of fragments, and q {} of {}", c10::str(q.sizes()),
+                       c10::toString(q.scalar_type())),
+           fmt::format(
+               "a type and head_dim whose kernel reads the fragments on the device, or at most {} tokens",
+               kMostTokensOfAMask),
+           "Leave StepOptions::capture off for this model");
+  return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, on_device, causal);
+}
+
+}  // namespace
+
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  return attention(q, k, v, {}, cu_seqlens, causal);
+}
+
+at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const Batch& batch, bool causal) {
+  return attention(q, k, v, batch, batch.cu_seqlens, causal);
+}
+
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t last = q.size(0), all = keys.size(0), heads = q.size(1), key_heads = keys.size(1);
+  ISOGRAD_INVARIANT(last <= all && heads % key_heads == 0,
+                    c10::str("q ", q.sizes(), ", keys ", keys.sizes()));
+  const std::int64_t groups = heads / key_heads, dim = q.size(2);
+  const at::Tensor queries = q.reshape({last, key_heads, groups, dim})
+                                 .permute({1, 2, 0, 3})
+                                 .reshape({key_heads, groups * last, dim});
+  at::Tensor scores = at::bmm(queries, keys.permute({1, 2, 0})) / std::sqrt(static_cast<double>(dim));
+  scores = scores.view({key_heads, groups, last, all});
+  if (last > 1) {
+    const at::Tensor future = at::ones({last, all}, scores.options().dtype(at::kBool)).triu(all - last + 1);
+    scores = scores.masked_fill(future, -std::numeric_limits<double>::infinity());
+  }
+  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor weights = at::softmax(scores, -1, type).to(q.scalar_type());
+  return at::bmm(weights.view({key_heads, groups * last, all}), values.permute({1, 0, 2}))
+      .view({key_heads, groups, last, dim})
+      .permute({2, 0, 1, 3})
+      .reshape(q.sizes());
+}
+
+at::Tensor naive_variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                           const std::vector<std::int64_t>& cu_seqlens, bool causal) {
+  check(q, k, v, cu_seqlens);
+  const std::int64_t tokens = q.size(0), groups = queries_per_key(q, k);
+  at::Tensor visible = at::zeros({tokens, tokens}, q.options().dtype(at::kBool));
+  for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f) {
+    const std::int64_t begin = cu_seqlens[f], length = cu_seqlens[f + 1] - begin;
+    visible.narrow(0, begin, length).narrow(1, begin, length).fill_(true);
+  }
+  if (causal) visible = visible.tril();
+  const at::Tensor keys = k.repeat_interleave(groups, 1), values = v.repeat_interleave(groups, 1);
+  const at::Tensor scores = at::einsum("ihd,jhd->hij", {q, keys}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor weights = at::softmax(
+      scores.masked_fill(visible.logical_not(), -std::numeric_limits<double>::infinity()), -1, type);
+  return at::einsum("hij,jhd->ihd", {weights.to(q.scalar_type()), values});
+}
+
+}  // namespace isograd

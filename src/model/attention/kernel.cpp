@@ -1,0 +1,165 @@
+#include "model/attention/kernel.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+
+#include "kernels/matmul/product.hpp"
+#include "model/attention/blocks.hpp"
+#include "model/attention/views.hpp"
+
+namespace isograd {
+namespace {
+
+bool goes_by_blocks(const at::Tensor& q) {
+  return q.scalar_type() == at::kFloat && products_by_brgemm();
+}
+
+// LibTorch's kernel takes as many query heads as key heads: one group of those that share a key head at a
+// time, on views.
+struct Groups {
+  const Tile& tile;
+  std::int64_t count;
+  Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+
+  at::Tensor of(const at::Tensor& x, std::int64_t group) const {
+    return heads_first(x, queries, count, group);
+  }
+  // Of what holds the tile's queries alone.
+  at::Tensor of_part(const at::Tensor& x, std::int64_t group) const {
+    return heads_first(x, {0, tile.count, tile.q_length}, count, group);
+  }
+  at::Tensor of_keys(const at::Tensor& x) const { return heads_first(x, keys); }
+};
+
+void put(const at::Tensor& from, at::Tensor to, bool adds) {
+  adds ? to.add_(from) : to.copy_(from);
+}
+
+// LibTorch's flash attention for GPUs. Query heads share key heads inside it.
+namespace flash {
+
+// x [T, H, ...] -> [count, length, H, ...]
+at::Tensor batch(const at::Tensor& x, const Rows& rows) {
+  std::vector<std::int64_t> sizes{rows.count, rows.length};
+  sizes.insert(sizes.end(), x.sizes().begin() + 1, x.sizes().end());
+  return x.narrow(0, rows.begin, rows.count * rows.length).view(sizes);
+}
+
+// While one lives, backward adds the parts of a query's gradient in one order, so that a step made twice has
+// the same bits. The flag is the process's, whose ranks on GPUs are processes.
+class InOneOrder {
+ public:
+  InOneOrder() { set(true, context_.deterministicAlgorithmsWarnOnly(), /*fills=*/false); }
+  ~InOneOrder() { set(was_, warns_, fills_); }
+  InOneOrder(const InOneOrder&) = delete;
+  InOneOrder& operator=(const InOneOrder&) = delete;
+
+ private:
+  void set(bool on, bool warns, bool fills) {
+    context_.setDeterministicAlgorithms(on, warns);
+    context_.setDeterministicFillUninitializedMemory(fills);
+  }
+  at::Context& context_ = at::globalContext();
+  const bool was_ = context_.deterministicAlgorithms(), warns_ = context_.deterministicAlgorithmsWarnOnly(),
+             fills_ = context_.deterministicFillUninitializedMemory();
+};
+
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+            const at::Tensor& out, const at::Tensor& log_sums) {
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  const Rows own{0, tile.count, tile.q_length};
+  const auto result =
+      at::_flash_attention_forward(batch(q, queries), batch(k, keys), batch(v, keys), std::nullopt,
+                                   std::nullopt, tile.q_length, tile.k_length, 0.0, tile.causal, false);
+  put(std::get<0>(result), batch(out, own), false);
+  put(std::get<1>(result).transpose(1, 2), batch(log_sums, own), false);  // [count, H, q_length]
+}
+
+void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttendedGradient& attended, const Tile& tile, const AttentionGradients& gradients,
+                     bool adds) {
+  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
+  const Rows own{0, tile.count, tile.q_length};
+  const at::Tensor log_sums = batch(attended.log_sums, own).transpose(1, 2).contiguous();
+  const at::Tensor nothing_drawn = at::empty({2}, q.options().dtype(at::kUInt64));  // without dropout
+  const InOneOrder guard;
+  const auto [dq, dk, dv] =
+      at::_flash_attention_backward(batch(attended.gradient, own), batch(q, queries), batch(k, keys),
+                                    batch(v, keys), batch(attended.out, own), log_sums, {}, {}, tile.q_length,
+                                    tile.k_length, 0.0, tile.causal, nothing_drawn, nothing_drawn);
+  put(dq, batch(gradients.q, queries), adds);
+  put(dk, batch(gradients.k, keys), adds);
+  put(dv, batch(gradients.v, keys), adds);
+}
+
+}  // namespace flash
+}  // namespace
+
+bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
+  if (q.is_cpu()) return true;
+  const auto type = q.scalar_type();
+  if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) || q.size(2) % 8 != 0 || q.size(0) == 0)
+    return false;
+  // LibTorch knows which GPUs and sizes its kernels take.
+  const at::Tensor queries = q.unsqueeze(0).transpose(1, 2), keys = k.unsqueeze(0).transpose(1, 2);
+  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      queries, keys, keys, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1)));
+  return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
+}
+
+void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
+                 const at::Tensor& out, const at::Tensor& log_sums) {
+  if (!q.is_cpu()) return flash::attend(q, k, v, tile, out, log_sums);
+  if (goes_by_blocks(q)) return blocks::attend(q, k, v, tile, out, log_sums);
+  const Groups groups{tile, queries_per_key(q, k)};
+  for (std::int64_t group = 0; group < groups.count; ++group) {
+    const auto [part, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+        groups.of(q, group), groups.of_keys(k), groups.of_keys(v), 0.0, tile.causal);
+    put(part, groups.of_part(out, group), false);
+    put(sums, groups.of_part(log_sums, group), false);
+  }
+}
+
+void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const AttendedGradient& attended, const Tile& tile,
+                          const AttentionGradients& gradients, bool adds) {
+  if (!q.is_cpu()) return flash::attend_backward(q, k, v, attended, tile, gradients, adds);
+  if (goes_by_blocks(q)) return blocks::attend_backward(q, k, v, attended, tile, gradients, adds);
+  const Groups groups{tile, queries_per_key(q, k)};
+  for (std::int64_t group = 0; group < groups.count; ++group) {
+    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        groups.of_part(attended.gradient, group), groups.of(q, group), groups.of_keys(k), groups.of_keys(v),
+        groups.of_part(attended.out, group), groups.of_part(attended.log_sums, group), 0.0, tile.causal);
+    put(dq, groups.of(gradients.q, group), adds);
+    // Over the query heads that share a key head, in order.
+    put(dk, groups.of_keys(gradients.k), adds || group > 0);
+    put(dv, groups.of_keys(gradients.v), adds || group > 0);
+  }
+}
+
+namespace fragments {
+
+bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
+  return q.is_cuda() && q.size(0) > 0 && has_tile_kernel(q, k, causal);
+}
+
+Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
+                std::int64_t longest, bool causal) {
+  const auto result =
+      at::_flash_attention_forward(q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal,
+                                   /*return_debug_mask=*/false);
+  return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+}
+
+AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& gradient, const Attended& attended,
+                                   const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
+  const flash::InOneOrder guard;
+  const auto [dq, dk, dv] = at::_flash_attention_backward(gradient, q, k, v, attended.out, attended.log_sums,
+                                                          cu_seqlens, cu_seqlens, longest, longest, 0.0,
+                                                          causal, attended.seed, attended.offset);
+  return {dq, dk, dv};
+}
+
+}  // namespace fragments
+}  // namespace isograd
