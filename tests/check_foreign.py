@@ -25,7 +25,6 @@ ALLOWED = [
     ("src/base/json.cpp", PARSING, "it is the one"),
     ("src/base/waiting.cpp", PRINTING, "the sequence that clears its own line"),
     ("src/bench/", PRINTING, "numbers, and names that are written down in the code"),
-    ("src/cli/museum.cpp", PRINTING, "exhibits that are written down in the code"),
     ("src/cli/sample.cpp", PRINTING, "a sample goes as it is where no terminal is"),
     ("src/train/progress.cpp", PRINTING, "the sequence that clears its own line"),
 ]

@@ -90,11 +90,11 @@ def test_no_verb_and_unknown_verb_and_flag():
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = isograd("--help")
     assert top.returncode == 0
-    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "museum", "launch"]:
+    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "launch"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"], ["museum"],
+                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"],
                  ["launch"]]:
         done = isograd(*verb, "--help")
         assert done.returncode == 0, done.stderr
@@ -289,7 +289,7 @@ def test_train_verify_and_sample(config, backend):
 
 def test_what_is_printed_must_arrive(config):
     """A full disk, here the device that is always full, is no success."""
-    for arguments in (["--help"], ["--version"], ["config", config], ["museum"], ["train", "--help"],
+    for arguments in (["--help"], ["--version"], ["config", config], ["train", "--help"],
                       ["launch", "-n", 2, "--prefix", "--", "echo", "said"],
                       ["train", config, "--ranks", 2, "--set", "train.steps=1"]):
         with open("/dev/full", "w") as full:

@@ -1,5 +1,6 @@
 """More of the command line: what is said of paths, prompts and a run's folder; videos, data, the museum, schedules."""
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -269,17 +270,23 @@ def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
 # The museum
 
 
+def museum(*arguments):
+    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+    return subprocess.run([build / "tests/museum/museum", *arguments], capture_output=True, text=True, timeout=LIMIT)
+
+
 def test_museum_lists_explains_and_catches():
-    listed = isograd("museum")
+    listed = museum()
     assert listed.returncode == 0 and re.search(r"^B7 +mean of per-rank means +mean_of_rank_means$", listed.stdout, re.M)
     assert re.search(r"^B10 +micro-batches of a pipeline summed +summed_over_micro_batches$", listed.stdout, re.M)
-    shown = isograd("museum", "B7")
+    shown = museum("B7")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     for text in ["Who makes it:", "What you would see:", "5 ranks: caught (mean_of_rank_means)", "uneven counts:"]:
         assert text in shown.stdout, shown.stdout
-    assert "B7" in refused("museum", "B77")
-    page = isograd("museum", "--markdown").stdout
-    assert page == (ROOT / "docs/museum.md").read_text(), "write docs/museum.md by isograd museum --markdown"
+    unknown = museum("B77")
+    assert unknown.returncode == 2 and "B77" in unknown.stderr
+    page = museum("--markdown").stdout
+    assert page == (ROOT / "docs/museum.md").read_text(), "write docs/museum.md by ./dev museum --markdown"
 
 
 @pytest.mark.parametrize("kind", ["one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])

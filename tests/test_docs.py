@@ -136,7 +136,7 @@ def test_the_commands_of_a_document_run_as_pasted(document, reader, tmp_path):
 
 def test_the_readme_counts_the_mistakes_that_the_museum_shows():
     rows = re.findall(r"^\| B\w+ \| .* \| (.*) \|$", (ROOT / "docs/museum.md").read_text(), re.M)
-    count, = re.findall(r"`isograd museum` shows (\d+) such mistakes", (ROOT / "README.md").read_text())
+    count, = re.findall(r"`\./dev museum` shows (\d+) such mistakes", (ROOT / "README.md").read_text())
     assert rows and int(count) == len(rows), f"README.md: {count}; docs/museum.md: {len(rows)}"
 
 

@@ -31,7 +31,6 @@ Verb sample_verb(CLI::App& program);
 std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation);
 std::vector<Verb> data_verbs(CLI::App& program);
 Verb config_verb(CLI::App& program);
-Verb museum_verb(CLI::App& program);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
 Verb layout_verb(CLI::App& program);
 Verb schedule_verb(CLI::App& program);

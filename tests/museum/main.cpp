@@ -1,12 +1,13 @@
-// isograd museum: known mistakes, each caught.
+// ./dev museum: known mistakes, each caught by name.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <map>
 
 #include <fmt/ranges.h>
 
+#include "base/print.hpp"
 #include "base/refuse.hpp"
-#include "cli/verbs.hpp"
 #include "isograd/error.hpp"
 #include "museum/museum.hpp"
 #include "train/config_table.hpp"
@@ -20,7 +21,7 @@ using museum::Exhibit;
 void list() {
   for (const Exhibit& exhibit : museum::exhibits())
     fmt::print("{:5} {:56} {}\n", exhibit.id, exhibit.title, exhibit.diagnosis);
-  fmt::print("\n{} on show. isograd museum ID runs one and explains it.\n", museum::exhibits().size());
+  fmt::print("\n{} on show. ./dev museum ID runs one and explains it.\n", museum::exhibits().size());
 }
 
 int run_one(const std::string& id) {
@@ -29,8 +30,8 @@ int run_one(const std::string& id) {
     std::vector<std::string> ids;
     for (const Exhibit& one : museum::exhibits()) ids.push_back(one.id);
     const auto near = nearest(id, ids);
-    refuse("isograd museum", id, "the name of an exhibit" + (near ? ", e.g. " + *near : std::string()),
-           "Choose one that `isograd museum` lists");
+    refuse("./dev museum", id, "the name of an exhibit" + (near ? ", e.g. " + *near : std::string()),
+           "Choose one that `./dev museum` lists");
   }
   fmt::print("{}: {}\n\n{}\n", exhibit->id, exhibit->title, exhibit->mistake);
   fmt::print("Who makes it: {}\nWhat you would see: {}\nDiagnosis expected: {}\n", exhibit->who,
@@ -108,9 +109,9 @@ void catalogue() {
       "# The museum of biased gradients\n\n"
       "Mistakes that real trainers shipped. Each is put in through the seam of the right "
       "component\n"
-      "(`tests/museum/`), and `isograd verify` has to name it. `isograd museum ID` runs one, "
+      "(`tests/museum/`), and `isograd verify` has to name it. `./dev museum ID` runs one, "
       "`./dev museum` all of\n"
-      "them. This page is written by `isograd museum --markdown`.\n\n"
+      "them. This page is written by `./dev museum --markdown`.\n\n"
       "W ranks, G micro-batches on a rank, M on all, N targets in the step, n_k on rank k, "
       "n_kj in its micro-batch j.\n\n"
       "| exhibit | mistake | what one would see | diagnosis |\n|---|---|---|---|\n");
@@ -133,38 +134,39 @@ int random_runs(int count, std::uint64_t seed) {
   return alarms.empty() ? 0 : 1;
 }
 
-}  // namespace
-
-Verb museum_verb(CLI::App& program) {
-  CLI::App* verb =
-      program.add_subcommand("museum", "Known mistakes of distributed trainers, each caught by name");
-  struct Flags {
-    std::string id;
-    bool table = false, markdown = false;
-    int random = 0;
-    std::uint64_t seed = 1;
-  };
-  auto flags = std::make_shared<Flags>();
-  verb->add_option("ID", flags->id, "an exhibit to run and explain, e.g. B7; without one they are listed");
-  verb->add_flag("--table", flags->table, "run all of them: the table of exhibits and diagnoses");
-  verb->add_flag("--markdown", flags->markdown, "the catalogue as docs/museum.md has it");
-  verb->add_option("--random", flags->random, "verify that many random correct configurations")
-      ->type_name("N");
-  verb->add_option("--seed", flags->seed, "of the random configurations")->type_name("SEED");
-  verb->footer(
+int run(int argc, char** argv) {
+  CLI::App program("Known mistakes of distributed trainers, each caught by name.", "./dev museum");
+  std::string id;
+  bool all = false, markdown = false;
+  int random = 0;
+  std::uint64_t seed = 1;
+  program.add_option("ID", id, "an exhibit to run and explain, e.g. B7; without one they are listed");
+  program.add_flag("--table", all, "run all of them: the table of exhibits and diagnoses");
+  program.add_flag("--markdown", markdown, "the catalogue as docs/museum.md has it");
+  program.add_option("--random", random, "verify this many random correct configurations")->type_name("N");
+  program.add_option("--seed", seed, "seed of the random configurations")->type_name("SEED");
+  program.footer(
       "Ranks are threads of this process. docs/museum.md is the catalogue.\n\n"
-      "  isograd museum B7\n  isograd museum --table --random 200\n\n"
+      "  ./dev museum B7\n  ./dev museum --table --random 200\n\n"
       "Status: 0 all caught, no false alarm; 1 not; 2 bad input.");
-  const auto action = [flags] {
-    int status = 0;
-    if (!flags->id.empty()) status = std::max(status, run_one(flags->id));
-    if (flags->table) status = std::max(status, table());
-    if (flags->random > 0) status = std::max(status, random_runs(flags->random, flags->seed));
-    if (flags->markdown) catalogue();
-    if (flags->id.empty() && !flags->markdown && !flags->table && flags->random <= 0) list();
-    return status;
-  };
-  return {verb, action};
+  CLI11_PARSE(program, argc, argv);
+  int status = 0;
+  if (!id.empty()) status = std::max(status, run_one(id));
+  if (all) status = std::max(status, table());
+  if (random > 0) status = std::max(status, random_runs(random, seed));
+  if (markdown) catalogue();
+  if (id.empty() && !markdown && !all && random <= 0) list();
+  return status;
 }
 
+}  // namespace
 }  // namespace isograd
+
+int main(int argc, char** argv) {
+  try {
+    return isograd::run(argc, argv);
+  } catch (const std::exception& error) {
+    isograd::print(stderr, std::string(error.what()) + "\n");
+    return isograd::exit_status(error);
+  }
+}
