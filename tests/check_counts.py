@@ -1,0 +1,69 @@
+"""Fails when the surface of isograd grows: keys, variables, findings, commands, options, headers, public functions.
+
+Counts are recorded below. A change that needs a higher one raises it in the same commit and says why. The lines of each room are printed for comparison with the last change.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORDED = {
+    "configuration keys": 145,
+    "environment variables": 6,
+    "findings": 70,
+    "commands": 22,
+    "options of commands": 94,
+    "public headers": 50,
+    "public functions and types": 393,
+    "public names in Python": 19,
+}
+
+
+def files(*patterns):
+    names = sorted({path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)})
+    return [name for name in names if not re.search(r"_test(ing)?\.|test_support", name)]
+
+
+def text(*patterns):
+    return "\n".join((ROOT / name).read_text() for name in files(*patterns))
+
+
+def counts():
+    code, commands, headers = text("src/**/*.cpp", "src/**/*.hpp", "python/**/*.py", "python/**/*.cpp"), text("src/cli/*.cpp"), text("include/isograd/*.hpp")
+    diagnoses = (ROOT / "docs/museum.md").read_text().partition("## All diagnoses")[2]
+    exported = re.findall(r'"(\w+)"', (ROOT / "python/isograd/__init__.py").read_text().partition("__all__")[2])
+    functions = re.findall(r"^(?!#|//|using|namespace|  |\}|return)[\w:<>,&*\[\] ]+?\b(\w+)\([^;{]*\)?[^;{]*[;{]", headers, re.M)
+    types = re.findall(r"^(?:class|struct|enum class) (\w+)[^;]*\{", headers, re.M)
+    return {
+        "configuration keys": len(re.findall(r"\bKEY\w*\(\s*\"", text("src/**/*.cpp"))),
+        "environment variables": len(set(re.findall(r'"(ISOGRAD_[A-Z_]+)"', code))),
+        "findings": len(re.findall(r"^\| `\w+` \|", diagnoses, re.M)),
+        "commands": commands.count("add_subcommand("),
+        "options of commands": commands.count("add_option(") + commands.count("add_flag("),
+        "public headers": len(files("include/isograd/*.hpp")),
+        "public functions and types": len(set(functions)) + len(set(types)),
+        "public names in Python": len(set(exported)),
+    }
+
+
+def lines_by_room():
+    lines = {}
+    for name in files("src/**/*.cpp", "src/**/*.hpp", "src/**/*.cu", "include/isograd/*.hpp", "python/**/*.py", "python/**/*.cpp", "bench/**/*.py"):
+        room = "/".join(name.split("/")[:2]) if name.startswith("src/") else name.split("/")[0]
+        lines[room] = lines.get(room, 0) + len((ROOT / name).read_text().splitlines())
+    return lines
+
+
+def main():
+    found, problems = counts(), 0
+    for what, count in found.items():
+        problems += count > RECORDED[what]
+        verdict = {-1: ": record the lower number", 0: "", 1: ": more than recorded"}[(count > RECORDED[what]) - (count < RECORDED[what])]
+        print(f"{count:5} of {RECORDED[what]} {what}{verdict}")
+    print(", ".join(f"{room} {count}" for room, count in sorted(lines_by_room().items(), key=lambda one: -one[1])))
+    print(f"{problems} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
