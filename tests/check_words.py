@@ -1,0 +1,69 @@
+"""Fails when a word that docs/glossary.md retires comes back, in code, comments, messages or pages.
+
+The glossary's table names the words and what stands for each. ALLOWED has how often a word may still occur; a change that
+replaces some lowers it. Names of tests and of planted mistakes are looked at as well.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALLOWED = {
+    "beside": 351,
+    "mend\\w*": 44,
+    "deals?": 161,
+    "dealt": 462,
+    "untold": 14,
+    "torn": 29,
+    "living": 42,
+    "speaks": 16,
+    "seams?": 313,
+    "held_together": 14,
+    "census": 415,
+    "ledger": 32,
+    "tally": 132,
+    "for people": 30,
+    "so many": 51,
+    "but for": 47,
+    "// What ": 457,
+    "// Of ": 188,
+    "// Those of ": 6,
+    "// The same of ": 15,
+}
+PLACES = ["src/**/*.[ch]pp", "src/**/*.cu", "include/isograd/*.hpp", "python/**/*.py", "python/**/*.cpp", "bench/**/*.py", "examples/**/*.*pp",
+          "tests/**/*.[ch]pp", "tests/**/*.py", "tools/*.py", "docs/*.md", "src/**/README.md", "*.md", "dev"]
+EXEMPT = {"docs/glossary.md", "tests/check_words.py"}
+
+
+def retired():
+    table = (ROOT / "docs/glossary.md").read_text().partition("## Retired words")[2]
+    return re.findall(r"^\| `([^`]+)` \| ", table, re.M)
+
+
+def main():
+    texts = {}
+    for pattern in PLACES:
+        for path in ROOT.glob(pattern):
+            name = path.relative_to(ROOT).as_posix()
+            if path.is_file() and name not in EXEMPT:
+                texts[name] = path.read_text()
+    words = retired()
+    problems = [f"docs/glossary.md retires no {word}" for word in ALLOWED if word not in words]
+    for word in words:
+        pattern = re.compile(word if word.startswith("//") else rf"(?<![a-zA-Z]){word}(?![a-zA-Z])", re.I if word.islower() else 0)
+        found = {name: len(pattern.findall(text)) for name, text in texts.items()}
+        count, allowed = sum(found.values()), ALLOWED.get(word, 0)
+        if count > allowed:
+            most = sorted(found, key=lambda name: -found[name])[:3]
+            problems.append(f"'{word}': {count} times, at most {allowed} (tests/check_words.py); most in {', '.join(most)}. "
+                            f"docs/glossary.md has the word to use")
+        elif count < allowed:
+            print(f"'{word}': {count} times, record it (tests/check_words.py says {allowed})")
+    for problem in problems:
+        print(problem)
+    print(f"{len(texts)} files, {len(words)} retired words, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
