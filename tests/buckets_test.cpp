@@ -9,7 +9,6 @@
 #include <cmath>
 
 #include "isograd/error.hpp"
-#include "isograd/norm.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 #include "parallel/data/strategies_testing.hpp"

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/model.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "model/attention/attention.hpp"

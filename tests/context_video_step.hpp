@@ -2,7 +2,7 @@
 #pragma once
 
 #include "context_planted.hpp"
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/video_dit_testing.hpp"

@@ -5,7 +5,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/module.h>
 
-#include "isograd/verify_module.hpp"
+#include "isograd/verify.hpp"
 
 namespace isograd::convolution {
 

@@ -9,8 +9,8 @@
 
 #include "experts_run.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 #include "train/expert_load.hpp"
 #include "train/metrics.hpp"
 #include "train/resume.hpp"

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/model.hpp"
 #include "train/build.hpp"
 #include "verify/test_problem.hpp"
 

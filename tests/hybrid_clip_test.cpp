@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "hybrid_testing.hpp"
-#include "isograd/clip_groups.hpp"
+#include "isograd/optimizer.hpp"
 
 namespace isograd::hybrid {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 #include "verify/run.hpp"
 
 namespace isograd::hybrid {

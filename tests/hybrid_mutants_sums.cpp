@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "hybrid_mutants.hpp"
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "museum/room.hpp"
 
 namespace isograd::hybrid {

@@ -1,5 +1,5 @@
 // The norm of a gradient that ranks of combined axes hold, in stages, as trainers with several axes take it:
-// the naive twin of the norm from owners (include/isograd/norm.hpp). With sums where replicas are often
+// the naive twin of the norm from owners (include/isograd/optimizer.hpp). With sums where replicas are often
 // averaged, and with edp in the place of dp_shard for experts, along which alone there are copies of them.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <map>
 #include <string>
 
-#include "isograd/layout.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd::hybrid {
 

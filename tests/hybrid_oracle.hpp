@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "context_video_step.hpp"
-#include "isograd/decoder_lm.hpp"
-#include "isograd/video_data.hpp"
+#include "isograd/data.hpp"
+#include "isograd/model.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
 

@@ -15,7 +15,7 @@
 #include "hybrid_cells.hpp"
 #include "hybrid_norm.hpp"
 #include "hybrid_oracle.hpp"
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 #include "planted.hpp"
 #include "train/task.hpp"

@@ -4,9 +4,9 @@
 
 #include <cmath>
 
+#include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/step.hpp"
-#include "isograd/token_losses.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
 #include "toy.hpp"

@@ -1,4 +1,4 @@
-// What strategies really keep and send, against the formulas of plan.hpp, on ranks as threads.
+// What strategies really keep and send, against the formulas of parameters.hpp, on ranks as threads.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 #include "layout/cost/meter.hpp"
 #include "memory_bytes.hpp"
 #include "parallel/data/role_groups.hpp"

@@ -1,6 +1,6 @@
 // What a torch::nn module may not have, and is refused for by name on all ranks before a step; what a
 // synchronised batch normalisation counts inside a unit.
-#include "isograd/module.hpp"
+#include "isograd/data_parallel.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,7 +12,6 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/rnn.h>
 
-#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"

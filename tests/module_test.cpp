@@ -1,6 +1,6 @@
 // A convolutional torch::nn module of odd sizes under every strategy, with synchronised batch normalisation,
 // against LibTorch's own on one process and the whole batch.
-#include "isograd/module.hpp"
+#include "isograd/data_parallel.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -9,7 +9,6 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 
-#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"

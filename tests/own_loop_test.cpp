@@ -3,11 +3,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "isograd/differentiable.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
-#include "isograd/module.hpp"
-#include "isograd/own_loop.hpp"
+#include "isograd/group.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
 

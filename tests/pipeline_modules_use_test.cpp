@@ -6,7 +6,7 @@
 #include <filesystem>
 
 #include "isograd/checkpoint.hpp"
-#include "isograd/verify_module.hpp"
+#include "isograd/verify.hpp"
 #include "staged_modules.hpp"
 
 namespace isograd {

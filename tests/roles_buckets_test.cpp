@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "roles_toy.hpp"
 

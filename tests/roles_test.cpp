@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "roles_toy.hpp"
 
 namespace isograd::roles {

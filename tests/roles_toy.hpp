@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/differentiable.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/group.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd::roles {
 

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "isograd/error.hpp"
-#include "isograd/norm.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/random.hpp"
 #include "isograd/world.hpp"

@@ -6,7 +6,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
-#include "isograd/pipeline_modules.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "tensor_step.hpp"
 
 namespace isograd::staged {

@@ -6,7 +6,7 @@
 
 #include <map>
 
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 #include "toy.hpp"
 
 namespace isograd::toy {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "base/error_testing.hpp"
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "layout_life.hpp"
 
 namespace isograd::layout_life {

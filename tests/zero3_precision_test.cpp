@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 #include "zero3_model.hpp"
 

@@ -1,7 +1,7 @@
 // Batch: the tokens of one micro-batch on one rank, several fragments one after another, without padding.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <ATen/core/Tensor.h>
 

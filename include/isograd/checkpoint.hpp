@@ -1,7 +1,7 @@
 // Checkpoints: directories that are whole or absent, checksummed, and independent of the number of ranks.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <cstdint>
 #include <filesystem>
@@ -11,17 +11,17 @@
 #include <string>
 #include <vector>
 
+#include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/tensor_stream.hpp"
-#include "isograd/text_data.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 
 // What a run is, besides its tensors. Nothing here depends on ranks. save_checkpoint() writes `updates`
-// and `missed_updates` as the optimizer has them, and `optimizer`, `dtype` and `bucket_order` as optimizer and
-// layout have them where they are empty; the rest is the caller's.
+// and `missed_updates` as the optimizer has them, and `optimizer`, `dtype` and `bucket_order` as optimizer
+// and layout have them where they are empty; the rest is the caller's.
 struct TrainingState {
   std::int64_t step = 0;     // steps made, skipped and empty ones included; the next step has this index
   std::int64_t updates = 0;  // of the optimizer (AdamW's t)

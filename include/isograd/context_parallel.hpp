@@ -3,7 +3,7 @@
 // data axes.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <cstdint>
 #include <memory>
@@ -12,7 +12,7 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/group.hpp"
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

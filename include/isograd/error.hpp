@@ -1,7 +1,11 @@
 // The three families of errors (docs/errors.md): what was found, what was expected, what to do.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+// Every public header includes this one first, so that an older standard is one message.
+#if !defined(__cplusplus) || __cplusplus < 202002L
+#error isograd needs C++20: link isograd::isograd, which asks CMake for it, or compile with -std=c++20
+#include <C++20>  // does not exist, which ends the compilation here
+#endif
 
 #include <stdexcept>
 #include <string>

@@ -1,13 +1,13 @@
 // Expert parallelism: the experts of a mixture dealt to ranks that each see tokens of their own.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "isograd/layout.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 

@@ -1,7 +1,7 @@
 // ZeRO-3 for C++ modules: parameters are whole only while they are used.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/module.hpp"
 
 namespace isograd {
 

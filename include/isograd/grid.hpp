@@ -1,7 +1,7 @@
 // Grid: ranks as points on named axes. Integer arithmetic alone: no communication, nothing of models.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <optional>
 #include <set>

@@ -1,31 +1,26 @@
-// What users of the library need: their own models and loops, on ranks, trained, saved and proved. Beside it, by
-// themselves: video_data.hpp, video_dit.hpp, flow_matching.hpp (videos), balance_loss.hpp (experts), hosts.hpp
-// (several hosts), random.hpp, and testing.hpp (GoogleTest).
+// All of isograd's public headers except testing.hpp, which needs GoogleTest.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
+#include "isograd/batch.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/context_parallel.hpp"
+#include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/differentiable.hpp"
-#include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/fully_shard.hpp"
+#include "isograd/grid.hpp"
+#include "isograd/group.hpp"
 #include "isograd/loss.hpp"
-#include "isograd/mesh.hpp"
-#include "isograd/module.hpp"
-#include "isograd/norm.hpp"
-#include "isograd/normalizer.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/own_loop.hpp"
-#include "isograd/pipeline_modules.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "isograd/random.hpp"
 #include "isograd/ranking.hpp"
-#include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
-#include "isograd/token_losses.hpp"
 #include "isograd/trainer.hpp"
-#include "isograd/verify_module.hpp"
+#include "isograd/verify.hpp"
 #include "isograd/world.hpp"

@@ -1,7 +1,7 @@
 // Randomness keyed by what it is for, never by a rank: the same key gives the same numbers in every layout.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <cstdint>
 #include <string_view>

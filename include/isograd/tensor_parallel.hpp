@@ -3,7 +3,7 @@
 // them has for itself, and the cut of a model of one's own.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <torch/nn/module.h>
 
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "isograd/group.hpp"
-#include "isograd/layout.hpp"
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 
@@ -91,7 +91,7 @@ Layout::Named cut_placements(const std::vector<std::pair<std::string, at::Tensor
                              const std::vector<CutRule>& rules);
 
 // Which of a vocabulary this rank's rows of `name` are, an embedding or output matrix [V, H] cut along its
-// rows: for embedding_part() and the losses of token_losses.hpp.
+// rows: for embedding_part() and the losses of loss.hpp.
 VocabularyShard vocabulary_shard(const Layout& layout, const std::string& name);
 
 // The rows of the tokens that this rank's part [V_local, H] of an embedding has, zeros for the others: a

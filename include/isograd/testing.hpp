@@ -1,7 +1,7 @@
 // For tests written with GoogleMock: EXPECT_THAT(isograd::verify(...), isograd::EqualsSingleDevice()).
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <gmock/gmock.h>
 

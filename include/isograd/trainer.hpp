@@ -2,7 +2,7 @@
 // validation, checkpoints, what people see. No rule of the law lives here; those are in Step.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
 #include <cstdint>
 #include <filesystem>
@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/clip_groups.hpp"
-#include "isograd/step_options.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/step.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {

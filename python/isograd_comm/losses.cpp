@@ -1,7 +1,7 @@
 // Losses in C++ that Python code differentiates through: their autograd nodes are torch's own.
 #include <torch/csrc/utils/pybind.h>
 
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 #include "isograd_comm/bindings.hpp"
 
 namespace isograd::python {

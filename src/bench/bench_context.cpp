@@ -8,7 +8,6 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 
-#include "model/attention/attention.hpp"
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
@@ -17,11 +16,12 @@
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "layout/cost/meter.hpp"
+#include "model/attention/attention.hpp"
 
 namespace isograd {
 namespace {

@@ -18,7 +18,6 @@
 #include "bench/strategy.hpp"
 #include "bench/triad.hpp"
 #include "isograd/error.hpp"
-#include "isograd/norm.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 

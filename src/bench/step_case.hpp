@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
 
 namespace isograd {

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/step_options.hpp"
+#include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/world.hpp"
 

@@ -3,7 +3,7 @@
 #include "base/print.hpp"
 #include "base/shell.hpp"
 #include "cli/verbs.hpp"
-#include "isograd/dump.hpp"
+#include "isograd/verify.hpp"
 #include "verify/compare_dumps.hpp"
 #include "verify/present.hpp"
 

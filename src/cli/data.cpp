@@ -7,8 +7,8 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 #include "isograd/world.hpp"
 #include "train/task.hpp"
 

@@ -1,4 +1,4 @@
-#include "isograd/differentiable.hpp"
+#include "isograd/group.hpp"
 
 #include <ATen/ATen.h>
 

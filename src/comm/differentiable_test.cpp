@@ -1,5 +1,5 @@
 // Each differentiable collective against its adjoint: ⟨Ax, y⟩ = ⟨x, Aᵀy⟩ summed over the ranks, exactly.
-#include "isograd/differentiable.hpp"
+#include "isograd/group.hpp"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Which host a rank is on, and what is said of axes that lie across hosts.
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -18,8 +18,7 @@
 #include "comm/hosts/backend.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "comm/wrappers_testing.hpp"
-#include "isograd/hosts.hpp"
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd::testing {
 

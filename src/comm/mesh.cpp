@@ -1,4 +1,4 @@
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,4 +1,4 @@
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -3,7 +3,7 @@
 
 #include "comm/group_impl.hpp"
 #include "comm/hosts/members.hpp"
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

@@ -32,7 +32,6 @@
 #include "comm/relayed.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
-#include "isograd/hosts.hpp"
 
 namespace isograd {
 namespace {

@@ -2,8 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "base/error_testing.hpp"
-#include "isograd/text_data.hpp"
-#include "isograd/video_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 namespace {

@@ -7,8 +7,8 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "data/libav.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/video_data.hpp"
 
 namespace isograd {
 namespace {

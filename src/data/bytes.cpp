@@ -3,7 +3,7 @@
 
 #include <iterator>
 
-#include "isograd/text_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 namespace {

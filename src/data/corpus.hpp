@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "isograd/text_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 

@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "base/print.hpp"
-#include "isograd/text_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 namespace {

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "isograd/text_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 

@@ -10,9 +10,9 @@
 #include "base/refuse.hpp"
 #include "data/epoch.hpp"
 #include "data/options.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "base/refuse.hpp"
 #include "data/libav.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/video_data.hpp"
 
 namespace isograd {
 

@@ -1,4 +1,4 @@
-#include "isograd/sampler.hpp"
+#include "isograd/data.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "isograd/sampler.hpp"
+#include "isograd/data.hpp"
 
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>

@@ -8,8 +8,8 @@
 #include "base/refuse.hpp"
 #include "data/companions.hpp"
 #include "data/sentencepiece_check.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd {
 namespace {

@@ -1,7 +1,7 @@
 // A build without libsentencepiece.
 #include "base/refuse.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd {
 

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd {
 

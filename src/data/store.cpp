@@ -5,8 +5,8 @@
 
 #include "base/refuse.hpp"
 #include "data/shard.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd {
 namespace {

@@ -12,8 +12,8 @@
 
 #include "base/files.hpp"
 #include "base/refuse.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd::testing {
 

@@ -22,8 +22,8 @@
 #include "base/refuse.hpp"
 #include "data/companions.hpp"
 #include "data/tokenizer_json_script.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 extern char** environ;
 

@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "isograd/video_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 

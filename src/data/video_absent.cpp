@@ -1,7 +1,7 @@
 // A build without FFmpeg's libraries.
 #include "base/refuse.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/video_data.hpp"
 
 namespace isograd {
 namespace {

@@ -9,9 +9,9 @@
 
 #include "base/refuse.hpp"
 #include "data/options.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
-#include "isograd/video_data.hpp"
 
 namespace isograd {
 

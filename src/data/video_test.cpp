@@ -13,7 +13,7 @@
 #include "data/test_support.hpp"
 #include "data/video.hpp"
 #include "data/video_testing.hpp"
-#include "isograd/video_data.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 namespace {

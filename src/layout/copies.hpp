@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "isograd/group.hpp"
-#include "isograd/placement.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 

@@ -1,5 +1,5 @@
 // The catalogue of all parameters, and the collectives that follow from their placements.
-#include "isograd/layout.hpp"
+#include "isograd/parameters.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

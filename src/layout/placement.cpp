@@ -1,5 +1,5 @@
 // What follows from a placement: who holds which slice, who holds copies, who owns which element.
-#include "isograd/placement.hpp"
+#include "isograd/parameters.hpp"
 
 #include <fmt/format.h>
 

@@ -8,7 +8,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/placement.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 namespace {

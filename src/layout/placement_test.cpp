@@ -1,4 +1,4 @@
-#include "isograd/placement.hpp"
+#include "isograd/parameters.hpp"
 
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>

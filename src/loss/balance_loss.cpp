@@ -1,4 +1,4 @@
-#include "isograd/balance_loss.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 // A loss that does not decompose, in both scopes, against plain code over the whole batch.
-#include "isograd/balance_loss.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "base/refuse.hpp"  // what its users call where a check fails
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 
 namespace isograd {
 

@@ -6,7 +6,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 
 namespace isograd::counting {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "isograd/error.hpp"
-#include "isograd/own_loop.hpp"
+#include "isograd/loss.hpp"
 #include "loss/share.hpp"
 
 namespace isograd {

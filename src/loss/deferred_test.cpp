@@ -1,7 +1,7 @@
 // Deferred means, and what a step logs.
 #include <cmath>
 
-#include "isograd/balance_loss.hpp"
+#include "isograd/loss.hpp"
 #include "loss/ledger.hpp"
 #include "loss/normalizer_testing.hpp"
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 #include "layout/readings.hpp"
 
 namespace isograd {

@@ -9,10 +9,10 @@
 
 #include "comm/separable.hpp"
 #include "isograd/error.hpp"
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
+#include "kernels/matmul/product.hpp"
 #include "loss/checks.hpp"
 #include "loss/rows.hpp"
-#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

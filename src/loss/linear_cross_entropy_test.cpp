@@ -3,10 +3,10 @@
 
 #include <cmath>
 
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
+#include "kernels/matmul/product.hpp"
 #include "loss/counting_allocator.hpp"
 #include "loss/loss_testing.hpp"
-#include "kernels/matmul/product.hpp"
 
 namespace isograd {
 namespace {

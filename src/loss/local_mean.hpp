@@ -7,7 +7,7 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 
 namespace isograd {
 

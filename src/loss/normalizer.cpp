@@ -1,6 +1,6 @@
 // The one division.
-#include "isograd/normalizer.hpp"
 #include "base/refuse.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 // The one division: the numbers of docs/losses.md by hand, terms, deferred means, and what is logged.
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 
 #include <cmath>
 

@@ -10,7 +10,7 @@
 
 #include "base/error_testing.hpp"
 #include "isograd/error.hpp"
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd::normalizer_testing {

@@ -1,4 +1,4 @@
-#include "isograd/own_loop.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-#include "isograd/own_loop.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -8,8 +8,8 @@
 #include <functional>
 
 #include "base/error_testing.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {

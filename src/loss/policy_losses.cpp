@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 #include "loss/checks.hpp"
 
 namespace isograd {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 #include "loss/loss_testing.hpp"
 
 namespace isograd {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 
 namespace isograd {
 
@@ -19,8 +19,8 @@ bool is_share(const at::Tensor& value);
 
 // Σ over terms of weight · sum / denominator, undoubted.
 at::Tensor share_of(const LossTerms& terms, const Denominator& denominator);
-// The one division: what share_of() multiplies each term's sum by, weight / denominator; nothing where a term has
-// no denominator or no weight and is left out.
+// The one division: what share_of() multiplies each term's sum by, weight / denominator; nothing where a term
+// has no denominator or no weight and is left out.
 std::vector<std::optional<double>> factors_of(const LossTerms& terms, const Denominator& denominator);
 // share_of() with the factors as data, fp64 on the sums' device, so that a recorded backward reads them anew.
 at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors);

@@ -3,7 +3,7 @@
 
 #include <unordered_set>
 
-#include "isograd/own_loop.hpp"
+#include "isograd/loss.hpp"
 #include "loss/normalizer_testing.hpp"
 #include "loss/share.hpp"
 #include "loss/sixteen_bits_testing.hpp"

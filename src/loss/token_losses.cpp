@@ -1,5 +1,5 @@
 // Regression losses over tokens: squared error, flow matching.
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "model/mixture.hpp"
 #include "model/parameters.hpp"
 #include "model/rotary_table.hpp"

@@ -1,4 +1,4 @@
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

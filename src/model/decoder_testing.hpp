@@ -4,8 +4,8 @@
 #include <functional>
 #include <string>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 #include "isograd/random.hpp"
 
 namespace isograd {

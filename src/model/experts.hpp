@@ -10,7 +10,7 @@
 #include <functional>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

@@ -1,4 +1,4 @@
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -8,8 +8,8 @@
 #include "base/refuse.hpp"
 #include "data/move.hpp"
 #include "isograd/error.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/random.hpp"
-#include "isograd/token_losses.hpp"
 #include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {

@@ -1,4 +1,4 @@
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "model/json_reader.hpp"
 
 namespace isograd {

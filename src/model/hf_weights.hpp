@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "model/experts.hpp"
 #include "model/parameters.hpp"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

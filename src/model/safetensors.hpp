@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/files.hpp"
-#include "isograd/tensor_stream.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

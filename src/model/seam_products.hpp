@@ -1,7 +1,7 @@
 // A forward's matrix products beside its seams, where several ranks hold the matrices of one model together.
 #pragma once
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {

@@ -1,4 +1,4 @@
-#include "isograd/video_dit.hpp"
+#include "isograd/model.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

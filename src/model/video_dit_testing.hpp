@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd::testing {
 

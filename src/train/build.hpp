@@ -8,18 +8,16 @@
 #include <string>
 #include <vector>
 
-#include "isograd/clip_groups.hpp"
 #include "isograd/context_parallel.hpp"
+#include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/fully_shard.hpp"
-#include "isograd/layout.hpp"
 #include "isograd/loss.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/plan.hpp"
-#include "isograd/step_options.hpp"
-#include "isograd/text_data.hpp"
+#include "isograd/step.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "train/config.hpp"
 

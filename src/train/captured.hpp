@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "isograd/step_options.hpp"
+#include "isograd/step.hpp"
 
 namespace isograd {
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/clip_groups.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/parameters.hpp"
 #include "train/config.hpp"
 
 namespace isograd {

@@ -1,4 +1,4 @@
-#include "isograd/clip_groups.hpp"
+#include "isograd/optimizer.hpp"
 
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
@@ -9,7 +9,6 @@
 
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
-#include "isograd/norm.hpp"
 
 namespace isograd {
 namespace {

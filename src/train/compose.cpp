@@ -9,7 +9,7 @@
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"

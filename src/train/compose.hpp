@@ -5,8 +5,8 @@
 
 #include <memory>
 
-#include "isograd/decoder_lm.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/model.hpp"
+#include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "train/config.hpp"
 

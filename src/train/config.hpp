@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/grid.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
 
 namespace isograd {

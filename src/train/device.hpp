@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "isograd/normalizer.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 #include "train/config.hpp"
 

@@ -7,10 +7,10 @@
 #include <string_view>
 #include <vector>
 
+#include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/loss.hpp"
-#include "isograd/text_data.hpp"
+#include "isograd/model.hpp"
 #include "isograd/trainer.hpp"
 
 namespace isograd {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

@@ -8,7 +8,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 #include "isograd/trainer.hpp"
 #include "layout/cost/meter.hpp"
 #include "train/task.hpp"

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "isograd/group.hpp"
-#include "isograd/layout.hpp"
-#include "isograd/pipeline_modules.hpp"
+#include "isograd/parameters.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "train/config.hpp"
 
 namespace isograd {

@@ -11,7 +11,7 @@
 #include <variant>
 #include <vector>
 
-#include "isograd/tensor_stream.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "isograd/batch.hpp"
-#include "isograd/mesh.hpp"
 #include "isograd/trainer.hpp"
+#include "isograd/world.hpp"
 #include "train/config.hpp"
 #include "train/task.hpp"
 

@@ -10,9 +10,9 @@
 #include <unordered_map>
 
 #include "base/refuse.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
-#include "isograd/module.hpp"
-#include "isograd/pipeline_modules.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "isograd/random.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "train/module_list.hpp"

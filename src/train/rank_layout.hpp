@@ -4,9 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/hosts.hpp"
-#include "isograd/layout.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"

@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "base/error_testing.hpp"
-#include "isograd/clip_groups.hpp"
+#include "isograd/optimizer.hpp"
 #include "model/safetensors.hpp"
 #include "train/build.hpp"
 #include "train/trainer_testing.hpp"

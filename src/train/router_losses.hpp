@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/balance_loss.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/model.hpp"
 #include "isograd/trainer.hpp"
 #include "train/config.hpp"
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "train/task.hpp"
 
 namespace isograd {

@@ -3,7 +3,7 @@
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/step_options.hpp"
+#include "isograd/step.hpp"
 #include "train/step_work.hpp"
 
 namespace isograd {

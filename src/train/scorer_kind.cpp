@@ -3,8 +3,8 @@
 #include <filesystem>
 
 #include "base/refuse.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "train/config_keys.hpp"
 #include "train/scorer_task.hpp"
 #include "train/task_kind.hpp"

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "data/table.hpp"
+#include "isograd/data.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/ranking.hpp"
-#include "isograd/sampler.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/scorer.hpp"
 #include "train/config.hpp"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 

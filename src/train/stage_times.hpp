@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/mesh.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "isograd/world.hpp"
 #include "train/task.hpp"
 
 namespace isograd {

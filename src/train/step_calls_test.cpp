@@ -6,9 +6,9 @@
 #include <functional>
 #include <memory>
 
-#include "isograd/balance_loss.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/fully_shard.hpp"
-#include "isograd/module.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"

@@ -6,8 +6,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <cmath>
 
-#include "isograd/balance_loss.hpp"
 #include "isograd/error.hpp"
+#include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
 

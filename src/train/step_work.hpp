@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "isograd/step_options.hpp"
+#include "isograd/step.hpp"
 #include "loss/ledger.hpp"
 #include "loss/local_mean.hpp"
 #include "parallel/pipeline/split_backward.hpp"

@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "isograd/context_parallel.hpp"
+#include "isograd/data.hpp"
 #include "isograd/fully_shard.hpp"
-#include "isograd/layout.hpp"
-#include "isograd/loader.hpp"
 #include "isograd/loss.hpp"
-#include "isograd/step_options.hpp"
-#include "isograd/tensor_stream.hpp"
+#include "isograd/model.hpp"
+#include "isograd/parameters.hpp"
+#include "isograd/step.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"
 #include "train/report.hpp"

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "base/refuse.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "train/build.hpp"
 #include "train/compose.hpp"

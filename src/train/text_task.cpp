@@ -3,10 +3,10 @@
 
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/text_data.hpp"
 #include "model/hf_weights.hpp"
 #include "train/build.hpp"
 #include "train/compose.hpp"

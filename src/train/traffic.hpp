@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/group.hpp"
+#include "isograd/model.hpp"
 #include "train/config.hpp"
 
 namespace isograd {

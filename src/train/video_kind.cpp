@@ -1,8 +1,8 @@
 // Keys and rules of runs on videos.
 #include <algorithm>
 
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "train/config_keys.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "isograd/video_dit.hpp"
+#include "isograd/model.hpp"
 #include "train/own_model.hpp"
 #include "train/task.hpp"
 

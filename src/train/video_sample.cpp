@@ -6,7 +6,7 @@
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 #include "train/build.hpp"
 #include "train/video_model.hpp"
 

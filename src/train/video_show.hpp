@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 #include "train/task.hpp"
 
 namespace isograd {

@@ -8,7 +8,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/flow_matching.hpp"
+#include "isograd/model.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"

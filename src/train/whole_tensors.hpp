@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/tensor_stream.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 

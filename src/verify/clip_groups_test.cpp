@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "isograd/clip_groups.hpp"
+#include "isograd/optimizer.hpp"
 #include "planted.hpp"
 #include "verify/test_problem.hpp"
 

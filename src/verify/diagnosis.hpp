@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/dump.hpp"
+#include "isograd/verify.hpp"
 
 namespace isograd {
 

@@ -7,8 +7,8 @@
 #include <limits>
 
 #include "base/files.hpp"
-#include "isograd/dump.hpp"
 #include "isograd/error.hpp"
+#include "isograd/verify.hpp"
 #include "model/safetensors.hpp"
 #include "verify/test_problem.hpp"
 

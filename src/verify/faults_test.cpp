@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "isograd/verify.hpp"
 #include "verify/present.hpp"
 #include "verify/test_problem.hpp"

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <charconv>
 
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "verify/meshes.hpp"

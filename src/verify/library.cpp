@@ -10,8 +10,8 @@
 #include <set>
 
 #include "isograd/error.hpp"
-#include "isograd/token_losses.hpp"
-#include "isograd/verify_module.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/verify.hpp"
 #include "train/build.hpp"
 #include "verify/layouts.hpp"
 

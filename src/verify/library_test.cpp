@@ -8,7 +8,7 @@
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/testing.hpp"
-#include "isograd/verify_module.hpp"
+#include "isograd/verify.hpp"
 #include "planted.hpp"
 #include "verify/present.hpp"
 #include "verify/test_problem.hpp"

@@ -5,8 +5,8 @@
 #include <string_view>
 
 #include "data/corpus.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "train/task_kind.hpp"
 #include "verify/layouts.hpp"
 

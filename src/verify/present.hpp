@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "isograd/dump.hpp"
 #include "isograd/verify.hpp"
 
 namespace isograd {

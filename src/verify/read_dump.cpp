@@ -10,8 +10,8 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
-#include "isograd/dump.hpp"
 #include "isograd/error.hpp"
+#include "isograd/verify.hpp"
 #include "model/json_reader.hpp"
 #include "model/safetensors.hpp"
 #include "verify/diagnosis.hpp"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/dump.hpp"
+#include "isograd/verify.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/leak.hpp"
 #include "verify/oracle.hpp"

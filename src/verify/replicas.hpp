@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 

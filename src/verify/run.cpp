@@ -8,9 +8,9 @@
 #include <set>
 
 #include "isograd/context_parallel.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/group.hpp"
+#include "isograd/parameters.hpp"
 #include "train/build.hpp"
 #include "train/clip_config.hpp"
 #include "train/device.hpp"

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/data.hpp"
+#include "isograd/model.hpp"
 #include "isograd/random.hpp"
-#include "isograd/text_data.hpp"
 #include "isograd/verify.hpp"
 #include "isograd/world.hpp"
 #include "train/build.hpp"

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
-#include "isograd/dump.hpp"
 #include "isograd/error.hpp"
+#include "isograd/verify.hpp"
 #include "model/safetensors.hpp"
 #include "verify/dump_format.hpp"
 

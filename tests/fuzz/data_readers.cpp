@@ -16,8 +16,8 @@
 #include "data/video.hpp"
 #include "data/video_testing.hpp"
 #include "fuzz/reader_parts.hpp"
+#include "isograd/data.hpp"
 #include "isograd/error.hpp"
-#include "isograd/text_data.hpp"
 
 namespace isograd::fuzz {
 namespace {

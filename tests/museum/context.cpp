@@ -1,7 +1,7 @@
 // Mistakes on the context axes: B3, B5 to B7, B19, B20b, B23, B26b. A small decoder whose documents are cut
 // over ranks.
 #include "isograd/context_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "model/attention/attention.hpp"
 #include "museum/room.hpp"
 #include "parallel/context/context_testing.hpp"

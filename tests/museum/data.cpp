@@ -1,6 +1,6 @@
 // Wrong samplers, attention, random numbers and resumes: B20a, B25 to B27; and what waits for later axes.
+#include "isograd/data.hpp"
 #include "isograd/random.hpp"
-#include "isograd/sampler.hpp"
 #include "museum/room.hpp"
 
 namespace isograd::museum {

@@ -2,8 +2,8 @@
 // tokens of their own.
 #include <cmath>
 
-#include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/model.hpp"
 #include "museum/room.hpp"
 
 namespace isograd::museum {

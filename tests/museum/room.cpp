@@ -1,6 +1,6 @@
 #include "museum/room.hpp"
 
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 #include "isograd/random.hpp"
 #include "verify/diagnosis.hpp"
 

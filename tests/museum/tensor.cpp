@@ -1,6 +1,6 @@
 // Mistakes on the tensor axis: B5, B6, B18, B21, B22, B23 and B26. A small decoder whose matrices are cut
 // over ranks.
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "museum/room.hpp"
 

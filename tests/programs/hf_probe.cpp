@@ -11,8 +11,8 @@
 #include <sstream>
 
 #include "base/files.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/error.hpp"
+#include "isograd/model.hpp"
 #include "model/hf_config.hpp"
 #include "model/safetensors.hpp"
 

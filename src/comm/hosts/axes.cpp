@@ -9,7 +9,7 @@
 #include "base/refuse.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 namespace {

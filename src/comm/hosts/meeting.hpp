@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/hosts/identity.hpp"
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/hosts.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

@@ -5,7 +5,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 namespace {

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
-#include "isograd/plan.hpp"
+#include "isograd/parameters.hpp"
 
 namespace isograd {
 namespace {

@@ -1,4 +1,4 @@
-#include "isograd/gather.hpp"
+#include "isograd/ranking.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -7,7 +7,7 @@
 
 #include <numeric>
 
-#include "isograd/differentiable.hpp"
+#include "isograd/group.hpp"
 #include "loss/checks.hpp"
 
 namespace isograd {

@@ -1,5 +1,5 @@
 // The three gathers: values, and what sums and averages of parameter gradients each is exact under.
-#include "isograd/gather.hpp"
+#include "isograd/ranking.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

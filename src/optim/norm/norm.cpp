@@ -1,4 +1,4 @@
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 
 #include <ATen/ops/tensor.h>
 
@@ -8,7 +8,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/layout.hpp"
+#include "isograd/parameters.hpp"
 #include "layout/readings.hpp"
 #include "optim/norm/passes.hpp"
 

@@ -1,4 +1,4 @@
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "optim/norm/passes.hpp"
 
 namespace isograd {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <map>
 
-#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
 

@@ -10,8 +10,8 @@
 
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/differentiable.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "model/attention/attention.hpp"
 #include "model/attention/views.hpp"
 #include "parallel/context/ring.hpp"

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "isograd/mesh.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 

@@ -1,4 +1,4 @@
-#include "isograd/module.hpp"
+#include "isograd/data_parallel.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>

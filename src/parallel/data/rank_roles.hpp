@@ -3,7 +3,6 @@
 #pragma once
 
 #include "isograd/parameters.hpp"
-#include "isograd/placement.hpp"
 
 namespace isograd {
 

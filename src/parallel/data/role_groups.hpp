@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "isograd/mesh.hpp"
+#include "isograd/world.hpp"
 #include "parallel/data/rank_roles.hpp"
 
 namespace isograd {

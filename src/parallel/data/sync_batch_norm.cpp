@@ -2,10 +2,10 @@
 #include <fmt/format.h>
 
 #include "base/refuse.hpp"
-#include "isograd/differentiable.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
-#include "isograd/module.hpp"
+#include "isograd/group.hpp"
 
 namespace isograd {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "isograd/error.hpp"
-#include "isograd/mesh.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 #include "layout/storage.hpp"
 
 namespace isograd {

@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include "base/refuse.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/model.hpp"
 
 namespace isograd {
 namespace {

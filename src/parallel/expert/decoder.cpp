@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "base/refuse.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/model.hpp"
 #include "parallel/expert/dispatch.hpp"
 
 namespace isograd {

@@ -10,7 +10,6 @@
 #include <numeric>
 
 #include "base/error_testing.hpp"
-#include "isograd/mesh.hpp"
 #include "isograd/world.hpp"
 #include "model/experts.hpp"
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "isograd/group.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 

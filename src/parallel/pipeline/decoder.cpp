@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <charconv>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/markup.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {

@@ -1,6 +1,6 @@
 // Schedules as data: complete, free of deadlock, as long and as deep as their papers say, and as deep when
 // they are carried out; contradictions are found and named.
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -12,7 +12,6 @@
 #include <random>
 
 #include "base/error_testing.hpp"
-#include "isograd/pipeline_parallel.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 
 namespace isograd {

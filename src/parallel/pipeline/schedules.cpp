@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "base/refuse.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {

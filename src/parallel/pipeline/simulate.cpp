@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "base/refuse.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "comm/linear_map.hpp"
 #include "comm/separable.hpp"
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 #include "model/experts.hpp"
 #include "model/fused.hpp"
 

@@ -9,7 +9,7 @@
 
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "isograd/pipeline_schedule.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {

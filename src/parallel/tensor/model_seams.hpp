@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "isograd/tensor_parallel.hpp"
 
 namespace isograd {

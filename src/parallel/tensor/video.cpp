@@ -1,6 +1,6 @@
 #include <numeric>
 
-#include "isograd/video_dit.hpp"
+#include "isograd/model.hpp"
 #include "parallel/tensor/model_seams.hpp"
 
 namespace isograd {

@@ -1,10 +1,10 @@
-// The reference language model: Llama to the letter, with its near relatives Qwen2, Qwen3 and Mistral.
-// No parallel code: attention, which never crosses a fragment of the batch, and the seams around matrix
-// products come in as arguments.
+// TensorStream: whole tensors one after another, so that a file of all of them can be written where no rank
+// ever holds them together.
 #pragma once
 
-#include "isograd/cxx20.hpp"
+#include "isograd/error.hpp"
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -13,13 +13,36 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/batch.hpp"
-#include "isograd/tensor_stream.hpp"
-#include "isograd/token_losses.hpp"
+#include "isograd/data.hpp"
+#include "isograd/loss.hpp"
 
 namespace isograd {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+struct TensorStream {
+  struct Entry {
+    std::string name;
+    at::ScalarType dtype;
+    std::vector<std::int64_t> shape;
+  };
+  using Take = std::function<void(const at::Tensor& whole)>;
+
+  std::vector<Entry> entries;
+  // Gives `take` each tensor in the order of `entries`; it may be gone afterwards. Once.
+  std::function<void(const Take& take)> each;
+};
+
+// Of tensors that are there; those of larger elements first, otherwise in the given order.
+TensorStream stream_of(NamedTensors tensors);
+
+// The reference language model: Llama to the letter, with its near relatives Qwen2, Qwen3 and Mistral.
+// No parallel code: attention, which never crosses a fragment of the batch, and the seams around matrix
+// products come in as arguments.
 
 // Rotary embedding scaling as in Hugging Face's `rope_scaling` / `rope_parameters`.
 struct RopeScaling {
@@ -263,5 +286,135 @@ struct SampleOptions {
 std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
                                     const SampleOptions& options,
                                     const std::function<void(std::uint32_t)>& on_token = {});
+
+// A small diffusion transformer for videos: 3-D patches as tokens, factorised positions, adaptive layer norm
+// by timestep. No parallel code; full attention inside each fragment of the batch. For batches that are cut
+// over ranks attention comes in as an argument.
+
+struct VideoDiTConfig {
+  std::int64_t patch_elements = 384;  // 3 · pt · ph · pw
+  std::int64_t hidden = 128;
+  std::int64_t layers = 4;
+  std::int64_t heads = 4;
+  std::int64_t head_dim = 0;  // 0: hidden / heads
+  std::int64_t feed_forward = 512;
+  std::int64_t max_frames = 32, max_height = 16, max_width = 32;  // in patches
+  std::int64_t timestep_features = 128;                           // even
+  double norm_epsilon = 1e-6;
+  double initializer_range = 0.02;
+  // 0: adaLN-Zero: the projections that modulate and the one to the output begin at zero, each block as the
+  // identity. Otherwise gates begin here, those projections like all others; then no gradient is zero at
+  // first.
+  double gate_init = 0;
+
+  std::int64_t width_of_head() const { return head_dim > 0 ? head_dim : hidden / heads; }
+};
+// Throws ConfigError on impossible combinations.
+void check(const VideoDiTConfig& config);
+
+// DiT (Peebles & Xie 2023, arXiv 2212.09748) over tubelets (ViViT, Arnab et al. 2021, arXiv 2103.15691). A
+// token's position is the sum of three learned embeddings, of its frame, row and column of patches
+// (factorised as in NaViT, Dehghani et al. 2023, arXiv 2307.06304), so that videos of any size up to the
+// largest fit. Each block: layer norm without parameters, scaled and shifted by the fragment's timestep;
+// attention with normalised queries and keys (as in Stable Diffusion 3, Esser et al. 2024, arXiv 2403.03206),
+// a feed-forward with GELU; both gated by the timestep.
+class VideoDiT : public torch::nn::Module {
+ public:
+  // Initial values by (seed, parameter name): matrices and tables normal(0, initializer_range), norms one,
+  // biases zero, and see gate_init.
+  VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, std::uint64_t seed);
+  // Parameters on the meta device, which take no memory.
+  static std::shared_ptr<VideoDiT> without_values(const VideoDiTConfig& config, at::ScalarType dtype);
+  // What the constructor gives parameter `name`, zero-filled `values` of its shape.
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
+  ~VideoDiT() override;
+  const VideoDiTConfig& config() const;
+  at::ScalarType dtype() const;
+  at::Device device() const;                                // of its parameters
+  std::vector<std::pair<std::string, at::Tensor>> named();  // in registration order
+
+  // The predicted velocity [T_local, E], in the model's dtype. `noised` [T_local, E]; `coordinates` [T_local,
+  // 3] int64: frame, row and column of patches; `times` [F] in [0, 1], of the batch's fragments. `noised` on
+  // the model's device, the others anywhere.
+  // Differentiable once. ConfigError when coordinates lie outside the largest grid or the batch contradicts
+  // itself.
+  at::Tensor velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
+                      const at::Tensor& times);
+
+  // What stands around the forward of each block, as DecoderLM has it; `condition` [F, hidden], what the
+  // timesteps became, needs a gradient too and so comes in beside the stream [T_local, hidden].
+  using BlockForward = std::function<at::Tensor(const at::Tensor& stream, const at::Tensor& condition)>;
+  using AroundBlock = std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream,
+                                               const at::Tensor& condition, const BlockForward& block)>;
+  void set_around_block(AroundBlock around);
+  std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
+
+  // Full attention within the batch's videos, e.g. ContextAttention(mesh, /*causal=*/false). Not set:
+  // variable_length_attention over cu_seqlens, which refuses batches that are cut over context ranks.
+  using Attention = DecoderLM::Attention;
+  void set_attention(Attention attention);
+  void set_seams(ModelSeams seams);
+
+ private:
+  struct Impl;
+  VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, at::Device device = at::kCPU);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Flow matching of a VideoDiT on the videos of a store: a velocity from data (time 0) to noise (time 1) along
+// straight lines. Noise and times are keyed by what they are for, so that any cut of the batch sees the same.
+
+// The randomness of one forward, in fp64. Time of a sample: uniform in [0, 1), by (seed, batch.draw, sample
+// id); noise: standard normal, by (seed, batch.draw, sample id, position in the video, element).
+struct FlowNoise {
+  at::Tensor times;  // [F], the same for all fragments of a sample
+  at::Tensor noise;  // [T_local, E]
+};
+FlowNoise flow_noise(const Batch& batch, std::int64_t elements, std::uint64_t seed);
+
+// One term "flow_matching": Σ over tokens with a target of w · mean over a patch's elements of
+// (velocity − (ε − x0))², where the model sees x_t = (1 − t) x0 + t ε (Lipman et al. 2023, arXiv 2210.02747;
+// rectified flow, Liu et al. 2022, arXiv 2209.03003). Computed in fp32 (fp64 for fp64), summed in fp64.
+// `model` must outlive the result.
+ForwardLossTerms flow_matching_loss(VideoDiT& model, std::shared_ptr<const VideoStore> store,
+                                    std::uint64_t seed);
+
+// What the term sums, token by token [T_local] in fp64, without weights and without gradient; 0 where a token
+// has no target. Like the loss a call of every context rank.
+at::Tensor flow_matching_token_losses(VideoDiT& model, const VideoStore& store, const Batch& batch,
+                                      std::uint64_t seed);
+
+// The one-step estimate of the data, x_t − t · velocity [T_local, E], and what the model saw; no gradient.
+struct FlowEstimate {
+  at::Tensor times;     // [F]
+  at::Tensor noised;    // [T_local, E], x_t
+  at::Tensor estimate;  // [T_local, E]
+};
+// `time`: of all fragments, instead of the drawn ones.
+FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch& batch, std::uint64_t seed,
+                           std::optional<double> time = {});
+
+// A new video, [T, E] on the CPU, in the order of a store's tokens: the flow from noise (time 1) to data
+// (time 0) along the model's velocity, by Euler's method (Lipman et al. 2023, arXiv 2210.02747, section 4): x
+// becomes x − velocity(x, t) / steps at t = 1, 1 − 1 / steps, ... `number` tells videos of one seed apart;
+// their noise is none that training draws and the same for any number of steps. No gradient. ConfigError
+// without a step, and for a grid that is larger than the model's.
+struct FlowSampleOptions {
+  std::int64_t steps = 50;
+  std::uint64_t seed = 0;
+  std::int64_t number = 0;
+};
+at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions& options);
+
+// One whole video as the batch that a loader makes of it.
+Batch video_batch(const VideoStore& store, std::int64_t video, std::int64_t draw = 0);
+
+// For people: frames uint8 [F, H, W, 3] of a video, of what the model saw and of its estimate, on one device.
+struct PredictedVideo {
+  double time = 0;
+  at::Tensor original, noised, predicted;
+};
+PredictedVideo predict_frames(VideoDiT& model, const VideoStore& store, std::int64_t video, double time,
+                              std::uint64_t seed);
 
 }  // namespace isograd
