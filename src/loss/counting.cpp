@@ -138,21 +138,22 @@ ErrorText describe(int rank, const std::int64_t* slot) {
   switch (slot[kProblem]) {
     case kShape:
       return {batch, fmt::format("cu_seqlens over {} tokens, {} targets", b, c),
-              "int64 targets, as many as tokens", "Mend the batch"};
+              "int64 targets, as many as tokens", "Give one target per token, as int64"};
     case kFragments:
       return {batch, fmt::format("{} sample ids and {} sample_targets", b, c),
               "one of each for each fragment",
               "Give every fragment its sample's id and that sample's valid targets in the whole step"};
     case kWeightsShape:
       return {batch, fmt::format("{} weights for {} tokens", c, b), "a flat tensor, one for each token",
-              "Mend Batch::weights"};
+              "Give one weight per token"};
     case kWeightsType:
       return {batch, "weights that are integers", "floating point, or bool as a mask",
               "Convert Batch::weights"};
     case kWeightValue:
-      return {fmt::format("{}, weights[{}]", batch, b), fmt::format("{}", number(c)),
-              "a finite number, 0 or more",
-              "Mend the weights; a token that is to carry no loss has weight 0 or target kIgnoreIndex"};
+      return {
+          fmt::format("{}, weights[{}]", batch, b), fmt::format("{}", number(c)),
+          "a finite number, 0 or more",
+          "Make the weights finite and 0 or more; a token without loss has weight 0 or target kIgnoreIndex"};
     case kWeightsUnwanted:
       return {batch, "weights under the token mean, which divides by the number of targets",
               "one of two readings: sum of w*loss over sum of w, or sum of w*loss over a number",

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <typeinfo>
+#include <unordered_set>
 
 #include "isograd/error.hpp"
 #include "loss/counting.hpp"
@@ -18,15 +20,17 @@
 namespace isograd {
 namespace {
 
-// Σ over terms of factor · sum. A node of its own, so that a share is known for what it is wherever it turns
-// up again.
+// Σ over terms of factor · sum. A node of its own, so that is_share() knows it wherever it turns up again.
 struct Share : torch::autograd::Function<Share> {
-  // `on_device`: the factors as data, of which none is 0.
+  // `on_device`: the factors as data, of which none is 0. `value`: what the forward gives, where that is
+  // known.
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::TensorList sums,
-                            const std::vector<double>& factors, const std::optional<at::Tensor>& on_device) {
+                            const std::vector<double>& factors, const std::optional<at::Tensor>& on_device,
+                            std::optional<double> value) {
     at::Tensor share;
     torch::autograd::variable_list kept(sums.begin(), sums.end());
-    for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (value) share = at::full({}, *value, kept[0].options());
+    for (std::size_t i = 0; i < kept.size() && !value; ++i) {
       at::Tensor part = kept[i].reshape({}).to(at::kDouble);
       if (on_device)
         part = part * on_device->select(0, static_cast<std::int64_t>(i));
@@ -46,8 +50,9 @@ struct Share : torch::autograd::Function<Share> {
     auto sums = ctx->get_saved_variables();
     at::Tensor on_device;
     if (factors.empty()) on_device = sums.back(), sums.pop_back();
-    // A factor of 0, of a replica without anything to count: no gradient, where a zero could meet a NaN.
-    // Backward still comes by every node below, so that those that exchange something with other ranks do.
+    // A factor of 0, where nothing is counted (in a replica, in a micro-batch): no gradient, for a zero could
+    // meet a NaN, or become 0 / 0 in a mean over nothing. Backward still visits every node below, so that
+    // those that exchange something with other ranks do.
     for (std::size_t i = 0; i < sums.size(); ++i)
       if (on_device.defined())
         gradients.push_back((upstream[0] * on_device.select(0, static_cast<std::int64_t>(i)))
@@ -57,8 +62,7 @@ struct Share : torch::autograd::Function<Share> {
         gradients.push_back(factors[i] == 0
                                 ? at::Tensor()
                                 : (upstream[0] * factors[i]).to(sums[i].options()).expand_as(sums[i]));
-    gradients.emplace_back();
-    gradients.emplace_back();
+    gradients.resize(gradients.size() + 3);  // of what is no tensor
     return gradients;
   }
 };
@@ -77,7 +81,8 @@ void check_terms(const LossTerms& terms, bool deferred) {
              "a scalar: the sum over the micro-batch's tokens",
              "Sum the per-token losses; do not take their mean");
     if (!std::isfinite(term.weight))
-      refuse(where, fmt::format("weight {}", term.weight), "a finite number", "Mend it");
+      refuse(where, fmt::format("weight {}", term.weight), "a finite number",
+             "Give this term a finite weight");
     if (is_share(term.sum))
       refuse(where, "a value that the normaliser has divided already", "a sum that nothing has divided",
              "Divide once: return sums from the forward function, or use NoDenominator for a loss that is "
@@ -87,18 +92,15 @@ void check_terms(const LossTerms& terms, bool deferred) {
 }
 
 bool is_share(const at::Tensor& value) {
-  // From a scalar towards what made it, as long as that is a scalar too.
-  constexpr int kFar = 64;
-  auto node = value.grad_fn();
-  for (int i = 0; node && i < kFar; ++i) {
-    if (node->name().find("Share") != std::string::npos && node->name().find("isograd") != std::string::npos)
-      return true;
-    decltype(node) next;
-    for (const auto& edge : node->next_edges())
-      if (edge.function && edge.function->num_inputs() == 1 &&
-          edge.function->input_metadata(0).shape_as_dim_vector().empty() && !next)
-        next = edge.function;
-    node = next;
+  if (!value.grad_fn()) return false;
+  std::vector<const torch::autograd::Node*> nodes = {value.grad_fn().get()};
+  std::unordered_set<const torch::autograd::Node*> seen(nodes.begin(), nodes.end());
+  while (!nodes.empty()) {
+    const torch::autograd::Node& node = *nodes.back();
+    nodes.pop_back();
+    if (typeid(node) == typeid(torch::autograd::CppNode<Share>)) return true;
+    for (const auto& edge : node.next_edges())
+      if (edge.function && seen.insert(edge.function.get()).second) nodes.push_back(edge.function.get());
   }
   return false;
 }
@@ -152,7 +154,7 @@ double Denominator::of_term(const LossTerm& term) const {
     case Mean::kFixed:
       if (!(term.denominator > 0 && std::isfinite(term.denominator)))
         refuse(fmt::format("loss term '{}'", term.name), fmt::format("denominator {}", term.denominator),
-               "a finite number above 0", "Mend it");
+               "a finite number above 0", "Set LossTerm::denominator above 0");
       return term.denominator;
     case Mean::kNone:
       break;
@@ -163,9 +165,11 @@ double Denominator::of_term(const LossTerm& term) const {
 Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
     : mean_(mean), options_(options), fixed_(fixed) {
   if (!(fixed > 0 && std::isfinite(fixed)))
-    refuse("FixedDenominator", fmt::format("{}", fixed), "a finite number above 0", "Mend it");
+    refuse("FixedDenominator", fmt::format("{}", fixed), "a finite number above 0",
+           "Set loss.denominator above 0");
   if (options.replicas < 1)
-    refuse("normalise_over", fmt::format("{} replicas", options.replicas), "1 or more", "Mend it");
+    refuse("normalise_over", fmt::format("{} replicas", options.replicas), "1 or more",
+           "Set NormalizerOptions::replicas to 1 or more");
   if (options.replicas > 1 && (mean == Mean::kFixed || mean == Mean::kNone))
     refuse(
         "normalise_over", fmt::format("a mean of per-replica means under {}", name_of(mean)),
@@ -308,13 +312,18 @@ at::Tensor share_of(const LossTerms& terms, const Denominator& denominator) {
   for (std::size_t i = 0; i < terms.size(); ++i)
     if (all[i]) sums.push_back(terms[i].sum), factors.push_back(*all[i]);
   if (sums.empty()) return at::zeros({}, terms.front().sum.options().dtype(at::kDouble)).requires_grad_(true);
-  return Share::apply(at::TensorList(sums), factors, std::nullopt);
+  return Share::apply(at::TensorList(sums), factors, std::nullopt, std::nullopt);
 }
 
 at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors) {
   std::vector<at::Tensor> sums;
   for (const LossTerm& term : terms) sums.push_back(term.sum);
-  return Share::apply(at::TensorList(sums), std::vector<double>{}, factors);
+  return Share::apply(at::TensorList(sums), std::vector<double>{}, factors, std::nullopt);
+}
+
+at::Tensor share_of_value(const at::Tensor& mean, double fraction, double value) {
+  const std::vector<at::Tensor> one = {mean};
+  return Share::apply(at::TensorList(one), std::vector<double>{fraction}, std::nullopt, value);
 }
 
 bool debug_build() {

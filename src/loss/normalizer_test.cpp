@@ -3,8 +3,23 @@
 
 #include <cmath>
 
+#include <torch/csrc/autograd/custom_function.h>
+
 #include "loss/ledger.hpp"
 #include "loss/normalizer_testing.hpp"
+
+// A user's functions, whose names say what the normaliser's own node is called.
+namespace isograd_app {
+namespace {
+struct SharedEmbedding : torch::autograd::Function<SharedEmbedding> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 2; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list upstream) {
+    return {upstream[0] * 2};
+  }
+};
+}  // namespace
+}  // namespace isograd_app
 
 namespace isograd {
 namespace {
@@ -248,6 +263,18 @@ TEST(Scale, RefusesToDivideTwice) {
                 }),
                 AllOf(HasSubstr("'again'"), HasSubstr("divided already")));
   EXPECT_EQ(error_of([&] { mean.scale({{"a", x * 2}}, denominator); }), "no error");
+  // On whichever way down and however far.
+  at::Tensor far = share;
+  for (int i = 0; i < 10000; ++i) far = far + 1;
+  for (const at::Tensor& twice : {x * 2 + share, (x * 2 + x) * (x + share), at::stack({x, share}).sum(), far})
+    EXPECT_THAT(error_of([&] {
+                  mean.scale({{"again", twice}}, denominator);
+                }),
+                AllOf(HasSubstr("'again'"), HasSubstr("divided already")));
+  EXPECT_EQ(error_of([&] {
+              mean.scale({{"a", isograd_app::SharedEmbedding::apply(x)}}, denominator);
+            }),
+            "no error");
   EXPECT_THAT(error_of([&] {
                 mean.scale({{"a", x, Mean::kSamples}}, {.value = 4, .targets = 4});
               }),

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 
@@ -11,26 +10,6 @@
 
 namespace isograd {
 namespace {
-
-// Passes `fraction` back; its forward value was made by the collective. Its name ends in Share, so that a
-// second division is seen.
-struct AccumulatedShare : torch::autograd::Function<AccumulatedShare> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& mean_loss, double value,
-                            double fraction) {
-    ctx->saved_data["fraction"] = fraction;
-    ctx->save_for_backward({mean_loss});
-    return at::full({}, value, mean_loss.options());
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list upstream) {
-    const double fraction = ctx->saved_data["fraction"].toDouble();
-    // A micro-batch without tokens: no gradient, where zeros would become 0 / 0 in a mean over nothing. The
-    // nodes below pass "none" on uncomputed; those that exchange something with other ranks still do.
-    if (fraction == 0) return {at::Tensor(), at::Tensor(), at::Tensor()};
-    const at::Tensor like = ctx->get_saved_variables()[0];
-    return {(upstream[0] * fraction).expand_as(like), at::Tensor(), at::Tensor()};
-  }
-};
 
 [[noreturn]] void refuse_loop(std::string found, std::string expected, std::string action) {
   throw ConfigError({.where = "gradient_accumulate_loss",
@@ -103,8 +82,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
         "are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or "
         "take DeferredAccumulator, which divides in float32 at the end");
   const double divisor = global_valid > 0 ? valid : 1;
-  at::Tensor share =
-      AccumulatedShare::apply(mean_loss, sums[0] / divisor, static_cast<double>(local_valid) / divisor);
+  at::Tensor share = share_of_value(mean_loss, static_cast<double>(local_valid) / divisor, sums[0] / divisor);
   // Of a constant, in place of a micro-batch that the rank lacks: its backward may be called, as any other's.
   if (local_valid == 0 && at::GradMode::is_enabled() && !share.requires_grad()) share.requires_grad_(true);
   return share;
