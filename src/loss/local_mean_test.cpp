@@ -191,5 +191,16 @@ TEST(LocalMeans, PassWhereNothingIsDividedOrLearned) {
   EXPECT_EQ(found([](const Given& g) { return g.loss(kMeanOf).detach(); }, {9}), "") << "only logged";
 }
 
+// However many nodes a term is made of.
+TEST(LocalMeans, IsSeenUnderManyNodes) {
+  const auto far = [](const Tensor& loss) {
+    Tensor sum = loss;
+    for (int i = 0; i < 10000; ++i) sum = sum + 1;
+    return sum;
+  };
+  EXPECT_NE(found([&](const Given& given) { return far(given.loss(kMeanOf)); }, {9}), "");
+  EXPECT_EQ(found([&](const Given& given) { return far(given.loss(kSumOf)); }, {9}), "");
+}
+
 }  // namespace
 }  // namespace isograd::local_mean_testing

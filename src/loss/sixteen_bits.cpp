@@ -159,7 +159,6 @@ const std::map<std::string, std::vector<std::size_t>>& products() {
 In16Bits in_16_bits(const at::Tensor& sum) {
   const auto narrow = [](at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; };
   if (narrow(sum.scalar_type())) return In16Bits::kSum;
-  constexpr std::size_t kMany = 4096;
   struct Place {
     Node* node;
     bool copied;  // all the way from the sum
@@ -174,7 +173,7 @@ In16Bits in_16_bits(const at::Tensor& sum) {
   };
   if (sum.grad_fn()) visit(sum.grad_fn().get(), true);
   In16Bits found = In16Bits::kNothing;
-  for (std::size_t p = 0; p < places.size() && p < kMany; ++p) {
+  for (std::size_t p = 0; p < places.size(); ++p) {
     const auto [node, came_copied] = places[p];
     for (std::size_t i = 0; i < node->num_outputs(); ++i) {
       const auto& edge = node->next_edge(i);

@@ -211,5 +211,17 @@ TEST(In16Bits, OfLogProbabilitiesIsRefusedHoweverTheyAreAddedUp) {
     EXPECT_EQ(error_of([&] { TokenMean().scale({{"l", sum}}, denominator); }), "no error");
 }
 
+// However many nodes a sum is made of.
+TEST(In16Bits, AreSeenUnderManyNodes) {
+  const auto far = [](const at::Tensor& losses) {
+    at::Tensor sum = losses.sum();
+    for (int i = 0; i < 10000; ++i) sum = sum + 1;
+    return in_16_bits(sum);
+  };
+  const at::Tensor x = at::ones({4}, at::kBFloat16).requires_grad_(true) * 1;
+  EXPECT_EQ(far(x.to(at::kFloat)), In16Bits::kCopies);
+  EXPECT_EQ(far(x.to(at::kFloat).square()), In16Bits::kNothing);
+}
+
 }  // namespace
 }  // namespace isograd
