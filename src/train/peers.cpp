@@ -7,15 +7,15 @@
 #include <sstream>
 
 #include "base/refuse.hpp"
-#include "layout/copies.hpp"
 #include "kernels/matmul/product.hpp"
+#include "layout/copies.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
 namespace {
 
-// Whole numbers that add up to another sum, or another one of these, for other batches.
+// How many micro-batches there are, and a checksum of all that is in them, in order.
 std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
   std::vector<at::Tensor> tensors;
   for (const Batch& batch : micro_batches) {
@@ -25,11 +25,11 @@ std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
       if (each.defined()) tensors.push_back(each);
     tensors.insert(tensors.end(), batch.inputs.begin(), batch.inputs.end());
   }
-  const at::Tensor sums = checksums(tensors);
+  const at::Tensor sums = checksums(tensors);  // on the CPU
   std::uint64_t sum = 0;
-  for (std::int64_t i = 0; i < sums.numel(); ++i)  // of another order another sum
-    sum = sum * 0x100000001b3 + static_cast<std::uint64_t>(sums[i].item<std::int64_t>());
-  return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum >> 2)};
+  for (std::int64_t i = 0; i < sums.numel(); ++i)  // the product makes the order count
+    sum = sum * 0x100000001b3 + static_cast<std::uint64_t>(sums.const_data_ptr<std::int64_t>()[i]);
+  return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
 }
 
 using Named = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
