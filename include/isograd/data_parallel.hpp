@@ -164,6 +164,9 @@ class DataParallel {
   virtual Frozen frozen() { return {}; }
 
  protected:
+  friend class StepWork;
+  // Whether a backward may run in halves, as MicroBatchWork::backward_inputs and backward_weights do.
+  virtual bool splits_backward() const { return true; }
   virtual void check_writable() const {}  // ConfigError where nothing can be written now
   // Whatever was written in place to these parameters is replaced.
   virtual void forget_writes(const std::set<std::string>& /*names*/) {}

@@ -275,6 +275,11 @@ class FullySharded : public DataParallel {
   virtual std::int64_t whole_numel() const = 0;
   // Of these, elements of parameters that are cut along data axes: experts along ep.
   virtual std::int64_t whole_dealt_numel() const = 0;
+
+ protected:
+  bool splits_backward() const override {
+    return false;
+  }  // a unit gathers its parameters for a whole backward
 };
 
 // ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and

@@ -1,18 +1,34 @@
 // In which order the micro-batches of a step run, and the rules that any such schedule is held to.
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "train/step_work.hpp"
 
 namespace isograd {
+namespace {
+
+[[noreturn]] void refuse_schedule(std::string found, std::string expected) {
+  refuse("StepOptions::schedule", std::move(found), std::move(expected),
+         "Fix the schedule; one_after_another() is a correct example");
+}
+
+[[noreturn]] void refuse_halves(std::string of, std::string expected) {
+  refuse("a half of a backward", std::move(of), std::move(expected),
+         "Take a schedule of whole backwards, 1f1b for instance, or zero2 in place of zero3");
+}
+
+}  // namespace
 
 void StepWork::run(const MicroBatchSchedule& schedule) {
   shares_ = std::vector<PendingLoss>(size() * parts_), left_ = size() * parts_;
   try {
     schedule(*this);
-    check(left_ == 0, left_, "a forward and a backward of each micro-batch");
+    if (left_ > 0)
+      refuse_schedule(
+          fmt::format("{} of {} backwards{}", shares_.size() - left_, shares_.size(),
+                      parts_ > 1 ? fmt::format(" ({} micro-batches in {} parts)", size(), parts_) : ""),
+          "a forward and a backward of each micro-batch");
   } catch (...) {
     shares_.clear();  // and with them what the forwards kept
     throw;
@@ -29,15 +45,6 @@ void StepWork::look() {
   }
 }
 
-namespace {
-
-[[noreturn]] void refuse_halves(std::string of, std::string expected) {
-  refuse("a half of a backward", std::move(of), std::move(expected),
-         "Take a schedule of whole backwards, 1f1b for instance, or zero2 in place of zero3");
-}
-
-}  // namespace
-
 void MicroBatchWork::backward_inputs(std::size_t, std::size_t) {
   refuse_halves("work that computes backwards whole", "backward()");
 }
@@ -46,7 +53,7 @@ void MicroBatchWork::backward_weights(std::size_t, bool, std::size_t) {
 }
 
 void StepWork::backward_inputs(std::size_t i, std::size_t part) {
-  if (dynamic_cast<const FullySharded*>(&layout_))
+  if (!layout_.splits_backward())
     refuse_halves("parameters of ZeRO-3, whose units gather them for both halves at once",
                   "parameters that are whole between a step's forwards and backwards");
   PendingLoss& own = pending_loss(i, part);
@@ -65,11 +72,10 @@ void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {
 }
 
 void StepWork::check(bool holds, std::size_t i, const char* expected) const {
-  if (holds) return;
-  throw ConfigError({.where = "StepOptions::schedule",
-                     .found = fmt::format("{} of {} micro-batches", i, size()),
-                     .expected = expected,
-                     .action = "Mend the schedule: one_after_another() is one that is right"});
+  if (!holds)
+    refuse_schedule(
+        fmt::format("micro-batch {} (they are numbered 0 to {})", i, static_cast<std::int64_t>(size()) - 1),
+        expected);
 }
 
 void one_after_another(MicroBatchWork& work) {

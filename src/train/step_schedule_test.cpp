@@ -1,5 +1,7 @@
 // In which order a step's micro-batches may run: StepOptions::schedule.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "base/error_testing.hpp"
@@ -18,13 +20,13 @@ struct Scheduled {
   TokenMean mean;
   Step step;
 
-  Scheduled(Group group, const MicroBatchSchedule& schedule)
+  Scheduled(Group group, const MicroBatchSchedule& schedule, std::size_t parts = 1)
       : layout(bucketed(trainable_parameters(model.named()), std::move(group), {.bucket_bytes = 300})),
         step(
             [this](const Batch& batch) -> LossTerms {
               return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
             },
-            *layout, mean, *optimizer, {.max_norm = 0, .schedule = schedule}) {}
+            *layout, mean, *optimizer, {.max_norm = 0, .schedule = schedule, .parts = parts}) {}
 };
 
 // All forwards first, then the backwards from the last to the first: what a schedule may do.
@@ -124,6 +126,28 @@ TEST(Schedule, AScheduleThatLeavesSomethingOutIsRefused) {
         }
       },
       "a forward and a backward of each");
+}
+
+// What a message counts: backwards that ran, of all parts, or the index of the micro-batch that was asked
+// for.
+TEST(Schedule, ARefusalSaysWhichMicroBatchOrHowManyBackwards) {
+  const auto batches = toy::make_step(1, 4)[0];
+  const std::size_t all = batches.size();
+  ASSERT_GT(all, 1u);
+  const auto error = [&](std::size_t parts, const MicroBatchSchedule& schedule) {
+    Scheduled rank(Group::solo(), schedule, parts);
+    return error_testing::error_of([&] { rank.step(batches); });
+  };
+  using ::testing::HasSubstr;
+  EXPECT_THAT(error(2, [](MicroBatchWork&) {}),
+              HasSubstr(fmt::format("0 of {} backwards ({} micro-batches in 2 parts)", 2 * all, all)));
+  const auto one = [](MicroBatchWork& work) {
+    work.forward(0);
+    work.backward(0, false);
+  };
+  EXPECT_THAT(error(1, one), HasSubstr(fmt::format("1 of {} backwards", all)));
+  EXPECT_THAT(error(1, [](MicroBatchWork& work) { work.backward(1, false); }),
+              HasSubstr(fmt::format("micro-batch 1 (they are numbered 0 to {})", all - 1)));
 }
 
 // ZeRO-3's units gather their parameters for a whole backward; and work of one's own need not have halves.
