@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "isograd/loss.hpp"
-#include "loss/ledger.hpp"
 #include "loss/normalizer_testing.hpp"
+#include "loss/term_sums.hpp"
 
 namespace isograd {
 namespace {
@@ -13,24 +13,21 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // A term that is only watched is logged as it is, and stops nothing.
-TEST(TermLedger, KeepsAValueThatIsNoNumberOutOfTheLoss) {
+TEST(TermSums, KeepsAValueThatIsNoNumberOutOfTheLoss) {
   Census census;
   census.micro_batches_by_rank = {1, 1};
   const Denominator denominator{.value = 2};
   const double nan = std::nan("");
   for (const int rank : {0, 1}) {
     census.rank = rank;
-    TermLedger ledger;
+    TermSums sums;
     Readings readings;
-    ledger.add({{"cross_entropy", at::full({}, 3.0)},
-                {"watched", at::full({}, nan), Mean::kNone, 0.0},
-                {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
-               at::scalar_tensor(1.5, at::kDouble), denominator, census, readings);
-    const auto message = ledger.message(census);
-    EXPECT_EQ(message[0], 1.5) << rank;
-    if (rank == 0) {
-      EXPECT_TRUE(std::isnan(TermLedger::read(message).at(1).value));
-    }
+    sums.add({{"cross_entropy", at::full({}, 3.0)},
+              {"watched", at::full({}, nan), Mean::kNone, 0.0},
+              {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
+             at::scalar_tensor(1.5, at::kDouble), denominator, census, readings);
+    EXPECT_EQ(sums.loss(), 1.5) << rank;
+    EXPECT_TRUE(std::isnan(sums.terms().at(1).value));
   }
 }
 
@@ -81,10 +78,10 @@ TEST(Deferred, LogsATermOfItsOwnMeanAsAnyOther) {
     const Census census = mean.count({batch_of({{1, 3, 3}, {2, 5, 5}})}, alone, false);
     const Denominator denominator = mean.denominator(census);
     const LossTerms terms = {{"step", at::full({}, 6.0)}, {"own", at::full({}, 6.0), own}};
-    TermLedger ledger;
+    TermSums sums;
     Readings readings;
-    ledger.add(terms, mean.scale(terms, denominator), denominator, census, readings);
-    for (const TermValue& term : TermLedger::read(ledger.message(census)))
+    sums.add(terms, mean.scale(terms, denominator), denominator, census, readings);
+    for (const TermValue& term : sums.terms())
       EXPECT_EQ(term.value * denominator.gradient_scale, own == Mean::kSamples ? 3 : 0.75) << term.name;
   }
 }
@@ -108,48 +105,47 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
 
 // ---- what is logged ----
 
-TEST(TermLedger, CarriesNamesFromTheFirstRankThatHasThem) {
+TEST(TermSums, AddUpOverTheRanksAndCountAReplicatedTermOnce) {
   Census census;
   census.micro_batches_by_rank = {0, 2, 1};
   const Denominator denominator{.value = 2};
-  std::vector<double> sums;
+  double loss = 0, values[2] = {};
   for (int rank = 0; rank < 3; ++rank) {
     census.rank = rank;
-    TermLedger ledger;
+    TermSums sums;
     Readings readings;
     for (int i = 0; i < census.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
-      ledger.add({{"cross_entropy", at::full({}, 3.0)},
-                  {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
-                 at::scalar_tensor(1.5 + 2.5, at::kDouble), denominator, census, readings);
-    const auto message = ledger.message(census);
-    sums.resize(message.size());
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += message[i];
+      sums.add({{"cross_entropy", at::full({}, 3.0)},
+                {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
+               at::scalar_tensor(1.5 + 2.5, at::kDouble), denominator, census, readings);
+    ASSERT_EQ(sums.terms().size(), rank == 0 ? 0u : 2u);
+    loss += sums.loss();
+    for (std::size_t i = 0; i < sums.terms().size(); ++i) values[i] += sums.terms()[i].value;
+    if (rank == 0) continue;
+    EXPECT_EQ(sums.terms()[0].name, "cross_entropy");
+    EXPECT_EQ(sums.terms()[1].name, "a_name_of_thirty_letters______");
   }
-  const auto terms = TermLedger::read(sums);
-  ASSERT_EQ(terms.size(), 2u);
-  EXPECT_EQ(terms[0].name, "cross_entropy");
-  EXPECT_DOUBLE_EQ(terms[0].value, 4.5);
-  EXPECT_EQ(terms[1].name, "a_name_of_thirty_letters______");
-  EXPECT_DOUBLE_EQ(terms[1].value, 10);              // rank 1's two, not rank 2's
-  EXPECT_DOUBLE_EQ(sums[0], 3 * 1.5 + 2 * 0.5 * 5);  // the loss
+  EXPECT_DOUBLE_EQ(values[0], 4.5);
+  EXPECT_DOUBLE_EQ(values[1], 10);  // rank 1's two, not rank 2's
+  EXPECT_DOUBLE_EQ(loss, 3 * 1.5 + 2 * 0.5 * 5);
 
-  TermLedger one, other;
+  TermSums one;
   Readings readings;
-  census.rank = 1;
-  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, at::zeros({}, at::kDouble), denominator, census,
-          readings);
+  const at::Tensor none = at::zeros({}, at::kDouble);
+  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, none, denominator, census, readings);
   EXPECT_THAT(error_of([&] {
-                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, at::zeros({}, at::kDouble), denominator,
-                        census, readings);
+                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, none, denominator, census, readings);
               }),
               HasSubstr("'b' where"));
-  auto mixed = one.message(census);
-  census.rank = 2;
-  other.add({{"b", at::ones({})}, {"a", at::ones({})}}, at::zeros({}, at::kDouble), denominator, census,
-            readings);
-  const auto more = other.message(census);
-  for (std::size_t i = 0; i < mixed.size(); ++i) mixed[i] += more[i];
-  EXPECT_THAT(error_of([&] { TermLedger::read(mixed); }), HasSubstr("in another order on some rank"));
+  TermSums many;
+  EXPECT_THAT(error_of([&] {
+                many.add(LossTerms(9, {"a", at::ones({})}), none, denominator, census, readings);
+              }),
+              HasSubstr("9 terms"));
+  EXPECT_THAT(error_of([&] {
+                many.add({{std::string(31, 'a'), at::ones({})}}, none, denominator, census, readings);
+              }),
+              HasSubstr("1 to 30 letters"));
 }
 
 }  // namespace

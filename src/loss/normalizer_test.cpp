@@ -5,8 +5,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "loss/ledger.hpp"
 #include "loss/normalizer_testing.hpp"
+#include "loss/term_sums.hpp"
 
 // A user's functions, whose names say what the normaliser's own node is called.
 namespace isograd_app {
@@ -150,7 +150,7 @@ TEST(Replicas, AreMeansOfTheirOwn) {
 TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
   // Three replicas of two ranks: [targets, tokens without target, weight] of each rank; replica 1 has no
   // target, replica 2 none that weighs anything.
-  constexpr int kRanks = 6, kReplicas = 3, kFirstValue = 4;  // in a ledger's message
+  constexpr int kRanks = 6, kReplicas = 3;
   struct Held {
     std::int64_t targets, silent;
     double weight;
@@ -202,12 +202,12 @@ TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
       const LossTerms one = {{terms[t].name, x * tokens(world.rank), terms[t].mean}};
       const at::Tensor share = mean.scale(one, denominator);
       share.backward();
-      TermLedger ledger;
+      TermSums logged;
       Readings readings;
-      ledger.add(one, share, denominator, census, readings);
+      logged.add(one, share, denominator, census, readings);
       const at::Tensor gradient = x.grad().defined() ? x.grad() : at::zeros({}, at::kDouble);
       const at::Tensor sums =
-          at::stack({share.detach(), gradient, at::tensor(ledger.message(census), at::kDouble)[kFirstValue]});
+          at::stack({share.detach(), gradient, at::scalar_tensor(logged.terms()[0].value, at::kDouble)});
       world.group.all_reduce(sums);
       EXPECT_NEAR(sums[2].item<double>(), wanted[t], 1e-12 * wanted[t]) << "logged, " << terms[t].name;
       EXPECT_NEAR(sums[0].item<double>(), wanted[t], 1e-12 * wanted[t]) << terms[t].name;

@@ -1,6 +1,6 @@
 #include "train/evaluate.hpp"
 
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/full.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
@@ -27,10 +27,10 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
   const at::NoGradGuard no_grad;
   work.look();
   const Mesh& mesh = layout.mesh();
-  at::Tensor sums = at::tensor(work.ledger().message(census, mesh.has_first_stage()), at::kDouble);
-  if (!mesh.speaks()) sums.zero_();  // another rank has the same ones
-  mesh.all().all_reduce(sums);
-  return Evaluation{.step = step, .loss = sums[0].item<double>(), .targets = census.targets};
+  const double own = mesh.speaks() ? work.sums().loss() : 0;  // else another rank has the same loss
+  at::Tensor loss = at::full({1}, own, at::kDouble);
+  mesh.all().all_reduce(loss);
+  return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};
 }
 
 namespace {

@@ -6,14 +6,41 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <optional>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
 #include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/step_work.hpp"
 
 namespace isograd {
+namespace {
+
+// What the ranks of a step add up in the message of its norm.
+struct StepMessage {
+  double loss = 0;
+  double local_means = 0;  // ranks that have found a mean of a micro-batch
+  double other_names = 0;  // ranks whose terms have other names than were agreed
+  std::vector<double> terms = std::vector<double>(TermSums::kMostTerms);
+  std::vector<double> counters{};      // StepOptions::tally
+  std::vector<double> part_squares{};  // StepOptions::norm_parts
+
+  std::vector<double> pack() const {
+    std::vector<double> numbers = {loss, local_means, other_names};
+    for (const auto* more : {&terms, &counters, &part_squares})
+      numbers.insert(numbers.end(), more->begin(), more->end());
+    return numbers;
+  }
+  void unpack(const std::vector<double>& numbers) {
+    auto next = numbers.begin();
+    for (double* number : {&loss, &local_means, &other_names}) *number = *next++;
+    for (auto* more : {&terms, &counters, &part_squares})
+      for (double& number : *more) number = *next++;
+  }
+};
+
+}  // namespace
 
 StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts,
                    std::size_t micro_batches_of, bool capture)
@@ -52,14 +79,12 @@ void StepWork::compute(std::size_t i, PendingLoss& share) {
 
 bool StepWork::is_differentiable(const at::Tensor& share, const Batch& batch) {
   if (share.requires_grad() || batch.num_targets() == 0) return share.requires_grad();
-  throw ConfigError(
-      {.where = "forward",
-       .found = fmt::format("a loss over {} targets that depends on no parameter with requires_grad",
-                            batch.num_targets()),
-       .expected = "one that depends on a trained parameter",
-       .action =
-           "Unfreeze a parameter (requires_grad_(true)), or look for a detach() or NoGradGuard between the "
-           "parameters and the loss"});
+  refuse(
+      "forward",
+      fmt::format("a loss over {} targets that depends on no parameter with requires_grad",
+                  batch.num_targets()),
+      "one that depends on a trained parameter",
+      "Unfreeze a parameter (requires_grad_(true)), or look for a detach() or NoGradGuard between the parameters and the loss");
 }
 
 // (3) Backward adds the share's gradient; in the last one, buckets are reduced as they become complete.
@@ -89,7 +114,7 @@ void StepWork::begin_gradients(std::size_t i, bool last) {
 
 void StepWork::log(PendingLoss& kept) {
   const PendingLoss share = std::exchange(kept, {});
-  ledger_.add(share.terms, share.value, denominator_, census_, readings_);
+  sums_.add(share.terms, share.value, denominator_, census_, readings_);
 }
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
@@ -125,11 +150,8 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
 
 StepReport Step::finish() {
   if (!accumulated_)
-    throw ConfigError(
-        {.where = "Step::finish",
-         .found = "no accumulate() before it",
-         .expected = "accumulate() then finish()",
-         .action = "Call accumulate() on every rank, with no micro-batches where there are none"});
+    refuse("Step::finish", "no accumulate() before it", "accumulate() then finish()",
+           "Call accumulate() on every rank, with no micro-batches where there are none");
   accumulated_ = false;
 
   // (4) Afterwards the gradients are those of one device, on every rank; a deferred mean's once multiplied by
@@ -144,36 +166,43 @@ StepReport Step::finish() {
   const bool empty = work_->denominator().is_empty();
   const double scale = empty ? 0 : work_->denominator().gradient_scale;
 
-  // (5) The exact norm, each element counted by its owner; the loss, its terms and the tally travel along. A
-  // GPU is waited for here and nowhere else in a step.
+  // (5) The exact norm, each element counted by its owner; the loss, its terms and the counters travel along.
+  // A GPU is waited for here and nowhere else in a step.
   squares.complete(work_->readings());
   for (OwnedSquares& part : part_squares) part.complete(work_->readings());
-  std::vector<double> sums = work_->ledger().message(work_->census(), layout_.mesh().has_first_stage());
-  const auto ledger = static_cast<std::ptrdiff_t>(sums.size());
-  if (options_.tally) std::ranges::copy(options_.tally(), std::back_inserter(sums));
-  if (!layout_.mesh().speaks()) std::fill(sums.begin(), sums.end(), 0.0);  // another rank has the same ones
-  const std::size_t parts = sums.size();
-  std::ranges::transform(part_squares, std::back_inserter(sums), &OwnedSquares::value);
-  const auto local_mean = work_->local_means().found();
-  sums.push_back(local_mean ? 1 : 0);
-  const GlobalNorm global = global_norm(squares.value(), sums, layout_.mesh().all());
-  if (sums.back() != 0) {  // before any weight moves, on all ranks
-    Group all = layout_.mesh().all();
-    throw_agreed(all, local_mean);
+  const TermSums& own = work_->sums();
+  const std::optional<ErrorText> local_mean = work_->local_means().found();
+  StepMessage message;
+  if (options_.tally) message.counters = options_.tally();
+  if (layout_.mesh().speaks()) {  // else another rank has the same loss
+    message.loss = own.loss();
+    std::ranges::transform(own.terms(), message.terms.begin(), &TermValue::value);
+  } else {
+    std::ranges::fill(message.counters, 0.0);
   }
+  message.local_means = local_mean ? 1 : 0;
+  message.other_names = work_->names().differ_from(own.terms()) ? 1 : 0;
+  std::ranges::transform(part_squares, std::back_inserter(message.part_squares), &OwnedSquares::value);
+  std::vector<double> sums = message.pack();
+  Group all = layout_.mesh().all();
+  const GlobalNorm global = global_norm(squares.value(), sums, all);
+  message.unpack(sums);
+  if (message.local_means > 0) throw_agreed(all, local_mean);  // before any weight moves, on all ranks
+  if (message.other_names > 0) work_->names().agree(own.terms(), all);
 
   // A NaN that 0 / 0 makes has a sign on x86, which texts would show as "-nan".
   const auto without_sign = [](double value) { return std::isnan(value) ? std::fabs(value) : value; };
   StepReport report;
-  report.loss = without_sign(global.loss_sum * scale);
-  report.terms = TermLedger::read(sums);
-  for (TermValue& term : report.terms) term.value = without_sign(term.value * scale);
   report.census = work_->census();
-  report.tally.assign(sums.begin() + ledger, sums.begin() + static_cast<std::ptrdiff_t>(parts));
+  report.loss = without_sign(message.loss * scale);
+  if (report.census.global_micro_batches > 0)
+    for (std::size_t i = 0; i < work_->names().names().size(); ++i)
+      report.terms.push_back({work_->names().names()[i], without_sign(message.terms[i] * scale)});
+  report.tally = message.counters;
   report.norm = without_sign(global.norm * scale);
   for (std::size_t i = 0; i < part_squares.size(); ++i)
     report.part_norms.push_back(
-        {options_.norm_parts.names[i], without_sign(std::sqrt(sums[parts + i]) * scale)});
+        {options_.norm_parts.names[i], without_sign(std::sqrt(message.part_squares[i]) * scale)});
   report.gradient_scale = scale;
 
   // (6) Not finite on any rank, or no target anywhere: no weight moves, on no rank.

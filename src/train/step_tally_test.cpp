@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/error_testing.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
@@ -94,6 +95,88 @@ TEST(StepNorms, OfPartsTravelWithTheNormAndLeaveItsBits) {
     }
     EXPECT_GT(with.norms.at("twice"), 0);
   }
+}
+
+using Names = std::vector<std::string>;
+
+struct NamedSteps {
+  std::vector<std::string> errors{};  // by rank; "no error"
+  std::vector<Names> reported{};      // by step, on rank 0
+  std::vector<std::int64_t> calls{};  // of collectives in each step, on rank 0
+};
+
+// Steps whose loss terms have these names: by step, then by rank. A rank without names has no micro-batch.
+NamedSteps with_names(const std::vector<std::vector<Names>>& steps) {
+  const int size = static_cast<int>(steps[0].size());
+  NamedSteps result;
+  result.errors.resize(steps[0].size());
+  run_ranks(size, [&](World& world) {
+    const auto rank = static_cast<std::size_t>(world.rank);
+    toy::Model model;
+    const auto optimizer = sgd({.learning_rate = 0});
+    const auto layout = bucketed(trainable_parameters(model.named()), world.group, {.bucket_bytes = 300});
+    TokenMean mean;
+    Names names;
+    Step step(
+        [&](const Batch& batch) {
+          LossTerms terms;
+          for (const std::string& name : names)
+            terms.push_back({name, cross_entropy_sum(model.logits(batch), batch.targets)});
+          return terms;
+        },
+        *layout, mean, *optimizer, {.max_norm = 0});
+    const auto calls = [&] {
+      std::int64_t sum = 0;
+      for (const auto& [name, operation] : world.group.traffic().operations) sum += operation.calls;
+      return sum;
+    };
+    result.errors[rank] = error_testing::error_of([&] {
+      for (const auto& of_rank : steps) {
+        names = of_rank[rank];
+        const std::int64_t before = calls();
+        MicroBatches own;
+        if (!names.empty())
+          own = {toy::make_batch({4}, 1 + world.rank), toy::make_batch({3}, 9 + world.rank)};
+        const StepReport report = step(own);
+        if (rank > 0) continue;
+        result.calls.push_back(calls() - before);
+        result.reported.emplace_back();
+        for (const TermValue& term : report.terms) result.reported.back().push_back(term.name);
+      }
+    });
+  });
+  return result;
+}
+
+TEST(StepTerms, OfOtherNamesOnSomeRankAreRefusedOnAll) {
+  const std::vector<std::vector<std::vector<Names>>> wrong = {
+      {{{"cross_entropy", "aux"}, {"aux", "cross_entropy"}}},
+      {{{"cross_entropy"}, {"cross_entropy", "aux"}}},
+      // Hashes of three names (FNV-1a) of which two add up to twice the third.
+      {{{"cross_entropy"}, {"term167145"}, {"term371221"}}},
+      {{{"a"}, {}, {"b"}}},
+      {{{"a"}, {}}, {{"a"}, {"b"}}},     // named late
+      {{{}, {}}, {{"a"}, {"b"}}},        // nothing before
+      {{{"a"}, {"a"}}, {{"a"}, {"b"}}},  // one changes
+      {{{"a"}, {"a"}}, {{}, {"b"}}, {{"a"}, {"a"}}, {{"a"}, {"b"}}}};
+  for (std::size_t i = 0; i < wrong.size(); ++i)
+    for (const std::string& error : with_names(wrong[i]).errors) {
+      EXPECT_NE(error.find("another order on some rank"), std::string::npos) << i << ": " << error;
+      EXPECT_NE(error.find("rank "), std::string::npos) << i << ": " << error;
+    }
+}
+
+TEST(StepTerms, NamesTravelOnceAndWhenTheyChange) {
+  const Names first = {"cross_entropy", "a_name_of_thirty_letters______"}, later = {"other"};
+  const NamedSteps of_two =
+      with_names({{first, {}}, {first, first}, {{}, first}, {later, later}, {{}, later}, {first, {}}});
+  for (const std::string& error : of_two.errors) EXPECT_EQ(error, "no error");
+  EXPECT_EQ(of_two.reported, (std::vector<Names>{first, first, first, later, later, first}));
+  ASSERT_EQ(of_two.calls.size(), 6u);
+  const std::int64_t plain = of_two.calls[1];
+  EXPECT_EQ(of_two.calls,
+            (std::vector<std::int64_t>{of_two.calls[0], plain, plain, plain + 1, plain, plain + 1}));
+  EXPECT_GT(of_two.calls[0], plain);
 }
 
 }  // namespace

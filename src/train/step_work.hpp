@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "isograd/step.hpp"
-#include "loss/ledger.hpp"
 #include "loss/local_mean.hpp"
+#include "loss/term_sums.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 #include "train/captured.hpp"
 
@@ -21,7 +21,7 @@ class StepWork : public MicroBatchWork {
   StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts = 1,
            std::size_t micro_batches_of = 1, bool capture = false);
 
-  void clear() { ledger_.clear(), readings_.clear(); }  // before the first micro-batches of a step
+  void clear() { sums_.clear(), readings_.clear(); }  // before the first micro-batches of a step
   // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
   // do where the layout asks for it.
   void count(MicroBatches micro_batches, bool stop_requested, bool even);
@@ -30,11 +30,12 @@ class StepWork : public MicroBatchWork {
   const Denominator& denominator() const { return denominator_; }
   const LocalMeans& local_means() const { return local_means_; }  // of all steps so far
   // Waits for the device, once, for all that was left in readings().
-  const TermLedger& ledger() {
+  const TermSums& sums() {
     readings_.read();
-    return ledger_;
+    return sums_;
   }
   Readings& readings() { return readings_; }
+  TermNames& names() { return names_; }  // agreed in an earlier step
 
   std::size_t size() const override { return batches_.size(); }
   // With the one division: the share of the global loss.
@@ -61,7 +62,7 @@ class StepWork : public MicroBatchWork {
   void compute(std::size_t i, PendingLoss& share);
   void begin_gradients(std::size_t i, bool last);
   void log(PendingLoss& share);
-  void check(bool holds, std::size_t i, const char* expected) const;  // of a schedule
+  void check(bool holds, std::size_t i, const char* expected) const;  // the rules of a schedule
 
   const ForwardLossTerms& forward_;
   DataParallel& layout_;
@@ -74,7 +75,8 @@ class StepWork : public MicroBatchWork {
   Denominator denominator_{};
   std::unique_ptr<CapturedWork> captured_{};  // null: nothing is
   Readings readings_{};
-  TermLedger ledger_{};  // knows what is the whole on every rank
+  TermSums sums_{};
+  TermNames names_{};
   LocalMeans local_means_{};
 };
 
