@@ -1,15 +1,11 @@
 #include "train/evaluate.hpp"
 
-#include <ATen/ops/full.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "train/step_work.hpp"
 
 namespace isograd {
 
@@ -19,18 +15,10 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    std::int64_t step) {
   if (!loader) return std::nullopt;
   loader->seek({});
-  Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
-  StepWork work(forward, layout, known);
-  work.count(own_parts(loader->next()), /*stop_requested=*/false, /*even=*/false);
-  const Census& census = work.census();
-  if (census.targets == 0) return std::nullopt;
-  const at::NoGradGuard no_grad;
-  work.look();
-  const Mesh& mesh = layout.mesh();
-  const double own = mesh.speaks() ? work.sums().loss() : 0;  // else another rank has the same loss
-  at::Tensor loss = at::full({1}, own, at::kDouble);
-  mesh.all().all_reduce(loss);
-  return Evaluation{.step = step, .loss = loss.item<double>(), .targets = census.targets};
+  Evaluation result = evaluate(forward, mean, layout, own_parts(loader->next()));
+  if (result.targets == 0) return std::nullopt;
+  result.step = step;
+  return result;
 }
 
 namespace {

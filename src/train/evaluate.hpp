@@ -15,9 +15,13 @@
 
 namespace isograd {
 
+// Collective. The loss of all ranks' micro-batches and how many targets they have, without a gradient: by the
+// lines that a step trains by, in step.cpp. A deferred mean's step that is under way is left alone.
+Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
+                    MicroBatches micro_batches);
+
 // Collective. The first step of `loader` (all of a validation loader), of which `own_parts` are this rank's,
-// under the same normaliser as training: the ranks' shares of the global mean are summed. Nothing when there
-// is no loader or no valid target.
+// under the same normaliser as training. Nothing when there is no loader or no valid target.
 std::optional<Evaluation> evaluate(BatchLoader* loader,
                                    const std::function<MicroBatches(MicroBatches)>& own_parts,
                                    const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,

@@ -2,6 +2,8 @@
 #include "isograd/step.hpp"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,9 +12,14 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "loss/local_mean.hpp"
+#include "loss/term_sums.hpp"
+#include "parallel/pipeline/split_backward.hpp"
+#include "train/captured.hpp"
+#include "train/evaluate.hpp"
 #include "train/peers.hpp"
 #include "train/rank_zero.hpp"
-#include "train/step_work.hpp"
 
 namespace isograd {
 namespace {
@@ -40,7 +47,84 @@ struct StepMessage {
   }
 };
 
+[[noreturn]] void refuse_schedule(std::string found, std::string expected) {
+  refuse("StepOptions::schedule", std::move(found), std::move(expected),
+         "Fix the schedule; one_after_another() is a correct example");
+}
+
+[[noreturn]] void refuse_halves(std::string of, std::string expected) {
+  refuse("a half of a backward", std::move(of), std::move(expected),
+         "Take a schedule of whole backwards, 1f1b for instance, or zero2 in place of zero3");
+}
+
 }  // namespace
+
+// A rank's micro-batches as work. A step trains on them, an evaluation only looks at them: both count,
+// prepare, compute and divide by the same lines.
+class StepWork : public MicroBatchWork {
+ public:
+  // Keeps references: all arguments outlive it. `parts`, `micro_batches_of`: as StepOptions has them.
+  StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts = 1,
+           std::size_t micro_batches_of = 1, bool capture = false);
+
+  void clear() { sums_.clear(), readings_.clear(); }  // before the first micro-batches of a step
+  // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
+  // do where the layout asks for it.
+  void count(MicroBatches micro_batches, bool stop_requested, bool even);
+  const MicroBatches& micro_batches() const { return batches_; }
+  const Census& census() const { return census_; }
+  const Denominator& denominator() const { return denominator_; }
+  const LocalMeans& local_means() const { return local_means_; }  // of all steps so far
+  // Waits for the device, once, for all that was left in readings().
+  const TermSums& sums() {
+    readings_.read();
+    return sums_;
+  }
+  Readings& readings() { return readings_; }
+  TermNames& names() { return names_; }  // agreed in an earlier step
+
+  std::size_t size() const override { return batches_.size(); }
+  // With the one division: the share of the global loss.
+  void forward(std::size_t i, std::size_t part = 0) override;
+  void backward(std::size_t i, bool last, std::size_t part = 0) override;
+  void backward_inputs(std::size_t i, std::size_t part = 0) override;
+  void backward_weights(std::size_t i, bool last, std::size_t part = 0) override;
+
+  // ConfigError where the schedule leaves something out or takes it in an impossible order.
+  void run(const MicroBatchSchedule& schedule);
+  void look();  // each forward, logged, and no backward
+
+ private:
+  struct PendingLoss {  // of the global loss, between a forward and its backward
+    LossTerms terms{};
+    at::Tensor value{};
+    std::optional<WeightsBackward> weights{};  // between the halves of a backward
+    bool captured = false;                     // forward and backward are one, in backward()
+  };
+  PendingLoss& pending_loss(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
+  // Whether there is anything to differentiate: not in a constant of a micro-batch without targets.
+  // ConfigError: targets, and nothing that they train.
+  static bool is_differentiable(const at::Tensor& share, const Batch& batch);
+  void compute(std::size_t i, PendingLoss& share);
+  void begin_gradients(std::size_t i, bool last);
+  void log(PendingLoss& share);
+  void check(bool holds, std::size_t i, const char* expected) const;  // the rules of a schedule
+
+  const ForwardLossTerms& forward_;
+  DataParallel& layout_;
+  Normalizer& mean_;
+  MicroBatches batches_{};
+  std::size_t parts_, micro_batches_of_;
+  std::vector<PendingLoss> shares_{};  // by part and micro-batch
+  std::size_t left_ = 0;               // backwards to come
+  Census census_{};
+  Denominator denominator_{};
+  std::unique_ptr<CapturedWork> captured_{};  // null: nothing is
+  Readings readings_{};
+  TermSums sums_{};
+  TermNames names_{};
+  LocalMeans local_means_{};
+};
 
 StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normalizer& mean, std::size_t parts,
                    std::size_t micro_batches_of, bool capture)
@@ -112,10 +196,113 @@ void StepWork::begin_gradients(std::size_t i, bool last) {
   layout_.begin_backward(last && !mean_.deferred());
 }
 
+void StepWork::backward_inputs(std::size_t i, std::size_t part) {
+  if (!layout_.splits_backward())
+    refuse_halves("parameters of ZeRO-3, whose units gather them for both halves at once",
+                  "parameters that are whole between a step's forwards and backwards");
+  PendingLoss& own = pending_loss(i, part);
+  if (own.captured) compute(i, own);
+  check(own.value.defined() && !own.weights, i, "forward(i) before backward_inputs(i), each once");
+  own.weights.emplace();
+  if (is_differentiable(own.value, batches_[i])) own.weights = backward_of_inputs(own.value);
+}
+
+void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {
+  PendingLoss& own = pending_loss(i, part);
+  check(own.weights.has_value(), i, "backward_inputs(i) before backward_weights(i), each once");
+  begin_gradients(i, last);
+  own.weights->run();
+  log(own);
+}
+
 void StepWork::log(PendingLoss& kept) {
   const PendingLoss share = std::exchange(kept, {});
   sums_.add(share.terms, share.value, denominator_, census_, readings_);
 }
+
+// ---- the order of micro-batches, and the rules of any such order ----
+
+void StepWork::run(const MicroBatchSchedule& schedule) {
+  shares_ = std::vector<PendingLoss>(size() * parts_), left_ = size() * parts_;
+  try {
+    schedule(*this);
+    if (left_ > 0)
+      refuse_schedule(
+          fmt::format("{} of {} backwards{}", shares_.size() - left_, shares_.size(),
+                      parts_ > 1 ? fmt::format(" ({} micro-batches in {} parts)", size(), parts_) : ""),
+          "a forward and a backward of each micro-batch");
+  } catch (...) {
+    shares_.clear();  // and with them what the forwards kept
+    throw;
+  }
+}
+
+void StepWork::check(bool holds, std::size_t i, const char* expected) const {
+  if (!holds)
+    refuse_schedule(
+        fmt::format("micro-batch {} (they are numbered 0 to {})", i, static_cast<std::int64_t>(size()) - 1),
+        expected);
+}
+
+void MicroBatchWork::backward_inputs(std::size_t, std::size_t) {
+  refuse_halves("work that computes backwards whole", "backward()");
+}
+void MicroBatchWork::backward_weights(std::size_t, bool, std::size_t) {
+  refuse_halves("work that computes backwards whole", "backward()");
+}
+
+void one_after_another(MicroBatchWork& work) {
+  for (std::size_t i = 0; i < work.size(); ++i) {
+    work.forward(i);
+    work.backward(i, i + 1 == work.size());
+  }
+}
+
+StepOptions through(const Pipeline& pipeline, StepOptions others) {
+  others.schedule = [&pipeline](MicroBatchWork& work) {
+    pipeline.run(
+        work.size(),
+        {.forward = [&](std::size_t i, std::size_t part) { work.forward(i, part); },
+         .backward = [&](std::size_t i, bool last, std::size_t part) { work.backward(i, last, part); },
+         .inputs = [&](std::size_t i, std::size_t part) { work.backward_inputs(i, part); },
+         .weights = [&](std::size_t i, bool last,
+                        std::size_t part) { work.backward_weights(i, last, part); }});
+  };
+  others.parts = pipeline.own_stages().size();
+  others.micro_batches_of = pipeline.micro_batches_of();
+  return others;
+}
+
+// ---- an evaluation ----
+
+// A rank with several stages has none of them for its turn outside of a step, and says so
+// (Pipeline::stage()).
+void StepWork::look() {
+  shares_ = std::vector<PendingLoss>(size());
+  for (std::size_t i = 0; i < size(); ++i) {
+    forward(i);
+    log(pending_loss(i, 0));
+  }
+}
+
+Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
+                    MicroBatches micro_batches) {
+  Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
+  StepWork work(forward, layout, known);
+  work.count(std::move(micro_batches), /*stop_requested=*/false, /*even=*/false);
+  Evaluation result{.targets = work.census().targets};
+  if (result.targets == 0) return result;
+  const at::NoGradGuard no_grad;
+  work.look();
+  const Mesh& mesh = layout.mesh();
+  const double own = mesh.speaks() ? work.sums().loss() : 0;  // else another rank has the same loss
+  at::Tensor loss = at::full({1}, own, at::kDouble);
+  mesh.all().all_reduce(loss);
+  result.loss = loss.item<double>();
+  return result;
+}
+
+// ---- the step ----
 
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
            StepOptions options)
