@@ -47,8 +47,8 @@ at::ScalarType accumulating_type(at::ScalarType type);
 // What queries have got from the keys they met so far.
 struct Attended {
   at::Tensor out;  // [T, H, D] in the accumulating type; zeros before the first key
-  // [T, H] log Σ exp(score); −∞ before the first key. In fp64: the parts' weights would else be off by the
-  // rounding of the log-sum, which is larger than their own, and out no mean of values any more.
+  // [T, H] log Σ exp(score); −∞ before the first key. In fp64 while parts are merged: fp32 would round it
+  // anew with each part, by more than the weights themselves, and `out` would be no mean of values any more.
   at::Tensor log_sums;
 
   static Attended nothing(const at::Tensor& q);
@@ -68,7 +68,8 @@ struct AttentionGradients {
   at::Tensor q, k, v;
 };
 
-// What queries keep for backward: all keys' `out` in q's type and `log_sums`, and the gradient of `out`.
+// What queries keep for backward: all keys' `out` in q's type and `log_sums`, and the gradient of `out`. Here
+// log-sums may be in the accumulating type: rounded once, they add a third of the error of fp32 scores.
 struct AttendedGradient {
   at::Tensor out, log_sums, gradient;  // [T, H, D], [T, H], [T, H, D]
 };
