@@ -56,7 +56,7 @@ ALLOWED = [
     ("src/loss/ranking/cores.cpp", "whole.weighted / whole.mass", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/cores.cpp", "own.slopes[i] / sums.mass", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/focal.cpp", "totals.sum / divisor", "ranking: a mean over the rows of all ranks"),
-    ("src/loss/ranking/reduced.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
+    ("src/loss/ranking/ranking.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
     ("src/verify/fits.cpp", "- target) / whole", "the diagnosis: what a fit leaves"),
     ("src/verify/oracle.cpp", "term.sum(batch) / divisor", "the outside oracle: one process, no code of the normaliser"),
     ("src/comm/traffic.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),

@@ -11,7 +11,6 @@
 #include "isograd/loss.hpp"
 #include "kernels/softmax.hpp"
 #include "loss/checks.hpp"
-#include "loss/elements.hpp"
 #include "loss/rows.hpp"
 #include "kernels/threads/parallel_for.hpp"
 

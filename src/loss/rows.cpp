@@ -7,9 +7,8 @@
 #include <limits>
 
 #include "kernels/softmax.hpp"
-#include "loss/checks.hpp"
-#include "loss/elements.hpp"
 #include "kernels/threads/parallel_for.hpp"
+#include "loss/checks.hpp"
 
 namespace isograd {
 namespace {
