@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -11,10 +12,7 @@ namespace {
 
 [[noreturn]] void refuse_balance_loss(const std::string& name, std::string found, std::string expected,
                                       std::string action) {
-  throw ConfigError({.where = fmt::format("balance loss '{}'", name),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse(fmt::format("balance loss '{}'", name), std::move(found), std::move(expected), std::move(action));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::counting {
@@ -174,65 +175,6 @@ ErrorText describe(int rank, const std::int64_t* slot) {
   }
 }
 
-}  // namespace
-
-Tally tally(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
-            const std::set<std::int64_t>& earlier_samples) {
-  Tally tally;
-  tally.slot.assign(kSlotWidth, 0);
-  Tallier tallier(tally, rule, earlier_samples);
-  for (std::size_t i = 0; i < micro_batches.size(); ++i)
-    tallier.add(micro_batches[i], static_cast<std::int64_t>(i));
-  tallier.finish();
-  tally.slot[kMicroBatches] = static_cast<std::int64_t>(micro_batches.size());
-  tally.slot[kStop] = stop_requested ? 1 : 0;
-  tally.slot[kRule] =
-      static_cast<std::int64_t>(rule.mean) + (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
-  tally.slot[kRuleNumberBits] = bits(rule.fixed);
-  return tally;
-}
-
-Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
-  const int size = static_cast<int>(slots.size(0));
-  const auto* first = slots.const_data_ptr<std::int64_t>();
-  const auto slot_of = [&](int r) { return first + r * kSlotWidth; };
-  for (int r = 0; r < size; ++r) {
-    if (slot_of(r)[kRule] != first[kRule] || slot_of(r)[kRuleNumberBits] != first[kRuleNumberBits])
-      throw ConfigError({.where = "counting the step",
-                         .found = fmt::format("another kind of mean on rank {} than on rank 0", r),
-                         .expected = "one normaliser, with the same numbers, on every rank",
-                         .action = "Make the normaliser from the same configuration everywhere"});
-    if (slot_of(r)[kProblem] != kNone) throw ConfigError(describe(r, slot_of(r)));
-  }
-  if (size % rule.replicas != 0)
-    throw ConfigError({.where = "normalise_over",
-                       .found = fmt::format("{} ranks in {} replicas", size, rule.replicas),
-                       .expected = "replicas of equally many ranks",
-                       .action = "Choose a number of replicas that divides the ranks"});
-
-  Census census;
-  census.rank = rank;
-  for (int r = 0; r < size; ++r) {
-    const auto* slot = slot_of(r);
-    census.targets += slot[kTargets];
-    census.tokens += slot[kTokens];
-    census.micro_batches += slot[kMicroBatches];
-    census.global_micro_batches = census.call_micro_batches =
-        std::max(census.global_micro_batches, slot[kMicroBatches]);
-    census.stop_requested |= slot[kStop] != 0;
-    census.weights += number(slot[kWeightsBits]);
-    census.samples += slot[kWholeSamples];
-    census.silent += slot[kSilentSamples];
-    census.targets_by_rank.push_back(slot[kTargets]);
-    census.weights_by_rank.push_back(number(slot[kWeightsBits]));
-    census.samples_by_rank.push_back(slot[kWholeSamples]);
-    census.micro_batches_by_rank.push_back(slot[kMicroBatches]);
-  }
-  return census;
-}
-
-namespace {
-
 enum Column : std::int64_t { kId, kHeld, kDeclared, kWeight, kColumns };
 
 struct CutSample {
@@ -243,10 +185,7 @@ struct CutSample {
 
 [[noreturn]] void refuse_sample(std::int64_t id, std::string found, std::string expected,
                                 std::string action) {
-  throw ConfigError({.where = fmt::format("sample {}", id),
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse(fmt::format("sample {}", id), std::move(found), std::move(expected), std::move(action));
 }
 
 // Every rank's cut samples, put together; the same on all ranks.
@@ -274,11 +213,10 @@ std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector
       if (sample.owner / ranks_of_replica != rank / ranks_of_replica)
         refuse_sample(
             id,
-            fmt::format("fragments on ranks {} and {}, of different replicas, though the mean is taken "
-                        "inside each replica",
-                        sample.owner, rank),
-            "one of two readings: the mean over all samples, or the mean of per-replica means of whole "
-            "samples",
+            fmt::format(
+                "fragments on ranks {} and {}, of different replicas, though the mean is taken inside each replica",
+                sample.owner, rank),
+            "one of two readings: the mean over all samples, or the mean of per-replica means of whole samples",
             "Add dp_replicate to loss.normalise_over for the first, or keep each sample on one replica");
       sample.held += row[kHeld];
       sample.weight += number(row[kWeight]);
@@ -290,12 +228,63 @@ std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector
           fmt::format("{} valid targets on all ranks together, {} declared for the whole step", sample.held,
                       sample.declared),
           "every fragment of a sample in the step, under one id",
-          "Look for a fragment that carries another id, lies in another step or call, or was dropped; or "
-          "declare the length that this step holds");
+          "Look for a fragment that carries another id, lies in another step or call, or was dropped; or declare the length that this step holds");
   return samples;
 }
 
 }  // namespace
+
+Tally tally(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
+            const std::set<std::int64_t>& earlier_samples) {
+  Tally tally;
+  tally.slot.assign(kSlotWidth, 0);
+  Tallier tallier(tally, rule, earlier_samples);
+  for (std::size_t i = 0; i < micro_batches.size(); ++i)
+    tallier.add(micro_batches[i], static_cast<std::int64_t>(i));
+  tallier.finish();
+  tally.slot[kMicroBatches] = static_cast<std::int64_t>(micro_batches.size());
+  tally.slot[kStop] = stop_requested ? 1 : 0;
+  tally.slot[kRule] =
+      static_cast<std::int64_t>(rule.mean) + (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
+  tally.slot[kRuleNumberBits] = bits(rule.fixed);
+  return tally;
+}
+
+Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
+  const int size = static_cast<int>(slots.size(0));
+  const auto* first = slots.const_data_ptr<std::int64_t>();
+  const auto slot_of = [&](int r) { return first + r * kSlotWidth; };
+  for (int r = 0; r < size; ++r) {
+    if (slot_of(r)[kRule] != first[kRule] || slot_of(r)[kRuleNumberBits] != first[kRuleNumberBits])
+      refuse("counting the step", fmt::format("another kind of mean on rank {} than on rank 0", r),
+             "one normaliser, with the same numbers, on every rank",
+             "Make the normaliser from the same configuration everywhere");
+    if (slot_of(r)[kProblem] != kNone) throw ConfigError(describe(r, slot_of(r)));
+  }
+  if (size % rule.replicas != 0)
+    refuse("normalise_over", fmt::format("{} ranks in {} replicas", size, rule.replicas),
+           "replicas of equally many ranks", "Choose a number of replicas that divides the ranks");
+
+  Census census;
+  census.rank = rank;
+  for (int r = 0; r < size; ++r) {
+    const auto* slot = slot_of(r);
+    census.targets += slot[kTargets];
+    census.tokens += slot[kTokens];
+    census.micro_batches += slot[kMicroBatches];
+    census.global_micro_batches = census.call_micro_batches =
+        std::max(census.global_micro_batches, slot[kMicroBatches]);
+    census.stop_requested |= slot[kStop] != 0;
+    census.weights += number(slot[kWeightsBits]);
+    census.samples += slot[kWholeSamples];
+    census.silent += slot[kSilentSamples];
+    census.targets_by_rank.push_back(slot[kTargets]);
+    census.weights_by_rank.push_back(number(slot[kWeightsBits]));
+    census.samples_by_rank.push_back(slot[kWholeSamples]);
+    census.micro_batches_by_rank.push_back(slot[kMicroBatches]);
+  }
+  return census;
+}
 
 void resolve_samples(const Tally& tally, const at::Tensor& slots, const Rule& rule, Group& data,
                      Census& census) {

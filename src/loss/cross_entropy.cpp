@@ -10,9 +10,9 @@
 #include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "kernels/softmax.hpp"
+#include "kernels/threads/parallel_for.hpp"
 #include "loss/checks.hpp"
 #include "loss/rows.hpp"
-#include "kernels/threads/parallel_for.hpp"
 
 namespace isograd {
 namespace {
@@ -54,10 +54,8 @@ bool may_overwrite(const at::Tensor& logits) {
 
 void refuse_second_derivatives() {
   if (at::GradMode::is_enabled())
-    throw ConfigError({.where = "cross_entropy_sum",
-                       .found = "a backward with create_graph",
-                       .expected = "first derivatives only",
-                       .action = "Use at::cross_entropy_loss where second derivatives are needed"});
+    refuse("cross_entropy_sum", "a backward with create_graph", "first derivatives only",
+           "Use at::cross_entropy_loss where second derivatives are needed");
 }
 
 struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "loss/share.hpp"
@@ -37,13 +38,12 @@ void add(Census& total, const Census& call) {
 
 const Normalizer& checked(const std::unique_ptr<Normalizer>& of) {
   if (!of || of->deferred() || of->options().replicas > 1)
-    throw ConfigError({.where = "Deferred",
-                       .found = !of              ? "no mean"
-                                : of->deferred() ? "a mean that is deferred already"
-                                                 : "a mean of per-replica means",
-                       .expected = "a mean over all ranks: one denominator, known when the step ends",
-                       .action = "Defer a TokenMean, SampleMean, WeightedMean, FixedDenominator or "
-                                 "NoDenominator"});
+    refuse("Deferred",
+           !of              ? "no mean"
+           : of->deferred() ? "a mean that is deferred already"
+                            : "a mean of per-replica means",
+           "a mean over all ranks: one denominator, known when the step ends",
+           "Defer a TokenMean, SampleMean, WeightedMean, FixedDenominator or NoDenominator");
   return *of;
 }
 
@@ -77,20 +77,17 @@ at::Tensor Deferred::scale(const LossTerms& terms, const Denominator& denominato
   LossTerms raw = terms;
   for (LossTerm& term : raw) {
     if (term.of_whole_step)
-      throw ConfigError(
-          {.where = fmt::format("loss term '{}'", term.name),
-           .found = "a deferred mean, whose calls each know their own part of the step",
-           .expected =
-               "a mean of batches that are known before the step's first forward: the term is made of "
-               "numbers that are collected over the whole step",
-           .action = "Take the mean without Deferred, or leave the term out"});
+      refuse(
+          fmt::format("loss term '{}'", term.name),
+          "a deferred mean, whose calls each know their own part of the step",
+          "a mean of batches that are known before the step's first forward: the term is made of numbers that are collected over the whole step",
+          "Take the mean without Deferred, or leave the term out");
     if (term.mean != Mean::kStep && (term.mean != mean() || term.mean == Mean::kFixed))
-      throw ConfigError(
-          {.where = fmt::format("loss term '{}'", term.name),
-           .found = fmt::format("{} in a gradient buffer that is divided by {} at the end of the step",
-                                name_of(term.mean), denominator.of),
-           .expected = "one denominator for each deferred gradient buffer",
-           .action = "Give the term the step's mean, or accumulate it in a buffer of its own"});
+      refuse(fmt::format("loss term '{}'", term.name),
+             fmt::format("{} in a gradient buffer that is divided by {} at the end of the step",
+                         name_of(term.mean), denominator.of),
+             "one denominator for each deferred gradient buffer",
+             "Give the term the step's mean, or accumulate it in a buffer of its own");
     term.mean = Mean::kStep;
   }
   check_terms(raw, /*deferred=*/true);

@@ -264,14 +264,11 @@ std::optional<ErrorText> LocalMeans::found() const {
         return ErrorText{
             .where = fmt::format("loss term '{}'", name),
             .found = evidence.said + " of one micro-batch",
-            .expected =
-                fmt::format("the sum over the micro-batch: the step divides it, once, by what all ranks have "
-                            "counted ({})",
-                            name_of(term.mean)),
+            .expected = fmt::format(
+                "the sum over the micro-batch: the step divides it, once, by what all ranks have counted ({})",
+                name_of(term.mean)),
             .action =
-                "Return the sum (cross_entropy_sum, or at::Reduction::Sum). For a loss that is normalised "
-                "already take NoDenominator, or Mean::kNone for the term; a factor that is no count belongs "
-                "into LossTerm::weight"};
+                "Return the sum (cross_entropy_sum, or at::Reduction::Sum). For a loss that is normalised already take NoDenominator, or Mean::kNone for the term; a factor that is no count belongs into LossTerm::weight"};
   return std::nullopt;
 }
 

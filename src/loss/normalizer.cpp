@@ -84,9 +84,9 @@ void check_terms(const LossTerms& terms, bool deferred) {
       refuse(where, fmt::format("weight {}", term.weight), "a finite number",
              "Give this term a finite weight");
     if (is_share(term.sum))
-      refuse(where, "a value that the normaliser has divided already", "a sum that nothing has divided",
-             "Divide once: return sums from the forward function, or use NoDenominator for a loss that is "
-             "normalised already");
+      refuse(
+          where, "a value that the normaliser has divided already", "a sum that nothing has divided",
+          "Divide once: return sums from the forward function, or use NoDenominator for a loss that is normalised already");
     if (term.weight != 0) check_16_bits(where, term, deferred);
   }
 }
@@ -173,8 +173,7 @@ Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
   if (options.replicas > 1 && (mean == Mean::kFixed || mean == Mean::kNone))
     refuse(
         "normalise_over", fmt::format("a mean of per-replica means under {}", name_of(mean)),
-        "one of two readings: a sum over all ranks divided by the given number, or a mean that is counted in "
-        "each replica",
+        "one of two readings: a sum over all ranks divided by the given number, or a mean that is counted in each replica",
         "Leave normalise_over alone for the first, or choose token_mean, sample_mean or weighted_mean");
 }
 

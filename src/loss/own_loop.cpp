@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "loss/share.hpp"
 
@@ -12,10 +13,7 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void refuse_loop(std::string found, std::string expected, std::string action) {
-  throw ConfigError({.where = "gradient_accumulate_loss",
-                     .found = std::move(found),
-                     .expected = std::move(expected),
-                     .action = std::move(action)});
+  refuse("gradient_accumulate_loss", std::move(found), std::move(expected), std::move(action));
 }
 
 }  // namespace
@@ -58,8 +56,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
       text.where = "gradient_accumulate_loss: " + text.where;
       text.expected = "every rank calls it equally often; " + text.expected;
       text.action =
-          "Give ranks with fewer micro-batches a constant loss and local_valid = 0 for those they "
-          "lack; " +
+          "Give ranks with fewer micro-batches a constant loss and local_valid = 0 for those they lack; " +
           text.action;
       throw PeerError(text);
     }
@@ -78,9 +75,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
         fmt::format("a mean whose gradient begins in 16 bits{}, to which the division would be rounded",
                     narrow ? "" : " on another rank"),
         "losses in float32 or float64, and their mean",
-        "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)). Where all slopes "
-        "are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or "
-        "take DeferredAccumulator, which divides in float32 at the end");
+        "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)). Where all slopes are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or take DeferredAccumulator, which divides in float32 at the end");
   const double divisor = global_valid > 0 ? valid : 1;
   at::Tensor share = share_of_value(mean_loss, static_cast<double>(local_valid) / divisor, sums[0] / divisor);
   // Of a constant, in place of a micro-batch that the rank lacks: its backward may be called, as any other's.

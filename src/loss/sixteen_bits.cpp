@@ -199,10 +199,7 @@ void check_16_bits(const std::string& where, const LossTerm& term, bool deferred
     refuse(
         where, "a sum whose gradient begins in 16 bits, to which the division would be rounded",
         "losses in float32 or float64, and their sum",
-        "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)), or take isograd's "
-        "losses, which do that themselves. Where all slopes are alike, as those of |x| and max(x, 0), "
-        "compute "
-        "the layer before the loss in float32 too, or take Deferred, which divides in float32 at the end");
+        "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)), or take isograd's losses, which do that themselves. Where all slopes are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or take Deferred, which divides in float32 at the end");
   if (begins == In16Bits::kSum)
     refuse(where, "a raw sum that begins in 16 bits", "losses in float32 or float64, and their sum",
            "Convert the losses before they are added up (losses.to(at::kFloat).sum())");
@@ -211,8 +208,7 @@ void check_16_bits(const std::string& where, const LossTerm& term, bool deferred
         where,
         "a raw sum whose gradient begins in 16 bits, to which what it is multiplied by would be rounded",
         "losses in float32 or float64; of others, their plain sum",
-        "Convert what the loss is computed from (logits.to(at::kFloat)), or compute the layer before it in "
-        "float32 too; without weights, choose tokens by masked_select or where");
+        "Convert what the loss is computed from (logits.to(at::kFloat)), or compute the layer before it in float32 too; without weights, choose tokens by masked_select or where");
   if (!is_exact_in_16_bits(term.weight))
     refuse(where, fmt::format("weight {} of a raw sum whose gradient begins in 16 bits", term.weight),
            "a weight that 16 bits hold, such as a power of two",

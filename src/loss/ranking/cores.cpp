@@ -64,6 +64,63 @@ void contribute(ClassResult& result, double contribution, double share) {
   result.squared += contribution * contribution;
 }
 
+// k-th of the band's knots in T, as at::linspace counts them: from both ends.
+template <typename T>
+T knot(const Band& band, std::int64_t k) {
+  const T begin = static_cast<T>(band.alpha), end = static_cast<T>(band.beta);
+  const T step = (end - begin) / static_cast<T>(band.knots - 1);
+  return k < band.knots / 2 ? begin + step * static_cast<T>(k)
+                            : end - step * static_cast<T>(band.knots - k - 1);
+}
+
+// What a positive is softly compared with: thresholds, the weight of each, and the temperature; 0 where the
+// reference scores have no dispersion.
+struct Steps {
+  std::vector<double> thresholds, weights;
+  double temperature = 0;
+};
+
+template <typename T>
+Steps steps_of(const RateRule& rule, const std::vector<T>& at, double temperature) {
+  if (rule.quantile) return {{static_cast<double>(at[0])}, {1}, temperature};
+  const T scale = at[2] - at[3];
+  if (static_cast<double>(scale) <= kScaleEpsilon) return {};
+  Steps steps{{at.begin() + 4, at.end()}, {}, static_cast<double>(static_cast<T>(temperature) * scale)};
+  const double inner = 1 / static_cast<double>(rule.band.knots - 1);
+  steps.weights.assign(steps.thresholds.size(), inner);
+  steps.weights.front() = steps.weights.back() = 0.5 * inner;
+  return steps;
+}
+
+// Dealt out by positives. σ((s_i − s_j)/τ): the kernel's z with the sign turned.
+template <typename T>
+void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>& band, double temperature,
+              double whole, ClassResult& result, T* gradient) {
+  std::vector<T> anchors, weights;
+  std::vector<std::int64_t> rows;
+  const auto pairs = static_cast<double>(band.size());
+  for (std::int64_t i = pool.share; i < positives.size(); i += pool.shares) {
+    rows.push_back(positives.index[static_cast<std::size_t>(i)]);
+    anchors.push_back(positives.scores[static_cast<std::size_t>(i)]);
+    weights.push_back(static_cast<T>(pool.weight(rows.back()) / whole / pairs / temperature));
+  }
+  const auto count = static_cast<std::int64_t>(anchors.size());
+  const T scale = static_cast<T>(-1 / temperature);
+  std::vector<double> sums(anchors.size(), 0);
+  kernels::sigmoid_sums(band.scores.data(), band.size(), anchors.data(), count, scale, sums.data());
+  for (std::size_t i = 0; i < anchors.size(); ++i)
+    contribute(result, sums[i] / pairs, pool.weight(rows[i]) / whole);
+  if (!gradient) return;
+  std::vector<double> of_band(band.scores.size(), 0), of_anchors(anchors.size(), 0);
+  kernels::sigmoid_slopes(band.scores.data(), band.size(), anchors.data(), weights.data(), count, scale,
+                          of_band.data(), of_anchors.data());
+  for (std::size_t i = 0; i < anchors.size(); ++i)
+    if (rows[i] < pool.live)
+      gradient[rows[i]] -= static_cast<T>(static_cast<double>(weights[i]) * of_anchors[i]);
+  for (std::int64_t j = 0; j < band.live; ++j)
+    gradient[band.index[static_cast<std::size_t>(j)]] += static_cast<T>(of_band[static_cast<std::size_t>(j)]);
+}
+
 }  // namespace
 
 // With d_kj = σ(1 − σ)/τ, w_kj = (a_k − p_k)/a_k² for a positive j and −p_k/a_k² for a negative one:
@@ -124,67 +181,6 @@ ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
         static_cast<T>(of_negatives[static_cast<std::size_t>(i)]);
   return result;
 }
-
-namespace {
-
-// k-th of the band's knots in T, as at::linspace counts them: from both ends.
-template <typename T>
-T knot(const Band& band, std::int64_t k) {
-  const T begin = static_cast<T>(band.alpha), end = static_cast<T>(band.beta);
-  const T step = (end - begin) / static_cast<T>(band.knots - 1);
-  return k < band.knots / 2 ? begin + step * static_cast<T>(k)
-                            : end - step * static_cast<T>(band.knots - k - 1);
-}
-
-// What a positive is softly compared with: thresholds, the weight of each, and the temperature; 0 where the
-// reference scores have no dispersion.
-struct Steps {
-  std::vector<double> thresholds, weights;
-  double temperature = 0;
-};
-
-template <typename T>
-Steps steps_of(const RateRule& rule, const std::vector<T>& at, double temperature) {
-  if (rule.quantile) return {{static_cast<double>(at[0])}, {1}, temperature};
-  const T scale = at[2] - at[3];
-  if (static_cast<double>(scale) <= kScaleEpsilon) return {};
-  Steps steps{{at.begin() + 4, at.end()}, {}, static_cast<double>(static_cast<T>(temperature) * scale)};
-  const double inner = 1 / static_cast<double>(rule.band.knots - 1);
-  steps.weights.assign(steps.thresholds.size(), inner);
-  steps.weights.front() = steps.weights.back() = 0.5 * inner;
-  return steps;
-}
-
-// Dealt out by positives. σ((s_i − s_j)/τ): the kernel's z with the sign turned.
-template <typename T>
-void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>& band, double temperature,
-              double whole, ClassResult& result, T* gradient) {
-  std::vector<T> anchors, weights;
-  std::vector<std::int64_t> rows;
-  const auto pairs = static_cast<double>(band.size());
-  for (std::int64_t i = pool.share; i < positives.size(); i += pool.shares) {
-    rows.push_back(positives.index[static_cast<std::size_t>(i)]);
-    anchors.push_back(positives.scores[static_cast<std::size_t>(i)]);
-    weights.push_back(static_cast<T>(pool.weight(rows.back()) / whole / pairs / temperature));
-  }
-  const auto count = static_cast<std::int64_t>(anchors.size());
-  const T scale = static_cast<T>(-1 / temperature);
-  std::vector<double> sums(anchors.size(), 0);
-  kernels::sigmoid_sums(band.scores.data(), band.size(), anchors.data(), count, scale, sums.data());
-  for (std::size_t i = 0; i < anchors.size(); ++i)
-    contribute(result, sums[i] / pairs, pool.weight(rows[i]) / whole);
-  if (!gradient) return;
-  std::vector<double> of_band(band.scores.size(), 0), of_anchors(anchors.size(), 0);
-  kernels::sigmoid_slopes(band.scores.data(), band.size(), anchors.data(), weights.data(), count, scale,
-                          of_band.data(), of_anchors.data());
-  for (std::size_t i = 0; i < anchors.size(); ++i)
-    if (rows[i] < pool.live)
-      gradient[rows[i]] -= static_cast<T>(static_cast<double>(weights[i]) * of_anchors[i]);
-  for (std::int64_t j = 0; j < band.live; ++j)
-    gradient[band.index[static_cast<std::size_t>(j)]] += static_cast<T>(of_band[static_cast<std::size_t>(j)]);
-}
-
-}  // namespace
 
 template <typename T>
 std::vector<T> rate_reference(const ClassPool<T>& pool, const RateRule& rule) {

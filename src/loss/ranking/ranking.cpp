@@ -106,6 +106,64 @@ at::Tensor reduced(const ClassValues& of, const at::Tensor& scores, const at::Te
   return Reduced::apply(scores, gradient.to(scores.device()), &of);
 }
 
+RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const LocalRows& local) {
+  const auto count = static_cast<std::int64_t>(classes.size());
+  RankingDiagnostics made{.t_alpha = at::full({count}, kNaN, at::kDouble),
+                          .t_beta = at::full({count}, kNaN, at::kDouble),
+                          .tau_eff = at::full({count}, kNaN, at::kDouble),
+                          .pauc_var = at::full({count}, kNaN, at::kDouble),
+                          .band_neg_count = at::zeros({count}, at::kLong),
+                          .grad_pos_count = at::zeros({count}, at::kLong)};
+  auto* positives = made.grad_pos_count.data_ptr<std::int64_t>();
+  for (const auto label : local.labels) positives[count == 1 ? 0 : label] += count == 1 ? label : 1;
+  for (std::int64_t c = 0; c < count; ++c) {
+    const ClassResult& result = classes[static_cast<std::size_t>(c)];
+    if (!result.valid) continue;
+    made.t_alpha.data_ptr<double>()[c] = result.t_alpha;
+    made.t_beta.data_ptr<double>()[c] = result.t_beta;
+    made.tau_eff.data_ptr<double>()[c] = result.tau_eff;
+    made.band_neg_count.data_ptr<std::int64_t>()[c] = result.band_negatives;
+    const double rows = result.numerator_rows, mean = result.contributed / rows;
+    made.pauc_var.data_ptr<double>()[c] = std::max(0.0, result.squared / rows - mean * mean);
+  }
+  return made;
+}
+
+// The model has diverged: a value and a gradient that nobody takes for numbers.
+RankingResult not_a_number(const at::Tensor& scores, const LocalRows& local, const RankingOptions& options,
+                           bool differentiable) {
+  const std::int64_t classes = options.num_classes;
+  const auto type = computing_type(local.scores.scalar_type());
+  const ClassValues values{.values = at::full({classes}, kNaN, type),
+                           .valid = at::ones({classes}, at::kBool),  // NaN from above or not
+                           .reduction = options.reduction};
+  RankingResult result{
+      .loss = {},
+      .per_class = values.values,
+      .valid = at::zeros({classes}, at::kBool),
+      .diagnostics = diagnostics_of(std::vector<ClassResult>(static_cast<std::size_t>(classes)), local)};
+  if (differentiable) {
+    at::Tensor gradient = at::zeros({scores.size(0), classes}, type);
+    if (static_cast<std::int64_t>(local.labels.size()) == scores.size(0))
+      gradient.fill_(kNaN);
+    else
+      gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
+    result.loss = reduced(values, scores, gradient);
+  } else {
+    result.loss = reduced(values);
+  }
+  return result;
+}
+
+// The same on every rank: temperature and thresholds are.
+void refuse_cold(const std::string& where, const std::vector<ClassResult>& classes, double temperature) {
+  for (const ClassResult& of : classes)
+    if (of.too_cold)
+      refuse(where + ": temperature",
+             fmt::format("{}, which times the dispersion of the scores is {}", temperature, of.tau_eff),
+             "a number that the scores' type can divide by", "Raise the temperature, or scale the scores");
+}
+
 }  // namespace
 
 RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
@@ -251,68 +309,6 @@ void RankingLoss::append_queue(RankingPool& pool) const {
   }
   append_rows(pool, queue_scores_.index_select(0, filled), labels, iid, weights);
 }
-
-namespace {
-
-RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const LocalRows& local) {
-  const auto count = static_cast<std::int64_t>(classes.size());
-  RankingDiagnostics made{.t_alpha = at::full({count}, kNaN, at::kDouble),
-                          .t_beta = at::full({count}, kNaN, at::kDouble),
-                          .tau_eff = at::full({count}, kNaN, at::kDouble),
-                          .pauc_var = at::full({count}, kNaN, at::kDouble),
-                          .band_neg_count = at::zeros({count}, at::kLong),
-                          .grad_pos_count = at::zeros({count}, at::kLong)};
-  auto* positives = made.grad_pos_count.data_ptr<std::int64_t>();
-  for (const auto label : local.labels) positives[count == 1 ? 0 : label] += count == 1 ? label : 1;
-  for (std::int64_t c = 0; c < count; ++c) {
-    const ClassResult& result = classes[static_cast<std::size_t>(c)];
-    if (!result.valid) continue;
-    made.t_alpha.data_ptr<double>()[c] = result.t_alpha;
-    made.t_beta.data_ptr<double>()[c] = result.t_beta;
-    made.tau_eff.data_ptr<double>()[c] = result.tau_eff;
-    made.band_neg_count.data_ptr<std::int64_t>()[c] = result.band_negatives;
-    const double rows = result.numerator_rows, mean = result.contributed / rows;
-    made.pauc_var.data_ptr<double>()[c] = std::max(0.0, result.squared / rows - mean * mean);
-  }
-  return made;
-}
-
-// The model has diverged: a value and a gradient that nobody takes for numbers.
-RankingResult not_a_number(const at::Tensor& scores, const LocalRows& local, const RankingOptions& options,
-                           bool differentiable) {
-  const std::int64_t classes = options.num_classes;
-  const auto type = computing_type(local.scores.scalar_type());
-  const ClassValues values{.values = at::full({classes}, kNaN, type),
-                           .valid = at::ones({classes}, at::kBool),  // NaN from above or not
-                           .reduction = options.reduction};
-  RankingResult result{
-      .loss = {},
-      .per_class = values.values,
-      .valid = at::zeros({classes}, at::kBool),
-      .diagnostics = diagnostics_of(std::vector<ClassResult>(static_cast<std::size_t>(classes)), local)};
-  if (differentiable) {
-    at::Tensor gradient = at::zeros({scores.size(0), classes}, type);
-    if (static_cast<std::int64_t>(local.labels.size()) == scores.size(0))
-      gradient.fill_(kNaN);
-    else
-      gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
-    result.loss = reduced(values, scores, gradient);
-  } else {
-    result.loss = reduced(values);
-  }
-  return result;
-}
-
-// The same on every rank: temperature and thresholds are.
-void refuse_cold(const std::string& where, const std::vector<ClassResult>& classes, double temperature) {
-  for (const ClassResult& of : classes)
-    if (of.too_cold)
-      refuse(where + ": temperature",
-             fmt::format("{}, which times the dispersion of the scores is {}", temperature, of.tau_eff),
-             "a number that the scores' type can divide by", "Raise the temperature, or scale the scores");
-}
-
-}  // namespace
 
 // A class without value leaves the mean, and a mean over none is 0, which looks like a perfect loss.
 void RankingLoss::warn_of_classes_without_value(const std::vector<ClassResult>& classes) {
