@@ -277,9 +277,8 @@ class FullySharded : public DataParallel {
   virtual std::int64_t whole_dealt_numel() const = 0;
 
  protected:
-  bool splits_backward() const override {
-    return false;
-  }  // a unit gathers its parameters for a whole backward
+  // A unit gathers its parameters for a whole backward.
+  bool splits_backward() const override { return false; }
 };
 
 // ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and

@@ -1,4 +1,4 @@
-// What every token-level loss asks of its arguments.
+// Checks of the arguments of every token-level loss.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/refuse.hpp"  // what its users call where a check fails
+#include "base/refuse.hpp"  // for users of these checks
 #include "isograd/loss.hpp"
 
 namespace isograd {

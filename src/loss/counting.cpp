@@ -33,15 +33,15 @@ enum Problem : std::int64_t {
   kSeenBefore,       // id
 };
 
-class Tallier {
+class Counter {
  public:
-  Tallier(Tally& tally, const Rule& rule, const std::set<std::int64_t>& earlier_samples)
-      : tally_(tally), rule_(rule), earlier_(earlier_samples) {}
+  Counter(OwnCounts& counts, const Rule& rule, const std::set<std::int64_t>& earlier_samples)
+      : counts_(counts), rule_(rule), earlier_(earlier_samples) {}
 
   void add(const Batch& batch, std::int64_t number_of_batch) {
     batch_ = number_of_batch;
     const std::int64_t length = batch.num_tokens();
-    tally_.slot[kTokens] += length;
+    counts_.slot[kTokens] += length;
     const at::Tensor targets =
         batch.targets.defined() ? batch.targets.cpu().contiguous() : at::empty({0}, at::kLong);
     if (targets.numel() != length || targets.scalar_type() != at::kLong)
@@ -63,37 +63,37 @@ class Tallier {
         if (weight) sum += weight[t];
       }
       if (!weight) sum = static_cast<double>(valid);
-      tally_.slot[kTargets] += valid;
+      counts_.slot[kTargets] += valid;
       weights_ += sum;
       if (rule_.samples) add_fragment(batch.sample_ids[f], valid, batch.sample_targets[f], sum);
     }
   }
 
   void finish() {
-    tally_.slot[kWeightsBits] = bits(weights_);
-    for (const auto& [id, sample] : tally_.samples) {
+    counts_.slot[kWeightsBits] = bits(weights_);
+    for (const auto& [id, sample] : counts_.samples) {
       if (sample.held > sample.declared) problem(kHoldsMore, id, sample.held, sample.declared);
       if (earlier_.contains(id)) problem(kSeenBefore, id);
-      if (tally_.is_cut(sample))
-        ++tally_.slot[kCutSamples];
+      if (counts_.is_cut(sample))
+        ++counts_.slot[kCutSamples];
       else if (sample.held == sample.declared)
-        ++tally_.slot[sample.weight > 0 ? kWholeSamples : kSilentSamples];
+        ++counts_.slot[sample.weight > 0 ? kWholeSamples : kSilentSamples];
     }
   }
 
  private:
   void problem(Problem what, std::int64_t a = 0, std::int64_t b = 0, std::int64_t c = 0) {
-    if (tally_.slot[kProblem] != kNone) return;
-    tally_.slot[kProblem] = what;
-    tally_.slot[kProblemA] = a;
-    tally_.slot[kProblemB] = b;
-    tally_.slot[kProblemC] = c;
+    if (counts_.slot[kProblem] != kNone) return;
+    counts_.slot[kProblem] = what;
+    counts_.slot[kProblemA] = a;
+    counts_.slot[kProblemB] = b;
+    counts_.slot[kProblemC] = c;
   }
 
   // fp64, or undefined where there are none.
   at::Tensor checked_weights(const Batch& batch, std::int64_t length) {
     if (!batch.weights.defined()) return {};
-    tally_.slot[kHasWeights] = 1;
+    counts_.slot[kHasWeights] = 1;
     if (rule_.mean == Mean::kTargets) problem(kWeightsUnwanted, batch_);
     if (batch.weights.dim() != 1 || batch.weights.numel() != length) {
       problem(kWeightsShape, batch_, length, batch.weights.numel());
@@ -116,7 +116,7 @@ class Tallier {
 
   void add_fragment(std::int64_t id, std::int64_t valid, std::int64_t declared, double weight) {
     if (id == kPaddingSample && valid == 0) return;  // nobody's
-    const auto [place, first] = tally_.samples.try_emplace(id);
+    const auto [place, first] = counts_.samples.try_emplace(id);
     Sample& sample = place->second;
     if (first) sample.declared = declared;
     if (sample.declared != declared) problem(kDeclaredTwice, id, sample.declared, declared);
@@ -124,14 +124,14 @@ class Tallier {
     sample.weight += weight;
   }
 
-  Tally& tally_;
+  OwnCounts& counts_;
   const Rule& rule_;
   const std::set<std::int64_t>& earlier_;
   std::int64_t batch_ = 0;
   double weights_ = 0;
 };
 
-// What to tell of the problem in a rank's slot.
+// The error that the problem in a rank's slot stands for.
 ErrorText describe(int rank, const std::int64_t* slot) {
   const std::int64_t a = slot[kProblemA], b = slot[kProblemB], c = slot[kProblemC];
   const std::string batch = fmt::format("rank {}, micro-batch {}", rank, a),
@@ -234,20 +234,20 @@ std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector
 
 }  // namespace
 
-Tally tally(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
-            const std::set<std::int64_t>& earlier_samples) {
-  Tally tally;
-  tally.slot.assign(kSlotWidth, 0);
-  Tallier tallier(tally, rule, earlier_samples);
+OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
+                    const std::set<std::int64_t>& earlier_samples) {
+  OwnCounts counts;
+  counts.slot.assign(kSlotWidth, 0);
+  Counter counter(counts, rule, earlier_samples);
   for (std::size_t i = 0; i < micro_batches.size(); ++i)
-    tallier.add(micro_batches[i], static_cast<std::int64_t>(i));
-  tallier.finish();
-  tally.slot[kMicroBatches] = static_cast<std::int64_t>(micro_batches.size());
-  tally.slot[kStop] = stop_requested ? 1 : 0;
-  tally.slot[kRule] =
+    counter.add(micro_batches[i], static_cast<std::int64_t>(i));
+  counter.finish();
+  counts.slot[kMicroBatches] = static_cast<std::int64_t>(micro_batches.size());
+  counts.slot[kStop] = stop_requested ? 1 : 0;
+  counts.slot[kRule] =
       static_cast<std::int64_t>(rule.mean) + (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
-  tally.slot[kRuleNumberBits] = bits(rule.fixed);
-  return tally;
+  counts.slot[kRuleValueBits] = bits(rule.fixed);
+  return counts;
 }
 
 Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
@@ -255,7 +255,7 @@ Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
   const auto* first = slots.const_data_ptr<std::int64_t>();
   const auto slot_of = [&](int r) { return first + r * kSlotWidth; };
   for (int r = 0; r < size; ++r) {
-    if (slot_of(r)[kRule] != first[kRule] || slot_of(r)[kRuleNumberBits] != first[kRuleNumberBits])
+    if (slot_of(r)[kRule] != first[kRule] || slot_of(r)[kRuleValueBits] != first[kRuleValueBits])
       refuse("counting the step", fmt::format("another kind of mean on rank {} than on rank 0", r),
              "one normaliser, with the same numbers, on every rank",
              "Make the normaliser from the same configuration everywhere");
@@ -286,10 +286,10 @@ Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
   return census;
 }
 
-void resolve_samples(const Tally& tally, const at::Tensor& slots, const Rule& rule, Group& data,
+void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rule& rule, Group& data,
                      Census& census) {
   if (!rule.samples) return;
-  for (const auto& [id, sample] : tally.samples)
+  for (const auto& [id, sample] : counts.samples)
     if (sample.held > 0) census.sample_sizes[id] = sample.weight;
 
   std::vector<std::int64_t> rows_by_rank;
@@ -300,10 +300,10 @@ void resolve_samples(const Tally& tally, const at::Tensor& slots, const Rule& ru
   }
   if (total == 0) return;
 
-  at::Tensor own = at::empty({tally.slot[kCutSamples], kColumns}, at::kLong);
+  at::Tensor own = at::empty({counts.slot[kCutSamples], kColumns}, at::kLong);
   auto* row = own.mutable_data_ptr<std::int64_t>();
-  for (const auto& [id, sample] : tally.samples) {
-    if (!tally.is_cut(sample)) continue;
+  for (const auto& [id, sample] : counts.samples) {
+    if (!counts.is_cut(sample)) continue;
     row[kId] = id;
     row[kHeld] = sample.held;
     row[kDeclared] = sample.declared;

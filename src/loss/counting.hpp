@@ -10,7 +10,7 @@
 
 namespace isograd::counting {
 
-// What a rank writes into its slot of the counting vector; fp64 numbers as their bits.
+// Numbers that a rank writes into its slot of the counting vector; fp64 numbers as their bits.
 enum CountSlot : std::int64_t {
   kTargets,
   kTokens,
@@ -22,7 +22,7 @@ enum CountSlot : std::int64_t {
   kSilentSamples,  // without a valid token here
   kCutSamples,     // samples whose other fragments must lie on other ranks: rows of the exchange
   kRule,           // how this rank counts and divides: must be the same everywhere
-  kRuleNumberBits,
+  kRuleValueBits,
   kProblem,  // bad input found here, 0: none; then three numbers that say what
   kProblemA,
   kProblemB,
@@ -30,7 +30,7 @@ enum CountSlot : std::int64_t {
   kSlotWidth
 };
 
-// How to count and divide; every rank's must agree.
+// The rule to count and divide by; the same on every rank.
 struct Rule {
   Mean mean = Mean::kTargets;
   bool samples = false;
@@ -45,21 +45,21 @@ struct Sample {
 };
 
 // This rank's own numbers.
-struct Tally {
+struct OwnCounts {
   std::vector<std::int64_t> slot;          // [kSlotWidth]
   std::map<std::int64_t, Sample> samples;  // by id; empty unless the rule counts samples
   bool is_cut(const Sample& sample) const { return sample.held > 0 && sample.held < sample.declared; }
 };
 
-Tally tally(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
-            const std::set<std::int64_t>& earlier_samples);
+OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
+                    const std::set<std::int64_t>& earlier_samples);
 
 // slots [W, kSlotWidth], the sum over ranks. Throws what any rank found wrong, on all ranks in the same
 // words.
 Census merge(const at::Tensor& slots, int rank, const Rule& rule);
 
 // Fills in the sizes of samples; one all-gather if any rank holds a part of a cut sample.
-void resolve_samples(const Tally& tally, const at::Tensor& slots, const Rule& rule, Group& data,
+void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rule& rule, Group& data,
                      Census& census);
 
 }  // namespace isograd::counting

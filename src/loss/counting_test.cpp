@@ -19,7 +19,7 @@ using ::testing::HasSubstr;
 // ---- counts ----
 
 at::Tensor slots(std::vector<std::int64_t> targets, const counting::Rule& rule) {
-  const auto own = counting::tally({}, rule, false, {});
+  const auto own = counting::count_own({}, rule, false, {});
   at::Tensor all = at::zeros({static_cast<std::int64_t>(targets.size()), counting::kSlotWidth}, at::kLong);
   for (std::size_t r = 0; r < targets.size(); ++r) {
     auto* slot = all.mutable_data_ptr<std::int64_t>() + static_cast<std::int64_t>(r) * counting::kSlotWidth;

@@ -44,8 +44,8 @@ double forward_pass(const at::Tensor& logits, const at::Tensor& targets, const a
   return sum;
 }
 
-// Nobody else can see these logits and no second backward will read them. Both sides of the count are tested:
-// logits that a caller holds keep their values, others are overwritten.
+// No other code can see these logits and no second backward will read them. Both sides of the count are
+// tested: logits that a caller holds keep their values, others are overwritten.
 bool may_overwrite(const at::Tensor& logits) {
   constexpr std::size_t kSavedAndUnpacked = 3;  // the context's list, its saved variable, our copy of it
   return logits.is_contiguous() && !logits.is_leaf() && logits.use_count() <= kSavedAndUnpacked &&

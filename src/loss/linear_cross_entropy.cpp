@@ -42,7 +42,7 @@ struct Result {
   at::Tensor hidden, weight, bias;
 };
 
-// Tile sizes: the whole vocabulary beside as many tokens as fit into the buffer, for a row seen whole needs
+// Tile sizes: the whole vocabulary with as many tokens as fit into the buffer, for a row seen whole needs
 // its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
 // mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes
 // half of it. With G bytes of gradient and V columns on a rank of elements of b bytes
@@ -102,7 +102,7 @@ void accumulate(const at::Tensor& gradient, const at::Tensor& rows, const at::Te
   }
 }
 
-// What the tiles of one run share.
+// State that the tiles of one run share.
 class Sweep {
  public:
   explicit Sweep(const Problem& problem)
@@ -152,7 +152,7 @@ class Sweep {
   }
 
   // In the sweep's own buffer, which a product fills slice by slice: tiles made one after the other would
-  // leave holes beside each other in the C library's heap. One too large for the heap is given back at once.
+  // leave adjacent holes in the C library's heap. One too large for the heap is given back at once.
   at::Tensor logits(const at::Tensor& rows, std::int64_t first, std::int64_t columns) {
     const auto of = [&](std::int64_t begin, std::int64_t count) {
       return product(rows, p_.weight.narrow(0, first + begin, count), {},
@@ -262,7 +262,7 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
         continue;
       }
       const at::Tensor scale = upstream[0].to(computing_type(gradient.scalar_type()));
-      // Nobody reads them again unless the graph is kept.
+      // They are not read again unless the graph is kept.
       gradient = (keep ? gradient * scale : gradient.detach().mul_(scale)).to(type);
     }
     gradients.emplace_back();

@@ -49,7 +49,7 @@ std::optional<double> one_number(const torch::autograd::SavedVariable& saved) {
   return smallest == largest ? std::optional(largest) : std::nullopt;
 }
 
-// What a product or quotient multiplies its input i by, where that is one constant number.
+// The factor by which a product or quotient multiplies its input i, where it is one constant number.
 std::optional<double> factor_of(const Node& node, std::size_t i) {
   const auto constant = [&](std::size_t other) {
     return other >= node.num_outputs() || !node.next_edge(other).is_valid();
@@ -66,7 +66,7 @@ std::optional<double> factor_of(const Node& node, std::size_t i) {
   return std::nullopt;
 }
 
-// Of how many elements a node's one number is the mean; 0: it is no mean.
+// The number of elements that a node's one number is the mean of; 0: it is no mean.
 double mean_over(const Node& node) {
   if (const auto* mean = dynamic_cast<const generated::MeanBackward0*>(&node))
     return static_cast<double>(mean->self_sym_numel.guard_int(__FILE__, __LINE__));
@@ -175,7 +175,7 @@ bool is_weight(const Batch& batch, double factor) {
   return false;
 }
 
-// How many losses of its own the micro-batch has, each of which may be a mean by itself.
+// The number of losses in the micro-batch of which each may be a mean by itself.
 std::int64_t units_of(const Batch& batch, Mean mean) {
   if (mean == Mean::kTokens) return batch.num_tokens();
   if (mean != Mean::kSamples && mean != Mean::kFixed) return batch.num_targets();
@@ -186,7 +186,7 @@ std::int64_t units_of(const Batch& batch, Mean mean) {
 }  // namespace
 
 void LocalMeans::look(const LossTerms& terms, const Batch& batch, const Normalizer& step) {
-  // What is divided by is read from the device, which a step otherwise waits for once.
+  // Divisors are read from the device, which a step otherwise waits for once.
   constexpr int kMostLooksAtDevices = 4;
   const bool on_cpu = std::ranges::all_of(terms, [](const LossTerm& term) { return term.sum.is_cpu(); });
   if (looks_ >= (on_cpu ? kMostLooks : kMostLooksAtDevices) || batch.num_targets() < 2) return;

@@ -20,7 +20,7 @@ class LocalMeans {
  public:
   // `step`: what the step divides by. The batch is a prepared one, on the CPU.
   void look(const LossTerms& terms, const Batch& batch, const Normalizer& step);
-  // What every micro-batch looked at so far agrees on; nothing while that is not certain.
+  // The finding that all micro-batches so far agree on; nothing while that is not certain.
   std::optional<ErrorText> found() const;
 
  private:

@@ -187,7 +187,7 @@ Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool st
                             .samples = mean_ == Mean::kSamples || options_.count_samples,
                             .replicas = options_.replicas,
                             .fixed = fixed_};
-  const auto own = counting::tally(micro_batches, rule, stop_requested, earlier_samples);
+  const auto own = counting::count_own(micro_batches, rule, stop_requested, earlier_samples);
   at::Tensor slots = at::zeros({data.size(), counting::kSlotWidth}, at::kLong);  // [W, kSlotWidth]
   std::copy(own.slot.begin(), own.slot.end(),
             slots.mutable_data_ptr<std::int64_t>() + data.rank() * counting::kSlotWidth);

@@ -78,7 +78,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
         "Convert what the loss is computed from (log_softmax(logits.to(at::kFloat), 1)). Where all slopes are alike, as those of |x| and max(x, 0), compute the layer before the loss in float32 too, or take DeferredAccumulator, which divides in float32 at the end");
   const double divisor = global_valid > 0 ? valid : 1;
   at::Tensor share = share_of_value(mean_loss, static_cast<double>(local_valid) / divisor, sums[0] / divisor);
-  // Of a constant, in place of a micro-batch that the rank lacks: its backward may be called, as any other's.
+  // A constant stands for a micro-batch that the rank lacks: its backward may be called like any other's.
   if (local_valid == 0 && at::GradMode::is_enabled() && !share.requires_grad()) share.requires_grad_(true);
   return share;
 }

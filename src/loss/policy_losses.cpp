@@ -10,7 +10,7 @@
 namespace isograd {
 namespace {
 
-// A constant [T] beside the log-probabilities, in their computing type.
+// A constant [T] next to the log-probabilities, in their computing type.
 at::Tensor constant(const std::string& where, const std::string& name, const at::Tensor& values,
                     const at::Tensor& log_probabilities) {
   check_type(where, name, values);

@@ -20,7 +20,7 @@ struct RowLoss {
   double z_loss = 0;
 };
 
-// Of each row, in fp64. Rows whose mask is false stay as they began. An undefined mask is all true.
+// Numbers of each row, in fp64. Rows whose mask is false stay as they began. An undefined mask is all true.
 struct RowStatistics {
   at::Tensor sums;     // [T, 2] kernels::RowSum: Σ_j exp(x_j) = sum · exp(maximum)
   at::Tensor target;   // [T] x_target

@@ -26,11 +26,12 @@ std::vector<std::optional<double>> factors_of(const LossTerms& terms, const Deno
 at::Tensor share_on_device(const LossTerms& terms, const at::Tensor& factors);
 // A share of this value, which passes `fraction` back to the mean that it was made of.
 at::Tensor share_of_value(const at::Tensor& mean, double fraction, double value);
-// What Normalizer::scale refuses. `deferred`: nothing is divided before the end of the step.
+// ConfigError for terms that Normalizer::scale refuses. `deferred`: nothing is divided before the end of the
+// step.
 void check_terms(const LossTerms& terms, bool deferred);
 
-// What is in 16 bits of that which flows back into a sum, or a mean, before it meets anything that differs
-// between elements: there what the sum is divided by is rounded, the same way for every token.
+// Which part of the gradient of a sum, or mean, is in 16 bits while it is still one number for all elements:
+// there the division is rounded, the same way for every token.
 enum class In16Bits {
   kNothing,
   kCopies,     // tensors that get the sum's own gradient, its negative or 0
@@ -40,7 +41,7 @@ enum class In16Bits {
 In16Bits in_16_bits(const at::Tensor& sum);
 void check_16_bits(const std::string& where, const LossTerm& term, bool deferred);
 
-// By which LibTorch's functions are told apart, by their nodes' names without "Backward".
+// LibTorch's functions, by their nodes' names without "Backward".
 const std::set<std::string>& functions_of_own_slope();  // whose slope differs between elements
 const std::set<std::string>& copying_functions();
 // Where factors stand among the inputs: a factor's slope is the product of the others.

@@ -1,4 +1,5 @@
-// What flows back into a sum: where it is rounded to 16 bits before it meets anything that differs.
+// The gradient that flows back into a sum: where it is rounded to 16 bits while it is still one number for
+// all elements.
 #include <fmt/format.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
@@ -30,7 +31,8 @@ std::string function_of(const Node& node) {
   return name.substr(0, name.find("Backward"));
 }
 
-// Of |x|_p: the same for all elements but for signs where p is 1, or of few elements where it is infinite.
+// The slope of |x|_p is the same for all elements, except for signs, where p is 1; for few where p is
+// infinite.
 bool has_constant_slope(const at::Scalar& p) {
   return p.toDouble() == 1 || std::isinf(p.toDouble());
 }
@@ -92,7 +94,7 @@ bool copies(const Node& node, std::size_t i) {
   if (const auto* sub = dynamic_cast<const generated::SubBackward0*>(&node);
       sub && i == 1 && sub->alpha.toDouble() != 1)
     return false;
-  // What is broadcast gets a sum.
+  // A tensor that is broadcast gets a sum.
   const bool elementwise = function == "Add" || function == "Sub" || function == "Where";
   return !elementwise ||
          node.input_metadata(0).shape_as_dim_vector() == made_by(node.next_edge(i)).shape_as_dim_vector();

@@ -10,7 +10,7 @@
 
 namespace isograd {
 
-// What one rank has of the loss and of each term. A rank without micro-batches does not know the terms.
+// One rank's part of the loss and of each term. A rank without micro-batches does not know the terms.
 class TermSums {
  public:
   static constexpr std::size_t kMostTerms = 8, kLongestName = 30;
@@ -28,7 +28,7 @@ class TermSums {
   std::vector<TermValue> terms_;
 };
 
-// What the terms are called, the same on all ranks. In a step only their values travel, in this order.
+// The names of the terms, the same on all ranks. In a step only their values travel, in this order.
 class TermNames {
  public:
   // Whether this rank has terms with other names than were agreed: then all ranks must agree() anew.

@@ -20,7 +20,7 @@ void check_same(const std::string& where, const char* names, const at::Tensor& a
 }
 
 // [T] seen as [T, 1, ...].
-at::Tensor beside(const at::Tensor& of_tokens, const at::Tensor& values) {
+at::Tensor with_dims_of(const at::Tensor& of_tokens, const at::Tensor& values) {
   std::vector<std::int64_t> shape(values.dim(), 1);
   shape[0] = of_tokens.size(0);
   return of_tokens.view(shape);
@@ -32,7 +32,7 @@ at::Tensor error_sum(const std::string& where, const at::Tensor& prediction, con
   const TokenWeights of = token_weights(where, weights, {}, tokens, prediction.device());
   const auto type = computing_type(prediction.scalar_type());
   // Chosen before the square, so that a NaN of an invalid token meets a 0 in neither direction.
-  const at::Tensor error = at::where(beside(of.mask, prediction), prediction.to(type) - wanted, 0.0);
+  const at::Tensor error = at::where(with_dims_of(of.mask, prediction), prediction.to(type) - wanted, 0.0);
   const double elements = static_cast<double>(prediction.numel()) / static_cast<double>(tokens);
   const at::Tensor squares = error.square().reshape({tokens, -1}).sum(1, false, at::kDouble);
   return (squares * (of.weights / elements)).sum().to(type);
@@ -69,7 +69,7 @@ at::Tensor flow_matching_input(const at::Tensor& x0, const at::Tensor& x1, const
   if (!t.ge(0).logical_and(t.le(1)).all().item<bool>())
     refuse(where, "a time outside [0, 1]", "0 (noise) to 1 (data)", "Rescale t");
   const auto type = computing_type(x0.scalar_type());
-  const at::Tensor time = beside(t.to(type), x0);
+  const at::Tensor time = with_dims_of(t.to(type), x0);
   return ((1 - time) * x0.to(type) + time * x1.to(type)).to(x0.scalar_type());
 }
 

@@ -11,13 +11,13 @@
 namespace isograd {
 namespace {
 
-constexpr std::int64_t kSums = 3;  // of a class whose work is dealt out: value, contributions, their squares
+constexpr std::int64_t kSums = 3;  // of a class whose work is split: value, contributions, their squares
 
 }  // namespace
 
 template <typename T>
 Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t>& chosen, double temperature,
-                         bool wants_gradient, bool dealt, Group& group, const ClassCore<T>& compute) {
+                         bool wants_gradient, bool split, Group& group, const ClassCore<T>& compute) {
   Computed computed;
   const std::int64_t classes = pool.classes, whole = pool.size();
   const auto type = c10::CppTypeToScalarType<T>::value;
@@ -37,7 +37,7 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
   view.live =
       all_rows ? pool.live : std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
   view.temperature = temperature;
-  if (dealt) view.share = group.rank(), view.shares = group.size();
+  if (split) view.share = group.rank(), view.shares = group.size();
   take(view.iid, pool.iid), take(labels, pool.labels);
   view.positive.resize(labels.size());
   std::vector<T> of_chosen;
@@ -55,7 +55,7 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
     for (std::size_t i = 0; i < of_chosen.size(); ++i) own[chosen[i]] = of_chosen[i];
   }
 
-  if (dealt && group.size() > 1) {
+  if (split && group.size() > 1) {
     at::Tensor sums = at::empty({classes, kSums}, at::kDouble);
     auto* sum = sums.data_ptr<double>();
     for (const auto& result : computed.classes)

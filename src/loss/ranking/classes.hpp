@@ -12,7 +12,7 @@
 
 namespace isograd {
 
-// What the classes' cores gave, over all ranks.
+// Results of the classes' cores, over all ranks.
 struct Computed {
   std::vector<ClassResult> classes;
   at::Tensor gradient;    // [rows, C] of each class's loss
@@ -23,11 +23,11 @@ template <typename T>
 using ClassCore = std::function<ClassResult(const ClassPool<T>& pool, T* gradient)>;
 
 // Every class's core on the rows `chosen` of the pool, all of them where it is empty; then, where the work
-// was dealt out, one collective that adds the shares up: a reduce-scatter of gradients and sums, or without
+// was split, one collective that adds the shares up: a reduce-scatter of gradients and sums, or without
 // gradient an all-reduce.
 template <typename T>
 Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t>& chosen, double temperature,
-                         bool wants_gradient, bool dealt, Group& group, const ClassCore<T>& compute);
+                         bool wants_gradient, bool split, Group& group, const ClassCore<T>& compute);
 
 // `own`: this rank's rows, on rank 0 the queue's too; nothing but counts and sums leaves a rank. `rows`: of
 // all ranks and the queue. Collectives: selection_rounds(), then one all-reduce of RateSums.

@@ -73,8 +73,8 @@ T knot(const Band& band, std::int64_t k) {
                             : end - step * static_cast<T>(band.knots - k - 1);
 }
 
-// What a positive is softly compared with: thresholds, the weight of each, and the temperature; 0 where the
-// reference scores have no dispersion.
+// The numbers that a positive is softly compared with: thresholds, the weight of each, and the temperature; 0
+// where the reference scores have no dispersion.
 struct Steps {
   std::vector<double> thresholds, weights;
   double temperature = 0;
@@ -192,7 +192,8 @@ std::vector<T> rate_reference(const ClassPool<T>& pool, const RateRule& rule) {
       .scores;
 }
 
-// Of a band: its ends, the two whose distance is the dispersion, then the knots of the trapezoid.
+// Order statistics of a band: its ends, the two whose distance is the dispersion, then the knots of the
+// trapezoid.
 template <typename T>
 std::vector<T> rate_probabilities(const RateRule& rule) {
   if (rule.quantile) return {static_cast<T>(1 - *rule.quantile)};

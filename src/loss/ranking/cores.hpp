@@ -79,7 +79,7 @@ struct RateSums {
   double contributed = 0, squared = 0, positives = 0;
   double iid_negatives = 0, band_negatives = 0;
 };
-// Of Σ ω·rate by the scores of this step's rows; of rows that it leaves out, 0.
+// Gradient of Σ ω·rate by the scores of this step's rows; 0 for rows that it leaves out.
 struct RateSlopes {
   std::vector<std::int64_t> rows;
   std::vector<double> slopes;

@@ -16,7 +16,7 @@
 namespace isograd {
 namespace {
 
-// What the ranks tell one another: whether the input is refused, what they agree on, and what is added up.
+// Ranks exchange whether the input is refused, the numbers that must agree, and the sums.
 struct Totals {
   double sum = 0, mass = 0;
 };

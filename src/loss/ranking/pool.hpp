@@ -31,7 +31,7 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
                      const at::Tensor& scores, const at::Tensor& targets, const at::Tensor& iid_mask,
                      const at::Tensor& sample_weight);
 
-// What every rank says of itself before any row moves.
+// The header that every rank sends before any row moves.
 struct RankingExchange {
   std::uint64_t fingerprint = 0;  // of the loss and its options
   std::int64_t forwards = 0;      // made so far
@@ -55,7 +55,7 @@ struct RankingPool {
   std::int64_t size() const { return static_cast<std::int64_t>(labels.size()); }
 };
 
-// What the headers said.
+// The contents of all ranks' headers.
 struct RowCounts {
   Group::Rows rows;  // of each rank
   bool weighted = false;

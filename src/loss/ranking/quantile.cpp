@@ -110,8 +110,8 @@ double value_of_key(std::uint64_t key) {
   return std::bit_cast<double>(key >> 63 ? key & 0x7fffffffffffffffu : ~key);
 }
 
-// What one list has found of one order statistic: the digits so far, and its rank among the values that have
-// them.
+// The state of the search for one order statistic in one list: the digits so far, and its rank among the
+// values that have them.
 template <typename Key>
 struct Search {
   std::size_t list;

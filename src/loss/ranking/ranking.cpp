@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::int64_t kNotFilled = -1;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr int kPatience = 20;  // training forwards without a value of a class before that is said
-constexpr int kSaid = -1;
+constexpr int kForwardsBeforeWarning = 20;  // training forwards without a value of a class
+constexpr int kWarned = -1;
 
 bool is_temperature(double value) {
   return value >= kLowestTemperature && std::isfinite(value);
@@ -268,8 +268,8 @@ std::vector<std::int64_t> RankingLoss::subsample(const RankingPool& pool) const 
   return chosen;
 }
 
-// Of a batch of `live` rows over all ranks, those that the queue takes. More than fit: a draw favours neither
-// the last rows nor the last rank.
+// The rows of a batch of `live` rows over all ranks that the queue takes. More than fit: a draw favours
+// neither the last rows nor the last rank.
 std::vector<std::int64_t> RankingLoss::rows_for_queue(std::int64_t live) const {
   std::vector<std::int64_t> rows(static_cast<std::size_t>(live));
   std::iota(rows.begin(), rows.end(), 0);
@@ -314,12 +314,12 @@ void RankingLoss::append_queue(RankingPool& pool) const {
 void RankingLoss::warn_of_classes_without_value(const std::vector<ClassResult>& classes) {
   for (std::size_t c = 0; c < classes.size(); ++c) {
     int& forwards = without_value_[c];
-    if (forwards == kSaid) continue;
-    forwards = classes[c].valid ? kSaid : forwards + 1;
-    if (forwards < kPatience) continue;
-    forwards = kSaid;
+    if (forwards == kWarned) continue;
+    forwards = classes[c].valid ? kWarned : forwards + 1;
+    if (forwards < kForwardsBeforeWarning) continue;
+    forwards = kWarned;
     if (group_.rank() == 0)
-      TORCH_WARN(name_, ": class ", c, " has had no value in its first ", kPatience,
+      TORCH_WARN(name_, ": class ", c, " has had no value in its first ", kForwardsBeforeWarning,
                  " forwards and takes no part in the loss, which is 0 where no class has one. It lacks ",
                  classes[c].missing, ". RankingResult::valid says which classes count.");
   }
