@@ -392,7 +392,7 @@ TEST(Step, RefusesAMeanOverAMicroBatch) {
   const Loss divided = [](const at::Tensor& logits, const Batch& batch) {
     return cross_entropy_sum(logits, batch.targets) / static_cast<double>(batch.num_targets());
   };
-  const auto first_step = [&](const Loss& loss, auto make_mean, int stage, bool only_first, LossTerm like) {
+  const auto first_step = [&](const Loss& loss, auto make_mean, int stage, bool only_first, const LossTerm& like) {
     std::vector<std::string> errors(3);
     run_ranks(3, [&](World& world) {
       toy::Model model;
@@ -402,10 +402,11 @@ TEST(Step, RefusesAMeanOverAMicroBatch) {
       Step step(
           [&](const Batch& batch) -> LossTerms {
             const bool wrong = !only_first || world.rank == 0;
-            like.name = "cross_entropy";
-            like.sum = wrong ? loss(model.logits(batch), batch)
-                             : cross_entropy_sum(model.logits(batch), batch.targets);
-            return {like};
+            LossTerm own = like;  // ranks are threads
+            own.name = "cross_entropy";
+            own.sum = wrong ? loss(model.logits(batch), batch)
+                            : cross_entropy_sum(model.logits(batch), batch.targets);
+            return {own};
           },
           *layout, mean_of_step, *optimizer, {});
       const at::Tensor before = model.twice.detach().clone();
