@@ -85,7 +85,7 @@ ALLOWED = [
     ("src/verify/causes.cpp", "c.targets() / c.ranks()", "the diagnosis: what a known mistake does"),
     ("src/train/video_task.cpp", ".pow(2).mean(1)", "a patch's loss for the oracle: the mean over its numbers"),
     ("src/train/router_losses.cpp", "sum / static_cast<double>(layers_.size())", "the mean of the layers' z-losses; the step divides by tokens"),
-    ("src/train/selection_bias.cpp", "of_layer.mean() - of_layer", "not of a loss: which experts got less than the mean"),
+    ("src/train/text_task.cpp", "of_layer.mean() - of_layer", "not of a loss: which experts got less than the mean"),
     ("src/train/router_plain.cpp", "known->places.mean(0)", "the oracle: one process, plain code of the balance loss"),
     ("src/train/router_plain.cpp", "fraction.dot(mass) / known->tokens / layers",
      "the oracle: one process, plain code of the balance loss"),

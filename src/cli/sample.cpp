@@ -13,7 +13,6 @@
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
-#include "train/model_path.hpp"
 #include "train/video_model.hpp"
 
 namespace isograd {

@@ -2,16 +2,20 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <cctype>
+#include <charconv>
 #include <cmath>
+#include <map>
 
 #include "base/files.hpp"
+#include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
-#include "train/clip_config.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 #include "train/stop.hpp"
@@ -313,6 +317,111 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
     entropy -= p * std::log(p);
   }
   return entropy;
+}
+
+namespace {
+
+std::string stripped(const std::string& text) {
+  const auto first = text.find_first_not_of(" \t"), last = text.find_last_not_of(" \t");
+  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
+}
+
+}  // namespace
+
+std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where) {
+  std::vector<ClipGroup> groups;
+  for (const std::string& text : config.train.clip_groups) {
+    const auto refuse = [&](const std::string& what, const std::string& action) {
+      isograd::refuse(where, fmt::format("train.clip_groups with \"{}\", {}", text, what),
+                      "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"", action);
+    };
+    if (text.size() > kMostPattern)
+      isograd::refuse(where, fmt::format("train.clip_groups with {} characters", text.size()),
+                      fmt::format("at most {}", kMostPattern), "Shorten the pattern");
+    const auto colon = text.rfind(':');
+    if (colon == std::string::npos) refuse("which names no limit", "Write the limit behind a colon");
+    const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));
+    if (pattern.empty()) refuse("which names no parameter", "Write a pattern before the colon");
+    double limit = 0;
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), limit);
+    if (error != std::errc() || end != number.data() + number.size() || !std::isfinite(limit) || limit <= 0)
+      refuse("whose limit is no number above 0", "Give a norm above 0, or leave the group out");
+    for (const ClipGroup& other : groups)
+      if (other.pattern == pattern) refuse("a pattern that is there already", "Leave one of the two out");
+    groups.push_back({pattern, limit});
+  }
+  return groups;
+}
+
+void check_clip_groups(const RunConfig& config,
+                       const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  const std::vector<ClipGroup> groups = clip_groups_of(config, "train.clip_groups");
+  std::vector<bool> used(groups.size(), false);
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.requires_grad()) continue;
+    const ClipGroup* first = nullptr;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      if (!matches(groups[i].pattern, name)) continue;
+      if (first)
+        isograd::refuse("train.clip_groups",
+                        fmt::format("{} in two groups, {} and {}", name, first->pattern, groups[i].pattern),
+                        "each parameter in one group at most",
+                        "Make the patterns such that they exclude one another");
+      first = &groups[i];
+      used[i] = true;
+    }
+  }
+  for (std::size_t i = 0; i < groups.size(); ++i)
+    if (!used[i])
+      isograd::refuse("train.clip_groups",
+                      fmt::format("{}, which fits no trained parameter", groups[i].pattern),
+                      "patterns of names such as model.layers.0.mlp.up_proj.weight",
+                      "Change it or leave it out; isograd layout lists the names");
+}
+
+namespace {
+
+bool is_number(const std::string& text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                                      [](unsigned char letter) { return std::isdigit(letter) != 0; });
+}
+
+std::string layer_of(const std::string& name) {
+  for (std::size_t begin = 0; begin < name.size();) {
+    const std::size_t end = std::min(name.find('.', begin), name.size());
+    if (is_number(name.substr(begin, end - begin))) return name.substr(0, end);
+    begin = end + 1;
+  }
+  const std::size_t last = name.rfind('.');
+  return last == std::string::npos ? name : name.substr(0, last);
+}
+
+std::string part_of(const std::string& by, const std::string& name) {
+  if (by == "layers") return layer_of(name);
+  if (by == "groups") return name.find(".experts.") == std::string::npos ? "dense" : "experts";
+  return name;
+}
+
+}  // namespace
+
+NormParts norm_parts_of(const RunConfig& config,
+                        const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  const std::string& by = config.train.part_norms;
+  NormParts parts;
+  if (by == "off") return parts;
+  std::map<std::string, int> places, of_parameter;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.requires_grad()) continue;
+    const std::string part = part_of(by, name);
+    const auto [place, fresh] = places.emplace(part, static_cast<int>(parts.names.size()));
+    if (fresh) parts.names.push_back(part);
+    of_parameter[name] = place->second;
+  }
+  parts.of = [of_parameter = std::move(of_parameter)](const std::string& name) {
+    const auto found = of_parameter.find(name);
+    return found == of_parameter.end() ? -1 : found->second;
+  };
+  return parts;
 }
 
 }  // namespace isograd

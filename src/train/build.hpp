@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/context_parallel.hpp"
@@ -13,7 +14,6 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
-#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"
@@ -135,5 +135,20 @@ Schedule make_schedule(const RunConfig& config);
 // often each token occurs. Collective: ranks count a part each. Corpora above `limit` tokens are counted in
 // every k-th document.
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 1 << 28);
+
+// train.clip_groups: which parameters are clipped apart, and by which limits.
+// ConfigError at `where`: a text that is not "PATTERN: LIMIT", a limit that is not above 0, a pattern twice.
+std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where);
+
+// ConfigError: a group that fits no trained parameter of `named`, a parameter that two groups fit.
+void check_clip_groups(const RunConfig& config, const std::vector<std::pair<std::string, at::Tensor>>& named);
+
+// train.part_norms: whose norms a step logs beside that of the whole gradient.
+// `named`: the whole model's parameters, of which the trained ones count, in their order. "off": no parts.
+// "groups": "experts" (names with ".experts." in them) and "dense", as far as there are any. "layers": a
+// name's text up to its first number, that included ("model.layers.3"), else its module ("model.norm").
+// "parameters": each by itself.
+NormParts norm_parts_of(const RunConfig& config,
+                        const std::vector<std::pair<std::string, at::Tensor>>& named);
 
 }  // namespace isograd

@@ -16,7 +16,6 @@
 #include "layout/flat.hpp"
 #include "model/safetensors.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/checkpoint_state.hpp"
 #include "train/rank_zero.hpp"
 #include "train/whole_tensors.hpp"
 

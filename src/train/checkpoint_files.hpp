@@ -5,7 +5,10 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <string>
 #include <string_view>
+
+#include "isograd/checkpoint.hpp"
 
 namespace isograd {
 
@@ -34,5 +37,10 @@ void verify_checksums(const std::filesystem::path& directory);
 // For a directory whose model alone is read, a checkpoint's or one of Hugging Face: where checksums.json lies
 // in it, the files of the model are held to it. A run's state may be missing.
 void verify_model_files(const std::filesystem::path& directory);
+
+// TrainingState as state.json, parsed as a file from outside.
+std::string to_json(const TrainingState& state);
+// ConfigError names `file` and the key that is missing or wrong.
+TrainingState parse_state(const std::string& text, const std::string& file);
 
 }  // namespace isograd

@@ -178,6 +178,9 @@ bool normalises_by_replica(const RunConfig& config);
 void check(const RunConfig& config, int ranks);
 // The same for ranks that may be elsewhere: whether this machine has their devices is not asked.
 void check_but_devices(const RunConfig& config, int ranks);
+// ConfigError unless `text` is a folder: the nearest one that is there is named, and for a Hub id the command
+// that fetches it. `where`: the key or flag that holds it.
+void require_model_folder(const std::string& text, const std::string& where);
 // docs/configuration.md, from the same table.
 std::string configuration_markdown();
 // The configuration as TOML, every key written out, so that parse_config gives it back: goes into the run's

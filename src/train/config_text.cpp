@@ -2,17 +2,23 @@
 #include <fmt/format.h>
 #include <utf8.h>
 
+#include <algorithm>
 #include <cmath>
+#include <string_view>
 
+#include "base/files.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "train/clip_config.hpp"
+#include "train/build.hpp"
+#include "train/config.hpp"
 #include "train/config_table.hpp"
+#include "train/device.hpp"
 #include "train/task_kind.hpp"
 
 namespace isograd {
+namespace fs = std::filesystem;
 namespace {
 
 // As TOML reads it back: whatever a terminal would not show as it is goes by its number.
@@ -212,6 +218,79 @@ void check_together(const RunConfig& config, const std::string& where) {
           fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual)));
     }
   }
+}
+
+namespace {
+
+// "organisation/name" of a text that names a repository on the Hugging Face Hub and no folder here: by its
+// form, or by its address.
+std::optional<std::string> hub_id(const std::string& text) {
+  std::string_view id = text;
+  bool address = false;
+  for (const std::string_view begin : {"https://huggingface.co/", "https://hf.co/", "hf://"})
+    if (id.starts_with(begin)) id.remove_prefix(begin.size()), address = true;
+  while (!id.empty() && id.back() == '/') id.remove_suffix(1);
+  const auto slash = id.find('/');
+  const auto names = [](std::string_view part) {
+    const auto may_be_in = [](char c) {
+      return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+    };
+    return !part.empty() && part.front() != '.' && std::all_of(part.begin(), part.end(), may_be_in);
+  };
+  if (slash == std::string_view::npos || !names(id.substr(0, slash)) || !names(id.substr(slash + 1)))
+    return std::nullopt;
+  std::error_code error;
+  if (!address && fs::exists(fs::path(id.substr(0, slash)), error))
+    return std::nullopt;  // a path that is wrong
+  return std::string(id);
+}
+
+}  // namespace
+
+void require_model_folder(const std::string& text, const std::string& where) {
+  std::error_code error;
+  if (fs::is_directory(text, error)) return;
+  if (const auto id = hub_id(text)) {
+    const std::string folder = "models/" + id->substr(id->find('/') + 1);
+    refuse(
+        where, fmt::format("\"{}\", no such folder", text),
+        "a folder of a run, or with config.json and weights",
+        fmt::format("Correct the path; if it is the name of a model on the Hugging Face Hub, fetch it with "
+                    "`hf download {} --local-dir {}` and name {}",
+                    *id, folder, folder));
+  }
+  refuse(where,
+         fmt::format("\"{}\", {}", text, fs::exists(text, error) ? "which is no folder" : "no such folder"),
+         "a Hugging Face directory (config.json and weights) or a checkpoint",
+         fs::exists(text, error) ? "Name the folder that the file is in" : missing_path_action(text));
+}
+
+void check(const RunConfig& config, int ranks) {
+  check_device(config, ranks);
+  check_but_devices(config, ranks);
+}
+
+void check_but_devices(const RunConfig& config, int ranks) {
+  if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
+  const Grid grid = grid_of(config, ranks);
+  const int dealt = grid.size(kSampleAxes), sharing = ranks / dealt;
+  const TaskKind& kind = kind_of(config);
+  if (kind.check_ranks) kind.check_ranks(config, ranks);
+  if (config.parallel.share_parameters == "on" && grid.size(sharded_axes(config)) == 1)
+    refuse("parallel.share_parameters",
+           fmt::format("\"on\" for {}, of which none has another one's parameters",
+                       ranks == 1 ? "one rank" : fmt::format("{} ranks", ranks)),
+           "ranks along an axis that the strategy spreads parameters or their sums over",
+           "Leave it out (\"auto\" shares wherever somebody is there to share with)");
+  const std::int64_t batch = kind.samples_per_step(config);
+  const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
+  if (dealt > batch)
+    refuse(fmt::format("--ranks {}", ranks),
+           fmt::format("more ranks than {} in the batch ({} = {}): some would never have anything to do",
+                       samples, key, batch),
+           fmt::format("at most {} ranks", batch * sharing),
+           fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}", batch * sharing, key,
+                       dealt));
 }
 
 std::string configuration_markdown() {

@@ -1,6 +1,7 @@
 // Where a rank's memory goes and what it sends, measured, beside what the formulas foretell.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -82,5 +83,24 @@ std::string symbols(const DataParallelPlan& plan);
 // together along tp those of rank 0's part. Collective; the text is on rank 0.
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
+
+// What a rank sends for gradients and parameters in a step, of a layout whose parameters differ in the axes
+// along which they are summed and kept in shards: cut along tp, experts along ep, layers along pp.
+
+// Elements of this rank with the same axes. `whole`: of these, what stage 3 gathers once for forward and
+// backward together.
+struct SummedElements {
+  SyncAxes sync;
+  std::int64_t numel = 0, whole = 0;
+};
+
+// By the axes of each bucket, with the padding of the flat storage or without it; of stage 3 also what stays
+// whole as the layout says it.
+std::vector<SummedElements> summed_elements(DataParallel& layout, bool padded);
+
+// traffic_bytes() of each, with the shards and replicas that its axes make of the ranks of `grid`: `plan`
+// says everything else. `asked`: axes along which shards may lie (sharded_axes()).
+TrafficBytes traffic_bytes(const DataParallelPlan& plan, const std::vector<SummedElements>& elements,
+                           const Grid& grid, const AxisSet& asked);
 
 }  // namespace isograd

@@ -4,9 +4,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "isograd/pipeline_parallel.hpp"
 #include "isograd/trainer.hpp"
+#include "isograd/world.hpp"
 #include "train/task.hpp"
 #include "train/utilisation.hpp"
 
@@ -50,5 +54,11 @@ class Presenter {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// When the ranks of a pipeline computed what in the last step: writes a trace into the run's folder and
+// returns pictures. Writes the trace into the run's folder and returns the pictures, both at the end of a
+// run. Collective.
+std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
+                                          const std::filesystem::path& directory);
 
 }  // namespace isograd

@@ -11,7 +11,6 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
-#include "train/clip_config.hpp"
 #include "train/device.hpp"
 #include "train/task.hpp"
 

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -74,6 +75,7 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
                                    const ChartWords& words = {});
 
 std::string svg(const Chart& chart);
+std::string base64(std::string_view bytes);  // RFC 4648, with padding
 // Each point's median over so many neighbours before and after it; values that cannot be drawn stay and count
 // for nothing.
 std::vector<Point> running_median(const std::vector<Point>& points);

@@ -7,7 +7,7 @@
 #include "comm/relayed.hpp"
 #include "isograd/error.hpp"
 #include "train/build.hpp"
-#include "train/checkpoint_state.hpp"
+#include "train/checkpoint_files.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 

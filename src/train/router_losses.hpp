@@ -2,6 +2,7 @@
 // their load (docs/experts.md).
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "isograd/model.hpp"
 #include "isograd/trainer.hpp"
 #include "train/config.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 
@@ -57,5 +59,10 @@ class RouterLosses {
   at::Tensor choices_{};  // [layers, E] int64; undefined: not counted
   std::int64_t not_finite_ = -1;
 };
+
+// The losses of routers by plain code (router_plain.cpp), for the oracle: it uses nothing of RouterLosses or
+// BalanceLoss. Those that the configuration asks for, in the order in which RouterLosses adds them.
+std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const DecoderConfig& shape,
+                                          std::function<DecoderLM&(TaskModel&)> decoder);
 
 }  // namespace isograd

@@ -1,7 +1,7 @@
-#include "train/router_plain.hpp"
-
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
+
+#include "train/router_losses.hpp"
 
 namespace isograd {
 namespace {

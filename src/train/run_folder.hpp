@@ -51,7 +51,7 @@ class RunFolder {
 
 // In run.directory: what ranks did before an operation failed, a rank was lost (OperationsFile).
 inline constexpr const char* kLastOperations = "last_operations.txt";
-// When each rank computed what, where the layers lie in stages (stage_times.hpp).
+// When each rank computed what, where the layers lie in stages (show_stages() in presenter.cpp).
 inline constexpr const char* kStageTrace = "stages.json";
 
 // What an earlier run has left in run.directory and would lose to a new one; empty: nothing.

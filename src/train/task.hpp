@@ -208,12 +208,6 @@ std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 // Task::make_model_without_values() of the run, which reads no more data than that depends on, and no
 // weights: to be looked at, not to be run.
 std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
-std::shared_ptr<TaskModel> text_model_without_values(const RunConfig& config);
-
-// The kinds.
-std::unique_ptr<Task> make_text_task(const RunConfig& config, Group& group);
-std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group);
-std::unique_ptr<Task> make_scorer_task(const RunConfig& config, Group& group);
 
 // Where step `step` of a run (from 1) finds its data.
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);

@@ -1,28 +1,33 @@
 #include "isograd/trainer.hpp"
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+
 #include <chrono>
 #include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "comm/operations_file.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/step.hpp"
+#include "isograd/world.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/clip_config.hpp"
 #include "train/cut_batches.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
-#include "train/host_traffic.hpp"
 #include "train/memory.hpp"
-#include "train/norm_parts.hpp"
 #include "train/peers.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/run_folder.hpp"
-#include "train/stage_times.hpp"
 #include "train/stop.hpp"
 #include "train/task.hpp"
 #include "train/utilisation.hpp"
@@ -42,6 +47,59 @@ bool divides(std::int64_t every, std::int64_t step) {
 
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
   return step == total || divides(every, step);
+}
+
+// What a run sends between hosts, and what is said of its mesh where that is more than it need be.
+// Of ranks on one host: nothing, at no cost.
+class HostTraffic {
+ public:
+  HostTraffic(const World& world, const Grid& grid);
+  // Which ranks are on which host, then what had better be otherwise.
+  const std::vector<std::string>& said() const { return said_; }
+  void before_step();
+  // Of all ranks together, since before_step(); empty: there is one host. Collective.
+  std::optional<std::int64_t> across_in_step();
+  // "rank 0: 1.5 MB across, 6.0 within; rank 1: ...", of the last step. Collective; the text is on rank 0.
+  std::string by_rank();
+
+ private:
+  const World* world_;
+  bool several_;
+  std::vector<std::string> said_{};
+  HostBytes before_{}, last_{};
+};
+
+HostTraffic::HostTraffic(const World& world, const Grid& grid) : world_(&world) {
+  const Hosts hosts = hosts_of(world);
+  several_ = hosts.count() > 1;
+  if (!several_) return;
+  said_ = said_of_hosts(grid, hosts);
+  said_.insert(said_.begin(), hosts_text(grid, hosts));
+}
+
+void HostTraffic::before_step() {
+  if (several_) before_ = host_bytes(*world_);
+}
+
+std::optional<std::int64_t> HostTraffic::across_in_step() {
+  if (!several_) return std::nullopt;
+  const HostBytes now = host_bytes(*world_);  // before what follows
+  last_ = {.within = now.within - before_.within, .across = now.across - before_.across};
+  const at::Tensor sum = at::full({1}, last_.across, at::kLong);
+  Group(world_->group).all_reduce(sum);
+  return sum.item<std::int64_t>();
+}
+
+std::string HostTraffic::by_rank() {
+  if (!several_) return {};
+  const at::Tensor all = Group(world_->group).all_gather(at::tensor({last_.across, last_.within}, at::kLong));
+  std::string text;
+  for (int rank = 0; rank < world_->size; ++rank) {
+    const auto* bytes = all[rank].const_data_ptr<std::int64_t>();
+    text += fmt::format("{}rank {}: {} bytes across hosts, {} within", rank == 0 ? "" : "; ", rank, bytes[0],
+                        bytes[1]);
+  }
+  return text;
 }
 
 }  // namespace

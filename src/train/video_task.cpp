@@ -1,4 +1,6 @@
-// The diffusion transformer on videos.
+// The diffusion transformer on videos: its configuration keys, rules and task.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -6,20 +8,60 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/markup.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 #include "isograd/model.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
+#include "train/config_keys.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
+#include "train/task_kind.hpp"
 #include "train/video_model.hpp"
-#include "train/video_show.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
+namespace key_table {
+namespace {
+
+std::vector<ConfigKey> video_keys() {
+  return {
+      KEY("batch.videos_per_step", batch.videos_per_step, "videos", at_least(1, kManyTokens),
+          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the "
+          "last step of an epoch may be shorter. Each rank gets about the same Σ length²."),
+      KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
+          "Of videos: how many patches one forward and backward sees on one rank, at most; a "
+          "longer video is a micro-batch by itself. A speed and memory option: the gradient does "
+          "not depend on it."),
+
+      KEY("video.files", video.files, "", any(),
+          "Files, directories or globs of videos in any format that FFmpeg decodes."),
+      KEY("video.height", video.height, "pixels", at_least(1, 8192),
+          "Rows of pixels of a frame, at most: larger frames are scaled down, to whole patches."),
+      KEY("video.frames_per_second", video.frames_per_second, "", at_least(0, 1000),
+          "How many frames of a second are taken, at most. 0: every frame."),
+      KEY("video.max_frames", video.max_frames, "frames", at_least(0, kManyTokens),
+          "How many of a video's frames are taken, at most: its first. 0: all."),
+      KEY("video.patch_frames", video.patch_frames, "frames", at_least(1, 256),
+          "Of a patch, which is a token."),
+      KEY("video.patch_height", video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
+      KEY("video.patch_width", video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
+      KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
+          "Sines and cosines that tell the model the timestep; even."),
+      KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
+          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), "
+          "and has no gradient in the first step. Otherwise the projections that modulate begin "
+          "like all others."),
+  };
+}
+
+}  // namespace
+}  // namespace key_table
+
 namespace {
 
 using Store = std::shared_ptr<const VideoStore>;
@@ -123,6 +165,123 @@ Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
   std::sort(split.train.begin(), split.train.end());
   std::sort(split.validation.begin(), split.validation.end());
   return split;
+}
+
+// ---- what a run shows at its end ----
+
+constexpr std::size_t kShown = 4;             // videos whose frames are shown
+constexpr std::size_t kMeasured = 32;         // training videos whose losses are, at most
+constexpr std::int64_t kFrames = 6;           // of a video, side by side
+constexpr std::int64_t kGap = 2;              // pixels between them
+constexpr std::int64_t kDraws = 8;            // of time and noise that a video's loss is the mean of
+constexpr double kTimes[] = {0.3, 0.7, 0.9};  // of which the frames shown are noised; 0 is data, 1 is noise
+
+// Spread over 0 .. n - 1, both ends among them.
+std::vector<std::int64_t> spread(std::int64_t n, std::int64_t most) {
+  std::vector<std::int64_t> picked;
+  const std::int64_t parts = std::min(n, most);
+  for (std::int64_t i = 0; i < parts; ++i) picked.push_back(parts == 1 ? 0 : i * (n - 1) / (parts - 1));
+  return picked;
+}
+
+// Some frames of uint8 [F, H, W, 3] in one picture.
+std::string strip(const at::Tensor& frames, const std::string& alternative) {
+  std::vector<at::Tensor> columns;
+  for (const std::int64_t f : spread(frames.size(0), kFrames)) {
+    if (!columns.empty()) columns.push_back(at::full({frames.size(1), kGap, 3}, 255, at::kByte));
+    columns.push_back(frames[f]);
+  }
+  return fmt::format("<img alt=\"{}\" src=\"data:image/png;base64,{}\"/>", escape_html(alternative),
+                     base64(encode_png(at::cat(columns, 1).contiguous())));
+}
+
+std::string frames_html(VideoDiT& model, const VideoStore& store, const std::vector<std::int64_t>& videos,
+                        std::uint64_t seed) {
+  std::string html;
+  for (const std::int64_t i : spread(static_cast<std::int64_t>(videos.size()), kShown)) {
+    const std::int64_t video = videos[static_cast<std::size_t>(i)];
+    const VideoGrid grid = store.grid(video);
+    html += fmt::format("<h3>{}<span>{} patches, {} x {} x {}</span></h3><div class=\"frames\">",
+                        escape_html(store.name(video)), grid.count(), grid.t, grid.h, grid.w);
+    bool first = true;
+    for (const double time : kTimes) {
+      const PredictedVideo shown = predict_frames(model, store, video, time, seed);
+      const auto row = [&](const std::string& label, const at::Tensor& frames) {
+        html += fmt::format("<span>{}</span>{}", escape_html(label),
+                            strip(frames, label + " frames of " + store.name(video)));
+      };
+      if (first) row("original", shown.original);
+      row(fmt::format("noised, t = {:g}", time), shown.noised);
+      row("prediction", shown.predicted);
+      first = false;
+    }
+    html += "</div>";
+  }
+  return html;
+}
+
+struct VideoLoss {
+  std::int64_t video = 0;
+  bool held_out = false;
+  double loss = 0;
+};
+
+double mean_loss(VideoDiT& model, const VideoStore& store, std::int64_t video, std::uint64_t seed) {
+  double sum = 0;
+  for (std::int64_t draw = 0; draw < kDraws; ++draw)
+    sum +=
+        flow_matching_token_losses(model, store, video_batch(store, video, draw), seed).sum().item<double>();
+  return sum / static_cast<double>(kDraws * store.grid(video).count());
+}
+
+Chart losses_chart(const VideoStore& store, const std::vector<VideoLoss>& losses) {
+  Chart chart{.title = "Loss by length",
+              .x_label = "patches of the video",
+              .y_label = fmt::format("squared error, mean of {} draws", kDraws),
+              .series = {{.name = "held out", .points = {}}, {.name = "trained on", .points = {}}},
+              .lines = false};
+  for (const VideoLoss& of : losses)
+    chart.series[of.held_out ? 0 : 1].points.push_back(
+        {static_cast<double>(store.num_tokens(of.video)), of.loss});
+  std::erase_if(chart.series, [](const Series& series) { return series.points.empty(); });
+  return chart;
+}
+
+// Frames of some of `videos`, as they are, noised, and as the model estimates them from that in one step; the
+// loss of each of `held_out` and of some of `trained` by their lengths. On one rank, which has the whole
+// model.
+Showing show_videos(VideoDiT& model, const VideoStore& store, const std::vector<std::int64_t>& held_out,
+                    const std::vector<std::int64_t>& trained, std::uint64_t seed) {
+  Showing showing;
+  showing.pictures.push_back(
+      {.title = held_out.empty() ? "Frames" : "Frames of held-out videos",
+       .caption = "Each video as it is; noised to a time t, where 0 is the video and 1 is noise; and what "
+                  "the model takes the video to be when it sees that, in one step.",
+       .html = frames_html(model, store, held_out.empty() ? trained : held_out, seed)});
+  std::vector<VideoLoss> losses;
+  for (const std::int64_t video : held_out)
+    losses.push_back({video, true, mean_loss(model, store, video, seed)});
+  for (const std::int64_t i : spread(static_cast<std::int64_t>(trained.size()), kMeasured)) {
+    const std::int64_t video = trained[static_cast<std::size_t>(i)];
+    losses.push_back({video, false, mean_loss(model, store, video, seed)});
+  }
+  std::stable_sort(losses.begin(), losses.end(), [&](const VideoLoss& a, const VideoLoss& b) {
+    return store.num_tokens(a.video) < store.num_tokens(b.video);
+  });
+  showing.charts.push_back(losses_chart(store, losses));
+  ReportTable table{
+      .title = "Loss of each video",
+      .summary = fmt::format("the mean over a video's patches and {} draws of time and noise", kDraws),
+      .columns = {"video", "", "patches", "frames x rows x columns", "loss"},
+      .rows = {}};
+  for (const VideoLoss& of : losses) {
+    const VideoGrid grid = store.grid(of.video);
+    table.rows.push_back({store.name(of.video), of.held_out ? "held out" : "trained on",
+                          std::to_string(grid.count()), fmt::format("{} x {} x {}", grid.t, grid.h, grid.w),
+                          fmt::format("{:.4f}", of.loss)});
+  }
+  showing.tables.push_back(std::move(table));
+  return showing;
 }
 
 class VideoTask : public Task {
@@ -326,8 +485,6 @@ class VideoTask : public Task {
   Split split_;
 };
 
-}  // namespace
-
 std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
   if (config.video.files.empty())
     refuse("video.files", "nothing", "videos for model.kind = \"video\"",
@@ -345,6 +502,64 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
   Split split = split_videos(store->num_videos(), config.data.validation_fraction,
                              static_cast<std::uint64_t>(config.run.seed));
   return std::make_unique<VideoTask>(config, std::move(store), std::move(split));
+}
+
+// ---- rules ----
+
+constexpr const char* kNotOfVideos = "model.kind is \"video\", which learns from video.files";
+constexpr const char* kOnlyOfVideos = "model.kind is not \"video\"";
+
+// A video at a time, or all of a rank's at once.
+std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
+  std::vector<RunConfig> all{config};
+  std::int64_t& most_tokens = all.emplace_back(config).batch.tokens_per_micro_batch;
+  most_tokens = most_tokens > 1 ? 1 : kAllTokens;
+  return all;
+}
+
+void check_video_cut(const RunConfig& config, int) {
+  if (config.parallel.tp == 1) return;
+  const auto& fresh = config.model.shape;
+  const std::string& load = config.model.load;
+  const VideoDiTConfig shape = load.empty()
+                                   ? VideoDiTConfig{.heads = fresh.heads, .feed_forward = fresh.feed_forward}
+                                   : read_video_shape(load);
+  check_dealt(config, {.heads = shape.heads,
+                       .key_heads = shape.heads,
+                       .others = {{"features of the feed-forward network", shape.feed_forward}}});
+}
+
+}  // namespace
+
+const TaskKind& video_kind() {
+  static const TaskKind kind{
+      .name = "video",
+      .samples = "videos",
+      .tokens = "patches",
+      .smaller = "batch.tokens_per_micro_batch, video.height or video.max_frames",
+      .samples_per_step = [](const RunConfig& config) { return config.batch.videos_per_step; },
+      .keys = key_table::video_keys,
+      .unused = {{"model.",
+                  kNotOfVideos,
+                  {"model.kind", "model.load", "model.hidden", "model.layers", "model.heads",
+                   "model.head_dim", "model.feed_forward", "model.initializer_range"}},
+                 {"data.", kNotOfVideos, {"data.validation_fraction"}},
+                 {"batch.",
+                  kNotOfVideos,
+                  {"batch.videos_per_step", "batch.tokens_per_micro_batch", "batch.max_tokens_per_rank"}},
+                 {"ranking.", kNotOfVideos},
+                 {"sample.", kNotOfVideos},
+                 {"loss.fused", kNotOfVideos}},
+      .of_no_other = {{"video.", kOnlyOfVideos},
+                      {"batch.videos_per_step", kOnlyOfVideos},
+                      {"batch.tokens_per_micro_batch", kOnlyOfVideos}},
+      .check_ranks = check_video_cut,
+      .accumulations = video_accumulations,
+      .accumulation_text = [](const RunConfig& config) -> std::string {
+        return config.batch.tokens_per_micro_batch == 1 ? "a video to a micro-batch" : "one micro-batch";
+      },
+      .make = make_video_task};
+  return kind;
 }
 
 }  // namespace isograd

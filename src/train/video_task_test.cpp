@@ -8,7 +8,6 @@
 #include "train/resume.hpp"
 #include "train/task.hpp"
 #include "train/video_model.hpp"
-#include "train/video_show.hpp"
 #include "train/video_testing.hpp"
 
 namespace isograd {

@@ -12,7 +12,6 @@
 #include "isograd/group.hpp"
 #include "isograd/parameters.hpp"
 #include "train/build.hpp"
-#include "train/clip_config.hpp"
 #include "train/device.hpp"
 #include "train/peers.hpp"
 #include "train/rank_zero.hpp"

@@ -7,7 +7,7 @@
 
 #include "isograd/verify.hpp"
 #include "train/build.hpp"
-#include "train/traffic.hpp"
+#include "train/memory.hpp"
 
 namespace isograd {
 
