@@ -27,15 +27,6 @@ std::int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-}  // namespace
-
-bool fills_its_storage(const at::Tensor& parameter) {
-  return parameter.is_contiguous() && parameter.storage_offset() == 0 &&
-         parameter.storage().nbytes() == parameter.nbytes();
-}
-
-namespace {
-
 bool has_memory(const at::Tensor& tensor) {
   return !tensor.is_meta() && tensor.numel() > 0;
 }
@@ -83,6 +74,11 @@ Claimed& claimed() {
 }
 
 }  // namespace
+
+bool fills_its_storage(const at::Tensor& parameter) {
+  return parameter.is_contiguous() && parameter.storage_offset() == 0 &&
+         parameter.storage().nbytes() == parameter.nbytes();
+}
 
 Claim::Claim(const std::vector<NamedParameter>& parameters) {
   check_nothing_stays_behind(parameters);

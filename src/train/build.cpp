@@ -37,17 +37,6 @@ fs::path libtorch_headers() {
   return headers;
 }
 
-}  // namespace
-
-// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
-std::vector<std::string> default_corpus() {
-  const fs::path headers = libtorch_headers();
-  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
-          (headers / "torch/csrc/api/include/torch").string()};
-}
-
-namespace {
-
 // The tokenizer that ready-made shards name; null where it is not one of ours.
 std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
   if (name == "bytes") return byte_tokenizer();
@@ -82,7 +71,40 @@ std::vector<fs::path> split_paths(const std::string& text) {
   return paths;
 }
 
+std::string stripped(const std::string& text) {
+  const auto first = text.find_first_not_of(" \t"), last = text.find_last_not_of(" \t");
+  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
+}
+
+bool is_number(const std::string& text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                                      [](unsigned char letter) { return std::isdigit(letter) != 0; });
+}
+
+std::string layer_of(const std::string& name) {
+  for (std::size_t begin = 0; begin < name.size();) {
+    const std::size_t end = std::min(name.find('.', begin), name.size());
+    if (is_number(name.substr(begin, end - begin))) return name.substr(0, end);
+    begin = end + 1;
+  }
+  const std::size_t last = name.rfind('.');
+  return last == std::string::npos ? name : name.substr(0, last);
+}
+
+std::string part_of(const std::string& by, const std::string& name) {
+  if (by == "layers") return layer_of(name);
+  if (by == "groups") return name.find(".experts.") == std::string::npos ? "dense" : "experts";
+  return name;
+}
+
 }  // namespace
+
+// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
+std::vector<std::string> default_corpus() {
+  const fs::path headers = libtorch_headers();
+  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
+          (headers / "torch/csrc/api/include/torch").string()};
+}
 
 Corpus open_corpus(const RunConfig& config, Group& group) {
   Corpus corpus;
@@ -319,15 +341,6 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
   return entropy;
 }
 
-namespace {
-
-std::string stripped(const std::string& text) {
-  const auto first = text.find_first_not_of(" \t"), last = text.find_last_not_of(" \t");
-  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
-}
-
-}  // namespace
-
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where) {
   std::vector<ClipGroup> groups;
   for (const std::string& text : config.train.clip_groups) {
@@ -378,31 +391,6 @@ void check_clip_groups(const RunConfig& config,
                       "patterns of names such as model.layers.0.mlp.up_proj.weight",
                       "Change it or leave it out; isograd layout lists the names");
 }
-
-namespace {
-
-bool is_number(const std::string& text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(),
-                                      [](unsigned char letter) { return std::isdigit(letter) != 0; });
-}
-
-std::string layer_of(const std::string& name) {
-  for (std::size_t begin = 0; begin < name.size();) {
-    const std::size_t end = std::min(name.find('.', begin), name.size());
-    if (is_number(name.substr(begin, end - begin))) return name.substr(0, end);
-    begin = end + 1;
-  }
-  const std::size_t last = name.rfind('.');
-  return last == std::string::npos ? name : name.substr(0, last);
-}
-
-std::string part_of(const std::string& by, const std::string& name) {
-  if (by == "layers") return layer_of(name);
-  if (by == "groups") return name.find(".experts.") == std::string::npos ? "dense" : "experts";
-  return name;
-}
-
-}  // namespace
 
 NormParts norm_parts_of(const RunConfig& config,
                         const std::vector<std::pair<std::string, at::Tensor>>& named) {

@@ -121,6 +121,123 @@ void clear_leftovers(const fs::path& root) {
   refuse((directory / file).string(), found, expected, action);
 }
 
+// All listed files but those of `unread`, which may be missing too.
+void compare_with_listing(const fs::path& directory, const std::set<std::string>& unread) {
+  const auto [listing, problem] = parse_json(read_file(directory / kListing));
+  const auto damaged_listing = [&] {
+    throw_damaged(directory, kListing, "a listing that does not match its own checksum",
+                  "format 1, unchanged");
+  };
+  if (!problem.empty()) throw_damaged(directory, kListing, problem, "format 1, unchanged");
+  if (listing.value("format", nlohmann::json()) != 1 || !listing.contains("files") ||
+      !listing["files"].is_object())
+    damaged_listing();
+  const auto& listed = listing["files"];
+  const std::string text = listed.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  if (listing.value("xxh3_of_files", nlohmann::json()) != checksum(text.data(), text.size()))
+    damaged_listing();
+
+  for (const auto& [name, facts] : listed.items()) {
+    const fs::path file = directory / name;
+    if (name.find('/') != std::string::npos || !facts.is_object() || !facts.contains("bytes") ||
+        !facts.contains("xxh3"))
+      damaged_listing();
+    if (unread.contains(name)) continue;
+    if (!fs::is_regular_file(file)) throw_damaged(directory, name, "no such file", "the file that was saved");
+    if (fs::file_size(file) != facts["bytes"])
+      throw_damaged(directory, name, fmt::format("{} bytes", fs::file_size(file)),
+                    facts["bytes"].dump() + " bytes");
+    if (const std::string found = checksum_file(file); facts["xxh3"] != found)
+      throw_damaged(directory, name, "checksum " + found, "checksum " + facts["xxh3"].dump());
+  }
+  // A file that slipped in could be read in place of a listed one (a sharded index beside model.safetensors).
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    const std::string kind = entry.path().extension().string();
+    if (name != kListing && !listed.contains(name) && (kind == ".json" || kind == ".safetensors"))
+      refuse(entry.path().string(), "a file that was not saved with the checkpoint",
+             "only the files of checksums.json", "Move it elsewhere");
+  }
+}
+
+constexpr int kFormat = 1;
+
+// Visits every field with its key, for writing and reading alike. Counts are checked to be 0 or more.
+template <class State, class Visit>
+void state_fields(State& state, Visit visit) {
+  visit("step", state.step);
+  visit("updates", state.updates);
+  visit("skipped", state.skipped);
+  visit("epoch", state.position.epoch);
+  visit("step_of_epoch", state.position.step);
+  visit("seed", state.seed);
+  visit("pack_length", state.pack_length);
+  visit("packs_per_step", state.packs_per_step);
+  visit("shuffle_packs", state.shuffle_packs);
+  visit("validation_fraction", state.validation_fraction);
+  visit("documents", state.documents);
+  visit("tokens", state.tokens);
+  visit("optimizer", state.optimizer);
+  visit("dtype", state.dtype);
+  visit("tokenizer", state.tokenizer);
+  visit("config", state.config);
+  visit("bucket_order", state.bucket_order);
+  visit("order", state.order);
+  visit("missed_updates", state.missed_updates);
+}
+
+struct Reader {
+  const nlohmann::json& json;
+  const std::string& file;
+
+  [[noreturn]] void bad(const char* key, const std::string& found, const std::string& expected) const {
+    refuse(file + ": " + key, found, expected, "Restore the file or resume from another checkpoint");
+  }
+  const nlohmann::json& at(const char* key) const {
+    if (!json.contains(key)) bad(key, "no such key", "a value");
+    return json[key];
+  }
+  void operator()(const char* key, std::int64_t& value) const {
+    const auto& item = at(key);
+    const bool any_sign = std::string_view(key) == "seed";
+    if (!item.is_number_integer() || (!any_sign && item.get<std::int64_t>() < 0))
+      bad(key, item.dump(), any_sign ? "an integer" : "an integer, 0 or more");
+    value = item.get<std::int64_t>();
+  }
+  void operator()(const char* key, double& value) const {
+    if (!at(key).is_number()) bad(key, at(key).dump(), "a number");
+    value = at(key).get<double>();
+  }
+  void operator()(const char* key, std::vector<std::string>& value) const {
+    if (!json.contains(key)) return;
+    const auto& list = json[key];
+    const auto is_text = [](const auto& item) { return item.is_string(); };
+    if (!list.is_array() || !std::all_of(list.begin(), list.end(), is_text))
+      bad(key, list.dump(), "a list of texts");
+    value = list.get<std::vector<std::string>>();
+  }
+  void operator()(const char* key, std::map<std::string, std::string>& value) const {
+    if (!json.contains(key)) return;
+    const auto& table = json[key];
+    const auto is_text = [](const auto& item) { return item.is_string(); };
+    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_text))
+      bad(key, table.dump(), "a table of texts");
+    value = table.get<std::map<std::string, std::string>>();
+  }
+  void operator()(const char* key, std::map<std::string, std::int64_t>& value) const {
+    if (!json.contains(key)) return;
+    const auto& table = json[key];
+    const auto is_count = [](const auto& item) { return item.is_number_unsigned(); };
+    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_count))
+      bad(key, table.dump(), "a table of integers, 0 or more");
+    value = table.get<std::map<std::string, std::int64_t>>();
+  }
+  void operator()(const char* key, std::string& value) const {
+    if (!at(key).is_string()) bad(key, at(key).dump(), "a text");
+    value = at(key).get<std::string>();
+  }
+};
+
 }  // namespace
 
 std::optional<std::int64_t> checkpoint_step(const fs::path& directory) {
@@ -227,49 +344,6 @@ void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t kee
   });
 }
 
-namespace {
-
-// All listed files but those of `unread`, which may be missing too.
-void compare_with_listing(const fs::path& directory, const std::set<std::string>& unread) {
-  const auto [listing, problem] = parse_json(read_file(directory / kListing));
-  const auto damaged_listing = [&] {
-    throw_damaged(directory, kListing, "a listing that does not match its own checksum",
-                  "format 1, unchanged");
-  };
-  if (!problem.empty()) throw_damaged(directory, kListing, problem, "format 1, unchanged");
-  if (listing.value("format", nlohmann::json()) != 1 || !listing.contains("files") ||
-      !listing["files"].is_object())
-    damaged_listing();
-  const auto& listed = listing["files"];
-  const std::string text = listed.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  if (listing.value("xxh3_of_files", nlohmann::json()) != checksum(text.data(), text.size()))
-    damaged_listing();
-
-  for (const auto& [name, facts] : listed.items()) {
-    const fs::path file = directory / name;
-    if (name.find('/') != std::string::npos || !facts.is_object() || !facts.contains("bytes") ||
-        !facts.contains("xxh3"))
-      damaged_listing();
-    if (unread.contains(name)) continue;
-    if (!fs::is_regular_file(file)) throw_damaged(directory, name, "no such file", "the file that was saved");
-    if (fs::file_size(file) != facts["bytes"])
-      throw_damaged(directory, name, fmt::format("{} bytes", fs::file_size(file)),
-                    facts["bytes"].dump() + " bytes");
-    if (const std::string found = checksum_file(file); facts["xxh3"] != found)
-      throw_damaged(directory, name, "checksum " + found, "checksum " + facts["xxh3"].dump());
-  }
-  // A file that slipped in could be read in place of a listed one (a sharded index beside model.safetensors).
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    const std::string name = entry.path().filename().string();
-    const std::string kind = entry.path().extension().string();
-    if (name != kListing && !listed.contains(name) && (kind == ".json" || kind == ".safetensors"))
-      refuse(entry.path().string(), "a file that was not saved with the checkpoint",
-             "only the files of checksums.json", "Move it elsewhere");
-  }
-}
-
-}  // namespace
-
 void verify_checksums(const fs::path& directory) {
   files(directory.string(), [&] { compare_with_listing(directory, {}); });
 }
@@ -279,88 +353,6 @@ void verify_model_files(const fs::path& directory) {
     if (is_complete(directory)) compare_with_listing(directory, {"optimizer.safetensors", "state.json"});
   });
 }
-
-namespace {
-
-constexpr int kFormat = 1;
-
-// Visits every field with its key, for writing and reading alike. Counts are checked to be 0 or more.
-template <class State, class Visit>
-void state_fields(State& state, Visit visit) {
-  visit("step", state.step);
-  visit("updates", state.updates);
-  visit("skipped", state.skipped);
-  visit("epoch", state.position.epoch);
-  visit("step_of_epoch", state.position.step);
-  visit("seed", state.seed);
-  visit("pack_length", state.pack_length);
-  visit("packs_per_step", state.packs_per_step);
-  visit("shuffle_packs", state.shuffle_packs);
-  visit("validation_fraction", state.validation_fraction);
-  visit("documents", state.documents);
-  visit("tokens", state.tokens);
-  visit("optimizer", state.optimizer);
-  visit("dtype", state.dtype);
-  visit("tokenizer", state.tokenizer);
-  visit("config", state.config);
-  visit("bucket_order", state.bucket_order);
-  visit("order", state.order);
-  visit("missed_updates", state.missed_updates);
-}
-
-struct Reader {
-  const nlohmann::json& json;
-  const std::string& file;
-
-  [[noreturn]] void bad(const char* key, const std::string& found, const std::string& expected) const {
-    refuse(file + ": " + key, found, expected, "Restore the file or resume from another checkpoint");
-  }
-  const nlohmann::json& at(const char* key) const {
-    if (!json.contains(key)) bad(key, "no such key", "a value");
-    return json[key];
-  }
-  void operator()(const char* key, std::int64_t& value) const {
-    const auto& item = at(key);
-    const bool any_sign = std::string_view(key) == "seed";
-    if (!item.is_number_integer() || (!any_sign && item.get<std::int64_t>() < 0))
-      bad(key, item.dump(), any_sign ? "an integer" : "an integer, 0 or more");
-    value = item.get<std::int64_t>();
-  }
-  void operator()(const char* key, double& value) const {
-    if (!at(key).is_number()) bad(key, at(key).dump(), "a number");
-    value = at(key).get<double>();
-  }
-  void operator()(const char* key, std::vector<std::string>& value) const {
-    if (!json.contains(key)) return;
-    const auto& list = json[key];
-    const auto is_text = [](const auto& item) { return item.is_string(); };
-    if (!list.is_array() || !std::all_of(list.begin(), list.end(), is_text))
-      bad(key, list.dump(), "a list of texts");
-    value = list.get<std::vector<std::string>>();
-  }
-  void operator()(const char* key, std::map<std::string, std::string>& value) const {
-    if (!json.contains(key)) return;
-    const auto& table = json[key];
-    const auto is_text = [](const auto& item) { return item.is_string(); };
-    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_text))
-      bad(key, table.dump(), "a table of texts");
-    value = table.get<std::map<std::string, std::string>>();
-  }
-  void operator()(const char* key, std::map<std::string, std::int64_t>& value) const {
-    if (!json.contains(key)) return;
-    const auto& table = json[key];
-    const auto is_count = [](const auto& item) { return item.is_number_unsigned(); };
-    if (!table.is_object() || !std::all_of(table.begin(), table.end(), is_count))
-      bad(key, table.dump(), "a table of integers, 0 or more");
-    value = table.get<std::map<std::string, std::int64_t>>();
-  }
-  void operator()(const char* key, std::string& value) const {
-    if (!at(key).is_string()) bad(key, at(key).dump(), "a text");
-    value = at(key).get<std::string>();
-  }
-};
-
-}  // namespace
 
 std::string to_json(const TrainingState& state) {
   nlohmann::ordered_json json{{"format", kFormat}};

@@ -43,6 +43,36 @@ Grid data_grid_of(const RunConfig& config, int ranks) {
   return data_grid(ranks, sizes);
 }
 
+void check_stages(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  if (parallel.pp == 1) return;
+  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
+    isograd::refuse(std::move(where), std::move(found), std::move(expected), std::move(action));
+  };
+  const DecoderConfig shape = configured_shape(config);
+  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
+    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
+           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
+  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
+    refuse("parallel.schedule",
+           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
+                       parallel.schedule),
+           "a schedule of whole backwards, or a strategy that keeps parameters whole",
+           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
+      config.loss.balance_over == "model")
+    refuse("loss.balance_scope",
+           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
+           "different micro-batches at a time",
+           "step, or a balance loss of each layer",
+           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
+}
+
+TensorParallelOptions tensor_options(const RunConfig& config) {
+  return {.sequence_parallel = config.parallel.sequence_parallel,
+          .overlap = tensor_overlap_named(config.parallel.tensor_overlap)};
+}
+
 }  // namespace
 
 int stage_of(const std::string& strategy) {
@@ -135,35 +165,6 @@ void check_experts_dealt(const RunConfig& config) {
            "Lower parallel.ep; more ranks fit along the other axes");
 }
 
-namespace {
-
-void check_stages(const RunConfig& config) {
-  const auto& parallel = config.parallel;
-  if (parallel.pp == 1) return;
-  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
-    isograd::refuse(std::move(where), std::move(found), std::move(expected), std::move(action));
-  };
-  const DecoderConfig shape = configured_shape(config);
-  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
-    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
-           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
-  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
-    refuse("parallel.schedule",
-           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
-                       parallel.schedule),
-           "a schedule of whole backwards, or a strategy that keeps parameters whole",
-           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
-  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
-      config.loss.balance_over == "model")
-    refuse("loss.balance_scope",
-           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
-           "different micro-batches at a time",
-           "step, or a balance loss of each layer",
-           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
-}
-
-}  // namespace
-
 void check_decoder_cut(const RunConfig& config) {
   check_stages(config);
   if (config.parallel.tp == 1) return;
@@ -180,15 +181,6 @@ void check_decoder_cut(const RunConfig& config) {
     dealt.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
   check_dealt(config, dealt);
 }
-
-namespace {
-
-TensorParallelOptions tensor_options(const RunConfig& config) {
-  return {.sequence_parallel = config.parallel.sequence_parallel,
-          .overlap = tensor_overlap_named(config.parallel.tensor_overlap)};
-}
-
-}  // namespace
 
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {
   const auto& parallel = config.parallel;

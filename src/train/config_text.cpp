@@ -85,43 +85,6 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   return rules;
 }
 
-}  // namespace
-
-std::string toml_text(const ConfigValue& value) {
-  if (auto flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
-  if (auto integer = std::get_if<std::int64_t>(&value)) return std::to_string(*integer);
-  if (auto text = std::get_if<std::string>(&value)) return quoted(*text);
-  if (auto texts = std::get_if<std::vector<std::string>>(&value)) {
-    std::string list;
-    for (const auto& text : *texts) list += (list.empty() ? "" : ", ") + quoted(text);
-    return "[" + list + "]";
-  }
-  const double number = std::get<double>(value);
-  const std::string text = fmt::format("{}", number);  // the shortest that reads back to the same bits
-  const bool integral = std::isfinite(number) && text.find_first_of(".e") == std::string::npos;
-  return integral ? text + ".0" : text;
-}
-
-std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates) {
-  std::optional<std::string> best;
-  std::size_t least = near_enough(text) + 1;
-  for (const auto& candidate : candidates) {
-    // The right key in the wrong section is near; what differs more in length than in `least` edits is not.
-    const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
-    const std::size_t longer = std::max(candidate.size(), text.size()),
-                      shorter = candidate.size() + text.size() - longer;
-    if (!same_key && longer - shorter >= least) continue;
-    const std::size_t distance = same_key ? candidate != text : edit_distance(candidate, text);
-    if (distance < least) {
-      least = distance;
-      best = candidate;
-    }
-  }
-  return best;
-}
-
-namespace {
-
 // What [loss] declares must be one loss. A contradiction is explained by both of its readings.
 void check_loss(const RunConfig& config, const std::string& where) {
   const auto& loss = config.loss;
@@ -180,7 +143,63 @@ void check_loss(const RunConfig& config, const std::string& where) {
            one);
 }
 
+// "organisation/name" of a text that names a repository on the Hugging Face Hub and no folder here: by its
+// form, or by its address.
+std::optional<std::string> hub_id(const std::string& text) {
+  std::string_view id = text;
+  bool address = false;
+  for (const std::string_view begin : {"https://huggingface.co/", "https://hf.co/", "hf://"})
+    if (id.starts_with(begin)) id.remove_prefix(begin.size()), address = true;
+  while (!id.empty() && id.back() == '/') id.remove_suffix(1);
+  const auto slash = id.find('/');
+  const auto names = [](std::string_view part) {
+    const auto may_be_in = [](char c) {
+      return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+    };
+    return !part.empty() && part.front() != '.' && std::all_of(part.begin(), part.end(), may_be_in);
+  };
+  if (slash == std::string_view::npos || !names(id.substr(0, slash)) || !names(id.substr(slash + 1)))
+    return std::nullopt;
+  std::error_code error;
+  if (!address && fs::exists(fs::path(id.substr(0, slash)), error))
+    return std::nullopt;  // a path that is wrong
+  return std::string(id);
+}
+
 }  // namespace
+
+std::string toml_text(const ConfigValue& value) {
+  if (auto flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (auto integer = std::get_if<std::int64_t>(&value)) return std::to_string(*integer);
+  if (auto text = std::get_if<std::string>(&value)) return quoted(*text);
+  if (auto texts = std::get_if<std::vector<std::string>>(&value)) {
+    std::string list;
+    for (const auto& text : *texts) list += (list.empty() ? "" : ", ") + quoted(text);
+    return "[" + list + "]";
+  }
+  const double number = std::get<double>(value);
+  const std::string text = fmt::format("{}", number);  // the shortest that reads back to the same bits
+  const bool integral = std::isfinite(number) && text.find_first_of(".e") == std::string::npos;
+  return integral ? text + ".0" : text;
+}
+
+std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates) {
+  std::optional<std::string> best;
+  std::size_t least = near_enough(text) + 1;
+  for (const auto& candidate : candidates) {
+    // The right key in the wrong section is near; what differs more in length than in `least` edits is not.
+    const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
+    const std::size_t longer = std::max(candidate.size(), text.size()),
+                      shorter = candidate.size() + text.size() - longer;
+    if (!same_key && longer - shorter >= least) continue;
+    const std::size_t distance = same_key ? candidate != text : edit_distance(candidate, text);
+    if (distance < least) {
+      least = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
 
 bool normalises_by_replica(const RunConfig& config) {
   const auto& axes = config.loss.normalise_over;
@@ -219,33 +238,6 @@ void check_together(const RunConfig& config, const std::string& where) {
     }
   }
 }
-
-namespace {
-
-// "organisation/name" of a text that names a repository on the Hugging Face Hub and no folder here: by its
-// form, or by its address.
-std::optional<std::string> hub_id(const std::string& text) {
-  std::string_view id = text;
-  bool address = false;
-  for (const std::string_view begin : {"https://huggingface.co/", "https://hf.co/", "hf://"})
-    if (id.starts_with(begin)) id.remove_prefix(begin.size()), address = true;
-  while (!id.empty() && id.back() == '/') id.remove_suffix(1);
-  const auto slash = id.find('/');
-  const auto names = [](std::string_view part) {
-    const auto may_be_in = [](char c) {
-      return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
-    };
-    return !part.empty() && part.front() != '.' && std::all_of(part.begin(), part.end(), may_be_in);
-  };
-  if (slash == std::string_view::npos || !names(id.substr(0, slash)) || !names(id.substr(slash + 1)))
-    return std::nullopt;
-  std::error_code error;
-  if (!address && fs::exists(fs::path(id.substr(0, slash)), error))
-    return std::nullopt;  // a path that is wrong
-  return std::string(id);
-}
-
-}  // namespace
 
 void require_model_folder(const std::string& text, const std::string& where) {
   std::error_code error;

@@ -45,6 +45,19 @@ TextLimit text_limit(const DecoderConfig& model) {
   return {model.max_positions, "the model's positions"};
 }
 
+// Bytes that two decodings, of some tokens and of more, have in common: whole characters, and no U+FFFD at
+// the end, which stands for a character of which tokens are still to come.
+std::size_t settled(std::string_view before, std::string_view now) {
+  constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
+  auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());
+  const auto inside = [&](std::size_t at) {
+    return at < now.size() && (static_cast<unsigned char>(now[at]) & 0xC0) == 0x80;
+  };
+  while (size > 0 && inside(size)) --size;
+  while (now.substr(0, size).ends_with(kReplacement)) size -= kReplacement.size();
+  return size;
+}
+
 }  // namespace
 
 void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
@@ -76,23 +89,6 @@ std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::s
                                   std::max<std::int64_t>(room, 0), wanted, limit.tokens, limit.name, taken));
   return notices;
 }
-
-namespace {
-
-// Bytes that two decodings, of some tokens and of more, have in common: whole characters, and no U+FFFD at
-// the end, which stands for a character of which tokens are still to come.
-std::size_t settled(std::string_view before, std::string_view now) {
-  constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
-  auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());
-  const auto inside = [&](std::size_t at) {
-    return at < now.size() && (static_cast<unsigned char>(now[at]) & 0xC0) == 0x80;
-  };
-  while (size > 0 && inside(size)) --size;
-  while (now.substr(0, size).ends_with(kReplacement)) size -= kReplacement.size();
-  return size;
-}
-
-}  // namespace
 
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
                         SampleOptions options, const std::function<void(std::string_view)>& on_text) {
