@@ -37,6 +37,13 @@ fs::path libtorch_headers() {
   return headers;
 }
 
+// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
+std::vector<std::string> default_corpus() {
+  const fs::path headers = libtorch_headers();
+  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
+          (headers / "torch/csrc/api/include/torch").string()};
+}
+
 // The tokenizer that ready-made shards name; null where it is not one of ours.
 std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
   if (name == "bytes") return byte_tokenizer();
@@ -98,13 +105,6 @@ std::string part_of(const std::string& by, const std::string& name) {
 }
 
 }  // namespace
-
-// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
-std::vector<std::string> default_corpus() {
-  const fs::path headers = libtorch_headers();
-  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
-          (headers / "torch/csrc/api/include/torch").string()};
-}
 
 Corpus open_corpus(const RunConfig& config, Group& group) {
   Corpus corpus;

@@ -35,9 +35,6 @@ struct Corpus {
   std::vector<std::string> sources;  // patterns or shards it came from
 };
 
-// The headers of the LibTorch this process runs on, as patterns for pack_corpus; nothing is downloaded.
-std::vector<std::string> default_corpus();
-
 // Collective. Text is packed into data.cache by rank 0 unless that was done before for the same files; shards
 // are opened as they are. ConfigError on every rank when rank 0 finds the corpus unusable.
 Corpus open_corpus(const RunConfig& config, Group& group);
