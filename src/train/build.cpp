@@ -24,7 +24,7 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-// include/ beside the lib/ folder of the shared object that this process took c10 from.
+// Folder include/ next to the lib/ folder of the shared object that contains c10.
 fs::path libtorch_headers() {
   Dl_info info{};
   fs::path library;
@@ -37,7 +37,7 @@ fs::path libtorch_headers() {
   return headers;
 }
 
-// Written by hand, not generated: ATen/*.h itself is mostly one declaration repeated thousands of times.
+// These headers are written by hand. ATen/*.h itself is mostly one declaration repeated thousands of times.
 std::vector<std::string> default_corpus() {
   const fs::path headers = libtorch_headers();
   return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
@@ -67,7 +67,7 @@ fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& p
   return fs::path(config.data.cache) / checksum(key.data(), key.size());
 }
 
-// Each ends in a zero, the one byte that no path holds.
+// Each path ends in a zero, which no path contains.
 std::vector<fs::path> split_paths(const std::string& text) {
   std::vector<fs::path> paths;
   for (std::size_t begin = 0; begin < text.size();) {
@@ -226,7 +226,7 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
       return terms;
     }
     const at::Tensor& weight = model.output_weight();
-    // By the whole vocabulary, so that ranks with unequal parts of it choose alike.
+    // The whole vocabulary decides, so that ranks with unequal parts of it choose alike.
     const bool fused =
         fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
     terms.insert(
@@ -323,7 +323,7 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
     const auto index = static_cast<std::int64_t>(i);
     if (index % every != 0 || index / every % group.size() != group.rank()) continue;
     const std::int64_t length = corpus.tokens->document_length(documents[i]);
-    // From 1: the first token of a document is nobody's target.
+    // The loop starts at 1: the first token of a document is no target.
     for (std::int64_t begin = 1; begin < length; begin += static_cast<std::int64_t>(piece.size())) {
       piece.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, length - begin)));
       corpus.tokens->read(documents[i], begin, piece);

@@ -1,6 +1,6 @@
-// What a configuration describes, built: corpus, units, layout, optimizer, mean. Used by the trainer, by
-// verify and by anything that wants the same run without training it. Models and loaders are the task's
-// (task.hpp).
+// Builds what a configuration describes: corpus, units, layout, optimizer, mean. The trainer and verify use
+// it, and anything else that wants the same run without training it. A task makes its own models and
+// loaders (task.hpp).
 #pragma once
 
 #include <filesystem>
@@ -47,9 +47,9 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config);
 // `forward` computed inside `unit`.
 ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward);
 
-// -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy"; fused with
-// the output projection where fuses_loss() says so.
-// `routers`: what a model with experts adds; null: nothing.
+// Computes -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy". It
+// is fused with the output projection where fuses_loss() says so. `routers` adds the terms of a model with
+// experts; null: none.
 ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
                               std::shared_ptr<RouterLosses> routers = nullptr);
 
@@ -63,7 +63,7 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
-// What a layout depends on of the ranks that it is made on.
+// A layout depends on these properties of the ranks that it is made on.
 struct RanksOfRun {
   int size = 1;
   bool host_memory = true;  // Group::has_host_memory()
@@ -72,55 +72,55 @@ struct RanksOfRun {
   RanksOfRun(const Group& group) : RanksOfRun(group.size(), group.has_host_memory()) {}  // NOLINT
 };
 
-// Those that this rank holds: all but of other stages.
+// Parameters that this rank holds: all except those of other pipeline stages.
 NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
                              const Grid& grid, int rank);
 
-// A strategy by its name: the one place where a name becomes a layout. `options` are those of the strategies
-// that keep whole parameters, but for their stage; `sharded` those of zero3, which needs units. `placements`:
-// of parameters that are not merely copied. Collective.
+// Makes a layout from a strategy's name; nothing else interprets these names. `options` applies to
+// strategies that keep whole parameters (its stage is ignored); `sharded` applies to zero3, which needs
+// units. `placements` lists the parameters that are sharded over model-parallel ranks. Collective.
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options,
                                             const FullyShardOptions& sharded = {},
                                             const Layout::Named& placements = {});
-// The buckets that it would make on `rank`. Pure.
+// The buckets that make_strategy() would make on `rank`. Pure.
 std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
                                          const ModelUnits* units, const Grid& grid, int rank,
                                          DataParallelOptions options, const FullyShardOptions& sharded = {},
                                          const Layout::Named& placements = {});
 
-// parallel.strategy with the configured options, on a mesh of grid_of(). `placed`: of a model that ranks hold
-// together (TaskModel::cut()); null: copies on every rank. `bucket_order`: of the run that this one continues
-// (DataParallelOptions::order). `device`: where parameters without values come to be; others stay where they
-// are. Collective.
+// Makes parallel.strategy with the configured options, on a mesh of grid_of(). `placed`: placements of a
+// model-parallel model (TaskModel::cut()); null: every rank has a copy. `bucket_order`: the order of the
+// run that this one continues (DataParallelOptions::order). `device`: parameters without values are created
+// there; others are not moved. Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
                                           const ModelUnits& units, const Mesh& mesh,
                                           const Layout* placed = nullptr,
                                           const std::vector<std::string>& bucket_order = {},
                                           at::Device device = at::kCPU);
-// Gives parameters that have none their values, or the rank's part of them, one at a time.
+// Gives values, one parameter at a time, to parameters that have none. A rank gets its part of them.
 void give_values(const NamedTensors& parameters, const FillValues& fill, const Layout* placed,
                  at::Device device);
-// The buckets that it will make on `rank`, without weights or other ranks: of parameters of the rank's local
-// shapes. Pure.
+// The buckets that make_layout() will make on `rank`, computed without weights and without other ranks.
+// `parameters` have the rank's local shapes. Pure.
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
                                        const ModelUnits& units, const RanksOfRun& ranks, int rank,
                                        const Layout::Named& placements = {});
-// For people: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
+// Human-readable: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
-// The plan of that layout for `numel` trained elements, whose formulas tell what a rank keeps and sends.
+// The plan of that layout for `numel` trained elements. Its formulas give the bytes that a rank keeps and
+// sends.
 DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks);
-// The same of a layout that was made, for steps of so many `rounds` of micro-batches; 0: as many as
-// configured.
+// As make_plan(), for an existing layout. `rounds`: micro-batches per step (0: configured).
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
                          const RanksOfRun& ranks);
 PipelineOptions pipeline_options(const RunConfig& config);
 // `look_ahead` and `tally`: TaskModel's.
 StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally = {});
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
-// The same, clipping groups of parameters where the run has some: then null is none. Over all ranks, with
-// what it has done to them.
+// As make_optimizer(), wrapped so that it clips groups of parameters where the run configures some. Norms
+// are taken over `all` ranks. `clips` reports what the last update did; null: no groups.
 struct ClippingOptimizer {
   std::unique_ptr<Optimizer> optimizer;
   const ClipsGroups* clips = nullptr;  // `optimizer` itself
@@ -133,18 +133,18 @@ Schedule make_schedule(const RunConfig& config);
 // every k-th document.
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 1 << 28);
 
-// train.clip_groups: which parameters are clipped apart, and by which limits.
-// ConfigError at `where`: a text that is not "PATTERN: LIMIT", a limit that is not above 0, a pattern twice.
+// train.clip_groups: parameters that have a limit of their own. ConfigError at `where`: a text that is not
+// "PATTERN: LIMIT", a limit that is not above 0, a repeated pattern.
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where);
 
-// ConfigError: a group that fits no trained parameter of `named`, a parameter that two groups fit.
+// ConfigError: a group that matches no trained parameter of `named`, a parameter that two groups match.
 void check_clip_groups(const RunConfig& config, const std::vector<std::pair<std::string, at::Tensor>>& named);
 
-// train.part_norms: whose norms a step logs beside that of the whole gradient.
-// `named`: the whole model's parameters, of which the trained ones count, in their order. "off": no parts.
-// "groups": "experts" (names with ".experts." in them) and "dense", as far as there are any. "layers": a
-// name's text up to its first number, that included ("model.layers.3"), else its module ("model.norm").
-// "parameters": each by itself.
+// train.part_norms: norms that a step logs in addition to the norm of the whole gradient. `named`: the
+// whole model's parameters, in order; frozen ones are ignored. "off": no parts. "groups": "experts" (names
+// that contain ".experts.") and "dense", where there are any. "layers": a name up to and including its
+// first number ("model.layers.3"), otherwise its module ("model.norm"). "parameters": one part per
+// parameter.
 NormParts norm_parts_of(const RunConfig& config,
                         const std::vector<std::pair<std::string, at::Tensor>>& named);
 

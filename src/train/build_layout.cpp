@@ -1,5 +1,4 @@
-// A configuration's layout: the strategy that it names with the configured options, made on ranks or
-// foretold.
+// Makes or plans a configuration's layout: the named strategy with the configured options.
 #include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -19,10 +18,10 @@
 namespace isograd {
 namespace {
 
-// A strategy by its name: the one place where a name becomes options.
+// A strategy by its name. Only chosen() interprets names.
 struct Chosen {
   bool naive = false;
-  DataParallelOptions options{};  // but for stage 3
+  DataParallelOptions options{};  // for all stages except 3
 };
 
 // ConfigError: no such strategy, stage 3 of a model without units.
@@ -45,7 +44,7 @@ TrainableParameters trainable(const NamedTensors& parameters, const Layout::Name
   return result;
 }
 
-// An order that a run with other stages has saved says nothing of these parameters.
+// An order saved by a run with other pipeline stages does not apply to these parameters.
 std::vector<std::string> order_of(const std::vector<std::string>& saved, const TrainableParameters& own) {
   std::vector<std::string> order;
   for (const std::string& name : saved)
@@ -91,7 +90,7 @@ FullyShardOptions sharded_options(const RunConfig& config, bool share) {
           .prefetch = parallel.prefetch};
 }
 
-// One parameter at a time is whole, so that its values are those of every other layout.
+// One parameter at a time is whole, so that its values are the same under every layout.
 FillValues local_part_of(FillValues fill, const Layout& placed) {
   return [fill = std::move(fill), placed](const std::string& name, at::Tensor& values) {
     at::Tensor whole = at::zeros(placed.parameter(name).placement.whole_shape, values.options());
@@ -233,7 +232,7 @@ DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int
     }
   if (rounds > 0) plan.micro_batches = rounds;
   if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
-    // The one with, the other without padding.
+    // whole_numel() counts padding, numel does not.
     plan.dealt_whole = std::min(sharded->whole_dealt_numel(), plan.dealt);
     plan.whole = std::min(sharded->whole_numel(), plan.numel);
   }

@@ -22,7 +22,7 @@ constexpr std::size_t kFewPoints = 40;     // each gets a marker
 constexpr std::size_t kMostCrosses = 100;  // marks of values that cannot be drawn
 constexpr double kLargest = 1e300;         // differences of larger values overflow
 constexpr std::size_t kColours = 6;
-constexpr std::size_t kSmoothed = 20;  // from so many points on their running median says something
+constexpr std::size_t kSmoothed = 20;  // from this many points on a running median is drawn
 
 bool drawable(const Point& point) {
   return std::isfinite(point.x) && std::abs(point.y) < kLargest;
@@ -52,7 +52,7 @@ Axis make_axis(double low, double high, int ticks, bool whole) {
   return {low, high, tick};
 }
 
-// One unit for all ticks of an axis, and as many digits as neighbours need to differ.
+// All ticks of an axis have one unit, and as many digits as neighbours need to differ.
 std::string tick_label(double value, const Axis& axis) {
   if (std::abs(value) < 1e-9 * axis.tick) return "0";
   const double largest = std::max(std::abs(axis.low), std::abs(axis.high));
@@ -78,8 +78,8 @@ struct Frame {
   bool shows(const Point& point) const { return point.y >= y.low && point.y <= y.high; }
 };
 
-// What the y axis has to show of a series: all of it, or of a smoothed one the range of its running median
-// and half of that beyond it, where there are values. A value far from its neighbours moves no median.
+// Range of the y axis for a series: all of it, or for a smoothed one the range of its running median and
+// half of that beyond it, where there are values. Values far from their neighbours move no median.
 std::pair<double, double> shown_range(const Series& series, bool smooth) {
   const double infinity = std::numeric_limits<double>::infinity();
   const auto range = [&](const std::vector<Point>& points) {
@@ -126,8 +126,8 @@ Frame frame_of(const Chart& chart) {
   return frame;
 }
 
-// At most four points for each column of one unit: the first, the lowest, the highest and the last, in order.
-// What a screen shows is the same, and no spike is lost.
+// Keeps at most four points per pixel column: first, lowest, highest and last, in order. The picture is the
+// same and no spike is lost.
 std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame) {
   if (points.size() <= 2 * static_cast<std::size_t>(kInnerWidth)) return points;
   std::vector<Point> result;
@@ -151,7 +151,7 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
 std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines,
                          const char* line_class = "line", bool marks = true) {
   std::string path, markers;
-  const auto place = [&](const Point& point) {  // what lies off the scale, on its border
+  const auto place = [&](const Point& point) {  // points off the scale are drawn on its border
     return fmt::format("{:.1f} {:.1f}", frame.px(point.x),
                        frame.py(std::clamp(point.y, frame.y.low, frame.y.high)));
   };

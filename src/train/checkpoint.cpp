@@ -39,8 +39,8 @@ std::string dtypes_of(DataParallel& layout) {
   return fmt::format("{}", fmt::join(names, ", "));
 }
 
-// What belongs to the optimizer: a name and, for each bucket, what this rank holds. "master" is among them
-// where the parameters have one.
+// The optimizer's state: a name and, for each bucket, this rank's part. "master" is included if the
+// parameters have one.
 OptimizerState sharded_state(DataParallel& layout, Optimizer& optimizer) {
   OptimizerState state = optimizer.state(layout.buckets());
   std::vector<at::Tensor> masters;
@@ -54,15 +54,15 @@ OptimizerState sharded_state(DataParallel& layout, Optimizer& optimizer) {
   return state;
 }
 
-// One state tensor of one parameter, where it lies.
+// One state tensor of one parameter and its place in a bucket.
 struct Place {
   const Bucket& bucket;
   const Slot& slot;
   at::Tensor flat;  // [held.size()] of the bucket
 };
 
-// By the names that they have in the file: per parameter and not per bucket or shard, so that another layout
-// can load it.
+// State tensors by their names in the file. Names are per parameter, not per bucket or shard, so another
+// layout can load them.
 std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& state) {
   std::map<std::string, Place> places;
   for (const auto& [key, flats] : state)
@@ -73,7 +73,8 @@ std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& 
   return places;
 }
 
-// The first parameter that this rank holds a part of whose master does not round to it.
+// ConfigError for the first parameter, of those that this rank has a part of, that its master does not
+// round to.
 void check_masters(const fs::path& file, DataParallel& layout) {
   for (const Bucket& bucket : layout.buckets()) {
     if (bucket.master.scalar_type() == bucket.parameters.scalar_type()) continue;
@@ -150,7 +151,7 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
   };
   const auto saved = read_safetensors(path);
   const auto wanted = places(layout, sharded_state(layout, optimizer));
-  // "a" of "a.key", which another stage may have.
+  // True if the parameter "a" of "a.key" is in another pipeline stage.
   const auto is_elsewhere = [&](const std::string& name) {
     const std::string parameter = name.substr(0, name.rfind('.'));
     return placed && std::ranges::any_of(placed->parameters(), [&](const PlacedParameter& each) {

@@ -93,12 +93,12 @@ void remove_old(const fs::path& hidden_folder) {
                       printable(hidden_folder.string()), error.message()));
 }
 
-// What a save that was killed left behind.
+// Removes what a killed save left behind.
 void clear_leftovers(const fs::path& root) {
   std::vector<fs::path> entries;
   for (const auto& entry : fs::directory_iterator(root)) entries.push_back(entry.path());
   for (const auto& path : entries) {
-    std::error_code ignored;  // it was said when it was to be removed first
+    std::error_code ignored;  // the first failure to remove it was reported
     if (visible(path, kPartial)) fs::remove_all(path);
     if (visible(path, kDeleting)) fs::remove_all(path, ignored);
     if (auto original = visible(path, kReplaced)) {
@@ -150,7 +150,7 @@ void compare_with_listing(const fs::path& directory, const std::set<std::string>
     if (const std::string found = checksum_file(file); facts["xxh3"] != found)
       throw_damaged(directory, name, "checksum " + found, "checksum " + facts["xxh3"].dump());
   }
-  // A file that slipped in could be read in place of a listed one (a sharded index beside model.safetensors).
+  // An extra file could be read instead of a listed one (a sharded index next to model.safetensors).
   for (const auto& entry : fs::directory_iterator(directory)) {
     const std::string name = entry.path().filename().string();
     const std::string kind = entry.path().extension().string();

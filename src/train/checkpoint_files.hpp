@@ -18,10 +18,11 @@ using Moment = std::function<void(std::string_view)>;
 // Step of a directory named step-00000100; nothing for any other name.
 std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directory);
 
-// `write` fills a hidden sibling of `directory`; then checksums.json is added, every file and the folder are
-// fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside first,
-// stays listed until the new one stands, and is deleted then. What killed saves left behind is cleared up at
-// the start. The folder that holds it is made where it lacks, the one above that is not.
+// `write` fills a hidden sibling of `directory`. Then checksums.json is added, every file and the folder
+// are fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside
+// first, stays listed until the new one is complete, and is deleted then. Leftovers of killed saves are
+// removed at the start. The folder that contains `directory` is created if it is missing; the folder above
+// it is not.
 void publish_directory(const std::filesystem::path& directory,
                        const std::function<void(const std::filesystem::path&)>& write,
                        const Moment& moment = {});
@@ -34,8 +35,8 @@ void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std
 // instead.
 void verify_checksums(const std::filesystem::path& directory);
 
-// For a directory whose model alone is read, a checkpoint's or one of Hugging Face: where checksums.json lies
-// in it, the files of the model are held to it. A run's state may be missing.
+// For a directory of which only the model is read (a checkpoint or a Hugging Face directory): if it
+// contains checksums.json, the model's files must match it. The run's state may be missing.
 void verify_model_files(const std::filesystem::path& directory);
 
 // TrainingState as state.json, parsed as a file from outside.

@@ -18,7 +18,7 @@
 namespace isograd {
 namespace {
 
-// Experts are dealt to neighbours among the ranks that see different tokens.
+// Experts are sharded over neighbouring ranks among those that see different tokens.
 Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   if (experts_ranks == 1) return grid;
   const AxisSet data = data_axes(grid);
@@ -31,7 +31,7 @@ Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
 }
 
-// Of ranks that see different tokens.
+// The grid of ranks that see different tokens.
 Grid data_grid_of(const RunConfig& config, int ranks) {
   const auto& parallel = config.parallel;
   DataAxes sizes{.dp_replicate = static_cast<int>(parallel.replicas),
@@ -91,7 +91,7 @@ Grid grid_of(const RunConfig& config, int ranks) {
                     fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
                     "Change it or the ranks");
   std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
-  if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they speak most
+  if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they communicate most
   if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
   const Grid grid = with_expert_view(Grid(axes, ranks), config.parallel.ep);
   const TaskKind& kind = kind_of(config);

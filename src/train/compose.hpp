@@ -1,6 +1,6 @@
-// Where axes meet: for a configuration which operators a decoder gets, where its parameters lie, which
-// schedule runs it, and what does not go together. Rooms of axes do not know one another; a new axis adds its
-// lines here, to config_table.cpp, and to nothing else.
+// The one place where axes meet. For a configuration it chooses the operators of a decoder, the placement
+// of its parameters and its schedule, and refuses combinations that do not work. The folders of the axes do
+// not include one another; a new axis adds its lines here and to config_table.cpp, and nowhere else.
 #pragma once
 
 #include <memory>
@@ -12,23 +12,25 @@
 
 namespace isograd {
 
-// ConfigErrors, each with the nearest that goes: experts dealt to ranks of a model that has none, or too few.
+// ConfigError: experts sharded over ranks of a model that has none, or fewer experts than ranks. The
+// message names the nearest valid configuration.
 void check_experts_dealt(const RunConfig& config);
-// Likewise, of stages and of what ranks along tp deal among themselves.
+// ConfigError: more stages than layers, or more tensor-parallel ranks than heads or features.
 void check_decoder_cut(const RunConfig& config);
 
-// Where each parameter of a decoder lies: cut along tp, then experts along ep, then layers along pp.
+// Placement of each parameter of a decoder: sharded along tp, then experts along ep, then layers along pp.
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid);
 
-// The same, made: the model keeps this rank's parts, with operators in their places that exchange the rest.
+// Applies these placements: the model keeps this rank's shards, and operators that exchange the rest are
+// installed.
 struct ComposedDecoder {
   Layout layout;
   std::shared_ptr<Pipeline> pipeline{};  // null: parallel.pp is 1
 };
 ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const Mesh& mesh);
 
-// Attention over the ranks that share samples (cp_ring, cp_ulysses), where there are any, on the heads that
-// tp has left to each.
+// Installs attention over the ranks that share samples (cp_ring, cp_ulysses), if there are any. Each rank
+// computes it on the heads that tp leaves to it.
 void attend_over(DecoderLM& model, const Mesh& mesh);
 
 }  // namespace isograd

@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kReference = "docs/configuration.md lists every key (isograd config --markdown)";
 constexpr std::size_t kLongestFile = 1 << 20;
 
-// toml++ limits how deep values are nested, but not dotted keys, and frees what it has read by recursion.
+// toml++ limits the depth of nested values but not of dotted keys, and frees what it has read by recursion.
 void check_keys(std::string_view text, const std::string& file) {
   constexpr int kLongestKey = 100;  // dots; no key has more than one
   int dots = 0;
@@ -137,7 +137,7 @@ std::optional<ConfigValue> convert(const toml::node& node, const ConfigValue& li
   return std::nullopt;
 }
 
-// Names of files end at a NUL, so that another file would be taken than the one that was checked.
+// File names end at a NUL, so a file other than the checked one would be opened.
 bool has_nul(const ConfigValue& value) {
   const auto in = [](const std::string& text) { return text.find('\0') != std::string::npos; };
   if (const auto* text = std::get_if<std::string>(&value)) return in(*text);
@@ -175,7 +175,7 @@ void read_table(RunConfig& config, const toml::table& table, const std::string& 
   }
 }
 
-// One value as TOML writes it; nothing when `text` is not exactly one.
+// One value in TOML; nothing if `text` is not exactly one.
 std::optional<toml::table> parse_value(std::string_view text) {
   try {
     toml::table table = toml::parse(fmt::format("value = {}", text));

@@ -1,4 +1,4 @@
-// Everything a run can be told, as plain data. One table (config_table.cpp) parses, checks and documents each
+// The configuration of a run as plain data. One table (config_table.cpp) parses, checks and documents each
 // key.
 #pragma once
 
@@ -18,16 +18,16 @@ inline constexpr double kSelectionBiasRate = 1e-3;  // of DeepSeek-V3 (arXiv 241
 
 struct RunConfig {
   std::filesystem::path source;  // the TOML file, for messages; empty when none
-  // How the run was called and no part of what it is, so neither read from the file nor kept with it: whether
-  // it may replace what an earlier one has left in run.directory.
+  // Whether the run may replace what an earlier one has left in run.directory. This belongs to the command,
+  // so it is neither read from the file nor saved with the configuration.
   bool overwrite = false;
 
   struct {
     std::string directory = "runs/default";  // report, metrics, checkpoints
     std::string json_log;                    // metrics as JSON lines; empty: metrics.jsonl in `directory`
     std::int64_t seed = 0;
-    bool memory = false;     // say what each rank keeps and sends
-    double peak_tflops = 0;  // of a rank's device, which the MFU is relative to; 0: measured
+    bool memory = false;     // report what each rank keeps and sends
+    double peak_tflops = 0;  // peak of a rank's device for the MFU; 0: measured
   } run;
   struct {
     std::vector<std::string>
@@ -56,7 +56,7 @@ struct RunConfig {
     std::string kind = "decoder";  // decoder | scorer | video
     std::int64_t scorer_units = 64, scorer_layers = 1;
     std::int64_t experts_every = 1;  // n-th layer has experts
-    std::int64_t dense_layers = 0;   // so many first ones have none
+    std::int64_t dense_layers = 0;   // number of leading layers without experts
   } model;
   struct {
     std::vector<std::string> files;  // files, directories, globs
@@ -74,7 +74,7 @@ struct RunConfig {
     // Axes inside which the mean is taken. Without dp_replicate: the mean of per-replica means.
     std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
-    // Of a decoder with experts; weights beside the cross entropy, 0: not added.
+    // Weights of a decoder's router losses, added to the cross entropy; 0: not added.
     double balance = 0, router_z = 0;
     std::string balance_over = "layers";              // layers | model
     std::string balance_scope = "step";               // step | micro_batch
@@ -86,7 +86,7 @@ struct RunConfig {
     double temperature = 0;  // 0: the loss's own default
     std::int64_t queue_size = 1024;
     double quantile = 0.05;           // of the recall that is trained, and of the one that is measured
-    double alpha = 0, budget = 0.05;  // band of false-positive rates, likewise
+    double alpha = 0, budget = 0.05;  // band of false-positive rates, trained and measured
     bool compare = true;              // train once more by cross entropy, for the report
   } ranking;
   struct {
@@ -150,7 +150,7 @@ struct RunConfig {
   } sample;
 };
 
-// What parallel.strategy may be.
+// Values of parallel.strategy.
 inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
 
@@ -158,33 +158,33 @@ std::vector<std::string> strategy_names();
 // are "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only
 // entry. An empty `file` gives the defaults.
 RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides = {});
-// The same from a text; `file` is for messages.
+// As load_config(), from a text; `file` appears in messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
-int stage_of(const std::string& strategy);  // of ZeRO
-// dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp where there are several ranks along it; without
-// shards all that have different samples are replicas. With parallel.ep the data axes have the view edp x ep.
-// ConfigError unless the configured sizes divide the ranks.
+int stage_of(const std::string& strategy);  // ZeRO stage of a strategy; 0: no sharding
+// The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks. Without
+// sharding, all ranks with different samples are replicas. With parallel.ep the data axes have the view edp
+// x ep. ConfigError unless the configured sizes divide the ranks.
 Grid grid_of(const RunConfig& config, int ranks);
-// Along which parameters are sharded, or gradients summed at once; replicas along the other data axes.
+// Axes along which parameters are sharded, or gradients summed at once; the other data axes have replicas.
 AxisSet sharded_axes(const RunConfig& config);
-// Ranks hold the parameters of one model together, along tp or ep: TaskModel::cut() gives each its part.
+// Whether the run is model-parallel (tp, ep or pp above 1): TaskModel::cut() gives each rank its part.
 bool held_together(const RunConfig& config);
-// parallel.schedule cuts backwards in two, which units of zero3 cannot follow.
+// Whether parallel.schedule splits backward in two, which zero3's units cannot follow.
 bool cuts_backwards(const RunConfig& config);
-// The loss is the mean of per-replica means: loss.normalise_over is without dp_replicate.
+// Whether the loss is the mean of per-replica means: loss.normalise_over without dp_replicate.
 bool normalises_by_replica(const RunConfig& config);
 // Checks that need the number of ranks (more ranks than packs in the batch).
 void check(const RunConfig& config, int ranks);
-// The same for ranks that may be elsewhere: whether this machine has their devices is not asked.
+// As check(), for ranks on other machines: this machine's devices are not checked.
 void check_but_devices(const RunConfig& config, int ranks);
-// ConfigError unless `text` is a folder: the nearest one that is there is named, and for a Hub id the command
-// that fetches it. `where`: the key or flag that holds it.
+// ConfigError unless `text` is a folder. The message names the nearest existing one, and for a Hugging Face
+// Hub id the command that downloads it. `where`: the key or flag that holds `text`.
 void require_model_folder(const std::string& text, const std::string& where);
-// docs/configuration.md, from the same table.
+// The text of docs/configuration.md, generated from the same table.
 std::string configuration_markdown();
-// The configuration as TOML, every key written out, so that parse_config gives it back: goes into the run's
-// directory, the report and checkpoints.
+// The configuration as TOML with every key written out; parse_config() reads it back. It is saved in the
+// run's directory, the report and checkpoints.
 std::string to_toml(const RunConfig& config);
 
 }  // namespace isograd

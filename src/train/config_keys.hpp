@@ -1,4 +1,4 @@
-// What the tables of configuration keys are written with: for the files that hold one.
+// Helpers for the files that contain a table of configuration keys.
 #pragma once
 
 #include <cmath>
@@ -68,7 +68,7 @@ ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::str
           .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
 }
 
-// A key named as its field is written below; `path` is where RunConfig keeps it.
+// Defines a key. `path` is its field in RunConfig.
 #define KEY(name, path, ...)        \
   make_key < [](auto& c) -> auto& { \
     return c.path;                  \

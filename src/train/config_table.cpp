@@ -12,7 +12,7 @@ namespace isograd {
 namespace key_table {
 namespace {
 
-// Those that every kind of run has.
+// Keys that every kind of run has.
 std::vector<ConfigKey> common_keys() {
   return {
       KEY("run.directory", run.directory, "", not_empty(),
@@ -232,7 +232,7 @@ std::vector<ConfigKey> common_keys() {
 
 namespace {
 
-// By section; within one those of text, of all kinds, of the other kinds.
+// Keys by section. Within a section: keys of text, of all kinds, of the other kinds.
 std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys = text_kind().keys();
   const auto add = [&](std::vector<ConfigKey> more) {

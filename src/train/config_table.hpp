@@ -15,7 +15,8 @@ namespace isograd {
 
 using ConfigValue = std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
 
-// What a value may be. Bounds of numbers are inclusive unless said; texts with choices must be one of them.
+// The allowed values of a key. Bounds of numbers are inclusive unless marked; texts with choices must be
+// one of them.
 struct Allowed {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
@@ -40,7 +41,7 @@ struct ConfigKey {
 
 const std::vector<ConfigKey>& config_keys();
 
-// Keys that begin with `prefix` and have no effect, but for the exceptions.
+// Keys that begin with `prefix` have no effect, except for `exceptions`.
 struct UnusedKeys {
   std::string prefix;
   std::string reason;
@@ -55,7 +56,7 @@ const std::vector<ConfigSection>& config_sections();  // in the order of the doc
 
 std::string type_name(const ConfigValue& value);  // "integer", "list of texts", ...
 std::string allowed_text(const ConfigKey& key);   // "integer, at least 1"; with what it may be
-std::string toml_text(const ConfigValue& value);  // as it stands in a file
+std::string toml_text(const ConfigValue& value);  // as written in a TOML file
 // Why the value is refused, or nothing. The alternative is already the key's.
 std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& value);
 
@@ -63,7 +64,7 @@ std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& valu
 // transpositions). Nothing when none is near.
 std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates);
 
-// What contradicts what among values that are each allowed. Throws ConfigError.
+// ConfigError if values contradict each other although each alone is allowed.
 void check_together(const RunConfig& config, const std::string& where);
 
 }  // namespace isograd

@@ -1,4 +1,5 @@
-// What the table of keys says in words: values as TOML, the nearest key, contradictions, the documentation.
+// Text of the table of keys (values as TOML, the nearest key, the documentation) and checks of values
+// against each other and the ranks.
 #include <fmt/format.h>
 #include <utf8.h>
 
@@ -21,7 +22,7 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-// As TOML reads it back: whatever a terminal would not show as it is goes by its number.
+// Quotes a text for TOML. Characters that a terminal would not show are escaped by number.
 std::string quoted(const std::string& text) {
   std::string result = "\"";
   auto bad = utf8::find_invalid(text.begin(), text.end());
@@ -52,7 +53,7 @@ std::string_view last_name(std::string_view name) {
   return name.substr(name.rfind('.') + 1);
 }
 
-// Keys that were given a value but have no effect beside others.
+// Keys that have a value but no effect with the values of other keys.
 std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   std::vector<UnusedKeys> rules;
   const auto add = [&](bool unused, UnusedKeys keys) {
@@ -85,7 +86,7 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   return rules;
 }
 
-// What [loss] declares must be one loss. A contradiction is explained by both of its readings.
+// [loss] must declare one loss. For a contradiction the message explains both readings.
 void check_loss(const RunConfig& config, const std::string& where) {
   const auto& loss = config.loss;
   const auto refuse = [&](std::string found, std::string expected, std::string action) {
@@ -143,8 +144,8 @@ void check_loss(const RunConfig& config, const std::string& where) {
            one);
 }
 
-// "organisation/name" of a text that names a repository on the Hugging Face Hub and no folder here: by its
-// form, or by its address.
+// "organisation/name" if the text names a repository on the Hugging Face Hub, by its form or its address,
+// and no local folder.
 std::optional<std::string> hub_id(const std::string& text) {
   std::string_view id = text;
   bool address = false;
@@ -187,7 +188,8 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   std::optional<std::string> best;
   std::size_t least = near_enough(text) + 1;
   for (const auto& candidate : candidates) {
-    // The right key in the wrong section is near; what differs more in length than in `least` edits is not.
+    // The right key in the wrong section is near. A length difference of `least` or more cannot be within
+    // `least` edits.
     const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
     const std::size_t longer = std::max(candidate.size(), text.size()),
                       shorter = candidate.size() + text.size() - longer;

@@ -21,7 +21,7 @@ CutOptions cut_options(const Task& task, const Mesh& mesh) {
   return options;
 }
 
-// Of a micro-batch that is not cut.
+// Memory check of a micro-batch that is not split.
 void check_memory(const Batch& batch, const RunConfig& config) {
   const std::int64_t most = config.batch.max_tokens_per_rank, tokens = batch.num_tokens();
   if (tokens <= most) return;

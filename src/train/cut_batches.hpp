@@ -1,5 +1,5 @@
-// What a rank gets of a run's micro-batches: its part where context ranks share them, never more than it has
-// memory for, and how level the cuts were.
+// Gives a rank its part of a run's micro-batches: context-parallel ranks split them, the memory limit is
+// checked, and the balance of the split is measured.
 #pragma once
 
 #include <optional>
@@ -12,18 +12,19 @@ namespace isograd {
 
 class CutBatches {
  public:
-  // Of `task` and `mesh`, which outlive it; `world`: all ranks of the run.
+  // `task` and `mesh` must outlive this object. `world`: all ranks of the run.
   CutBatches(const Task& task, const Mesh& mesh, Group world);
 
   // This rank's parts. With batch.max_tokens_per_rank collective over the run's ranks: an AgreedConfigError
   // on all of them when one has a micro-batch that is larger.
   MicroBatches of(const MicroBatches& whole);
-  // The same of a step that is trained: counted in what follows.
+  // As of(), for a training step, which the figures below include.
   MicroBatches of_step(const MicroBatches& whole);
 
-  // The least level cut of the first step, in words; empty but after the first step and with context ranks.
+  // The least balanced split of the first step, in words; empty except after the first step with
+  // context-parallel ranks.
   const std::string& first_step() const { return first_step_; }
-  // Collective. Over all micro-batches so far and all ranks; nothing without a cut.
+  // Balance over all micro-batches so far and all ranks; nothing without context parallelism. Collective.
   std::optional<Outcome::Balance> balance();
 
  private:

@@ -1,5 +1,5 @@
-// Which device a run computes on and what carries its data: parallel.device and parallel.backend, read
-// together.
+// Chooses the device that a run computes on and the backend that carries its data, from parallel.device and
+// parallel.backend.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,7 +12,7 @@
 
 namespace isograd {
 
-// What this process has, by LibTorch's own account.
+// The GPUs of this process as LibTorch reports them.
 struct FoundGpus {
   bool built = false;   // LibTorch has CUDA
   bool nccl = false;    // and this build of isograd has NCCL
@@ -26,7 +26,7 @@ FoundGpus find_gpus();  // wakes CUDA up: not asked where the configuration is e
 // "cpu" or "cuda". parallel.device = "auto": the latter where LibTorch finds a GPU.
 std::string device_kind(const RunConfig& config);
 std::string device_kind(const RunConfig& config, const FoundGpus& gpus);
-// What carries data between that many ranks. parallel.backend = "auto": NCCL between ranks on GPUs, else shm.
+// The backend between `ranks` ranks. parallel.backend = "auto": NCCL between ranks on GPUs, otherwise shm.
 std::string backend_of(const RunConfig& config, int ranks);
 std::string backend_of(const RunConfig& config, int ranks, const FoundGpus& gpus);
 
@@ -35,7 +35,7 @@ std::string backend_of(const RunConfig& config, int ranks, const FoundGpus& gpus
 void check_device(const RunConfig& config, int ranks);
 void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus);
 
-// Where this rank computes: rank i of a host takes GPU i modulo their number. Collective.
+// The device of this rank: rank i of a host takes GPU i modulo the number of GPUs. Collective.
 at::Device device_of(const RunConfig& config, const World& world);
 
 // `forward` of batches that come on the CPU, where they were counted.

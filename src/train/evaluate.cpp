@@ -23,7 +23,7 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
 
 namespace {
 
-// What the model is given. Nothing follows an end; an empty prompt starts a document.
+// The tokens given to the model. Nothing follows an end token; an empty prompt starts a document.
 std::vector<std::uint32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt) {
   std::vector<std::uint32_t> tokens = tokenizer.encode(prompt);
   const auto eos = tokenizer.eos();
@@ -33,7 +33,7 @@ std::vector<std::uint32_t> prompt_tokens(const Tokenizer& tokenizer, const std::
   return tokens;
 }
 
-// How many tokens a text that is generated has at most, and by what.
+// The maximum number of tokens of a generated text, and the reason.
 struct TextLimit {
   std::int64_t tokens;
   const char* name;
@@ -45,8 +45,8 @@ TextLimit text_limit(const DecoderConfig& model) {
   return {model.max_positions, "the model's positions"};
 }
 
-// Bytes that two decodings, of some tokens and of more, have in common: whole characters, and no U+FFFD at
-// the end, which stands for a character of which tokens are still to come.
+// Length of the common prefix of two decodings, of some tokens and of more. It contains whole characters
+// and no U+FFFD at the end, which stands for a character whose tokens are incomplete.
 std::size_t settled(std::string_view before, std::string_view now) {
   constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
   auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());

@@ -33,8 +33,8 @@ std::optional<Evaluation> evaluate(BatchLoader* loader,
 void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
                   const std::string& where);
 
-// Sentences for whoever gave the prompt: what the model is given where that is not the prompt itself, and how
-// many tokens can follow where these are fewer than `wanted`.
+// Sentences for the user: the actual prompt where it differs from the given one, and the number of tokens
+// that can follow where it is below `wanted`.
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
                                         const DecoderConfig& model, std::int64_t wanted);
 

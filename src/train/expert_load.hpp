@@ -1,4 +1,5 @@
-// Which experts tokens chose, step by step, and which ones no token chooses any more (docs/experts.md).
+// Counts which experts tokens chose, step by step, and which experts no token chooses any more
+// (docs/experts.md).
 #pragma once
 
 #include <cstddef>
@@ -20,13 +21,13 @@ struct DeadExperts {
   std::size_t count() const;
 };
 
-// "layer 2: 3 and 7; layer 5: 0", and after so many "and 12 more"; "none".
+// "layer 2: 3 and 7; layer 5: 0", shortened by "and 12 more" if the list is long; "none" if it is empty.
 std::string name_dead(const DeadExperts& dead, const std::vector<ExpertLoad>& loads, std::size_t most = 24);
 
-// For how many steps each expert has been idle.
+// Counts the steps for which each expert has been idle.
 class IdleExperts {
  public:
-  void step(const std::vector<ExpertLoad>& loads);  // empty: a step that says nothing
+  void step(const std::vector<ExpertLoad>& loads);  // empty: the step has no counts
   DeadExperts dead() const;
 
  private:
@@ -35,8 +36,8 @@ class IdleExperts {
   std::vector<std::vector<std::int64_t>> idle_{};  // steps without a token, by layer and expert
 };
 
-// The value of "experts" in a line of the JSON log, and back from there; what does not fit, for people, or
-// nothing.
+// Writes and reads the value of "experts" in a line of the JSON log. read_experts() returns a
+// human-readable problem, or nothing.
 nlohmann::ordered_json experts_json(const std::vector<ExpertLoad>& loads, const DeadExperts& dead);
 std::string read_experts(const nlohmann::json& json, std::vector<ExpertLoad>& loads, DeadExperts& dead);
 

@@ -23,7 +23,7 @@ constexpr std::size_t kMostStrips = 12, kMostColumns = 90, kMostCells = 40'000;
 constexpr std::size_t kMostNumbers = 8;  // experts whose part of the width holds "1.32"
 constexpr std::size_t kMostCurves = 6;
 
-// How a part of the choices compares with an even share, by colour: none at all, then up to each of these.
+// Colour by the ratio of an expert's choices to an even share: none, then up to each of these bounds.
 constexpr std::array<double, 6> kBounds = {0.25, 0.5, 0.8, 1.25, 2, 4};
 constexpr std::size_t kLevels = kBounds.size() + 2;
 
@@ -102,7 +102,7 @@ void add_load(ExpertCounts& counts, const ExpertLoad& load) {
   for (std::size_t e = 0; e < counts.size(); ++e) counts[e] += static_cast<double>(load.choices[e]);
 }
 
-// Of an even share, by expert; nothing where there was no choice.
+// Each expert's choices over an even share; nothing if there was no choice.
 std::vector<std::optional<double>> ratios_of(const ExpertCounts& counts, std::size_t experts) {
   const double all = std::accumulate(counts.begin(), counts.end(), 0.0);
   std::vector<std::optional<double>> ratios(experts);
@@ -128,7 +128,7 @@ double max_of(const std::vector<std::optional<double>>& ratios) {
   return most;
 }
 
-// Which layers have a strip, ascending.
+// Layers that have a strip, ascending.
 std::vector<std::size_t> shown_layers(const LoadRows& rows) {
   const std::size_t layers = rows.back()->expert_loads.size();
   std::vector<std::size_t> order(layers);
@@ -145,7 +145,7 @@ std::vector<std::size_t> shown_layers(const LoadRows& rows) {
   return order;
 }
 
-// Steps from the first row to this one; as fp64, since a log may say anything.
+// Steps from the first row to this one. fp64, because a log may contain any number.
 double steps_to(const LoadRows& rows, const MetricRow& row) {
   return static_cast<double>(row.step) - static_cast<double>(rows.front()->step);
 }
@@ -243,7 +243,7 @@ std::string load_map(const LoadRows& rows) {
   const bool numbers = experts <= kMostNumbers;
   const double height = numbers ? 26 : std::clamp(420.0 / static_cast<double>(layers), 5.0, 18.0);
   const double width = kMapInner / static_cast<double>(experts);
-  const auto every = static_cast<std::size_t>(std::ceil(kMapLine / height));  // so many rows to a label
+  const auto every = static_cast<std::size_t>(std::ceil(kMapLine / height));  // rows per label
   HeatMap map(kMapLeft, kMapTop, width, height);
   std::string labels;
   for (std::size_t layer = 0; layer < layers; ++layer) {

@@ -9,7 +9,8 @@
 
 namespace isograd {
 
-// What of a log is drawn: rows with the layers and experts of the last one that has any. Empty: none has.
+// Selects the rows of a log that are drawn: those with the same layers and experts as the last row that has
+// any. Empty: no row has any.
 std::vector<const MetricRow*> rows_with_loads(const std::vector<MetricRow>& rows);
 
 // The functions below take rows_with_loads(), at least one.
@@ -23,7 +24,8 @@ ReportTable load_table(const std::vector<const MetricRow*>& rows);
 // All of them but the chart, in order.
 void report_loads(Report& report, const std::vector<const MetricRow*>& rows);
 
-// For people, at the end of a run: "at most 1.32 of the mean (layer 3)", and "none" or the names of experts.
+// Human-readable summary at the end of a run: "at most 1.32 of the mean (layer 3)", and "none" or the names
+// of experts.
 std::string last_load(const std::vector<ExpertLoad>& loads);
 std::string dead_in_words(const MetricRow& row);
 

@@ -33,7 +33,7 @@ std::string megabytes(double bytes) {
   return fmt::format("{:.2f}", bytes / 1e6);
 }
 
-// Of tensors on any device or on those of one type.
+// Bytes of tensors on any device or on those of one type.
 PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state,
                         const Grid* shared_on, std::optional<at::DeviceType> only) {
   Storages storages(only);
@@ -63,7 +63,7 @@ PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const Optimizer
 }
 
 MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
-  // A device's allocator has nothing to say before its first tensor.
+  // A device's allocator has no statistics before its first tensor.
   if (!device.is_cpu()) at::empty({1}, at::TensorOptions(at::kByte).device(device));
   start_ = alive() + (device.is_cpu() ? meter_.shared() : 0);
 }
@@ -192,7 +192,7 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
   add("formula", persistent_bytes(plan), "", "", by_schedule ? "" : megabytes(sent.total()));
   text += kept_by_formula(plan);
-  // Along tp parameters of one rank are summed over different ranks.
+  // Along tp, one rank's parameters are summed over different ranks.
   text +=
       config.parallel.tp > 1 ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
   text += ", " + symbols(plan);

@@ -1,4 +1,4 @@
-// Where a rank's memory goes and what it sends, measured, beside what the formulas foretell.
+// Measures a rank's memory and its traffic, and compares both with the formulas.
 #pragma once
 
 #include <cstdint>
@@ -20,35 +20,34 @@ namespace isograd {
 struct MemoryUse {
   PersistentBytes kept;             // stays from step to step, by what it is for
   std::int64_t in_host_memory = 0;  // of it, where the run is on a GPU (parallel.offload)
-  std::int64_t other = 0;           // stays besides: batches, buffers, staging for collectives
-  std::int64_t passing =
-      0;                  // the most that a step holds beyond all that: activations, gradients on their way
-  std::int64_t sent = 0;  // by collectives, in a step
+  std::int64_t other = 0;           // other memory that stays: batches, buffers, staging for collectives
+  std::int64_t passing = 0;         // peak of a step above all that: activations, gradients in transit
+  std::int64_t sent = 0;            // by collectives, in a step
   std::int64_t gathered = 0, gather_bound = 0;  // of parameters, whole at a time: so far, and at most
-  std::optional<Outcome::Sent> to_experts{};    // of dealt experts: in a step's all-to-alls
+  std::optional<Outcome::Sent> to_experts{};    // to other ranks' experts: all-to-alls of a step
 };
 
-// The storages behind what buckets and state refer to, each counted once: what really is allocated, slices'
-// surroundings included. Where ranks keep one copy of the parameters between them, on the grid `shared_on`, a
-// rank counts its part.
+// Bytes of the storages behind buckets and state, each counted once. Slices count with the whole storage,
+// as allocated. Where ranks share one copy of the parameters, on the grid `shared_on`, a rank counts its
+// part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
                              const Grid* shared_on = nullptr);
 
-// Follows a run: made before its model is, before_step() and after_step() around each step. What is on a GPU
-// LibTorch's allocator of that device counts; then host memory is left out.
+// Follows a run. Construct it before the model; call before_step() and after_step() around each step. On a
+// GPU it asks LibTorch's allocator of that device and ignores host memory.
 class MemoryWatch {
  public:
   explicit MemoryWatch(at::Device device = at::kCPU);
-  // Once the model is laid out, where config.parallel.ep > 1: what goes to other ranks' experts and back is
-  // followed too. Collective.
+  // Also measures the traffic to other ranks' experts. Call it after the model is laid out, if
+  // config.parallel.ep > 1. Collective.
   void follow_experts(const RunConfig& config, const Mesh& mesh, const TaskModel::DealtExperts& dealt);
-  // The same, remembering this rank's choices of experts in a step.
+  // Wraps `tally` so that this rank's choices of experts in a step are kept.
   Tally remembering(Tally tally);
   void before_step(DataParallel& layout);
-  // `shared`: ranks keep one copy of the parameters between them. `rounds`: micro-batches, empty ones too.
+  // `shared`: ranks share one copy of the parameters. `rounds`: micro-batches, empty ones included.
   // Collective.
   void after_step(DataParallel& layout, Optimizer& optimizer, bool shared, std::int64_t rounds);
-  // Of the last step.
+  // Figures of the last step.
   const MemoryUse& use() const { return use_; }
 
  private:
@@ -56,7 +55,7 @@ class MemoryWatch {
   std::int64_t peak() const;
   void restart_peak();
 
-  // What follows the exchanges with the ranks of experts.
+  // Measures the exchanges with the ranks of experts.
   struct Experts {
     Group exchanges, others;  // of the same ranks; the first is what is followed
     ExpertTrafficPlan plan{};
@@ -68,38 +67,39 @@ class MemoryWatch {
   at::Device device_;
   MemoryMeter meter_;
   std::int64_t start_ = 0, alive_ = 0, sent_ = 0;
-  std::shared_ptr<Experts> experts_{};  // null: none are dealt
+  std::shared_ptr<Experts> experts_{};  // null: experts are not sharded
   MemoryUse use_;
 };
 
 // Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
 ElementBytes element_bytes(at::ScalarType parameters, int states);
 
-// "ZeRO stage 2: keeps 4Ψ + 12Ψ/N", and "with Ψ = 93 parameters, N = 4".
+// The formula of the kept bytes, "ZeRO stage 2: keeps 4Ψ + 12Ψ/N", and its symbols, "with Ψ = 93
+// parameters, N = 4".
 std::string kept_by_formula(const DataParallelPlan& plan);
 std::string symbols(const DataParallelPlan& plan);
 
-// The table of `isograd train --memory`, a line for each rank, then the formulas, of a model that ranks hold
-// together along tp those of rank 0's part. Collective; the text is on rank 0.
+// The table of `isograd train --memory`: a line for each rank, then the formulas. For a tensor-parallel
+// model the formulas are those of rank 0's part. Collective; only rank 0 gets the text.
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
 
-// What a rank sends for gradients and parameters in a step, of a layout whose parameters differ in the axes
-// along which they are summed and kept in shards: cut along tp, experts along ep, layers along pp.
+// Traffic of a rank for gradients and parameters in a step. Parameters differ in the axes along which they
+// are summed and sharded: sharded along tp, experts along ep, layers along pp.
 
-// Elements of this rank with the same axes. `whole`: of these, what stage 3 gathers once for forward and
-// backward together.
+// Elements of this rank with the same axes. `whole`: the part of them that stage 3 gathers once for forward
+// and backward together.
 struct SummedElements {
   SyncAxes sync;
   std::int64_t numel = 0, whole = 0;
 };
 
-// By the axes of each bucket, with the padding of the flat storage or without it; of stage 3 also what stays
-// whole as the layout says it.
+// One entry for each bucket, with or without the padding of flat storage. For stage 3 also the elements
+// that stay whole, as the layout reports them.
 std::vector<SummedElements> summed_elements(DataParallel& layout, bool padded);
 
-// traffic_bytes() of each, with the shards and replicas that its axes make of the ranks of `grid`: `plan`
-// says everything else. `asked`: axes along which shards may lie (sharded_axes()).
+// Sums traffic_bytes() of each entry, with the shards and replicas that its axes make of `grid`. `plan`
+// gives everything else. `asked`: axes that may be sharded (sharded_axes()).
 TrafficBytes traffic_bytes(const DataParallelPlan& plan, const std::vector<SummedElements>& elements,
                            const Grid& grid, const AxisSet& asked);
 

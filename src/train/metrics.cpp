@@ -50,7 +50,7 @@ std::vector<TermValue> named_values(const nlohmann::json& json) {
   return values;
 }
 
-// The rows before a resume, written anew without those of a future that was not taken.
+// The rows before a resume, without those of later steps, which the resume makes obsolete.
 std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
   std::vector<MetricRow> rows;
   if (options.first_step == 0 || !fs::exists(options.json_log)) return rows;
@@ -61,9 +61,9 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
 
 using OpenFile = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-// Two runs that write one log would each lose the other's rows. Where files cannot be locked they may. A lock
-// to write needs permission to write, which flock() does not; a lock to read keeps nobody out of their own
-// log.
+// Two runs that write one log would lose each other's rows, so the log is locked where files can be locked.
+// A write lock needs write permission, which flock() does not; a read lock would keep users out of their
+// own log.
 void keep_others_out(std::FILE* log, const fs::path& file) {
   struct flock whole {};
   whole.l_type = F_WRLCK, whole.l_whence = SEEK_SET;
@@ -128,7 +128,7 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
   std::size_t number = 0;
   for (std::size_t begin = 0; begin < text.size();) {
     const std::size_t end = text.find('\n', begin);
-    if (end == std::string::npos) break;  // cut off by a kill: that step was not logged
+    if (end == std::string::npos) break;  // incomplete line of a killed run: that step was not logged
     ++number;
     const auto refuse = [&](const std::string& found) {
       isograd::refuse(fmt::format("{}:{}", file.string(), number), found,

@@ -1,4 +1,4 @@
-// The figures of a run for machines: JSON lines and TensorBoard event files. Rank 0 only.
+// Machine-readable metrics of a run: JSON lines and TensorBoard event files. Rank 0 only.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@
 
 namespace isograd {
 
-// One line of the JSON log. A step has all but those of the validation, an evaluation has `step` and those;
-// the perplexities and the MFU are there where the task has them (RunFacts). What is not finite is written as
-// null and read back as NaN.
+// One line of the JSON log. A step has all fields except the validation's; an evaluation has `step` and the
+// validation's. Perplexities and the MFU are present if the task has them (RunFacts). Values that are not
+// finite are written as null and read back as NaN.
 struct MetricRow {
   std::int64_t step = 0;
   std::optional<double> loss = {};              // nats per token
@@ -38,21 +38,22 @@ struct MetricRow {
   std::optional<double> validation_perplexity = {};
   std::optional<std::int64_t> validation_targets = {};
   std::vector<ExpertLoad> expert_loads = {};  // of this step, by layer; StepEvent
-  DeadExperts dead = {};                      // likewise by layer
-  std::vector<TermValue> figures = {};        // what else the task measures of the model, by name
+  DeadExperts dead = {};                      // by layer
+  std::vector<TermValue> figures = {};        // further figures that the task measures, by name
 };
 
 std::string to_json_line(const MetricRow& row);  // ends in a line break
 
-// Rows of a log; a last line cut off by a kill is left out. ConfigError on anything else that is no such row.
+// Rows of a log. A last line that is incomplete (the run was killed) is skipped. ConfigError on any other
+// line that is not a row.
 std::vector<MetricRow> read_metrics(const std::filesystem::path& file);
 
 // TensorBoard's file of events: length and masked CRC32C around protocol buffers (tensorflow/core/util/
 // event.proto). A reader sees every event as soon as flush() has returned.
 class EventFile {
  public:
-  // A new file events.out.tfevents.<time>.isograd in `directory`. What earlier files of the folder hold from
-  // `first_step` on belongs to a future that was not taken, and readers are told to drop it.
+  // A new file events.out.tfevents.<time>.isograd in `directory`. Events of earlier files at `first_step`
+  // and later are obsolete, so the new file tells readers to drop them.
   EventFile(const std::filesystem::path& directory, std::int64_t first_step);
   ~EventFile();
   EventFile(const EventFile&) = delete;
@@ -67,7 +68,7 @@ class EventFile {
   std::FILE* file_ = nullptr;
 };
 
-// ConfigError when `file` has no name any more: what is written to it would vanish with this process.
+// ConfigError if `file` was deleted: what is written to it would be lost when this process ends.
 void require_name(std::FILE* file, const std::filesystem::path& path);
 
 [[noreturn]] void cannot_write(const std::filesystem::path& file);  // ConfigError with errno's text
@@ -88,7 +89,7 @@ class Metrics {
   ~Metrics();
   void step(const StepEvent& event);
   void evaluation(const Evaluation& evaluation);
-  // All rows, those kept from before a resume included: what the report draws.
+  // All rows, including those from before a resume. The report draws them.
   const std::vector<MetricRow>& rows() const { return rows_; }
 
  private:

@@ -20,7 +20,7 @@ struct OwnFamily {
   const char* run;   // whose checkpoints have such models, for messages: "a video run"
 };
 
-// One number of a shape, by its key in config.json.
+// One number of a shape, with its key in config.json.
 struct ShapeField {
   std::string key;
   std::variant<std::int64_t*, double*, bool*> value;
@@ -35,11 +35,12 @@ void write_own_model(const std::filesystem::path& directory, const OwnFamily& fa
 void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
                     const ShapeFields& shape);
 
-// model.safetensors, held to the config.json beside it: ConfigErrors name the file and the tensor.
+// Reads model.safetensors and checks it against config.json. ConfigErrors name the file and the tensor.
 class OwnWeights {
  public:
   explicit OwnWeights(const std::filesystem::path& directory);
-  // That there are tensors for so many layers: before memory is taken for a shape that the file contradicts.
+  // ConfigError unless there are tensors for `layers` layers. Called before memory is allocated for a shape
+  // that the file contradicts.
   void check_layers(std::int64_t layers) const;
   void check_shapes(const NamedTensors& described) const;
   void copy_into(const NamedTensors& named) const;  // checked; and that all values are finite

@@ -29,7 +29,7 @@
 namespace isograd {
 namespace {
 
-// The default generator of the CPU as a module's values are drawn from it; as it was afterwards.
+// Seeds the CPU's default generator, from which a module's values are drawn, and restores it afterwards.
 class Seeded {
  public:
   explicit Seeded(std::uint64_t seed)
@@ -65,7 +65,7 @@ std::vector<std::pair<std::string, at::Tensor>> parameters_of(const torch::nn::M
 
 // ---- the parameters of a list of modules of which each rank has made some ----
 
-// Of the whole list, on whichever rank it is.
+// A parameter of the whole list, on any rank.
 struct ListedParameter {
   std::string name;     // "<module>.<parameter>", of a tied one the first such
   std::size_t module;   // place of the module in the list
@@ -104,8 +104,8 @@ std::string line_in_words(const std::string& line) {
          "Make it from what all ranks know alike, and freeze the same parameters everywhere");
 }
 
-// Collective: what each rank says, by rank. `say` is not collective itself; a ConfigError of any rank's
-// becomes that of the first on all.
+// The texts of all ranks, by rank. `say` is not collective itself. If it throws a ConfigError on any rank,
+// all ranks throw the one of the first. Collective.
 std::vector<std::string> texts_of_all(Group& group, const std::function<std::string()>& say) {
   std::string own;
   on_every_rank(group, [&] { own = say(); });
@@ -124,7 +124,7 @@ std::vector<at::Tensor> given_tensors(const std::vector<PipelineModule>& list) {
   return all;
 }
 
-// One line for each module: what ranks must agree on before any is made.
+// One line for each module: the facts that ranks must agree on before any module is made.
 std::string text_of_list(const std::vector<PipelineModule>& list, const std::vector<at::Tensor>& given) {
   std::string text;
   for (const PipelineModule& module : list) {
@@ -138,7 +138,7 @@ std::string text_of_list(const std::vector<PipelineModule>& list, const std::vec
   return text;
 }
 
-// ConfigError where ranks have other lists than rank 0.
+// ConfigError if a rank's list differs from rank 0's.
 void check_same_lists(const std::vector<std::string>& texts) {
   const auto first = split(texts.front(), '\n');
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
@@ -169,8 +169,8 @@ std::string text_of_module(std::size_t module, const KeyedTensors& parameters,
   return text;
 }
 
-// `texts` of all ranks, each of its modules' one after another; `pp` says which place along pp each rank has.
-// ConfigError that names module, parameter and ranks where two ranks do not say the same of a module.
+// Parses `texts` of all ranks, each with that rank's modules. `pp`: the place of each rank along pp.
+// ConfigError names module, parameter and ranks if two ranks describe a module differently.
 std::vector<ListedParameter> listed_parameters(const std::vector<std::string>& texts,
                                                const std::vector<int>& pp,
                                                const std::vector<std::string>& names) {
@@ -178,7 +178,7 @@ std::vector<ListedParameter> listed_parameters(const std::vector<std::string>& t
   for (const std::string& text : texts) lines.push_back(split(text, '\n'));
   std::vector<ListedParameter> all;
   for (std::size_t module = 0; module < names.size(); ++module) {
-    // Of the first rank that has this module; a module without parameters has no line anywhere.
+    // Lines of the first rank that has this module. A module without parameters has no lines.
     std::map<int, std::pair<std::size_t, std::vector<std::string>>> said;  // by place along pp
     for (std::size_t rank = 0; rank < texts.size(); ++rank) {
       std::vector<std::string> own;
@@ -305,14 +305,14 @@ void PipelineModel::Impl::make(std::size_t place) {
   made[place] = std::move(module);
 }
 
-// Of the modules that this rank keeps.
+// Collects the parameters of the modules that this rank keeps.
 void PipelineModel::Impl::collect() {
   modules = std::make_shared<torch::nn::Module>("model");
   for (std::size_t place = 0; place < list.size(); ++place)
     if (made[place].module) modules->register_module(list[place].name, made[place].module);
 }
 
-// One tensor in two modules would come apart where these lie on two ranks that know nothing of each other.
+// A tensor in two modules would diverge if these are on two ranks, which do not know of each other.
 void PipelineModel::Impl::check_shared() const {
   std::unordered_map<const c10::TensorImpl*, std::pair<std::size_t, std::string>> seen;
   for (std::size_t place = 0; place < list.size(); ++place) {

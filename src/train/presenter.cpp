@@ -73,7 +73,7 @@ std::string exposed_share(const Outcome& outcome) {
 
 using Kind = PipelineAction::Kind;
 
-// What a stage's forward and backward, or the halves of that, took on average.
+// Average times of each stage's forward and backward, or of the two halves of backward.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
   PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0),
                 counts = times;  // how often each was computed
@@ -97,8 +97,8 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
   return times;
 }
 
-// Of the last step of rank 0's pipeline: two pictures, as measured and as the table plans with the measured
-// times of its stages, their bubbles in the captions. Pure.
+// Two pictures of the last step of rank 0's pipeline, with their bubbles in the captions: as measured, and
+// as the table plans with the measured times of its stages. Pure.
 std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured) {
   const PipelineTimeline planned = simulate(measured.table, times_of(measured));
   const auto caption = [](const PipelineTimeline& timeline, const char* what) {
@@ -123,9 +123,9 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
        .width = kPictureWidth}};
 }
 
-// The same of all ranks in Chrome's trace format (chrome://tracing, Perfetto): a process for each rank, an
-// event for each action, in microseconds. `measured` by each pipeline's ranks. Collective over mesh.all();
-// the text is rank 0's.
+// The last step of all ranks in Chrome's trace format (chrome://tracing, Perfetto): a process for each
+// rank, an event for each action, in microseconds. `measured`: by each pipeline's ranks. Collective over
+// mesh.all(); only rank 0 gets the text.
 std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh) {
   nlohmann::ordered_json own = nlohmann::ordered_json::array();
   const auto place = static_cast<std::size_t>(mesh.grid().has(kStageAxis) ? mesh.place({kStageAxis}) : 0);
@@ -197,7 +197,7 @@ struct Presenter::Impl {
     return {};
   }
 
-  // Of the last step that was made.
+  // Traffic across hosts in the last step.
   std::string across_hosts() const {
     for (auto row = metrics->rows().rbegin(); row != metrics->rows().rend(); ++row)
       if (row->bytes_across_hosts)
@@ -303,7 +303,7 @@ struct Presenter::Impl {
     for (const auto& chart : showing.charts) report.chart(chart);
     for (const auto& table : showing.tables) report.table(table);
     for (ReportTable table : outcome.tables) {
-      table.summary.clear();  // it stands at the top, as a verdict
+      table.summary.clear();  // the report shows it at the top as a verdict
       report.table(std::move(table));
     }
     ReportTable about{

@@ -1,4 +1,5 @@
-// What people see of a run, on rank 0: progress, metrics, TensorBoard events, the report and the summary.
+// Human-readable output of a run, on rank 0: progress, metrics, TensorBoard events, the report and the
+// summary.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,13 @@ struct RunFacts {
   Peak peak{};  // of all ranks
   std::int64_t steps_per_epoch = 0;
   std::int64_t first_step = 0;  // after a resume; metrics of later steps are dropped
-  std::string hosts{};          // HostTraffic::said(), the first of it; empty: one host
+  std::string hosts{};          // first of HostTraffic::said(); empty: one host
 };
 
-// What is said where no validation loss can be computed.
+// The notice of a run without validation data.
 std::string nothing_held_out(const TaskFacts& facts);
-// Why a run, of whatever task, ended before its last step, and how it goes on. `refutation`: what a check
-// found.
+// Explains why a run ended before its last step, and how to continue. `refutation`: the result of the check
+// that failed.
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
                       const std::string& refutation);
 
@@ -55,9 +56,8 @@ class Presenter {
   std::unique_ptr<Impl> impl_;
 };
 
-// When the ranks of a pipeline computed what in the last step: writes a trace into the run's folder and
-// returns pictures. Writes the trace into the run's folder and returns the pictures, both at the end of a
-// run. Collective.
+// Writes a trace of the last step's pipeline stages into the run's folder and returns pictures of it.
+// Called at the end of a run. Collective.
 std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
                                           const std::filesystem::path& directory);
 

@@ -1,5 +1,5 @@
-// What a person at the keyboard sees while a run goes on: one line that renews itself on a terminal, plain
-// lines elsewhere (files, CI). Only rank 0 has one.
+// Progress of a run on stderr: one line that is redrawn on a terminal, plain lines elsewhere (files, CI).
+// Only rank 0 has one.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ Range both(Range a, Range b) {
   return {begin, std::max(begin, std::min(a.end, b.end))};
 }
 
-// The part of a bucket's range that lies in a slot, in elements of the slot.
+// The part of a bucket's range that overlaps a slot, in elements of the slot.
 Range within(Range range, const Slot& slot) {
   const Range part = both(range, {slot.offset, slot.offset + slot.numel});
   return part.size() == 0 ? Range{} : Range{part.begin - slot.offset, part.end - slot.offset};
@@ -62,7 +62,7 @@ LaidBucket lay_out_bucket(PlannedBucket planned, const Roles& roles, int rank) {
   return result;
 }
 
-// Of a part of the bucket of `numel` elements, of which the rank holds `held`.
+// Bytes of `numel` elements of the bucket, of which the rank holds `held`.
 PersistentBytes kept_of(std::int64_t numel, std::int64_t held, const PlannedBucket& bucket,
                         const ElementBytes& bytes) {
   const auto gradient = static_cast<std::int64_t>(c10::elementSize(bucket.gradients));

@@ -1,4 +1,4 @@
-// Where every parameter of a run lies, as one rank has it: from shapes and arithmetic alone.
+// The placement of every parameter of a run on one rank, computed from shapes alone.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ struct OwnedBy {
 struct LaidBucket {
   PlannedBucket planned;
   Range held;                   // by the rank
-  AxisSet sharded{};            // along which the other parts lie
+  AxisSet sharded{};            // along which the bucket is sharded
   std::vector<OwnedBy> owners;  // of its elements, each once, ascending; among the ranks that hold copies
   std::int64_t padding = 0;     // elements of no parameter
 };
@@ -47,13 +47,13 @@ struct RankLayout {
   std::int64_t numel() const;  // of the parameters
 };
 
-// Of what `parameters` names, each of the rank's local shape and on any device, in the buckets that
-// plan_strategy() gives. `bytes` of an element by what it is for, but for its gradient, whose type the bucket
-// says. `placements` of parameters that are not merely copied.
+// Lays out `parameters`, which have the rank's local shapes and may be on any device, in the buckets of
+// plan_strategy(). `bytes`: bytes of an element by its use, except for gradients, whose type the bucket
+// has. `placements` lists sharded parameters.
 RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> buckets, const Grid& grid,
                    int rank, const ElementBytes& bytes, const Layout::Named& placements = {});
 
-// The layout of a run, and what people ask beside it.
+// The layout of a run and the facts that are printed with it.
 struct RunLayout {
   RankLayout layout;
   RunConfig config;
@@ -61,12 +61,11 @@ struct RunLayout {
   std::string description;  // describe_layout()
   Hosts hosts{};            // of the ranks: as planned_hosts() gives them
 };
-// No weights, no ranks. ConfigError: ranks that the configured axes do not divide, a rank that is none of
-// them, hosts that ranks cannot be on, whatever check() refuses but for devices that this machine does not
-// have.
+// Needs no weights and starts no ranks. ConfigError: axes that do not divide the ranks, a rank or host
+// count that does not exist, and whatever check() refuses except missing devices.
 RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts = 1);
 
-// The same of a model that is there: parameters of the rank's local shapes, before a layout is made of them.
+// As above, for an existing model with parameters of the rank's local shapes, before its layout is made.
 RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const ModelUnits& units,
                   const RanksOfRun& ranks, int rank, const Layout::Named& placements);
 

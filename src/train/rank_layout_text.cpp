@@ -25,12 +25,12 @@ std::size_t length(const std::string& text) {
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
-// The end of a long name tells more than its beginning.
+// Shortens a long name at its beginning, because the end is more specific.
 std::string elided(const std::string& text, std::size_t width) {
   if (length(text) <= width) return text;
   std::string end;
   for (std::size_t at = text.size(); at-- > 0 && length(end) + 1 < width;) end.insert(end.begin(), text[at]);
-  while (!end.empty() && (end.front() & 0xc0) == 0x80) end.erase(end.begin());  // a character cut in two
+  while (!end.empty() && (end.front() & 0xc0) == 0x80) end.erase(end.begin());  // an incomplete character
   return "…" + end;
 }
 
@@ -112,7 +112,7 @@ std::string cuts_text(const Placement& placement) {
   return cuts.empty() ? "no axis" : fmt::format("{}", fmt::join(cuts, ", "));
 }
 
-// What a rank has its part of along the sharded axes.
+// The kinds of values that are sharded along the sharded axes.
 std::string in_shards(const RunLayout& run) {
   const bool parameters_shared = run.plan.share_parameters;
   std::vector<std::string> what;
@@ -168,7 +168,7 @@ std::string mesh_text(const RunLayout& run) {
   return text;
 }
 
-// Parameters of which all these are alike stand in one table.
+// Parameters with equal values of these are listed in one table.
 struct Kind {
   std::string cuts, copies, summed, sharded;
   auto operator<=>(const Kind&) const = default;
@@ -257,7 +257,7 @@ LayoutJson owners_of(const std::vector<OwnedBy>& owners) {
   return list;
 }
 
-// Those of several ranks, in the order of the grid.
+// The axes that have several ranks, in the order of the grid.
 std::vector<std::string> several(const Grid& grid, const AxisSet& axes) {
   std::vector<std::string> result;
   for (const Axis& axis : grid.axes())

@@ -81,7 +81,7 @@ void on_rank_zero(Group& group, const std::function<void()>& work) {
   }
   const std::string outcome = broadcast_text(group, failure ? dumped(message) : std::string());
   if (outcome.empty()) return;
-  group.barrier();  // nobody leaves, and takes its memory along, before everybody has read the error
+  group.barrier();  // a rank that leaves would free memory that others still read the error from
   message = parse_json(outcome).value;
   ErrorText text = from_json(message);
   if (message.is_object() && message.value("config", nlohmann::json()) == true) throw AgreedConfigError(text);

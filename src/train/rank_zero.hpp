@@ -10,7 +10,7 @@
 
 namespace isograd {
 
-// A ConfigError that every rank throws alike, so that nobody needs to be told by poison.
+// A ConfigError that every rank throws, so no rank has to be poisoned.
 class AgreedConfigError : public ConfigError {
   using ConfigError::ConfigError;
 };
@@ -23,14 +23,14 @@ void on_rank_zero(Group& group, const std::function<void()>& work);
 // Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
 void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
 
-// Collective. Every rank runs `work`, which is not collective itself; a ConfigError of any becomes that of
-// the first on all, so that what all find alike is said once.
+// Every rank runs `work`, which is not collective itself. If any rank throws a ConfigError, all ranks throw
+// the one of the first, so an error that all ranks find is reported once. Collective.
 void on_every_rank(Group& group, const std::function<void()>& work);
 
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
 std::string first_told(Group& group, const std::string& own);
 
-// Collective: whether rank 0 says so.
+// Rank 0's value of `own`. Collective.
 bool of_rank_zero(Group& group, bool own);
 
 // Collective: a text of one rank on every rank.

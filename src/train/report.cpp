@@ -102,7 +102,7 @@ bool digit_at(const std::string& text, std::size_t i) {
   return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i])) != 0;
 }
 
-// Where a long name may break: behind its dots, slashes and underscores; a number may not.
+// Marks places where a long name may break: after dots, slashes and underscores, but not in a number.
 std::string with_breaks(const std::string& escaped) {
   std::string html;
   for (std::size_t i = 0; i < escaped.size(); ++i) {

@@ -1,5 +1,5 @@
-// A run's report: one HTML file that stands alone. Charts are SVG drawn here; no script, no external
-// resource; all text is escaped.
+// A run's report: one self-contained HTML file. Charts are SVG drawn here; there are no scripts and no
+// external resources; all text is escaped.
 #pragma once
 
 #include <filesystem>
@@ -49,7 +49,7 @@ class Report {
   // sideways instead of shrinking; 0: it shrinks with the page.
   void figure(std::string title, std::string caption, std::string svg, double width = 0);
   void prose(std::string title, std::vector<std::string> paragraphs);
-  // Statements, each with what speaks for it below.
+  // Statements, each followed by its evidence.
   void list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items);
   void text(std::string title, std::string body);    // preformatted: a sample, a configuration
   void folded(std::string title, std::string body);  // the same, closed until clicked
@@ -64,7 +64,7 @@ class Report {
   bool in_charts_ = false;
 };
 
-// How a task's loss and tokens are called, and the loss to compare with; its value 0: none.
+// The names of a task's loss and tokens, and of the baseline.
 struct ChartWords {
   std::string unit = "nats per token";
   std::string tokens = "tokens";
@@ -76,8 +76,8 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
 
 std::string svg(const Chart& chart);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding
-// Each point's median over so many neighbours before and after it; values that cannot be drawn stay and count
-// for nothing.
+// Each point's median over median_reach() neighbours on both sides. Values that cannot be drawn are kept
+// and ignored.
 std::vector<Point> running_median(const std::vector<Point>& points);
 std::size_t median_reach(std::size_t points);
 bool draws_median(const Chart& chart);

@@ -15,7 +15,7 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-// Compares what this run says with what the checkpoint says, key by key.
+// Compares this run's values with the checkpoint's, key by key.
 struct Comparison {
   std::string checkpoint;
 
@@ -28,7 +28,7 @@ struct Comparison {
   }
 };
 
-// Keys that both have.
+// Compares the keys that both have.
 void check_same(const ShapeKeys& now, const ShapeKeys& then, const Comparison& same) {
   const std::map<std::string, std::string> saved(then.begin(), then.end());
   for (const auto& [key, value] : now)
@@ -130,7 +130,7 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
 }
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {
-  // Not the file that the run was started with: --set may have changed what it says, also run.directory.
+  // The file that started the run is not used: --set may have changed its values, run.directory included.
   return "isograd " +
          shell_words({"train", (fs::path(config.run.directory) / kRunConfig).string(), "--ranks",
                       std::to_string(ranks), "--set", "checkpoint.resume=" + checkpoint.string()});

@@ -1,4 +1,4 @@
-// Continuing a run: the checkpoint's state, and that this configuration describes the same run.
+// Continues a run: reads the checkpoint's state and checks that this configuration describes the same run.
 #pragma once
 
 #include <cstdint>
@@ -25,23 +25,25 @@ struct Resumed {
 // change.
 Resumed resume_run(const Task& task, Group& group);
 
-// That the learning rate is another than the checkpoint's own configuration would have given, from which step
-// and by which keys; empty when it is the same.
+// Describes a learning rate that differs from the one in the checkpoint's configuration: the first such
+// step and the keys. Empty: no difference.
 std::string schedule_change(const TrainingState& then, const RunConfig& now);
 
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
-// Of a run, whose own folder is not made anew where it has gone. `placed` as in SaveOptions.
+// Options for saving a run's checkpoints. A deleted run folder is not recreated. `placed` as in
+// SaveOptions.
 SaveOptions save_options(const RunConfig& config, const Layout* placed);
 
-// In run.directory: everything that the run was configured with, by its file, --set and flags.
+// File in run.directory with the whole configuration: the TOML file, --set and flags.
 inline constexpr const char* kRunConfig = "config.toml";
 
-// The command line that continues from `checkpoint`, for a shell: by the configuration in run.directory.
+// The shell command that continues from `checkpoint`, using the configuration in run.directory.
 std::string resume_command(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
-// The same in a sentence about a run that failed; empty `checkpoint`: it had saved none.
+// A sentence with that command for a run that failed; empty `checkpoint`: it had saved none.
 std::string way_back(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
-// `error`, a rank that was lost, hung or disagreed, with the steps made until then and the way back.
+// Throws `error` (a rank was lost, hung or disagreed) again, adding the number of steps made and how to
+// continue.
 [[noreturn]] void rethrow(const PeerError& error, const RunConfig& config, int ranks, std::int64_t step,
                           const std::filesystem::path& checkpoint);
 

@@ -42,7 +42,7 @@ void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
   for (std::size_t i = 0; i < rows.size() && not_finite_ < 0; ++i)
     if (!outputs.router_logits[i].detach().isfinite().all().item<bool>()) not_finite_ = outputs.routed[i];
   if (balance_) {
-    // A layer of another stage has no tokens here.
+    // A layer of another pipeline stage has no tokens here.
     std::vector<at::Tensor> probabilities(layers_.size(), at::zeros({0, shape_.count}, at::kDouble)),
         chosen(layers_.size(), at::zeros({0, shape_.per_token}, at::kLong));
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -52,7 +52,7 @@ void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
     if (collecting_) return balance_->collect(chosen);
     terms.push_back(balance_->term(probabilities, chosen));
   }
-  // Once a micro-batch: what a checkpointed block computes again in backward does not come here.
+  // Choices are counted once per micro-batch: the recomputation of a checkpointed block does not call this.
   for (std::size_t i = 0; i < rows.size() && choices_.defined() && !collecting_; ++i)
     choices_[static_cast<std::int64_t>(rows[i])] +=
         at::bincount(outputs.chosen[i].flatten().cpu(), {}, shape_.count);

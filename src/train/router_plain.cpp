@@ -6,7 +6,7 @@
 namespace isograd {
 namespace {
 
-// What is known of the whole step.
+// Statistics of the whole step.
 struct Averages {
   at::Tensor places;  // [layers, E] fp64
   double tokens = 0;  // of one layer

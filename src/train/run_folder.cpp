@@ -63,7 +63,7 @@ std::string first_line(int file) {
          "Wait for that run to end, or give this one a folder of its own (--set run.directory=...)");
 }
 
-// Before anything is said of an earlier run's files: they may be those of one that lives.
+// Runs before the check for an earlier run's files, because these may belong to a live run.
 void check_no_run_lives(const fs::path& directory) {
   const int file = ::open((directory / kLock).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return;
@@ -73,8 +73,8 @@ void check_no_run_lives(const fs::path& directory) {
   if (held) refuse_living_run(directory, who);
 }
 
-// Likewise of a log that lies elsewhere: its run holds a lock on it (metrics.cpp), and --overwrite would take
-// it away.
+// The same check for a log outside the folder: a live run holds a lock on it (metrics.cpp), and --overwrite
+// would remove it.
 void check_no_run_writes(const fs::path& log) {
   const int file = ::open(log.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return;
@@ -130,7 +130,7 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
   std::error_code error;
   const fs::path directory = config.run.directory;
   const auto there = [&](const char* name) { return fs::exists(directory / name, error); };
-  // Of a person: every run leaves its lock, and earlier ones what earlier_run() finds.
+  // A user's own file: every run leaves its lock, and earlier versions left what earlier_run() finds.
   if (there(kRunConfig) && !there(kLock) && earlier_run(config).empty())
     refuse(here(directory), "config.toml, which no run has written",
            "a folder without one: a run writes its whole configuration to that file",
@@ -152,7 +152,7 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
               : ""));
 }
 
-// Of a run that goes on the other is its own, and goes on too.
+// The comparison of a continued run continues too.
 void RunFolder::refuse_earlier_comparison(const RunConfig& config, const Continued& from) {
   const auto of_kind = kind_of(config).comparison;
   const std::optional<RunConfig> other = of_kind && !from.own ? of_kind(config) : std::nullopt;
@@ -184,7 +184,7 @@ RunFolder::RunFolder(const RunConfig& config)
   make_folders(directory_);
   lock();
   try {
-    if (::stat(directory_.c_str(), &folder_) != 0) folder_ = {};  // gone already: check() says so
+    if (::stat(directory_.c_str(), &folder_) != 0) folder_ = {};  // gone already: check() reports it
     take(config, from);
   } catch (...) {
     ::close(std::exchange(file_, -1));
@@ -192,13 +192,14 @@ RunFolder::RunFolder(const RunConfig& config)
   }
 }
 
-// With the lock held.
+// Requires that the lock is held.
 void RunFolder::take(const RunConfig& config, const Continued& from) {
   refuse_earlier_run(config, from);  // of a run that has ended since it was looked for
   const std::string who = fmt::format("process {} since {:%Y-%m-%d %H:%M:%S} UTC{}\n", ::getpid(),
                                       fmt::gmtime(std::time(nullptr)),
                                       config.source.empty() ? std::string() : ", " + config.source.string());
-  if (::ftruncate(file_, 0) == 0) (void)!::pwrite(file_, who.data(), who.size(), 0);  // help for people only
+  if (::ftruncate(file_, 0) == 0)
+    (void)!::pwrite(file_, who.data(), who.size(), 0);  // information for the user only
   if (from.own) {
     const auto step = checkpoint_step(from.checkpoint);
     std::string later;
@@ -274,7 +275,7 @@ void RunFolder::check() const {
   std::error_code error;
   const bool there = is_there();
   if (there && fs::exists(directory_ / kLock, error)) return;
-  // What empties a folder file by file may have taken the lock and not yet the folder.
+  // A program that empties a folder file by file may have removed the lock but not yet the folder.
   refuse(here(directory_),
          std::string(there ? "a folder whose LOCK" : "a folder that") +
              " was removed or moved while the run wrote to it",

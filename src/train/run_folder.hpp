@@ -10,20 +10,21 @@
 
 namespace isograd {
 
-// On rank 0, from the beginning of a run to its end. Holds a lock (flock on run.directory/LOCK), which the
-// kernel takes back with the process however it ends; the file says who holds it, or held it last.
+// Rank 0 holds one for the whole run. It holds a lock (flock on run.directory/LOCK), which the kernel
+// releases when the process ends; the file names the current or last holder.
 class RunFolder {
  public:
-  // ConfigError when another run writes to run.directory, or when files of an earlier one lie there and this
-  // run neither continues it (checkpoint.resume) nor was told to replace it (RunConfig::overwrite); the same
-  // of the folder of the run that it is compared with. Nothing is removed yet.
+  // ConfigError if another run writes to run.directory, or if it contains files of an earlier run and this
+  // run neither continues it (checkpoint.resume) nor may replace it (RunConfig::overwrite). The folder of
+  // the run to compare with is checked too. Nothing is removed yet.
   explicit RunFolder(const RunConfig& config);
   // Leaves nothing behind where begin() was not called.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
-  // The same without taking anything: before ranks are started, so that it is said once.
+  // The same checks without taking the lock. Called before ranks are started, so the error is reported
+  // once.
   static void check_free(const RunConfig& config);
 
   // This run is about to write: removes an earlier one's files where that was asked for.
@@ -31,7 +32,7 @@ class RunFolder {
   // ConfigError when the folder was removed, moved or replaced since, or its lock removed.
   void check() const;
   bool is_there() const;  // the folder that it began with, though perhaps without its lock
-  // What becomes of files that are there, for people; empty: nothing does.
+  // Human-readable notice of what happens to existing files; empty: nothing.
   const std::string& notice() const { return notice_; }
   bool goes_on() const { return goes_on_; }  // from a checkpoint of its own folder
 
@@ -51,13 +52,13 @@ class RunFolder {
 
 // In run.directory: what ranks did before an operation failed, a rank was lost (OperationsFile).
 inline constexpr const char* kLastOperations = "last_operations.txt";
-// When each rank computed what, where the layers lie in stages (show_stages() in presenter.cpp).
+// Times of each rank's computations in a run with pipeline stages (show_stages() in presenter.cpp).
 inline constexpr const char* kStageTrace = "stages.json";
 
-// What an earlier run has left in run.directory and would lose to a new one; empty: nothing.
+// Files of an earlier run in run.directory that a new run would overwrite; empty: none.
 std::string earlier_run(const RunConfig& config);
 
-// Where the metrics of a run go.
+// File for the metrics of a run.
 std::filesystem::path json_log_of(const RunConfig& config);
 
 }  // namespace isograd

@@ -22,8 +22,8 @@ ShapeFields fields(ScorerShape& shape) {
           {"output_bias", &shape.output_bias}};
 }
 
-// Pairs of layers: the units of one are cut, and the inputs of the next. A score that has no partner is made
-// by every rank.
+// Rules for pairs of layers: the first is column parallel, the second row parallel. A layer without a
+// partner is computed by every rank.
 std::vector<CutRule> rules_of(const ScorerShape& shape, const Grid& grid) {
   std::vector<CutRule> rules;
   if (!grid.has("tp") || grid.size({"tp"}) == 1) return rules;
@@ -124,7 +124,7 @@ RankedTableModel::RankedTableModel(ScorerModel model, const ScorerShape& shape, 
 ForwardLossTerms RankedTableModel::loss() {
   const ForwardLossTerms training = scorer_loss(model_, *data_, name_, training_, group_);
   if (repeatable_ || !training_) return training;
-  // What is only looked at is ranked among itself and leaves the queue as it is.
+  // Rows of an evaluation are ranked among themselves and do not change the queue.
   return [training, held_out = scorer_loss(model_, *data_, name_, held_out_, group_)](const Batch& batch) {
     return at::GradMode::is_enabled() ? training(batch) : held_out(batch);
   };

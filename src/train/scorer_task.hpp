@@ -1,5 +1,5 @@
-// A scorer trained on a table by a loss over the rows of all ranks. Its batches are batches like others: a
-// token is a row's number, its target the row's.
+// A scorer trained on a table by a loss over the rows of all ranks. It uses ordinary batches: a token is a
+// row's number, its target the row's target.
 #pragma once
 
 #include <filesystem>
@@ -32,25 +32,25 @@ struct ScorerModel {
   ModelUnits units;
 };
 ScorerModel make_scorer(std::shared_ptr<Scorer> scorer);
-// To be trained by `loss` (ranking.loss, or cross entropy to compare with).
+// Shape of a scorer that `loss` trains (ranking.loss, or cross entropy for the comparison).
 ScorerShape scorer_shape(const RunConfig& config, const ScorerData& data, const std::string& loss);
 ScorerModel make_scorer(const RunConfig& config, const ScorerData& data, const std::string& loss,
                         at::ScalarType dtype);
 
 // Rows of the table as one micro-batch.
 Batch table_batch(const ScorerData& data, const std::vector<std::int64_t>& of_table);
-// The same of what a sampler of the training rows gave.
+// As table_batch(), from a sampler's places among the training rows.
 Batch rows_batch(const ScorerData& data, const std::vector<std::int64_t>& of_train);
 // This rank's part of each step, possibly no row.
 Sampler make_row_sampler(const RunConfig& config, const ScorerData& data, int rank, int size);
 
 // The modules that ranking.loss names; null for cross entropy and focal loss.
 std::shared_ptr<RankingLoss> make_ranking_loss(const RunConfig& config, const std::string& name, Group group);
-// One term: "cross_entropy", a sum, or the whole of a loss over all ranks (`replicated`).
+// One term: "cross_entropy" (a sum), or a loss over the rows of all ranks (`replicated`).
 ForwardLossTerms scorer_loss(const ScorerModel& model, const ScorerData& data, const std::string& name,
                              std::shared_ptr<RankingLoss> loss, Group group);
-// ranking.loss `name` by plain code of its own. Each O(positives · rows), straight from the definitions; 0
-// where a class is missing.
+// ranking.loss `name` in plain code of its own, O(positives · rows), straight from the definitions. 0 if a
+// class is missing.
 at::Tensor plain_ranking_loss(const std::string& name, const RunConfig& config, const at::Tensor& logits,
                               const at::Tensor& targets);
 
@@ -78,7 +78,7 @@ class RankedTableModel : public TaskModel {
   void write(const std::filesystem::path& directory, const TensorStream& weights) override;
   void read(const std::filesystem::path& directory, bool with_queue);  // what write() left
 
-  // From now on the queue holds these rows and no others, so that a step can be made again.
+  // Fixes the queue to these rows, so that a step can be repeated.
   void stand_still(const QueuedRows& queued);
   RankingLoss* ranking_loss() { return training_.get(); }  // null: the loss is none
 

@@ -41,7 +41,7 @@ StopSignals::StopSignals() {
   struct sigaction action {};
   action.sa_handler = on_signal;
   sigemptyset(&action.sa_mask);
-  action.sa_flags = SA_RESTART;  // files being written are not cut short
+  action.sa_flags = SA_RESTART;  // writes to files are not interrupted
   sigaction(SIGINT, &action, &old_interrupt);
   sigaction(SIGTERM, &action, &old_terminate);
   sigaction(SIGHUP, &action, &old_hang_up);

@@ -1,13 +1,13 @@
-// SIGINT, SIGTERM and SIGHUP as a wish to stop, which the ranks then agree upon in the counting vector.
+// SIGINT, SIGTERM and SIGHUP as a stop request. The ranks agree on it in the counting vector.
 #pragma once
 
 namespace isograd {
 
-// While one exists, the first SIGINT, SIGTERM or SIGHUP of the process sets a flag; another one, a second or
-// more later, ends the process at once as if it had never been caught. (A terminal and a launcher may both
-// pass on one Ctrl-C.) A hang-up that was ignored before (nohup) stays so. A file size limit (SIGXFSZ)
-// becomes an ordinary write error, and so does output that nobody reads (SIGPIPE). May be nested and shared
-// by ranks that are threads.
+// While one exists, the first SIGINT, SIGTERM or SIGHUP of the process sets a flag. Another one a second or
+// more later ends the process at once, as if it had never been caught (a terminal and a launcher may both
+// forward one Ctrl-C). A SIGHUP that was ignored before (nohup) stays ignored. A file size limit (SIGXFSZ)
+// and a closed output (SIGPIPE) become ordinary write errors. May be nested and shared by ranks that are
+// threads.
 class StopSignals {
  public:
   StopSignals();

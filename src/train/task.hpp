@@ -1,6 +1,6 @@
-// Task: data and the family of models that learns from it. The seam between what every run has in common (the
-// trainer's loop, checkpoints, resume, the proof) and what a kind of data needs of its own. A new kind is one
-// subclass of each of the two classes below and a line in make_task().
+// Task: data and the family of models that learns from it. The trainer's loop, checkpoints, resume and the
+// proof are common to all runs; what depends on the kind of data is here. A new kind is a subclass of each
+// of the two classes below and a TaskKind (task_kind.hpp).
 #pragma once
 
 #include <filesystem>
@@ -30,40 +30,42 @@ class TaskModel {
  public:
   virtual ~TaskModel() = default;
   virtual std::vector<std::pair<std::string, at::Tensor>> named() = 0;  // parameters; tied ones once
-  // What forward changes and all ranks must have alike, beside the parameters: a running mean, a queue.
+  // State that forward changes and that all ranks must have alike, apart from parameters: a running mean, a
+  // queue.
   virtual std::vector<std::pair<std::string, at::Tensor>> buffers() const { return {}; }
-  // The model as units for layouts that shard parameters; its blocks run inside theirs from now on.
+  // The model as units for layouts that shard parameters. From now on its blocks run inside their units.
   virtual ModelUnits make_units() = 0;
-  // Sums of the losses of a micro-batch. Not inside the root's unit yet; the model outlives it.
+  // Sums of the losses of a micro-batch, not yet inside the root's unit. The model outlives it.
   virtual ForwardLossTerms loss() = 0;
-  // Parameters that have values; those on the meta device are put where the layout is told.
+  // Moves parameters that have values. Those on the meta device are created on the device that the layout
+  // is given.
   virtual void to(at::Device device) = 0;
-  // Of a model in stages, once it is cut: what its steps go through. Null: one stage.
+  // The pipeline that steps go through, after cut(). Null: one stage.
   virtual const Pipeline* pipeline() const { return nullptr; }
-  // Of a model whose experts are dealt to ranks: what lies along `ep`, and in how many of this rank's layers.
+  // Experts that are sharded along `ep`, and the number of this rank's layers that have them.
   struct DealtExperts {
     std::int64_t experts = 0, hidden = 0, layers = 0;  // 0 experts: it has none
   };
   virtual DealtExperts dealt_experts() const { return {}; }
-  // What must be known of a whole step before its first forward, by passes of `forward`, which is loss() as
-  // the run differentiates it. Not given: nothing.
+  // Collects statistics of a whole step before its first forward, by passes of `forward` (loss() as the run
+  // differentiates it). Null: none are needed.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
-  // What counts choices of experts in the forwards that train, from now on: StepOptions::tally. Not given:
-  // the model has none.
+  // Counts choices of experts in training forwards from now on: StepOptions::tally. Null: the model has no
+  // experts.
   virtual Tally tally() { return {}; }
-  // What such numbers, added up over the ranks, say; nothing where all are 0.
+  // Loads from such counts summed over the ranks; empty if all are 0.
   virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*tally*/) const { return {}; }
   // After each update, with the step's tally of all ranks: moves what that and no gradient moves. Collective.
   virtual void after_update(const std::vector<double>& /*tally*/, DataParallel& /*layout*/) {}
-  // What of a forward since the last call was not finite on this rank, for people: "the router logits of
-  // layer 3". Empty: nothing is known.
+  // Name of the first non-finite tensor since the last call on this rank, e.g. "the router logits of layer
+  // 3". Empty: none is known.
   virtual std::string take_not_finite() { return {}; }
   // DecoderLM::set_choice_of_experts(), where it has experts; false: it has none.
   virtual bool choose_experts(const DecoderLM::ChooseExperts&) { return false; }
-  // What the loss is a function of, [T_local, ...]: logits, predictions. Differentiable.
+  // The input of the loss, [T_local, ...]: logits, predictions. Differentiable.
   virtual at::Tensor outputs(const Batch& batch) = 0;
-  // Where its parameters lie on a grid whose ranks hold the model together (held_together()), while it is
-  // whole. Pure. Copies of everything, where a kind says nothing else.
+  // Placements of the whole model's parameters on a grid of model-parallel ranks. Pure. The default is a
+  // copy on every rank.
   virtual Layout::Named placements(const Grid& grid);
   // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
   // model's values the same on all ranks, or none, and before a layout of it is made.
@@ -82,7 +84,7 @@ struct ModelToLayOut {
       check_values{};  // for fill's error, before anything is made; not given: there is none
 };
 
-// What people read of a task, and what the order of its data depends on.
+// Human-readable facts of a task, and the facts on which the order of its data depends.
 struct TaskFacts {
   std::string documents = "documents";  // what samples are called
   std::string tokens = "tokens";        // what they consist of
@@ -104,7 +106,7 @@ struct Baseline {
   double value = 0;
 };
 
-// What a finished run shows, on rank 0.
+// Results that a finished run shows, on rank 0.
 struct Showing {
   struct Picture {
     std::string title, caption, html;
@@ -120,7 +122,8 @@ struct Showing {
 // Key and value of the model's shape, in order.
 using ShapeKeys = std::vector<std::pair<std::string, std::string>>;
 
-// A term beside the loss of tokens: Σ over micro-batches of `sum` / what `mean` counts in the step.
+// A loss term in addition to the loss of tokens: Σ over micro-batches of `sum` / what `mean` counts in the
+// step.
 struct PlainTerm {
   std::string name;
   double weight = 1;
@@ -135,7 +138,7 @@ class Task {
   explicit Task(RunConfig config) : config_(std::move(config)) {}
   virtual ~Task() = default;
   const RunConfig& config() const { return config_; }
-  // The same data under a configuration that cuts or trains them otherwise; nothing is read again.
+  // The same data under a configuration that splits or trains them differently; nothing is read again.
   virtual std::unique_ptr<Task> under(const RunConfig& config) const = 0;
 
   // ---- data ----
@@ -143,16 +146,18 @@ class Task {
   // One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs. Null when nothing
   // is held out.
   virtual std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const = 0;
-  // How a micro-batch is cut over context ranks: `causal` and `token_cost` of the model.
+  // Options for splitting a micro-batch over context-parallel ranks: `causal` and `token_cost` of the
+  // model.
   virtual CutOptions cut_options() const = 0;
-  // Of the model's attention: heads and key heads, which Ulysses deals over ranks.
+  // The model's attention heads and key heads, which Ulysses splits over ranks.
   virtual std::pair<std::int64_t, std::int64_t> heads() const = 0;
   virtual TaskFacts facts() const = 0;
-  // For people: what step `step` (from 1, as a run counts) trains on, and which of `ranks` ranks takes what.
+  // Human-readable: the samples of step `step` (from 1, as a run counts) and the rank of `ranks` that takes
+  // each.
   virtual std::string describe_step(std::int64_t step, int ranks) const = 0;
   virtual Baseline baseline(Group& group) const = 0;  // collective
-  // Of the model's forward and backward in the step at `position` of a loader of this task, over all ranks
-  // (utilisation.hpp). 0: not counted.
+  // FLOPs of the model's forward and backward in the step at `position` of a loader of this task, over all
+  // ranks (utilisation.hpp). 0: not counted.
   virtual double step_flops(const BatchLoader&, LoaderPosition) const { return 0; }
 
   // ---- model ----
@@ -160,21 +165,22 @@ class Task {
   virtual std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const = 0;
   // Shapes alone: parameters on the meta device, in train.dtype.
   virtual std::shared_ptr<TaskModel> make_model_without_values() const = 0;
-  // For a layout, with the weights of `directory`, or if that is empty those of make_model(). ConfigError.
+  // A model for a layout, with the weights of `directory`, or those of make_model() if it is empty.
+  // ConfigError.
   virtual ModelToLayOut make_model_to_lay_out(const std::filesystem::path& directory) const = 0;
-  // Of the same shape, with values that are about to be overwritten.
+  // A model of the same shape whose values the caller overwrites.
   virtual std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const = 0;
-  // Of this run and of a checkpoint: where they differ the key is named.
+  // Shape of this run's model and of a checkpoint's. An error names the key that differs.
   virtual ShapeKeys shape() const = 0;
   virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
 
-  // ---- for people ----
-  // Of the model as it is, beside its validation loss, by name. Collective.
+  // ---- human-readable results ----
+  // Figures of the model in addition to its validation loss, by name. Collective.
   virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
   // A run that a finished one is compared with: in a folder of its own inside run.directory.
   virtual std::optional<RunConfig> comparison() const { return std::nullopt; }
-  // When all steps are made; on rank 0, the model is whole. `comparison`: how that run went; null without
-  // one.
+  // Shows results after the last step, on rank 0 with the whole model. `comparison`: the outcome of the run
+  // to compare with, or null.
   virtual bool shows_model() const { return true; }  // by what it computes; else the model need not be whole
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
@@ -183,14 +189,15 @@ class Task {
   // Not given: the cross entropy of logits.
   using PlainLosses = std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)>;
   virtual PlainLosses plain_losses() const { return {}; }
-  // A loss over the rows of all ranks, which is no sum over tokens, likewise: DeclaredLoss::global.
+  // As above, for a loss over the rows of all ranks, which is no sum over tokens: DeclaredLoss::global.
   using PlainLoss = std::function<at::Tensor(const at::Tensor& outputs, const at::Tensor& targets)>;
   virtual PlainLoss plain_loss() const { return {}; }
   virtual std::string loss_name() const = 0;  // of the first term that TaskModel::loss() gives
-  // Its further terms, by plain code likewise, of a model of this task; in loss()'s order.
+  // Plain versions of the other loss terms, in loss()'s order.
   virtual std::vector<PlainTerm> plain_terms() const { return {}; }
-  // The same task with losses that keep nothing from one step to the next, so that a step can be made again.
-  // What they would have kept comes of `trained`, the values of named(), whole; null: of fresh ones.
+  // The same task with losses that keep nothing between steps, so that a step can be repeated. The state
+  // that they would have kept is computed from `trained`, the whole values of named(); null: from fresh
+  // ones.
   virtual std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* /*trained*/) const {
     return under(config());
   }
@@ -202,14 +209,14 @@ class Task {
   RunConfig config_;
 };
 
-// By model.kind. Collective; ConfigError on every rank when the data is unusable.
+// Makes the task of model.kind. Collective; ConfigError on every rank if the data is unusable.
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 
 // Task::make_model_without_values() of the run, which reads no more data than that depends on, and no
 // weights: to be looked at, not to be run.
 std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
 
-// Where step `step` of a run (from 1) finds its data.
+// The data position of step `step` of a run (from 1).
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);
 
 // This rank's parts of the micro-batches that its context ranks share.

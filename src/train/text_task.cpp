@@ -181,14 +181,15 @@ std::vector<ConfigKey> text_keys() {
 
 namespace {
 
-// Balance without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3): a bias, which only
-// the choice of experts sees, follows their loads.
+// Balances experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3): a bias,
+// which only the choice of experts sees, follows their loads.
 class SelectionBias {
  public:
-  // Of the biases as they are in the model that `layout` was made of, which outlives this. Collective.
+  // Starts from the biases in the model that `layout` was made of. `layout` must outlive it. Collective.
   SelectionBias(DecoderLM& model, DataParallel& layout, double rate);
-  // By `rate` up where an expert got less than the mean of its layer, down where more. `choices`: of a step,
-  // over all ranks, by layer that has experts and expert. Collective; the same bits on every rank.
+  // Raises a bias by `rate` if its expert got less than the mean of its layer, lowers it if more.
+  // `choices`: counts of a step over all ranks, by layer with experts and by expert. Collective; the same
+  // bits on every rank.
   void move(const std::vector<double>& choices);
 
  private:
@@ -209,7 +210,7 @@ void SelectionBias::move(const std::vector<double>& choices) {
   const auto counts = at::tensor(choices, at::kDouble).view({static_cast<std::int64_t>(biases_.size()), -1});
   std::vector<std::pair<std::string, at::Tensor>> own;
   for (std::size_t i = 0; i < biases_.size(); ++i) {
-    if (biases_[i].second.numel() == 0) continue;  // of another stage
+    if (biases_[i].second.numel() == 0) continue;  // in another pipeline stage
     const at::Tensor of_layer = counts[static_cast<std::int64_t>(i)];
     biases_[i].second += at::sign(of_layer.mean() - of_layer) * rate_;
     own.push_back(biases_[i]);
@@ -290,8 +291,8 @@ class TextModel : public TaskModel {
   }
 
  private:
-  // Whether router statistics are those of all stages. Of one micro-batch they are not: its stages compute it
-  // one after another.
+  // Whether router statistics are summed over stages. Not for one micro-batch: its stages compute it one
+  // after another.
   bool over_stages() const { return routers_ && pipeline_ && routers_->looks_ahead(); }
 
   std::shared_ptr<DecoderLM> model_;
@@ -339,15 +340,15 @@ ShapeKeys shape_keys(const DecoderConfig& shape) {
   return keys;
 }
 
-// bos and eos of a model that has none are the tokenizer's, which it is trained with.
+// A model without bos and eos gets those of the tokenizer that it is trained with.
 DecoderConfig with_marks(DecoderConfig shape, const Tokenizer* tokenizer) {
   if (tokenizer && shape.bos < 0) shape.bos = tokenizer->bos();
   if (tokenizer && shape.eos < 0) shape.eos = tokenizer->eos();
   return shape;
 }
 
-// With the corpus's bos and eos. ConfigError when a token of the corpus has no row in the embedding, or packs
-// are longer than the model's positions.
+// The model's shape with the corpus's bos and eos. ConfigError if a token of the corpus has no row in the
+// embedding, or if packs are longer than the model's positions.
 DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   const bool loaded = !config.model.load.empty();
   const DecoderConfig shape = with_marks(configured_shape(config), corpus.tokenizer.get());

@@ -49,17 +49,18 @@ bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
   return step == total || divides(every, step);
 }
 
-// What a run sends between hosts, and what is said of its mesh where that is more than it need be.
-// Of ranks on one host: nothing, at no cost.
+// Bytes that a run sends between hosts, and notices about a mesh that sends more than necessary. On one
+// host it does nothing.
 class HostTraffic {
  public:
   HostTraffic(const World& world, const Grid& grid);
-  // Which ranks are on which host, then what had better be otherwise.
+  // The hosts of the ranks, then recommendations.
   const std::vector<std::string>& said() const { return said_; }
   void before_step();
-  // Of all ranks together, since before_step(); empty: there is one host. Collective.
+  // Bytes of all ranks since before_step(); nothing on one host. Collective.
   std::optional<std::int64_t> across_in_step();
-  // "rank 0: 1.5 MB across, 6.0 within; rank 1: ...", of the last step. Collective; the text is on rank 0.
+  // "rank 0: 1.5 MB across, 6.0 within; rank 1: ..." for the last step. Collective; only rank 0 gets the
+  // text.
   std::string by_rank();
 
  private:
@@ -115,9 +116,9 @@ struct Trainer::Impl {
   std::optional<ModelUnits> units{};
   std::optional<Mesh> mesh{};
   std::optional<CutBatches> parts{};
-  std::optional<Layout> placed{};  // where ranks hold the model together (held_together())
+  std::optional<Layout> placed{};  // layout of a model-parallel model
   std::int64_t parameters = 0;     // of the whole model
-  std::string where_all_lies{};    // of rank 0, for people
+  std::string where_all_lies{};    // text of rank 0
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
@@ -129,19 +130,19 @@ struct Trainer::Impl {
   std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<RunFolder> folder{};  // rank 0 only, like the presenter
   std::unique_ptr<Presenter> presenter{};
-  std::optional<ErrorText> trouble{};   // of rank 0 with its files, until the others are told
+  std::optional<ErrorText> trouble{};   // error of rank 0 with its files, until all ranks agree on it
   std::optional<MemoryWatch> memory{};  // run.memory
   std::optional<HostTraffic> hosts{};
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
-  std::int64_t rounds = 0;  // of the last step: how many micro-batches a loader makes may vary
+  std::int64_t rounds = 0;  // micro-batches of the last step; loaders vary
   double step_seconds = 0, exposed_seconds = 0;
   std::int64_t steps_timed = 0;
   Peak peak{};
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
-  std::string refutation{};         // what a check found
-  std::string learning_rates{};     // that a resume has changed them
-  bool is_comparison = false;       // of another run, which says what it has to say
+  std::string refutation{};         // result of a failed check
+  std::string learning_rates{};     // notice that a resume has changed them
+  bool is_comparison = false;       // comparison of another run, which prints the notices
   std::optional<OperationsFile> operations{};
 
   void prepare() {
@@ -195,7 +196,7 @@ struct Trainer::Impl {
     if (!is_comparison) operations.emplace(std::filesystem::path(config.run.directory) / kLastOperations);
   }
 
-  // What rank 0 shows and logs. When it cannot, all ranks stop after the next step, and throw its error.
+  // Shows and logs on rank 0. If that fails, all ranks stop after the next step and throw its error.
   template <class Show>
   void present(const Show& show) {
     if (!presenter || trouble) return;
@@ -207,7 +208,7 @@ struct Trainer::Impl {
     }
   }
 
-  // With the weights of `directory`; empty: those that the run starts from.
+  // Loads the weights of `directory`; empty: the initial ones.
   void make_layout_of_model(const std::filesystem::path& directory,
                             const std::vector<std::string>& bucket_order) {
     ModelToLayOut made;
@@ -246,8 +247,8 @@ struct Trainer::Impl {
                     .hosts = hosts->said().empty() ? "" : hosts->said()[0]};
   }
 
-  // Every step until the last, a stop or a divergence. What happens after a step depends only on its report
-  // and the configuration, which are the same on all ranks: so do the collectives that follow.
+  // Makes every step until the last, a stop or a divergence. After a step, ranks act only on its report and
+  // the configuration. Both are the same on all ranks, so all enter the same collectives.
   void loop() {
     const std::int64_t total = config.train.steps;
     const Schedule schedule = make_schedule(config);
@@ -327,7 +328,7 @@ struct Trainer::Impl {
     if (hooks.on_step) hooks.on_step(event);
   }
 
-  // Before anything is saved: a checkpoint of a run that is known to be wrong would outlive the message.
+  // Checks run before saving, so no checkpoint of a run that is known to be wrong is written.
   bool checked() {
     if (!hooks.check ||
         !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
@@ -355,12 +356,12 @@ struct Trainer::Impl {
 
   void save() {
     present([] {});
-    // A folder that has gone is not made anew; what is wrong with a log alone costs no checkpoint.
+    // A deleted run folder is not recreated. A problem with a log alone does not prevent a checkpoint.
     throw_agreed(world.group, trouble && !folder->is_there() ? trouble : std::nullopt);
     try {
       if (saved_step != state.step) write_checkpoint();
     } catch (const AgreedConfigError&) {
-      present([] {});                      // the folder may have gone meanwhile
+      present([] {});                      // the folder may have been deleted meanwhile
       throw_agreed(world.group, trouble);  // what came first
       throw;
     }
@@ -381,7 +382,7 @@ struct Trainer::Impl {
 
   DataParallelPlan plan() const { return plan_of(config, *layout, rounds, world.group); }
 
-  // The run that a finished one is compared with, by the same loop in a folder of its own.
+  // Makes the run that a finished one is compared with, by the same loop in a folder of its own.
   std::optional<Outcome> compare() {
     std::optional<RunConfig> other = task->comparison();
     if (!other) return std::nullopt;
@@ -389,7 +390,7 @@ struct Trainer::Impl {
     std::string resume;
     on_rank_zero(world.group, [&] {
       if (folder->goes_on() && !list_checkpoints(checkpoint_root(*other)).empty()) resume = "latest";
-      // Of a run that goes on: what it had left there before the first checkpoint.
+      // A continued run may replace what its comparison left before the first checkpoint.
       other->overwrite = resume.empty() && (config.overwrite || folder->goes_on());
       presenter->notice(fmt::format("for comparison: the same by {}", other->source.string()));
     });

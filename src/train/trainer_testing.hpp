@@ -28,7 +28,7 @@ class TinyRuns : public ::testing::Test {
     root_ =
         std::filesystem::path(::testing::TempDir()) / ("isograd-" + std::to_string(getpid()) + "-" + test);
     std::filesystem::create_directories(root_ / "text");
-    // Documents of 5 to 164 letters, so that packs are uneven and some documents are cut.
+    // Documents of 5 to 164 letters, so that packs are uneven and some documents are split.
     for (std::uint64_t i = 0; i < 24; ++i) {
       std::string text;
       const auto length = 5 + random_bits({.seed = 7, .sample = i}, 0) % 160;
@@ -105,7 +105,7 @@ class TinyRuns : public ::testing::Test {
   std::filesystem::path root_;
 };
 
-// "no error", or what a ConfigError said.
+// The text of the ConfigError, or "no error".
 inline std::string config_error_of(const std::function<void()>& work) {
   try {
     work();

@@ -14,10 +14,10 @@
 
 namespace isograd {
 
-// FLOPs of forward and backward over `tokens` tokens of which `pairs` (query, key) pairs attend: 6 a token
-// and weight of a matrix product, 12 a pair, head and channel. Chowdhery et al., PaLM, 2022, appendix B, but
-// for the pairs: a causal mask leaves about half of them, and only those are counted. Norms, biases and what
-// is computed again are not.
+// FLOPs of forward and backward over `tokens` tokens in which `pairs` (query, key) pairs attend: 6 per
+// token and matrix weight, 12 per pair, head and channel (Chowdhery et al., PaLM, 2022, appendix B). Unlike
+// there, pairs that a causal mask hides are not counted. Norms, biases and recomputation are not counted
+// either.
 double decoder_flops(const DecoderConfig& shape, double tokens, double pairs);
 
 struct Peak {
@@ -25,13 +25,13 @@ struct Peak {
   std::string source{};         // "measured: products of 512 x 512 matrices in float32"
 };
 
-// The median of all times where the medians of the rounds agree within kSteadyPeak, else nothing.
+// The median of all times if the medians of the rounds agree within kSteadyPeak, otherwise nothing.
 inline constexpr double kSteadyPeak = 1.5;
 std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds);
 
-// run.peak_tflops times the ranks; where that is 0, what matrix products in `dtype` reach on all ranks at
-// once, in three rounds: some hundred milliseconds. Not steady on any rank: 0, and `source` says so.
-// Collective.
+// run.peak_tflops times the ranks. If it is 0, measures matrix products in `dtype` on all ranks at once, in
+// three rounds of some hundred milliseconds altogether. If a rank's rounds differ too much, the peak is 0
+// and `source` says so. Collective.
 Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device, Group& group);
 
 }  // namespace isograd

@@ -30,9 +30,9 @@ ShapeFields fields(VideoDiTConfig& shape) {
           {"norm_epsilon", &shape.norm_epsilon}};
 }
 
-constexpr double kFramesPerSecond = 24;  // of a run that took every frame, whatever its files' were
+constexpr double kFramesPerSecond = 24;  // for a run that took every frame, whatever the rate of its files
 
-// Of so many frames, rows or columns in patches; 0: the most that the model knows.
+// Converts frames, rows or columns to patches; 0: the most that the model supports.
 std::int64_t in_patches(const char* flag, std::int64_t asked, std::int64_t patch, std::int64_t most) {
   if (asked == 0) return most;
   if (asked % patch == 0 && asked >= patch && asked <= most * patch) return asked / patch;
@@ -74,7 +74,7 @@ std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::Scalar
   return model;
 }
 
-// Gates and the largest grid follow from the keys that people set, and from the data.
+// Keys of the shape, except gates and the largest grid, which follow from other keys and the data.
 ShapeKeys video_shape_keys(VideoDiTConfig shape) {
   ShapeKeys keys;
   for (const ShapeField& field : fields(shape))

@@ -111,7 +111,7 @@ class VideoModel : public TaskModel {
     return units;
   }
 
-  // The velocity. The input is made here by plain code, for the oracle; the loss makes its own.
+  // The velocity. The input is made here by plain code for the oracle; the loss makes its own.
   at::Tensor outputs(const Batch& batch) override {
     const at::Tensor data = store_->patches(batch.tokens, at::kDouble);
     const FlowNoise drawn = flow_noise(batch, store_->patch_elements(), seed_);
@@ -169,14 +169,15 @@ Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
 
 // ---- what a run shows at its end ----
 
-constexpr std::size_t kShown = 4;             // videos whose frames are shown
-constexpr std::size_t kMeasured = 32;         // training videos whose losses are, at most
-constexpr std::int64_t kFrames = 6;           // of a video, side by side
-constexpr std::int64_t kGap = 2;              // pixels between them
-constexpr std::int64_t kDraws = 8;            // of time and noise that a video's loss is the mean of
-constexpr double kTimes[] = {0.3, 0.7, 0.9};  // of which the frames shown are noised; 0 is data, 1 is noise
+constexpr std::size_t kShown = 4;      // videos whose frames are shown
+constexpr std::size_t kMeasured = 32;  // training videos whose losses are, at most
+constexpr std::int64_t kFrames = 6;    // frames of a video, side by side
+constexpr std::int64_t kGap = 2;       // pixels between them
+constexpr std::int64_t kDraws = 8;     // draws of time and noise per video; its loss is their mean
+constexpr double kTimes[] = {0.3, 0.7,
+                             0.9};  // times to which the shown frames are noised; 0 is data, 1 is noise
 
-// Spread over 0 .. n - 1, both ends among them.
+// Indices spread evenly over 0 .. n - 1, including both ends.
 std::vector<std::int64_t> spread(std::int64_t n, std::int64_t most) {
   std::vector<std::int64_t> picked;
   const std::int64_t parts = std::min(n, most);
@@ -184,7 +185,7 @@ std::vector<std::int64_t> spread(std::int64_t n, std::int64_t most) {
   return picked;
 }
 
-// Some frames of uint8 [F, H, W, 3] in one picture.
+// One picture of some frames of uint8 [F, H, W, 3].
 std::string strip(const at::Tensor& frames, const std::string& alternative) {
   std::vector<at::Tensor> columns;
   for (const std::int64_t f : spread(frames.size(0), kFrames)) {
@@ -247,8 +248,8 @@ Chart losses_chart(const VideoStore& store, const std::vector<VideoLoss>& losses
   return chart;
 }
 
-// Frames of some of `videos`, as they are, noised, and as the model estimates them from that in one step; the
-// loss of each of `held_out` and of some of `trained` by their lengths. On one rank, which has the whole
+// Shows frames of some of `videos`: originals, noised, and the model's one-step estimate from that. Shows
+// the loss of each of `held_out` and of some of `trained` by length. Runs on one rank that has the whole
 // model.
 Showing show_videos(VideoDiT& model, const VideoStore& store, const std::vector<std::int64_t>& held_out,
                     const std::vector<std::int64_t>& trained, std::uint64_t seed) {
@@ -442,7 +443,7 @@ class VideoTask : public Task {
   std::uint64_t seed() const { return static_cast<std::uint64_t>(config().run.seed); }
   std::int64_t most_tokens() const { return config().batch.tokens_per_micro_batch; }
 
-  // Positions up to the largest video of this data.
+  // The model has positions up to the largest video of this data.
   VideoDiTConfig shape_of_model() const {
     if (!config().model.load.empty()) return loaded_shape();
     const VideoGrid largest = store_->largest();
@@ -490,7 +491,8 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
     refuse("video.files", "nothing", "videos for model.kind = \"video\"",
            "Name files, folders or globs; examples/video_clips.py fetches some");
   Store store;
-  // Rank 0 first: what is wrong with a file is said once. Then each rank keeps the frames for itself.
+  // Rank 0 opens the files first, so that an error in them is reported once. Then each rank reads the
+  // frames itself.
   on_rank_zero(group, [&] {
     for (const std::string& file : config.video.files)
       if (file.find_first_of("*?[") == std::string::npos && !fs::exists(file))
@@ -509,7 +511,7 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
 constexpr const char* kNotOfVideos = "model.kind is \"video\", which learns from video.files";
 constexpr const char* kOnlyOfVideos = "model.kind is not \"video\"";
 
-// A video at a time, or all of a rank's at once.
+// One video per micro-batch, or all of a rank's at once.
 std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
   std::vector<RunConfig> all{config};
   std::int64_t& most_tokens = all.emplace_back(config).batch.tokens_per_micro_batch;

@@ -26,7 +26,7 @@ class TinyVideos : public TinyRuns {
   void SetUp() override {
     TinyRuns::SetUp();
     std::filesystem::create_directories(root_ / "videos");
-    // Of 1 to 4 frames of patches and 2 x 2 to 3 x 4 patches: 4 to 48 tokens.
+    // Videos of 1 to 4 frames of patches and 2 x 2 to 3 x 4 patches: 4 to 48 tokens.
     const int shapes[][3] = {{2, 8, 8},  {4, 8, 12}, {8, 12, 16}, {3, 8, 8},
                              {6, 12, 8}, {8, 8, 16}, {2, 12, 12}};
     int seed = 0;
@@ -58,7 +58,7 @@ class TinyVideos : public TinyRuns {
   }
 };
 
-// What is trained on `ranks` ranks beside plain data parallelism, by name.
+// Layouts on `ranks` ranks that are compared with plain data parallelism.
 struct VideoLayout {
   const char* name;
   int ranks;

@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::size_t kMuchMemory = 16 << 20;  // bytes that are worth the time to give them back
 
-// Of one parameter in a bucket, [shape] on all ranks: those that hold some of its elements, of `shard`,
-// [held.size()], give them to the others in turn.
+// One parameter of a bucket, [shape] on all ranks. Ranks that hold some of its elements, in `shard`
+// [held.size()], broadcast them in turn.
 at::Tensor gathered(const Mesh& mesh, const Bucket& bucket, const Slot& slot, const at::Tensor& shard) {
   if (bucket.whole()) return slot_view(shard, slot);
   Group group = mesh.along(bucket.sharded);
@@ -93,7 +93,7 @@ void WholeTensors::add(Place place, at::ScalarType type, at::IntArrayRef own) {
   places_.push_back(std::move(place));
 }
 
-// What is whole where other stages have it: they say its name, key and type.
+// Adds the tensors of other pipeline stages, which send name, key and type.
 void WholeTensors::add_other_stages() {
   if (!placed_ || !placed_->mesh().grid().has(kStageAxis)) return;
   Group stages = placed_->mesh().along({kStageAxis});
@@ -101,7 +101,7 @@ void WholeTensors::add_other_stages() {
   for (const Place& place : places_)
     own += fmt::format("{} {} {} {}\n", place.parameter, place.frozen ? 1 : 0,
                        static_cast<int>(place.entry.dtype), place.key);
-  std::set<std::string> known;  // tied ones lie in two stages
+  std::set<std::string> known;  // tied ones are in two stages
   for (const Place& place : places_) known.insert(place.entry.name);
   for (int rank = 0; rank < stages.size(); ++rank) {
     std::istringstream lines(broadcast_text(stages, own, rank));
@@ -144,7 +144,7 @@ at::Tensor WholeTensors::whole(const Place& place) {
 }
 
 void WholeTensors::each(const TensorStream::Take& take) {
-  std::exception_ptr problem;  // of the one that takes: the other ranks know nothing of it
+  std::exception_ptr problem;  // exception of the rank that takes the tensor; other ranks do not see it
   std::size_t freed = 0;       // bytes since memory was given back
   while (next_ < places_.size()) {
     at::Tensor tensor = whole(places_[next_++]);

@@ -1,4 +1,4 @@
-// What ranks keep in parts, as whole tensors one after another.
+// Gathers tensors that ranks keep in parts, one whole tensor after another.
 #pragma once
 
 #include <cstddef>
@@ -13,21 +13,21 @@
 
 namespace isograd {
 
-// A tensor of each parameter, by parameter in the model's order (of larger elements first, frozen ones last)
-// and then by key; nothing where a bucket has none. No more than one of them is whole at a time: shards are
-// gathered parameter by parameter, as is what is cut over ranks or lies in another stage.
+// One tensor per parameter, in the model's order (of larger elements first, frozen ones last) and then by
+// key; none where a bucket has none. Only one tensor is whole at a time: shards are gathered parameter by
+// parameter, over model-parallel ranks and pipeline stages too.
 class WholeTensors {
  public:
-  // `parts`: what this rank holds of each bucket, as an optimizer's state is given, by key. The tensor of
-  // parameter "a" and key "b" is called "a.b", and "a" of an empty key. `placed`: of a model whose parameters
-  // are cut over ranks, or null. `layout` and `placed` outlive it. Collective.
+  // `parts`: this rank's part of each bucket by key, as an optimizer's state. The tensor of parameter "a"
+  // and key "b" is named "a.b"; with an empty key "a". `placed`: layout of a model-parallel model, or null.
+  // `layout` and `placed` must outlive it. Collective.
   WholeTensors(DataParallel& layout, OptimizerState parts, const Layout* placed);
   // The parameters themselves.
   static WholeTensors parameters(DataParallel& layout, const Layout* placed);
 
   // On rank 0, for one that writes them. Once: drain() on the others at the same time.
   TensorStream stream();
-  // Collective. What has not been taken is gathered and let go, so that ranks stay together.
+  // Gathers and drops the tensors that were not taken, so that ranks stay in step. Collective.
   void drain() { each({}); }
 
  private:
@@ -35,7 +35,7 @@ class WholeTensors {
     bool frozen = false;
     std::size_t index = 0;  // of the parameter
     std::string parameter, key;
-    const Bucket* bucket = nullptr;  // null: it lies by itself; an empty tensor where other stages have it
+    const Bucket* bucket = nullptr;  // null: not in a bucket; an empty tensor: other stages have it
     const Slot* slot = nullptr;
     at::Tensor tensor{};  // what this rank holds: of the bucket, or of the parameter
     TensorStream::Entry entry{};

@@ -19,7 +19,7 @@ void check_limit(const std::string& pattern, double limit) {
          "Give it a limit of 0 or more");
 }
 
-// Places in what the bucket holds that are the slot's, possibly none.
+// The slot's range in the held part of the bucket, possibly empty.
 Range held_part(const Bucket& bucket, const Slot& slot) {
   const auto place = [&](std::int64_t at) {
     return std::clamp(at, bucket.held.begin, bucket.held.end) - bucket.held.begin;
@@ -56,7 +56,7 @@ int ClipsGroups::group_of(const std::string& name) const {
   return static_cast<int>(own - groups_.begin());
 }
 
-// A stage or a rank of experts may hold nothing of a group: that is asked of all of them.
+// A pipeline stage or a rank of experts may have no parameter of a group, so the check sums over all ranks.
 void ClipsGroups::check_patterns(const std::vector<Bucket>& buckets) {
   at::Tensor held = at::zeros({static_cast<std::int64_t>(groups_.size())}, at::kLong);
   for (const Bucket& bucket : buckets)
