@@ -46,10 +46,10 @@ std::vector<ConfigKey> text_keys() {
           "files of llm.c and nanoGPT as they are.",
           Ranks::kMayDiffer),
       KEY("data.tokenizer", data.tokenizer, "", not_empty(),
-          "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or "
-          "a Hugging Face `tokenizer.json` (by the Python package `tokenizers`; a document ends "
-          "with the `eos_token` of a `tokenizer_config.json` beside it). Shards packed with "
-          "another tokenizer are refused.",
+          "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or a "
+          "Hugging Face `tokenizer.json` (by the Python package `tokenizers`; a document ends with the "
+          "`eos_token` of the `tokenizer_config.json` in the same folder). Shards packed with another "
+          "tokenizer are refused.",
           Ranks::kMayDiffer),
       KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
           "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is "
@@ -57,11 +57,11 @@ std::vector<ConfigKey> text_keys() {
       KEY("data.cache", data.cache, "", not_empty(),
           "Folder that keeps `data.text` as shards, so that the next run starts at once.", Ranks::kMayDiffer),
       KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
-          "Length of a pack. Documents are laid end to end and cut at this length; attention and "
-          "positions never cross from one document into the next."),
+          "Length of a pack. Documents are concatenated and split at this length; attention and positions "
+          "never cross from one document into the next."),
       KEY("data.shuffle_packs", data.shuffle_packs, "", any(),
-          "Takes an epoch's packs in shuffled order, so that a step mixes many documents. Off: "
-          "packs are taken as they lie, and the fragments of a long document meet in one step."),
+          "Takes an epoch's packs in shuffled order, so that a step mixes many documents. Off: packs are "
+          "taken in their order, so a step may contain several fragments of a long document."),
 
       KEY("batch.packs_per_step", batch.packs_per_step, "packs", at_least(1, kManyTokens),
           "The global batch: packs of one step, over all ranks and micro-batches."),
@@ -71,8 +71,8 @@ std::vector<ConfigKey> text_keys() {
 
       KEY("model.family", model.shape.family, "",
           one_of({"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"}),
-          "Whose `config.json` the model is written with. `mixtral`, `qwen2_moe`, `qwen3_moe` and "
-          "`dots1` have experts (`docs/experts.md`)."),
+          "Family of the `config.json` that is written. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` "
+          "have experts (`docs/experts.md`)."),
       KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
           "Rows of the embedding; at least what the tokenizer and the corpus use."),
       KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
@@ -86,31 +86,34 @@ std::vector<ConfigKey> text_keys() {
       KEY("model.experts", model.shape.experts.count, "", at_least(0, 32767),
           "Experts of a layer that has them. 0: none, for the families without."),
       KEY("model.experts_per_token", model.shape.experts.per_token, "", at_least(1, 32767),
-          "How many of them compute a token: those that the router finds likeliest."),
+          "Number of experts that compute a token: those that the router finds likeliest."),
       KEY("model.expert_feed_forward", model.shape.experts.feed_forward, "", at_least(0, kWide),
-          "Width inside the SwiGLU of an expert; of `mixtral` the same as `model.feed_forward`."),
+          "Width inside the SwiGLU of an expert; for `mixtral` the same as `model.feed_forward`."),
       KEY("model.normalise_experts", model.shape.experts.normalise, "", any(),
-          "Whether the weights of a token's experts add up to 1; else they are their probabilities "
-          "among all. Always with `mixtral`."),
+          "Whether the weights of a token's experts add up to 1; otherwise they are their probabilities "
+          "among all experts. Always with `mixtral`."),
       KEY("model.shared_expert_feed_forward", model.shape.experts.shared_feed_forward, "", at_least(0, kWide),
-          "Width of the expert that every token goes through: `qwen2_moe` and `dots1`, there a "
+          "Width of the shared expert, which computes every token: `qwen2_moe` and `dots1`; for `dots1` a "
           "multiple of `model.expert_feed_forward`."),
       KEY("model.expert_groups", model.shape.experts.groups, "", at_least(1, 32767),
-          "Of `dots1`: groups of neighbouring experts, of which a token's experts come from few."),
+          "For `dots1`: number of groups of neighbouring experts."),
       KEY("model.expert_groups_per_token", model.shape.experts.groups_per_token, "", at_least(1, 32767),
-          "Of `dots1`: from how many of them; those whose two best scores add up to most."),
+          "For `dots1`: number of groups that a token's experts come from: those whose two best scores "
+          "have the largest sums."),
       KEY("model.expert_scale", model.shape.experts.scale, "", above(0),
-          "Of `dots1`: by which the weights of a token's experts are multiplied."),
+          "For `dots1`: factor of the weights of a token's experts."),
       KEY("model.experts_every", model.experts_every, "layers", at_least(1, 100000),
-          "Every so many layers, from the n-th on, have experts; the others an ordinary network of "
+          "Every n-th layer has experts; the others have a dense feed-forward network of "
           "`model.feed_forward`. 1 with `mixtral` and `dots1`."),
       KEY("model.dense_layers", model.dense_layers, "layers", at_least(0, 100000),
-          "So many first layers have an ordinary network of `model.feed_forward`. 0 with `mixtral`."),
+          "Number of leading layers with a dense feed-forward network of `model.feed_forward`. 0 with "
+          "`mixtral`."),
       KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
-          "Positions the model knows; at least `data.pack_length`, but for "
-          "`model.rope_scaling.kind = \"dynamic\"`, which is for packs beyond."),
+          "Positions that the model supports; at least `data.pack_length`, except with "
+          "`model.rope_scaling.kind = \"dynamic\"`, which is for longer packs."),
       KEY("model.rope_theta", model.shape.rope_theta, "", above(0), "Base of the rotary embedding."),
-      KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0), "Inside the root of RMSNorm."),
+      KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0),
+          "Epsilon inside the root of RMSNorm."),
       KEY("model.tied_output", model.shape.tied_output, "", any(),
           "Whether the output layer is the embedding itself."),
       KEY("model.attention_bias", model.shape.attention_bias, "", any(),
@@ -138,39 +141,40 @@ std::vector<ConfigKey> text_keys() {
       KEY("model.rope_scaling.factor", model.shape.rope_scaling.factor, "", at_least(1),
           "How many times longer the context becomes."),
       KEY("model.rope_scaling.low_frequency_factor", model.shape.rope_scaling.low_frequency_factor, "",
-          above(0), "Of `llama3`."),
+          above(0), "For `llama3`."),
       KEY("model.rope_scaling.high_frequency_factor", model.shape.rope_scaling.high_frequency_factor, "",
-          above(0), "Of `llama3`; above the low one."),
+          above(0), "For `llama3`; above the low one."),
       KEY("model.rope_scaling.original_max_positions", model.shape.rope_scaling.original_max_positions,
           "tokens", at_least(0, kManyTokens), "Positions before scaling (`llama3`, `yarn`)."),
-      KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, "", above(0), "Of `yarn`."),
-      KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, "", above(0), "Of `yarn`."),
+      KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, "", above(0), "For `yarn`."),
+      KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, "", above(0), "For `yarn`."),
       KEY("model.rope_scaling.truncate", model.shape.rope_scaling.truncate, "", any(),
-          "Of `yarn`: whether the ramp begins and ends at whole dims."),
+          "For `yarn`: whether the ramp begins and ends at whole dims."),
       KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
-          "Of `yarn`. 0: follows from the factor."),
+          "For `yarn`. 0: follows from the factor."),
 
       KEY("loss.balance", loss.balance, "", at_least(0),
-          "Weight of the load balance loss of routers beside the cross entropy "
+          "Weight of the load balance loss of routers, which is added to the cross entropy "
           "(`docs/experts.md`); 0: none."),
       KEY("loss.balance_over", loss.balance_over, "", one_of({"layers", "model"}),
           "The mean of the layers' own balance losses, or one loss over the tokens of all layers "
           "together, as transformers computes it."),
       KEY("loss.balance_scope", loss.balance_scope, "", one_of({"step", "micro_batch"}),
-          "Whose tokens are to be balanced: those of the whole step, known by a pass of its own "
-          "before the first forward; or those of the ranks' micro-batches at a time, another loss "
-          "for each way to cut the step, which nothing can prove (`verify.at_end = false`)."),
+          "Tokens over which the load is balanced: `step`, the whole step, whose routing a pass of its "
+          "own computes before the first forward; `micro_batch`, the ranks' micro-batches at a time, a "
+          "loss that depends on how the step is split and that cannot be proven (`verify.at_end = "
+          "false`)."),
       KEY("loss.router_z", loss.router_z, "", at_least(0),
           "Weight of the router z-loss, the mean over tokens and layers of the squared logarithm "
           "of Σ exp(logit); 0: none."),
       KEY("loss.selection_bias_rate", loss.selection_bias_rate, "", at_least(0, 1),
-          "Of `dots1`: by how much each step raises the selection bias of experts that got less "
-          "than the mean, and lowers that of those that got more; 0: not at all."),
+          "For `dots1`: step by which the selection bias of an expert rises if it got less than the mean, "
+          "and falls if it got more; 0: not at all."),
 
       KEY("sample.prompt", sample.prompt, "", any(),
-          "What the text generated at the end begins with. Empty: a new document."),
+          "Beginning of the text that is generated at the end. Empty: a new document."),
       KEY("sample.tokens", sample.tokens, "tokens", at_least(0, kManyTokens),
-          "How many are generated. 0: none."),
+          "Number of tokens to generate. 0: none."),
       KEY("sample.temperature", sample.temperature, "", at_least(0),
           "Divides the logits before drawing. 0: always the likeliest token."),
   };

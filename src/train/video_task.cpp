@@ -34,28 +34,28 @@ std::vector<ConfigKey> video_keys() {
           "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the "
           "last step of an epoch may be shorter. Each rank gets about the same Σ length²."),
       KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
-          "Of videos: how many patches one forward and backward sees on one rank, at most; a "
-          "longer video is a micro-batch by itself. A speed and memory option: the gradient does "
-          "not depend on it."),
+          "For videos: maximum number of patches that one forward and backward computes on one rank; a "
+          "longer video is a micro-batch by itself. A speed and memory option: the gradient does not "
+          "depend on it."),
 
       KEY("video.files", video.files, "", any(),
           "Files, directories or globs of videos in any format that FFmpeg decodes."),
       KEY("video.height", video.height, "pixels", at_least(1, 8192),
-          "Rows of pixels of a frame, at most: larger frames are scaled down, to whole patches."),
+          "Maximum rows of pixels of a frame: larger frames are scaled down, to whole patches."),
       KEY("video.frames_per_second", video.frames_per_second, "", at_least(0, 1000),
-          "How many frames of a second are taken, at most. 0: every frame."),
+          "Maximum frames per second that are taken. 0: every frame."),
       KEY("video.max_frames", video.max_frames, "frames", at_least(0, kManyTokens),
-          "How many of a video's frames are taken, at most: its first. 0: all."),
+          "Maximum number of a video's frames that are taken, from its first. 0: all."),
       KEY("video.patch_frames", video.patch_frames, "frames", at_least(1, 256),
-          "Of a patch, which is a token."),
+          "Frames of a patch, which is a token."),
       KEY("video.patch_height", video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
       KEY("video.patch_width", video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
       KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
           "Sines and cosines that tell the model the timestep; even."),
       KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
-          "Where the gates of the blocks begin. 0: each block begins as the identity (adaLN-Zero), "
-          "and has no gradient in the first step. Otherwise the projections that modulate begin "
-          "like all others."),
+          "Initial value of the gates of the blocks. 0: each block begins as the identity (adaLN-Zero) "
+          "and has no gradient in the first step. Otherwise the modulating projections begin like all "
+          "others."),
   };
 }
 
