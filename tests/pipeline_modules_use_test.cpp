@@ -248,10 +248,10 @@ TEST(PipelineModulesRefused, CallsInAnotherOrder) {
     const Mesh mesh(world, Grid({{"pp", 1}}));
     PipelineModel model(list_of(Kind::kMixed));
     EXPECT_THAT(error_of([&] { model.pipeline(); }), HasSubstr("found a model that has not been split"));
-    EXPECT_THAT(error_of([&] { model.outputs(empty_batch()); }), HasSubstr("modules that nobody has made"));
+    EXPECT_THAT(error_of([&] { model.outputs(empty_batch()); }), HasSubstr("modules that no rank has made"));
     model.split(mesh);
-    EXPECT_THAT(error_of([&] { model.split(mesh); }), HasSubstr("found a model that lies in stages already"));
-    EXPECT_THAT(error_of([&] { model.make_all(); }), HasSubstr("found a model that lies in stages"));
+    EXPECT_THAT(error_of([&] { model.split(mesh); }), HasSubstr("found a model that is in stages already"));
+    EXPECT_THAT(error_of([&] { model.make_all(); }), HasSubstr("found a model in stages"));
   });
 }
 

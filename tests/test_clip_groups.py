@@ -39,7 +39,7 @@ def test_ranks_clip_as_one_process_does_and_a_resume_goes_on(config, tmp_path):
     train(config, tmp_path / "again", "--set=train.steps=2")
     resumed = train(config, tmp_path / "again", "--set=checkpoint.resume=latest", "--ranks", 2)
     assert [row["loss"] for row in resumed] == pytest.approx(whole, rel=1e-10)
-    assert "clipped apart" in (tmp_path / "four/report.html").read_text()
+    assert "clipped separately" in (tmp_path / "four/report.html").read_text()
 
 
 def test_verify_clips_each_group_by_its_own_norm(config, tmp_path):

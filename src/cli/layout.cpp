@@ -1,4 +1,4 @@
-// isograd layout: where every parameter of a run would lie, without starting it.
+// isograd layout: prints the placement of every parameter of a run without starting it.
 #include <cstdio>
 
 #include "base/print.hpp"
@@ -9,7 +9,7 @@
 namespace isograd {
 
 Verb layout_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("layout", "Say where every parameter of a run would lie");
+  CLI::App* verb = program.add_subcommand("layout", "Print the placement of every parameter of a run");
   struct Flags {
     std::string config;
     std::vector<std::string> sets;
@@ -23,7 +23,7 @@ Verb layout_verb(CLI::App& program) {
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   verb->add_option("--rank", flags->rank, "whose view is printed")->type_name("R")->capture_default_str();
-  verb->add_option("--hosts", flags->hosts, "that the ranks lie on in their order, as evenly as possible")
+  verb->add_option("--hosts", flags->hosts, "that the ranks are on in their order, as evenly as possible")
       ->type_name("H")
       ->capture_default_str();
   verb->add_option("--set", flags->sets, "overrides the file, as in train; may be repeated")
@@ -31,7 +31,7 @@ Verb layout_verb(CLI::App& program) {
       ->allow_extra_args(false);
   verb->add_flag("--json", flags->json, "one JSON object, with nothing left out (docs/layout.md)");
   verb->footer(
-      "Prints the mesh, then of each parameter its shapes, along which axes it is cut, copied, "
+      "Prints the mesh, then of each parameter its shapes, the axes along which it is cut, copied, "
       "summed and\n"
       "sharded, which ranks own its elements, and the bytes that a rank keeps. No rank is "
       "started and no\n"

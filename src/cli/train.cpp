@@ -52,7 +52,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   verb->add_flag("--overwrite", flags->overwrite,
                  "replace the checkpoints, metrics and report that an earlier run has left in run.directory");
   verb->add_flag("--memory", flags->memory,
-                 "print what each rank keeps and sends, beside the formulas (run.memory)");
+                 "print what each rank keeps and sends, next to the formulas (run.memory)");
   verb->add_option("--verify-every", flags->verify_every,
                    "every N steps prove a micro-sized step and compare replicas (verify.every,\n"
                    "verify.checksums_every)")

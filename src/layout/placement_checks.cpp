@@ -48,7 +48,7 @@ void check_rows(const std::string& where, const Cut& cut, std::int64_t dimension
         fmt::format("{} rows for {} ranks of block {}: {}", sum, rows.size(), block, fmt::join(rows, ", ")),
         fmt::format("0 or more for each of {} ranks, {} in all: the block has no more and no fewer", ranks,
                     cut.blocks[block]),
-        "Correct the rows, or let even_cut() deal them");
+        "Correct the rows, or let even_cut() make them");
   }
 }
 
@@ -88,7 +88,7 @@ void check_placement(const std::string& name, const Placement& placement, const 
         refuse(where, fmt::format("dimension {} cut along '{}' too", cut.dim, other.axis),
                "each dimension cut once", "Cut it along one axis, or along a view of both");
     if (!taken.insert(cut.axis).second)
-      refuse(where, cut.axis == kStageAxis ? "a cut beside stages" : "two cuts along this axis",
+      refuse(where, cut.axis == kStageAxis ? "a cut in addition to stages" : "two cuts along this axis",
              "each axis used once: ranks would miss elements otherwise", "Drop one of the two");
     if (const auto error = error_of_axes(grid, taken))
       refuse(where, "cuts along " + error->found, error->expected, "Cut along axes of different ranks");
@@ -107,7 +107,7 @@ void check_placement(const std::string& name, const Placement& placement, const 
                : "a sum along an axis on which there are no copies",
            fmt::format("sums along axes of its copies: {}",
                        held.empty() ? "none" : fmt::format("{}", fmt::join(held, ", "))),
-           "Take the axis out of `summed`, or the cut away");
+           "Take the axis out of `summed`, or remove the cut");
   }
 }
 

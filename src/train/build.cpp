@@ -32,7 +32,7 @@ fs::path libtorch_headers() {
     library = fs::weakly_canonical(info.dli_fname);
   const fs::path headers = library.parent_path().parent_path() / "include";
   if (!fs::exists(headers / "c10"))
-    refuse("data.text (empty: the default corpus)", "no LibTorch headers beside " + library.string(),
+    refuse("data.text (empty: the default corpus)", "no LibTorch headers next to  " + library.string(),
            headers.string(), "Name text of your own in data.text");
   return headers;
 }

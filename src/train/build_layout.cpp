@@ -186,11 +186,10 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
     if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
   }
   if (const std::int64_t tp = config.parallel.tp; tp > 1)
-    text += fmt::format(", matrices cut over {}{}", tp,
-                        config.parallel.sequence_parallel && kind_of(config).cuts_tokens
-                            ? " (tokens too, between them)"
-                            : "");
-  if (config.parallel.ep > 1) text += fmt::format(", experts dealt to {} ranks", config.parallel.ep);
+    text += fmt::format(
+        ", matrices sharded over {}{}", tp,
+        config.parallel.sequence_parallel && kind_of(config).cuts_tokens ? "(sequence parallel)" : "");
+  if (config.parallel.ep > 1) text += fmt::format(", experts sharded over {} ranks", config.parallel.ep);
   if (const auto& p = config.parallel; p.pp > 1)
     text += fmt::format(", layers in {} stages on {} ranks ({})", p.pp * p.stages_per_rank, p.pp, p.schedule);
   if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";

@@ -42,7 +42,7 @@ void check_keys(std::string_view text, const std::string& file) {
     } else if (c == '.') {
       if (++dots > kLongestKey)
         refuse(fmt::format("{}:{}", file, line), fmt::format("a key of more than {} parts", kLongestKey),
-               "a key as docs/configuration.md lists them", "Mend that line");
+               "a key as docs/configuration.md lists them", "Fix that line");
     } else if (c != ' ' && c != '\t' && c != '_' && c != '-' &&
                !std::isalnum(static_cast<unsigned char>(c))) {
       dots = 0;
@@ -231,7 +231,7 @@ RunConfig parse_config(std::string_view text, const std::string& file,
   } catch (const toml::parse_error& error) {
     const auto at = error.source().begin;
     refuse(fmt::format("{}:{}:{}", file, at.line, at.column), std::string(error.description()),
-           "TOML (https://toml.io)", "Mend that line");
+           "TOML (https://toml.io)", "Fix that line");
   }
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;

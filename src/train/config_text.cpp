@@ -119,7 +119,7 @@ void check_loss(const RunConfig& config, const std::string& where) {
   for (const auto& axis : axes)
     if (axis != "dp_replicate" && std::find(seen.begin(), seen.end(), axis) == seen.end())
       refuse(fmt::format("loss.normalise_over without {}", axis), "at least dp_shard, cp_ring and cp_ulysses",
-             fmt::format("Add {}: a mean of means over it depends on how one batch was cut; only replicas "
+             fmt::format("Add {}: a mean of means over it depends on how one batch was split; only replicas "
                          "(dp_replicate) may be normalised by themselves",
                          axis));
   const bool by_replica = normalises_by_replica(config);
@@ -135,7 +135,7 @@ void check_loss(const RunConfig& config, const std::string& where) {
       "for the first; \"mean\" and leave it out for the second";
   const char* const readings =
       "one of two readings: one mean over every token of the batch, with gradients summed over "
-      "replicas; or the mean of per-replica means, which depends on how samples are dealt to "
+      "replicas; or the mean of per-replica means, which depends on how samples are assigned to "
       "the replicas";
   if (loss.dp_replicate_reduction == "mean" && !by_replica)
     refuse("loss.dp_replicate_reduction = \"mean\" with dp_replicate in loss.normalise_over", readings, one);
@@ -275,7 +275,7 @@ void check_but_devices(const RunConfig& config, int ranks) {
            fmt::format("\"on\" for {}, of which none has another one's parameters",
                        ranks == 1 ? "one rank" : fmt::format("{} ranks", ranks)),
            "ranks along an axis that the strategy spreads parameters or their sums over",
-           "Leave it out (\"auto\" shares wherever somebody is there to share with)");
+           "Leave it out (\"auto\" shares wherever there are ranks to share with)");
   const std::int64_t batch = kind.samples_per_step(config);
   const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
   if (dealt > batch)

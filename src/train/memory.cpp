@@ -208,9 +208,9 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
                         megabytes(static_cast<double>(use.gathered)),
                         megabytes(static_cast<double>(use.gather_bound)));
   if (use.in_host_memory > 0)
-    text += fmt::format(
-        "\noffload: {} MB of rank 0's total lie in host memory; what its GPU holds is under other",
-        megabytes(static_cast<double>(use.in_host_memory)));
+    text +=
+        fmt::format("\noffload: {} MB of rank 0's total are in host memory; memory of its GPU is under other",
+                    megabytes(static_cast<double>(use.in_host_memory)));
   return text + "\n";
 }
 

@@ -351,7 +351,7 @@ void PipelineModel::Impl::name(const std::vector<ListedParameter>& listed) {
     const auto found = std::ranges::find_if(listed, [&, of = tensor, own = own_name](const auto& one) {
       return one.name == own || (one.given >= 0 && given[static_cast<std::size_t>(one.given)].is_same(of));
     });
-    ISOGRAD_INVARIANT(found != listed.end(), fmt::format("parameter '{}', which nobody listed", own_name));
+    ISOGRAD_INVARIANT(found != listed.end(), fmt::format("parameter '{}', which no rank listed", own_name));
     named.emplace_back(found->name, tensor);
   }
 }
@@ -376,7 +376,7 @@ void PipelineModel::Impl::drop(const std::vector<bool>& own) {
 void PipelineModel::make_all() {
   Impl& own = *impl_;
   if (own.pipeline)
-    refuse("PipelineModel::make_all", "a model that lies in stages", "one that has not been split",
+    refuse("PipelineModel::make_all", "a model in stages", "one that has not been split",
            "Make another PipelineModel of the same list");
   for (std::size_t place = 0; place < own.list.size(); ++place)
     if (!own.made[place].module) own.make(place);
@@ -391,7 +391,7 @@ void PipelineModel::make_all() {
 Layout PipelineModel::split(const Mesh& mesh, PipelineOptions options) {
   Impl& own = *impl_;
   if (own.pipeline)
-    refuse("PipelineModel::split", "a model that lies in stages already", "one call",
+    refuse("PipelineModel::split", "a model that is in stages already", "one call",
            "Make another PipelineModel of the same list");
   const auto pipeline = std::make_shared<Pipeline>(mesh, std::move(options));
   Group all = mesh.all();
@@ -470,7 +470,7 @@ PipelineModel::Outputs PipelineModel::outputs(const Batch& batch) const {
   const auto input = [&] { return own.options.input ? own.options.input(batch) : batch.tokens; };
   if (!own.pipeline) {
     if (!own.made.front().module)
-      refuse("PipelineModel::outputs", "modules that nobody has made", "make_all() or split() before it",
+      refuse("PipelineModel::outputs", "modules that no rank has made", "make_all() or split() before it",
              "Call make_all() for one process, split() for stages");
     return {.output = own.call({0, static_cast<std::int64_t>(own.list.size())}, input(), batch)};
   }
@@ -506,7 +506,7 @@ ForwardLossTerms PipelineModel::forward_loss(std::vector<std::string> terms, Los
     for (const LossTerm& term : given) names.push_back(term.name);
     if (names != terms)
       refuse("PipelineModel::forward_loss", fmt::format("a loss that gives '{}'", fmt::join(names, "', '")),
-             fmt::format("'{}', as every stage was told", fmt::join(terms, "', '")),
+             fmt::format("'{}', as on every other stage", fmt::join(terms, "', '")),
              "Name the terms that the loss gives");
     return given;
   };

@@ -334,13 +334,13 @@ struct Presenter::Impl {
            "utilisation " + utilisation(*outcome.mfu) +
                "; the model needs 6 FLOPs a token and weight, 12 an attended pair, head and channel"});
     for (const std::string& text : config.train.clip_groups)
-      about.rows.push_back({"clipped apart", text + clipped_last(text)});
+      about.rows.push_back({"clipped separately", text + clipped_last(text)});
     report.table(std::move(about));
     if (!outcome.sample.empty()) report.text("Sample", outcome.sample);
     std::string all;
     for (const auto& notice : notices) all += notice + "\n";
     if (!all.empty()) report.text("Notices", all);
-    report.folded("Where every parameter lies, seen from rank 0", facts.where_all_lies);
+    report.folded("Placement of every parameter, seen from rank 0", facts.where_all_lies);
     report.folded("Configuration", to_toml(config));
     report.write(outcome.report);
   }

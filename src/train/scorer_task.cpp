@@ -351,9 +351,10 @@ std::unique_ptr<Task> make_scorer_task(const RunConfig& config, Group& group) {
 void check_scorer(const RunConfig& config, int ranks) {
   const int sharing = grid_of(config, ranks).size(kContextAxes);
   const auto refuse = [](const char* key, std::string found, const char* expected) {
-    isograd::refuse(key, std::move(found) + " with model.kind = \"scorer\"", expected,
-                    "Leave it out: a scorer's rows are not cut, nor its gradient proven on the way; isograd "
-                    "verify proves it from outside");
+    isograd::refuse(
+        key, std::move(found) + " with model.kind = \"scorer\"", expected,
+        "Leave it out: a scorer's rows are not split, and its gradient is not proven while it trains; isograd "
+        "verify proves it from outside");
   };
   if (sharing > 1) refuse("parallel.cp_ring, parallel.cp_ulysses", std::to_string(sharing) + " ranks", "1");
   if (config.parallel.tp > 1) {

@@ -606,7 +606,7 @@ void check_router_losses(const RunConfig& config) {
   if (loss.balance != 0 && loss.balance_scope == "micro_batch" &&
       (config.verify.at_end || config.verify.every > 0))
     refuse("loss.balance_scope",
-           "micro_batch, which is another loss for each way to cut the step, and a proof "
+           "micro_batch, which is another loss for each way to split the step, and a proof "
            "(verify.at_end, verify.every)",
            "a loss that one process has too",
            "Set loss.balance_scope = \"step\", or verify.at_end = false and verify.every = 0");
