@@ -150,7 +150,7 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
            "Resume with the model, optimizer and dtype that this checkpoint was saved with");
   };
   const auto saved = read_safetensors(path);
-  const auto wanted = places(layout, sharded_state(layout, optimizer));
+  const auto needed = places(layout, sharded_state(layout, optimizer));
   // True if the parameter "a" of "a.key" is in another pipeline stage.
   const auto is_elsewhere = [&](const std::string& name) {
     const std::string parameter = name.substr(0, name.rfind('.'));
@@ -159,9 +159,9 @@ void restore_optimizer(const fs::path& directory, const TrainingState& state, Da
            });
   };
   for (const auto& [name, tensor] : saved)
-    if (!wanted.contains(name) && !is_elsewhere(name))
+    if (!needed.contains(name) && !is_elsewhere(name))
       bad(name, "a tensor that this run has no place for", "none");
-  for (const auto& [name, place] : wanted) {
+  for (const auto& [name, place] : needed) {
     const auto& [bucket, slot, flat] = place;
     const std::vector<std::int64_t>& shape =
         placed ? placed->parameter(slot.name).placement.whole_shape : slot.shape;

@@ -109,19 +109,19 @@ bool cuts_backwards(const RunConfig& config) {
                                                static_cast<int>(parallel.stages_per_rank), ranks));
 }
 
-void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
+void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split) {
   const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
   if (ranks == 1) return;
-  auto all = dealt.others;
-  if (dealt.heads > 0) all.insert(all.begin(), {"query heads", dealt.heads});
+  auto all = split.others;
+  if (split.heads > 0) all.insert(all.begin(), {"query heads", split.heads});
   for (const auto& [what, number] : all)
     if (ranks > number)
       isograd::refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
                       fmt::format("at most {}", number),
                       "Lower parallel.tp; more ranks fit along the other axes");
   if (ulysses == 1) return;
-  const auto heads = split_rows(dealt.heads, static_cast<int>(ranks)),
-             keys = split_rows(dealt.key_heads, static_cast<int>(ranks));
+  const auto heads = split_rows(split.heads, static_cast<int>(ranks)),
+             keys = split_rows(split.key_heads, static_cast<int>(ranks));
   const bool even = heads.front() == heads.back() && keys.front() == keys.back();
   const auto possible = even ? possible_ulysses(heads.front(), keys.front()) : std::vector<int>{1};
   if (std::find(possible.begin(), possible.end(), ulysses) == possible.end()) {
@@ -134,7 +134,7 @@ void check_dealt(const RunConfig& config, const DealtOverTp& dealt) {
                "further; or cp_ulysses = 1";
     isograd::refuse("parallel.cp_ulysses",
                     fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses,
-                                ranks, dealt.heads, dealt.key_heads),
+                                ranks, split.heads, split.key_heads),
                     rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
   }
 }
@@ -150,7 +150,7 @@ AxisSet sharded_axes(const RunConfig& config) {
                   "Choose one of them");
 }
 
-void check_experts_dealt(const RunConfig& config) {
+void check_expert_parallel(const RunConfig& config) {
   const std::int64_t ep = config.parallel.ep;
   if (ep == 1) return;
   const auto refuse = [&](std::string found, std::string expected, std::string action) {
@@ -165,21 +165,21 @@ void check_experts_dealt(const RunConfig& config) {
            "Lower parallel.ep; more ranks fit along the other axes");
 }
 
-void check_decoder_cut(const RunConfig& config) {
+void check_decoder_parallel(const RunConfig& config) {
   check_stages(config);
   if (config.parallel.tp == 1) return;
   const DecoderConfig shape = configured_shape(config);
-  DealtOverTp dealt{.heads = shape.heads,
+  SplitOverTp split{.heads = shape.heads,
                     .key_heads = shape.key_value_heads,
                     .others = {{"tokens of the vocabulary", shape.vocabulary}}};
   bool dense = false, experts = false;  // in some layer
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
     (shape.has_experts(layer) ? experts : dense) = true;
-  if (dense) dealt.others.emplace_back("features of the feed-forward network", shape.feed_forward);
-  if (experts) dealt.others.emplace_back("features of an expert", shape.experts.feed_forward);
+  if (dense) split.others.emplace_back("features of the feed-forward network", shape.feed_forward);
+  if (experts) split.others.emplace_back("features of an expert", shape.experts.feed_forward);
   if (experts && shape.experts.shared_feed_forward > 0)
-    dealt.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
-  check_dealt(config, dealt);
+    split.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
+  check_tensor_parallel(config, split);
 }
 
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {

@@ -14,9 +14,9 @@ namespace isograd {
 
 // ConfigError: experts sharded over ranks of a model that has none, or fewer experts than ranks. The
 // message names the nearest valid configuration.
-void check_experts_dealt(const RunConfig& config);
+void check_expert_parallel(const RunConfig& config);
 // ConfigError: more stages than layers, or more tensor-parallel ranks than heads or features.
-void check_decoder_cut(const RunConfig& config);
+void check_decoder_parallel(const RunConfig& config);
 
 // Placement of each parameter of a decoder: sharded along tp, then experts along ep, then layers along pp.
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid);

@@ -75,7 +75,7 @@ void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const D
 }
 
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
-                                        const DecoderConfig& model, std::int64_t wanted) {
+                                        const DecoderConfig& model, std::int64_t max_tokens) {
   constexpr std::size_t kShown = 80;  // characters of a prompt
   std::vector<std::string> notices;
   const std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
@@ -84,9 +84,10 @@ std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::s
                                   printable(seen, kShown)));
   const TextLimit limit = text_limit(model);
   const auto taken = static_cast<std::int64_t>(tokens.size());
-  if (const std::int64_t room = limit.tokens - taken; room < wanted)
+  if (const std::int64_t room = limit.tokens - taken; room < max_tokens)
     notices.push_back(fmt::format("at most {} of {} tokens are generated: {} are {}, and the prompt takes {}",
-                                  std::max<std::int64_t>(room, 0), wanted, limit.tokens, limit.name, taken));
+                                  std::max<std::int64_t>(room, 0), max_tokens, limit.tokens, limit.name,
+                                  taken));
   return notices;
 }
 

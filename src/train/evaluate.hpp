@@ -34,9 +34,9 @@ void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const D
                   const std::string& where);
 
 // Sentences for the user: the actual prompt where it differs from the given one, and the number of tokens
-// that can follow where it is below `wanted`.
+// that can follow where it is below `max_tokens`.
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
-                                        const DecoderConfig& model, std::int64_t wanted);
+                                        const DecoderConfig& model, std::int64_t max_tokens);
 
 // The prompt and what the model goes on with. An empty prompt starts a document (bos, else eos, else a line
 // break). `on_text` is given the same text in parts, each of whole characters, as soon as no later token

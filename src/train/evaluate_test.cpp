@@ -67,7 +67,7 @@ TEST(SampleText, GivesItsPartsAsTheyAreSettled) {
 // Before a deferred step, in its middle and after it: the same number, and the step does not notice.
 TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
   const auto trained = toy::make_step(3, 2), held_out = toy::make_step(3, 3, /*seed=*/5);
-  const double wanted = toy::reference(toy::Model(), held_out).loss;
+  const double expected = toy::reference(toy::Model(), held_out).loss;
   const auto wanted_step = toy::reference(toy::Model(), trained);
   run_ranks(3, [&](World& world) {
     const auto rank = static_cast<std::size_t>(world.rank);
@@ -85,16 +85,16 @@ TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
       return evaluation->loss;
     };
     Step step(forward, *layout, mean, *optimizer, {.max_norm = 0});
-    EXPECT_NEAR(loss(), wanted, 1e-12);
+    EXPECT_NEAR(loss(), expected, 1e-12);
     const MicroBatches& own = trained[rank];
     const auto middle = own.begin() + static_cast<std::ptrdiff_t>(own.size() / 2);
     step.accumulate({own.begin(), middle});
-    EXPECT_NEAR(loss(), wanted, 1e-12);
+    EXPECT_NEAR(loss(), expected, 1e-12);
     step.accumulate({middle, own.end()});
     const StepReport report = step.finish();
     EXPECT_NEAR(report.loss, wanted_step.loss, 1e-12);
     EXPECT_EQ(report.census.targets, toy::concatenate(trained).num_targets());
-    EXPECT_NEAR(loss(), wanted, 1e-12);
+    EXPECT_NEAR(loss(), expected, 1e-12);
   });
 }
 

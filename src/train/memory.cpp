@@ -80,7 +80,7 @@ void MemoryWatch::restart_peak() {
 }
 
 void MemoryWatch::follow_experts(const RunConfig& config, const Mesh& mesh,
-                                 const TaskModel::DealtExperts& dealt) {
+                                 const TaskModel::ShardedExperts& sharded) {
   if (config.parallel.ep == 1) return;
   const AxisSet axes{kExpertAxis};
   experts_ = std::make_shared<Experts>(
@@ -89,11 +89,11 @@ void MemoryWatch::follow_experts(const RunConfig& config, const Mesh& mesh,
              ahead = config.loss.balance != 0 && config.loss.balance_scope == "step";
   experts_->plan = {
       .choices = std::vector(static_cast<std::size_t>(mesh.size(axes)),
-                             std::vector<std::int64_t>(static_cast<std::size_t>(dealt.experts))),
-      .hidden = dealt.hidden,
+                             std::vector<std::int64_t>(static_cast<std::size_t>(sharded.experts))),
+      .hidden = sharded.hidden,
       .bytes = static_cast<std::int64_t>(c10::elementSize(scalar_type(config.train.dtype))),
       .forwards = 1 + (again ? 1 : 0) + (ahead ? 1 : 0)};
-  experts_->layers = dealt.layers * (config.parallel.expert_overlap == "halves" ? 2 : 1);
+  experts_->layers = sharded.layers * (config.parallel.expert_overlap == "halves" ? 2 : 1);
 }
 
 Tally MemoryWatch::remembering(Tally tally) {
@@ -224,9 +224,9 @@ std::vector<SummedElements> summed_elements(DataParallel& layout, bool padded) {
   }
   if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
     // Experts are in other numbers of shards than all else; among those of one number it is all the same.
-    std::int64_t dealt = sharded->whole_dealt_numel(), rest = sharded->whole_numel() - dealt;
+    std::int64_t experts = sharded->whole_dealt_numel(), rest = sharded->whole_numel() - experts;
     for (SummedElements& one : result) {
-      std::int64_t& left = cut_along_data(one.sync, grid) ? dealt : rest;
+      std::int64_t& left = cut_along_data(one.sync, grid) ? experts : rest;
       one.whole = std::min(left, one.numel);
       left -= one.whole;
     }

@@ -340,7 +340,7 @@ struct Presenter::Impl {
     std::string all;
     for (const auto& notice : notices) all += notice + "\n";
     if (!all.empty()) report.text("Notices", all);
-    report.folded("Placement of every parameter, seen from rank 0", facts.where_all_lies);
+    report.folded("Placement of every parameter, seen from rank 0", facts.parameter_map);
     report.folded("Configuration", to_toml(config));
     report.write(outcome.report);
   }
@@ -352,13 +352,13 @@ std::string nothing_held_out(const TaskFacts& facts) {
 }
 
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
-                      const std::string& refutation) {
+                      const std::string& failed_check) {
   if (outcome.end == Outcome::End::kStopped)
     return fmt::format("stopped after step {}; to continue: {}", outcome.steps,
                        resume_command(config, ranks, outcome.checkpoint));
-  const std::string back = way_back(config, ranks, outcome.checkpoint);
+  const std::string back = how_to_continue(config, ranks, outcome.checkpoint);
   if (outcome.end == Outcome::End::kRefuted)
-    return fmt::format("step {}: {}; stopped, {}", outcome.steps, refutation, back);
+    return fmt::format("step {}: {}; stopped, {}", outcome.steps, failed_check, back);
   const std::string& where = outcome.not_finite;
   return fmt::format(
       "step {}: the loss or the gradient is not finite on some rank{}; nothing was updated, on "

@@ -23,7 +23,7 @@ struct RunFacts {
   std::string layout{};  // describe_layout()
   std::string device = "cpu";
   std::int64_t parameters = 0;
-  std::string where_all_lies{};  // to_text() of rank 0's RunLayout
+  std::string parameter_map{};  // to_text() of rank 0's RunLayout
   TaskFacts task{};
   Baseline baseline{};
   Peak peak{};  // of all ranks
@@ -34,10 +34,10 @@ struct RunFacts {
 
 // The notice of a run without validation data.
 std::string nothing_held_out(const TaskFacts& facts);
-// Explains why a run ended before its last step, and how to continue. `refutation`: the result of the check
+// Explains why a run ended before its last step, and how to continue. `failed_check`: the result of the check
 // that failed.
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
-                      const std::string& refutation);
+                      const std::string& failed_check);
 
 class Presenter {
  public:

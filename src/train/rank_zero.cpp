@@ -42,7 +42,7 @@ std::string dumped(const nlohmann::json& json) {
 
 }  // namespace
 
-std::string first_told(Group& group, const std::string& own) {
+std::string first_text(Group& group, const std::string& own) {
   at::Tensor first = at::full({1}, own.empty() ? group.size() : group.rank(), at::kLong);
   group.all_reduce(first, ReduceOp::kMin);
   const int rank = static_cast<int>(first.item<std::int64_t>());

@@ -28,7 +28,7 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
 void on_every_rank(Group& group, const std::function<void()>& work);
 
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
-std::string first_told(Group& group, const std::string& own);
+std::string first_text(Group& group, const std::string& own);
 
 // Rank 0's value of `own`. Collective.
 bool of_rank_zero(Group& group, bool own);

@@ -136,7 +136,7 @@ std::string resume_command(const RunConfig& config, int ranks, const fs::path& c
                       std::to_string(ranks), "--set", "checkpoint.resume=" + checkpoint.string()});
 }
 
-std::string way_back(const RunConfig& config, int ranks, const fs::path& checkpoint) {
+std::string how_to_continue(const RunConfig& config, int ranks, const fs::path& checkpoint) {
   return checkpoint.empty() ? std::string("no checkpoint had been saved yet")
                             : "the last checkpoint is whole: " + resume_command(config, ranks, checkpoint);
 }

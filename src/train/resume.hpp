@@ -41,7 +41,7 @@ inline constexpr const char* kRunConfig = "config.toml";
 // The shell command that continues from `checkpoint`, using the configuration in run.directory.
 std::string resume_command(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
 // A sentence with that command for a run that failed; empty `checkpoint`: it had saved none.
-std::string way_back(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
+std::string how_to_continue(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
 // Throws `error` (a rank was lost, hung or disagreed) again, adding the number of steps made and how to
 // continue.
 [[noreturn]] void rethrow(const PeerError& error, const RunConfig& config, int ranks, std::int64_t step,

@@ -161,7 +161,7 @@ Layout RankedTableModel::cut(const Mesh& mesh) {
   return layout;
 }
 
-void RankedTableModel::stand_still(const QueuedRows& queued) {
+void RankedTableModel::fix_queue(const QueuedRows& queued) {
   repeatable_ = true;
   if (!training_) return;
   training_->eval();

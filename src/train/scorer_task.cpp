@@ -317,7 +317,7 @@ class ScorerTask : public Task {
   std::shared_ptr<RankedTableModel> model_of(std::shared_ptr<Scorer> scorer, const ScorerShape& shape) const {
     auto model =
         std::make_shared<RankedTableModel>(make_scorer(std::move(scorer)), shape, config(), data_, group_);
-    if (repeatable_) model->stand_still(queued_);
+    if (repeatable_) model->fix_queue(queued_);
     return model;
   }
 
@@ -366,7 +366,7 @@ void check_scorer(const RunConfig& config, int ranks) {
       isograd::refuse("parallel.tp",
                       fmt::format("{} for a scorer without a hidden layer", config.parallel.tp),
                       "1: the units of hidden layers are what ranks have some of each", "Leave it out");
-    check_dealt(config, {.others = {{"units of a hidden layer", shape.hidden}}});
+    check_tensor_parallel(config, {.others = {{"units of a hidden layer", shape.hidden}}});
   }
   if (config.batch.max_tokens_per_rank > 0)
     refuse("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");

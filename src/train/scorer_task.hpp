@@ -79,7 +79,7 @@ class RankedTableModel : public TaskModel {
   void read(const std::filesystem::path& directory, bool with_queue);  // what write() left
 
   // Fixes the queue to these rows, so that a step can be repeated.
-  void stand_still(const QueuedRows& queued);
+  void fix_queue(const QueuedRows& queued);
   RankingLoss* ranking_loss() { return training_.get(); }  // null: the loss is none
 
  private:

@@ -26,16 +26,16 @@ class ShardedRun : public testing_runs::TinyRuns {
     config.parallel.strategy = "bucketed";
     return config;
   }
-  static void expect_same(const Run& found, const Run& wanted, std::size_t skip, const std::string& where) {
-    ASSERT_EQ(found.steps.size() + skip, wanted.steps.size()) << where;
+  static void expect_same(const Run& found, const Run& expected, std::size_t skip, const std::string& where) {
+    ASSERT_EQ(found.steps.size() + skip, expected.steps.size()) << where;
     for (std::size_t i = 0; i < found.steps.size(); ++i) {
-      const StepReport &a = found.steps[i].report, &b = wanted.steps[i + skip].report;
+      const StepReport &a = found.steps[i].report, &b = expected.steps[i + skip].report;
       EXPECT_EQ(a.census.targets, b.census.targets) << where;
       EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(b.loss)) << where << ", step " << i;
       EXPECT_NEAR(a.norm, b.norm, 1e-9 * std::abs(b.norm)) << where << ", step " << i;
     }
-    EXPECT_NEAR(*found.outcomes[0].validation_loss, *wanted.outcomes[0].validation_loss, 1e-9) << where;
-    EXPECT_EQ(found.outcomes[0].sample, wanted.outcomes[0].sample) << where;
+    EXPECT_NEAR(*found.outcomes[0].validation_loss, *expected.outcomes[0].validation_loss, 1e-9) << where;
+    EXPECT_EQ(found.outcomes[0].sample, expected.outcomes[0].sample) << where;
   }
 };
 

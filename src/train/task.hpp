@@ -43,10 +43,10 @@ class TaskModel {
   // The pipeline that steps go through, after cut(). Null: one stage.
   virtual const Pipeline* pipeline() const { return nullptr; }
   // Experts that are sharded along `ep`, and the number of this rank's layers that have them.
-  struct DealtExperts {
+  struct ShardedExperts {
     std::int64_t experts = 0, hidden = 0, layers = 0;  // 0 experts: it has none
   };
-  virtual DealtExperts dealt_experts() const { return {}; }
+  virtual ShardedExperts sharded_experts() const { return {}; }
   // Collects statistics of a whole step before its first forward, by passes of `forward` (loss() as the run
   // differentiates it). Null: none are needed.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }

@@ -48,13 +48,13 @@ struct TaskKind {
 };
 
 // Numbers of heads and features of a block that the ranks along tp split.
-struct DealtOverTp {
+struct SplitOverTp {
   std::int64_t heads = 0, key_heads = 0;  // 0: it has none
   std::vector<std::pair<const char*, std::int64_t>> others{};
 };
 // For check_ranks. ConfigError unless each rank along tp gets at least one of everything, and Ulysses can
 // split the heads of each rank further.
-void check_dealt(const RunConfig& config, const DealtOverTp& dealt);
+void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split);
 
 const std::vector<const TaskKind*>& task_kinds();
 const TaskKind& kind_of(const RunConfig& config);  // ConfigError where there is none of that name

@@ -241,14 +241,14 @@ class TextModel : public TaskModel {
       routers->look_ahead(micro_batches, data, forward);
     };
   }
-  DealtExperts dealt_experts() const override {
+  ShardedExperts sharded_experts() const override {
     const DecoderConfig& shape = model_->config();
-    DealtExperts dealt{.experts = shape.experts.count, .hidden = shape.hidden};
+    ShardedExperts sharded{.experts = shape.experts.count, .hidden = shape.hidden};
     const auto& of = model_->seams().stages;
     for (const auto& stage : of ? of() : std::vector<ModelSeams::Stage>{{.count = shape.layers}})
       for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer)
-        dealt.layers += shape.has_experts(layer);
-    return dealt;
+        sharded.layers += shape.has_experts(layer);
+    return sharded;
   }
   Tally tally() override {
     if (!routers_) return {};
@@ -630,9 +630,9 @@ const TaskKind& text_kind() {
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(configured_shape(config));
             check_router_losses(config);
-            check_experts_dealt(config);
+            check_expert_parallel(config);
           },
-      .check_ranks = [](const RunConfig& config, int) { check_decoder_cut(config); },
+      .check_ranks = [](const RunConfig& config, int) { check_decoder_parallel(config); },
       .accumulations = text_accumulations,
       .accumulation_text =
           [](const RunConfig& config) {

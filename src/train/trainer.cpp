@@ -118,7 +118,7 @@ struct Trainer::Impl {
   std::optional<CutBatches> parts{};
   std::optional<Layout> placed{};  // layout of a model-parallel model
   std::int64_t parameters = 0;     // of the whole model
-  std::string where_all_lies{};    // text of rank 0
+  std::string parameter_map{};     // text of rank 0
   at::Device device = at::kCPU;
   std::unique_ptr<DataParallel> layout{};
   std::unique_ptr<Optimizer> optimizer{};
@@ -130,8 +130,8 @@ struct Trainer::Impl {
   std::unique_ptr<Normalizer> mean{};
   std::unique_ptr<RunFolder> folder{};  // rank 0 only, like the presenter
   std::unique_ptr<Presenter> presenter{};
-  std::optional<ErrorText> trouble{};   // error of rank 0 with its files, until all ranks agree on it
-  std::optional<MemoryWatch> memory{};  // run.memory
+  std::optional<ErrorText> file_error{};  // error of rank 0 with its files, until all ranks agree on it
+  std::optional<MemoryWatch> memory{};    // run.memory
   std::optional<HostTraffic> hosts{};
   Outcome outcome{};
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
@@ -140,7 +140,7 @@ struct Trainer::Impl {
   std::int64_t steps_timed = 0;
   Peak peak{};
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
-  std::string refutation{};         // result of a failed check
+  std::string failed_check{};       // result of a failed check
   std::string learning_rates{};     // notice that a resume has changed them
   bool is_comparison = false;       // comparison of another run, which prints the notices
   std::optional<OperationsFile> operations{};
@@ -174,7 +174,7 @@ struct Trainer::Impl {
       loader->seek(state.position);
       outcome.checkpoint = resumed.directory, saved_step = state.step;
     }
-    if (memory) memory->follow_experts(config, *mesh, model->dealt_experts());
+    if (memory) memory->follow_experts(config, *mesh, model->sharded_experts());
     model->attend_over(*mesh);
     forward = on_device(device, inside(units->root, model->loss()));
     if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
@@ -199,13 +199,17 @@ struct Trainer::Impl {
   // Shows and logs on rank 0. If that fails, all ranks stop after the next step and throw its error.
   template <class Show>
   void present(const Show& show) {
-    if (!presenter || trouble) return;
+    if (!presenter || file_error) return;
     try {
       folder->check();
       show();
     } catch (const ConfigError& error) {
-      trouble = error.text();
+      file_error = error.text();
     }
+  }
+
+  void check_run_folder() {
+    present([] {});
   }
 
   // Loads the weights of `directory`; empty: the initial ones.
@@ -226,8 +230,8 @@ struct Trainer::Impl {
     units = model->make_units();
     units->initialize = made.fill;
     if (world.rank == 0)
-      where_all_lies = to_text(lay_out(config, model->named(), *units, world.group, 0,
-                                       placed ? placed->placements() : Layout::Named{}));
+      parameter_map = to_text(lay_out(config, model->named(), *units, world.group, 0,
+                                      placed ? placed->placements() : Layout::Named{}));
     layout = make_layout(config, model->named(), *units, *mesh, cut_layout(), bucket_order, device);
   }
 
@@ -238,7 +242,7 @@ struct Trainer::Impl {
                     .layout = describe_layout(config, world.group),
                     .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
                     .parameters = parameters,
-                    .where_all_lies = where_all_lies,
+                    .parameter_map = parameter_map,
                     .task = task->facts(),
                     .baseline = baseline,
                     .peak = peak,
@@ -268,13 +272,13 @@ struct Trainer::Impl {
       if (peak.flops_per_second > 0) flops = task->step_flops(*loader, loader->position());
       const MicroBatches own = parts->of_step(loader->next());
       if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
-      const StepReport report = step(own, StopSignals::requested() || trouble);
+      const StepReport report = step(own, StopSignals::requested() || file_error);
       if (report.updated) model->after_update(report.tally, *layout);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (memory)
         memory->after_step(*layout, *optimizer, plan().share_parameters, report.census.global_micro_batches);
       const bool diverged = !report.finite && config.train.on_non_finite == "stop";
-      if (!report.finite) outcome.not_finite = first_told(world.group, model->take_not_finite());
+      if (!report.finite) outcome.not_finite = first_text(world.group, model->take_not_finite());
       if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
         presenter->notice("first not finite: " + outcome.not_finite);
       if (!diverged) count(report);
@@ -335,9 +339,9 @@ struct Trainer::Impl {
       return true;
     RunningRun running{
         {config, world, *task, *model, cut_layout()}, *layout, state.step, forward, look_ahead};
-    refutation = hooks.check(running);
-    if (!refutation.empty()) outcome.end = Outcome::End::kRefuted;
-    return refutation.empty();
+    failed_check = hooks.check(running);
+    if (!failed_check.empty()) outcome.end = Outcome::End::kRefuted;
+    return failed_check.empty();
   }
 
   void measure() {
@@ -355,17 +359,17 @@ struct Trainer::Impl {
   }
 
   void save() {
-    present([] {});
+    check_run_folder();
     // A deleted run folder is not recreated. A problem with a log alone does not prevent a checkpoint.
-    throw_agreed(world.group, trouble && !folder->is_there() ? trouble : std::nullopt);
+    throw_agreed(world.group, file_error && !folder->is_there() ? file_error : std::nullopt);
     try {
       if (saved_step != state.step) write_checkpoint();
     } catch (const AgreedConfigError&) {
-      present([] {});                      // the folder may have been deleted meanwhile
-      throw_agreed(world.group, trouble);  // what came first
+      check_run_folder();                     // the folder may have been deleted meanwhile
+      throw_agreed(world.group, file_error);  // what came first
       throw;
     }
-    throw_agreed(world.group, trouble);
+    throw_agreed(world.group, file_error);
   }
   void write_checkpoint() {
     state.bucket_order = layout->bucket_order();
@@ -376,7 +380,7 @@ struct Trainer::Impl {
         },
         *layout, *optimizer);
     saved_step = state.step;
-    if (presenter && !trouble) presenter->saved(outcome.checkpoint);
+    if (presenter && !file_error) presenter->saved(outcome.checkpoint);
     if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
   }
 
@@ -401,7 +405,7 @@ struct Trainer::Impl {
   }
 
   void finish() {
-    throw_agreed(world.group, trouble);
+    throw_agreed(world.group, file_error);
     const bool finished = outcome.end == Outcome::End::kFinished;
     outcome.balance = parts->balance();
     if (memory) outcome.to_experts = memory->use().to_experts;
@@ -435,7 +439,7 @@ struct Trainer::Impl {
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
       showing.pictures.insert(showing.pictures.end(), stages.begin(), stages.end());
-      if (!finished) presenter->notice(early_end(outcome, config, world.size, refutation));
+      if (!finished) presenter->notice(early_end(outcome, config, world.size, failed_check));
       outcome.report = presenter->finish(outcome, showing);
     });
   }

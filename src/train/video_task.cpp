@@ -155,13 +155,13 @@ VideoOptions video_options(const RunConfig& config) {
 }
 
 Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
-  std::int64_t wanted = std::llround(fraction * static_cast<double>(videos));
-  if (fraction > 0) wanted = std::max<std::int64_t>(wanted, 1);
-  wanted = std::clamp<std::int64_t>(wanted, 0, videos - 1);  // one is left to train on
+  std::int64_t held_out = std::llround(fraction * static_cast<double>(videos));
+  if (fraction > 0) held_out = std::max<std::int64_t>(held_out, 1);
+  held_out = std::clamp<std::int64_t>(held_out, 0, videos - 1);  // one is left to train on
   Split split;
   const auto order = random_permutation(videos, {.seed = seed, .layer = hash_name("held-out videos")});
   for (std::size_t i = 0; i < order.size(); ++i)
-    (static_cast<std::int64_t>(i) < wanted ? split.validation : split.train).push_back(order[i]);
+    (static_cast<std::int64_t>(i) < held_out ? split.validation : split.train).push_back(order[i]);
   std::sort(split.train.begin(), split.train.end());
   std::sort(split.validation.begin(), split.validation.end());
   return split;
@@ -425,8 +425,8 @@ class VideoTask : public Task {
   PlainLosses plain_losses() const override {
     return [store = store_, seed = seed()](const Batch& batch, const at::Tensor& velocity) {
       const FlowNoise drawn = flow_noise(batch, store->patch_elements(), seed);
-      const at::Tensor wanted = drawn.noise - store->patches(batch.tokens, at::kDouble);
-      return (velocity - wanted.to(velocity.scalar_type())).pow(2).mean(1);
+      const at::Tensor target = drawn.noise - store->patches(batch.tokens, at::kDouble);
+      return (velocity - target.to(velocity.scalar_type())).pow(2).mean(1);
     };
   }
   std::string loss_name() const override { return "flow_matching"; }
@@ -526,9 +526,9 @@ void check_video_cut(const RunConfig& config, int) {
   const VideoDiTConfig shape = load.empty()
                                    ? VideoDiTConfig{.heads = fresh.heads, .feed_forward = fresh.feed_forward}
                                    : read_video_shape(load);
-  check_dealt(config, {.heads = shape.heads,
-                       .key_heads = shape.heads,
-                       .others = {{"features of the feed-forward network", shape.feed_forward}}});
+  check_tensor_parallel(config, {.heads = shape.heads,
+                                 .key_heads = shape.heads,
+                                 .others = {{"features of the feed-forward network", shape.feed_forward}}});
 }
 
 }  // namespace

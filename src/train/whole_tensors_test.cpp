@@ -60,11 +60,11 @@ TEST(WholeTensors, AreRightWhereverShardsEnd) {
     run_ranks(ranks, [&](World& world) {
       const Taken taken = take(world, true);
       if (world.rank > 0) return;
-      const auto wanted = model();
-      ASSERT_EQ(taken.tensors.size(), 2 * wanted.size());
-      for (std::size_t i = 0; i < wanted.size(); ++i) {
-        EXPECT_TRUE(taken.tensors[i].equal(wanted[i].second)) << ranks << " ranks, " << wanted[i].first;
-        EXPECT_TRUE(taken.tensors[wanted.size() + i].equal(wanted[i].second * 2)) << ranks << " ranks";
+      const auto expected = model();
+      ASSERT_EQ(taken.tensors.size(), 2 * expected.size());
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(taken.tensors[i].equal(expected[i].second)) << ranks << " ranks, " << expected[i].first;
+        EXPECT_TRUE(taken.tensors[expected.size() + i].equal(expected[i].second * 2)) << ranks << " ranks";
       }
     });
 }
