@@ -44,7 +44,7 @@ struct ShowFlags {
   std::int64_t documents = 3;
 };
 
-// What a step holds depends on more than shards: on seed, packs, batch and what is held out.
+// The contents of a step depend on the configuration too: on seed, packs, batch and held-out documents.
 int show_step(const ShowFlags& flags) {
   if (flags.shards.size() != 1 || fs::path(flags.shards[0]).extension() != ".toml")
     refuse("--step", fmt::format("{} after `data show`", fmt::join(flags.shards, " ")),

@@ -67,9 +67,10 @@ int bad_command_line(const CLI::App& program, const CLI::ParseError& error, cons
   return kBadInput;
 }
 
-// Once: what all ranks have agreed on by rank 0, what another rank has said by that one, what several found
-// alike (a rank that is lost above all) by the first of them; where a rank is lost the others say in a line
-// what they waited in. Who is not sure to speak for all says which rank it is.
+// Reports an error once. Rank 0 reports an error that all ranks agreed on; the rank where it happened
+// reports an error that others relay; the first of several ranks reports an error that they found alike
+// (usually a lost rank). If a rank is lost, the others print in a line what they waited for. A rank that
+// may be alone with its error prints its number.
 void report(const std::exception& error) {
   const auto rank = rank_of_several();
   if (rank && *rank != 0 && dynamic_cast<const AgreedConfigError*>(&error)) return;
@@ -107,16 +108,16 @@ Invocation read_arguments(int argc, char** argv) {
   return invocation;
 }
 
-// Descriptors 0 to 2 that were closed (`>&-`) refuse what is read or written, instead of being the next file
-// that is opened: what is printed would go there.
+// Opens descriptors 0 to 2 if they were closed (`>&-`), so that reading and writing fails. Otherwise the
+// next opened file would get them, and with them what is printed.
 void hold_standard_descriptors() {
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(descriptor, F_GETFD) < 0 && errno == EBADF)
       (void)::open("/dev/null", descriptor == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
-// Of standard output: closed, or a pipe or a terminal whose other end has gone. A full disk is another
-// matter.
+// True if standard output is closed, or is a pipe or a terminal whose other end has gone. A full disk is
+// reported by require_output().
 bool nobody_reads() {
   pollfd output{STDOUT_FILENO, POLLOUT, 0};
   const int flags = ::fcntl(STDOUT_FILENO, F_GETFL);
@@ -124,8 +125,8 @@ bool nobody_reads() {
          (::poll(&output, 1, 0) == 1 && (output.revents & (POLLERR | POLLHUP | POLLNVAL)) != 0);
 }
 
-// What was printed has arrived: a full disk must not look like success. Verbs flush as they go, after which
-// only the stream knows of a failure.
+// ConfigError unless all output was written: a full disk must not look like success. Verbs flush as they
+// go, after which only the stream knows of a failure.
 void require_output() {
   std::cout.flush();
   errno = 0;
@@ -174,8 +175,8 @@ int run(int argc, char** argv) {
   throw_broken_invariant("a verb", "none", __FILE__, __LINE__);
 }
 
-// The last of what exit() calls: LibTorch would take 80 ms to take its tables down, a quarter of what a
-// command needs to start. What comes to exit() later in the program, as MPI's end does, has been called
+// Runs last in exit() and ends the process at once: LibTorch would take 80 ms to free its tables, a quarter
+// of what a command needs to start. Handlers that the program registered later, such as MPI's, have run
 // before.
 [[maybe_unused]] void end_at_once(int status, void*) {
   std::cout.flush();
@@ -183,7 +184,7 @@ int run(int argc, char** argv) {
   std::_Exit(status);
 }
 
-// A preloaded library (a profiler) may write what it has seen when it is taken down, and sanitizers do.
+// Not with a preloaded library (a profiler), which may write its results at exit, nor with sanitizers.
 void skip_taking_down() {
 #if !defined(ISOGRAD_SANITIZE_ADDRESS) && !defined(ISOGRAD_SANITIZE_THREAD)
   if (!std::getenv("LD_PRELOAD")) ::on_exit(end_at_once, nullptr);

@@ -14,7 +14,7 @@ std::optional<int> rank_of_several() {
   try {
     const auto environment = read_rank_environment();
     if (environment && environment->size > 1) return environment->rank;
-  } catch (const ConfigError&) {  // join() says what contradicts
+  } catch (const ConfigError&) {  // join() reports the contradiction
   }
   return std::nullopt;
 }
@@ -49,7 +49,7 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
              const std::function<int(World&)>& body) {
   const int ranks = flags.ranks.value_or(1);
   if (!read_rank_environment() && ranks > 1) {
-    check(config, ranks);  // before anything starts, so that it is said once
+    check(config, ranks);  // before ranks are started, so that an error is reported once
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
     return launch_ranks(command, {.ranks = ranks, .backend = backend_of(config, ranks)});
@@ -58,7 +58,7 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
       std::chrono::milliseconds(std::llround(std::ceil(config.parallel.timeout_seconds * 1e3)));
   const auto environment = read_rank_environment();
   const int size = environment ? environment->size : 1;
-  check_device(config, size);  // before a backend that is not there is asked for
+  check_device(config, size);  // before the backend, which may be missing, is opened
   const std::string backend = backend_of(config, size);
   World world = join({.timeout = timeout, .backend = backend});
   if (flags.ranks && ranks != world.size)

@@ -26,7 +26,7 @@ struct SampleFlags {
   std::vector<CLI::Option*> of_text, of_videos;
 };
 
-// SampleFlags of the other kind of model would have no effect.
+// Flags for the other kind of model would have no effect, so they are refused.
 void refuse_flags(const std::vector<CLI::Option*>& flags, const std::string& kind, const std::string& model) {
   for (const CLI::Option* flag : flags)
     if (flag->count() > 0)
@@ -43,7 +43,7 @@ fs::path find_model(const fs::path& given) {
   return resolve_checkpoint(given, "latest");
 }
 
-// That of a Hugging Face directory, which transformers would take too.
+// The tokenizer of a Hugging Face directory that transformers would use.
 std::string tokenizer_beside(const fs::path& directory) {
   for (const char* name : {"tokenizer.json", "tokenizer.model"})
     if (fs::exists(directory / name)) return (directory / name).string();
@@ -52,8 +52,9 @@ std::string tokenizer_beside(const fs::path& directory) {
          "a tokenizer", "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes");
 }
 
-// A token is one pass over all weights: where that takes milliseconds, threads that wait for one another at
-// every product make it slower, on a busy machine many times. OMP_NUM_THREADS is a choice of the user's.
+// Uses one thread for small models. A token is one pass over all weights; where that takes milliseconds,
+// threads that wait for one another at every product make it slower, on a busy machine many times.
+// OMP_NUM_THREADS overrides this.
 void choose_threads(DecoderLM& model) {
   constexpr std::size_t kManyBytes = std::size_t{1} << 30;
   std::size_t bytes = 0;

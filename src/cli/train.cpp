@@ -14,11 +14,11 @@ namespace isograd {
 
 namespace {
 
-// In steps of the run: a rough count of the passes below, in fp64 and in the run's precision, not fitted to a
-// run.
+// Duration of the proof in steps of the run: a rough count of the passes below, in fp64 and in the run's
+// precision, not fitted to a run.
 constexpr double kProofOfOneRank = 8, kProofOfRanks = 6;
 
-// A plain step in fp64 by one process, and three by all ranks.
+// The proof makes a plain step in fp64 in one process, and three steps on all ranks.
 std::string proof_begins(const FinishedRun& run) {
   const double about = run.step_seconds * (kProofOfOneRank * run.world.size + kProofOfRanks);
   return fmt::format(
@@ -70,7 +70,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
       "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could "
       "save.");
   const auto action = [flags, &invocation] {
-    std::signal(SIGPIPE, SIG_IGN);  // a run outlives the reader of what it prints: its folder says as much
+    std::signal(SIGPIPE, SIG_IGN);  // a run continues when its output is closed: the folder has the results
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);
     if (flags->memory) sets.push_back("run.memory=true");

@@ -10,10 +10,10 @@
 
 namespace isograd {
 
-// How this program was called.
+// The command line of this process.
 struct Invocation {
   std::vector<std::string> arguments;  // without the program's name
-  std::vector<std::string> command;    // `launch`: what stands behind "--"
+  std::vector<std::string> command;    // `launch`: the words after "--"
 };
 
 using Action = std::function<int()>;
@@ -21,7 +21,7 @@ using Action = std::function<int()>;
 struct Verb {
   CLI::App* app;
   Action run;
-  bool leaves_files = false;  // that say what it prints: where nobody reads that, nothing is lost
+  bool leaves_files = false;  // the files repeat the output, so a closed output is no error
 };
 
 Verb train_verb(CLI::App& program, const Invocation& invocation);

@@ -1,4 +1,4 @@
-// What ranks compare with one another before and between steps.
+// Comparisons between ranks before and between steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@
 
 namespace isograd {
 
-// Collective. ConfigError on every rank that names the first parameter whose placement differs between ranks,
-// and in what.
+// ConfigError on every rank that names the first parameter whose placement differs between ranks, and the
+// difference. Collective.
 void check_same_placements(const std::vector<std::pair<std::string, Placement>>& placements, Group group);
 
 // [tensors.size()] of int64: of each tensor's type, shape and bits.

@@ -10,8 +10,8 @@ namespace isograd {
 // Slots begin at multiples of this many elements: 64 bytes in bf16, more in wider types.
 inline constexpr std::int64_t kSlotAlignment = 32;
 
-// What gradients of parameters of `parameters` type are kept and reduced in: bf16 ones in fp32, so that
-// micro-batches and ranks add up without loss, unless the caller wants them in bf16.
+// The type in which gradients are kept and reduced: fp32 for bf16 parameters, so that micro-batches and
+// ranks add up without loss, unless the caller wants bf16.
 at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients = true);
 
 // Shards of a flat buffer begin at multiples of this many elements: no two ranks write to one cache line.
@@ -27,9 +27,9 @@ void pad_for(BucketPlan& plan, int parts);
 // [plan.numel] in the plan's dtype.
 void write_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
                       const at::Tensor& flat);
-// Brings the parameters into the memory of `flat`, whose values they take on: same tensors and, where they
-// fill them, same storages, so that what shares a parameter's memory goes with it. After a Claim on them.
-// Their .grad are not touched.
+// Moves the parameters into the memory of `flat` and gives them its values. They stay the same tensors and,
+// where they fill their storage, the same storages, so tensors that share a parameter's memory move with
+// it. Requires a Claim on them. Their .grad is not touched.
 void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& parameters,
                      const at::Tensor& flat);
 
@@ -37,18 +37,19 @@ void move_parameters(const BucketPlan& plan, const std::vector<NamedParameter>& 
 Bucket make_bucket(BucketPlan plan, const at::Tensor& parameters, at::Tensor gradients, Range owned,
                    Range held);
 
-// The two above into a fresh buffer: a bucket that is held whole. `gradients` is [plan.numel], zero-filled.
-// `rank` of `size` ranks owns one slice of it.
+// write_parameters() and move_parameters() into a new buffer, for a bucket that is held whole. `gradients`
+// is [plan.numel], zero-filled. `rank` of `size` ranks owns one slice of it.
 Bucket make_bucket(BucketPlan plan, const std::vector<NamedParameter>& parameters, at::Tensor gradients,
                    int rank, int size);
 
 // The elements of one slot in a flat tensor of the bucket, in the parameter's shape. Shares memory.
 at::Tensor slot_view(const at::Tensor& flat, const Slot& slot);
 
-// Whether `tensor` still is that view (same memory, type and shape).
+// Whether `tensor` is still that view (same memory, type and shape).
 bool is_slot_view(const at::Tensor& tensor, const at::Tensor& flat, const Slot& slot);
 
-// Of `values`, one whole parameter, what lies in `held` goes to its place in `shard`, [held.size()].
+// Copies the part of `values`, one whole parameter, that is in `held` to its place in `shard`,
+// [held.size()].
 void write_slot(const at::Tensor& shard, Range held, const Slot& slot, const at::Tensor& values);
 
 }  // namespace isograd

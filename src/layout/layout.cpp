@@ -15,7 +15,7 @@
 namespace isograd {
 namespace {
 
-// The elements of a slice, in a tensor where it begins at `begin`. Shares memory.
+// The elements of a slice in a tensor where it begins at `begin`. Shares memory.
 at::Tensor box(at::Tensor tensor, const std::vector<std::int64_t>& begin,
                const std::vector<std::int64_t>& sizes) {
   for (std::size_t dim = 0; dim < sizes.size(); ++dim)
@@ -120,7 +120,7 @@ at::Tensor Layout::whole(const std::string& name, const at::Tensor& local) const
     }
   }
   if (is_everywhere(placement, grid)) return result;
-  // Another stage that holds it keeps its own, which verify is to see where it differs.
+  // Another stage that holds the parameter keeps its own values, so that verify sees a difference.
   const bool own = placed.held && mesh_.place({kStageAxis}) != placement.stages.front();
   mesh_.along({kStageAxis}).broadcast(own ? at::empty_like(result) : result, placement.stages.front());
   return result;

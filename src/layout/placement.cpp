@@ -1,4 +1,4 @@
-// What follows from a placement: who holds which slice, who holds copies, who owns which element.
+// Computes from a placement which ranks hold which slice, which hold copies, and which owns each element.
 #include "isograd/parameters.hpp"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ const Cut* cut_of(const Placement& placement, std::size_t dim) {
   return nullptr;
 }
 
-// Of a cut dimension at this place along its axis, without blocks of which the place has no row.
+// Rows of a cut dimension at this place along its axis, without blocks of which the place has no row.
 std::vector<Rows> rows_at(const Cut& cut, int place) {
   std::vector<Rows> result;
   std::int64_t whole = 0, local = 0;

@@ -1,4 +1,4 @@
-// Which placements are refused, and the words for a placement.
+// Refuses invalid placements and describes a placement in words.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -17,7 +17,7 @@ std::string where_of(const std::string& name, const std::string& axis) {
   return fmt::format("the placement of parameter '{}' along axis '{}'", name, axis);
 }
 
-// What the grid says of these names together; nothing where it accepts them.
+// The grid's error for these names together; nothing if it accepts them.
 std::optional<ErrorText> error_of_axes(const Grid& grid, const AxisSet& axes) {
   try {
     grid.size(axes);

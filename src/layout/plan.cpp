@@ -1,4 +1,4 @@
-// Which parameters are trained, how they are packed into buckets, and who owns which element.
+// Selects trained parameters, packs them into buckets, and assigns owners to elements.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -33,7 +33,7 @@ void check_one(const std::string& name, const at::Tensor& tensor) {
                      "Convert the model before this call");
 }
 
-// First and last byte a strided tensor can touch; they say whether two parameters share memory.
+// First and last byte a strided tensor can touch. They show whether two parameters share memory.
 std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
   std::int64_t last = 0;
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
@@ -41,7 +41,8 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * tensor.element_size()};
 }
 
-// One flat buffer holds many parameters, so they lie in one place; those without values yet go anywhere.
+// One flat buffer holds many parameters, so these must be on one device; parameters without values may go
+// anywhere.
 void check_one_device(const std::vector<NamedParameter>& parameters) {
   const NamedParameter* first = nullptr;
   for (const auto& parameter : parameters) {

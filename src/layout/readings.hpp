@@ -9,11 +9,11 @@
 
 namespace isograd {
 
-// Reads them together, at the end of a step: each read waits for all that the device has been given to do.
+// Reads such numbers together at the end of a step, because each read waits for all work of the device.
 class Readings {
  public:
-  // `use` gets the one number of `value`: at once where it lies on the CPU, else in read(), in the order of
-  // add().
+  // Passes the one number of `value` to `use`: at once if it is on the CPU, otherwise in read(), in the
+  // order of add().
   void add(const at::Tensor& value, std::function<void(double)> use) {
     if (value.is_cpu()) return use(value.item<double>());
     values_.push_back(value.detach().reshape({}).to(at::kDouble));

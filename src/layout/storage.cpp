@@ -35,8 +35,8 @@ void check_nothing_stays_behind(const std::vector<NamedParameter>& parameters) {
   const auto stays = [](const at::Tensor& tensor) {
     return has_memory(tensor) && !fills_its_storage(tensor);
   };
-  // Who shares a storage and is no reason to refuse: the parameters themselves, and the tensors they were
-  // made from as views, where nobody else holds those.
+  // References to a storage that are no reason to refuse: the parameters themselves, and the tensors they
+  // were made from as views if nothing else refers to those.
   std::unordered_map<const c10::StorageImpl*, std::size_t> known;
   std::unordered_map<const c10::TensorImpl*, std::pair<const at::Tensor*, std::size_t>> bases;
   for (const NamedParameter& parameter : parameters) {

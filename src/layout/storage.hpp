@@ -1,4 +1,4 @@
-// The memory under parameters, changed so that whatever shares it follows, and written to by others.
+// Changes the memory of parameters so that tensors that share it follow, and detects writes by others.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -9,14 +9,14 @@
 
 namespace isograd {
 
-// Whether the parameter is all that its storage holds, in row-major order. Such a storage can be given other
-// memory: tensors that share it (detach(), views, ties through them) then see that memory too.
+// Whether the parameter fills its storage in row-major order. Such a storage can get other memory: tensors
+// that share it (detach(), views, ties through them) then see that memory too.
 bool fills_its_storage(const at::Tensor& parameter);
 
-// The storages whose memory a layout changes, as long as it lives: no other layout may meanwhile.
+// The storages whose memory a layout changes. While it exists, no other layout may claim them.
 class Claim {
  public:
-  // Changes nothing. ConfigError that names the first parameter which cannot be moved without leaving a
+  // Changes nothing. ConfigError that names the first parameter that cannot be moved without leaving a
   // tensor behind (others share its storage, and it does not fill it), or whose storage another layout has
   // claimed: of this model, or of a rank that is a thread and has its values from the same tensor.
   explicit Claim(const std::vector<NamedParameter>& parameters);
@@ -30,12 +30,11 @@ class Claim {
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
-// `storage` has the memory of `memory` from here on, and keeps it alive.
+// Gives `storage` the memory of `memory`, which it keeps alive.
 void give_memory(c10::StorageImpl& storage, const at::Tensor& memory);
 
-// Notices values that somebody else than the layout has written into the parameters of a plan, by the version
-// counters of autograd: in-place operations raise them, what goes through flat buffers does not, nor what is
-// written through data().
+// Detects values that code outside the layout has written into the parameters of a plan, by autograd's
+// version counters. In-place operations raise them; writes through flat buffers and through data() do not.
 class Writes {
  public:
   Writes() = default;
@@ -45,8 +44,8 @@ class Writes {
   std::vector<std::size_t> written() const;
   void settle(std::size_t place);
   const at::Tensor& parameter(std::size_t place) const { return parameters_.at(place); }
-  // ConfigError where a parameter has got another memory (set_data, a load or a move of the model), which the
-  // layout does not know of.
+  // ConfigError if a parameter has other memory now (set_data, a load or a move of the model), which the
+  // layout does not know.
   void check_in_place() const;
 
  private:

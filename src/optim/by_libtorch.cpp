@@ -37,7 +37,7 @@ void write_back(Bucket& bucket, Range range) {
 // its own corrections are 1 for every β below 1.
 constexpr double kManyUpdates = 1e30;
 
-// What of `range` lies between `parts`, which are in order.
+// The parts of `range` between `parts`, which are in order.
 std::vector<Range> between(Range range, const std::vector<Range>& parts) {
   std::vector<Range> result;
   std::int64_t at = range.begin;
@@ -49,7 +49,7 @@ std::vector<Range> between(Range range, const std::vector<Range>& parts) {
   return result;
 }
 
-// One kernel for all of it, in the order of operations of kernels::adamw.
+// One kernel for the whole bucket, in the order of operations of kernels::adamw.
 bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
                       const LongRun& run) {
   const bool rounds = !bucket.master.is_same(bucket.parameters) && bucket.plan.dtype == at::kBFloat16;

@@ -8,8 +8,9 @@
 
 namespace isograd::by_libtorch {
 
-// Of a run's elements; scalars.keep and scalars.weight_decay are for those that decay. In the type of the
-// master; AdamW by LibTorch's fused pass, SGD by the same expressions, each operator rounding once.
+// Updates a run's elements; scalars.keep and scalars.weight_decay apply to those that decay. Computed in
+// the type of the master. AdamW uses LibTorch's fused pass; SGD uses the same expressions as operators,
+// each rounding once.
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
            const LongRun& run);
 // `velocity` is null exactly when momentum is 0.

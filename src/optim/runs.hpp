@@ -1,4 +1,5 @@
-// How an update walks over a bucket: pieces with one weight decay, small enough to share among threads.
+// Divides a bucket into runs for an update: each has one weight decay and is small enough to share among
+// threads.
 #pragma once
 
 #include <vector>
@@ -13,7 +14,7 @@ struct Run {
   std::int64_t missed = 0;  // of all updates so far, by its parameters
 };
 
-// Whose state an optimizer keeps, and what of its updates each parameter has missed.
+// Tracks the parameters whose state an optimizer keeps, and the updates that each has missed.
 class Tally {
  public:
   // Before anything is done with `buckets`: ConfigError unless they are those of the calls before, of which
@@ -32,9 +33,9 @@ class Tally {
   Optimizer::Missed missed_;
 };
 
-// Covers what the bucket holds, from 0 to held.size(), but for slots that are not trained. Padding goes with
-// the slot before it: zero gradients and zero values stay zero under every update. The cut depends on the
-// bucket, not on the number of threads or on what is held of it.
+// Runs that cover the held part of the bucket, from 0 to held.size(), except slots that are not trained.
+// Padding belongs to the slot before it: zero gradients and zero values stay zero under every update. The
+// runs depend on the bucket alone, not on the number of threads or on the held part.
 std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 << 16,
                          const Optimizer::Missed& missed = {});
 
@@ -51,7 +52,7 @@ struct LongRun {
 };
 std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed& missed = {});
 
-// One zero tensor per bucket, in the type of the bucket's master; made when it is first seen.
+// One zero tensor per bucket, in the type of its master; created on first use.
 void ensure_state(std::vector<at::Tensor>& state, const std::vector<Bucket>& buckets);
 
 }  // namespace isograd

@@ -41,12 +41,13 @@ std::int64_t part(std::int64_t numel, int parts) {
   return (numel + parts - 1) / parts;
 }
 
-// What n bytes cost in a reduce-scatter or an all-gather over `parts` ranks.
+// Bytes that a rank sends in a reduce-scatter or an all-gather of n bytes over `parts` ranks.
 double one_way(double bytes, int parts) {
   return bytes * (parts - 1) / parts;
 }
 
-// What of Ψ goes one way, in units of it: gradients and parameters. Of parameters that stay whole less.
+// Multiples of Ψ that travel one way: gradients and parameters. Parameters that stay whole travel less
+// often.
 struct Volumes {
   std::int64_t gradients = 0, parameters = 0, whole = 0;
 };
@@ -71,8 +72,8 @@ std::string times(std::int64_t factor, const std::string& symbol) {
   return factor == 1 ? symbol : fmt::format("{}{}", factor, symbol);
 }
 
-// Elements that the same number of ranks shares, and how formulas call them: what every rank has a copy of,
-// and, where experts are dealt to ranks, what a rank has of those.
+// Elements with the same number of sharers, and their symbol in formulas: the parameters that every rank
+// copies and, with sharded experts, a rank's experts.
 struct Part {
   DataParallelPlan plan;
   std::string elements, whole, shards;

@@ -1,5 +1,4 @@
-// What tensors really take: LibTorch's CPU allocator, watched, by the thread (and so the rank) that
-// allocates.
+// Measures the memory of tensors through LibTorch's CPU allocator, per allocating thread (and so per rank).
 #pragma once
 
 #include <cstdint>
@@ -9,9 +8,9 @@ namespace isograd {
 
 struct MemoryAccount;
 
-// From construction to destruction the calling thread's tensors are counted; what it allocated is counted as
-// freed whoever frees it. Backward on the CPU runs in the thread that calls it. Memory that ranks share is
-// counted where a group makes it. One at a time in each thread.
+// Counts the calling thread's tensors while it exists. Memory that this thread allocated is counted as
+// freed whichever thread frees it; backward on the CPU runs in the thread that calls it. Memory that ranks
+// share is counted where a group creates it. One at a time in each thread.
 class MemoryMeter {
  public:
   // Puts the watch in LibTorch's place for good: before other threads use tensors. The constructor does it

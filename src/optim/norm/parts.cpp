@@ -18,7 +18,7 @@ std::vector<double> add_up(std::vector<double> values, Group& group, ReduceOp op
   return {begin, begin + values.size()};
 }
 
-// Not every backend's maximum keeps a NaN: how many there are travels as a number of its own.
+// Some backends' maximum drops NaN, so the number of NaNs is summed separately.
 std::vector<double> largest_of_all(std::vector<double> values, Group& group) {
   const std::size_t count = values.size();
   for (std::size_t i = 0; i < count; ++i) {

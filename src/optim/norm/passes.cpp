@@ -48,7 +48,7 @@ Range owned_part(const Bucket& bucket) {
 }
 
 Range owned_part(const Bucket& bucket, const Slot& slot) {
-  const auto place = [&](std::int64_t at) {  // also of a slot that lies wholly before or behind
+  const auto place = [&](std::int64_t at) {  // clamps slots outside the range too
     return std::clamp(at, bucket.owned.begin, bucket.owned.end) - bucket.held.begin;
   };
   return {place(slot.offset), place(slot.offset + slot.numel)};
@@ -66,8 +66,8 @@ at::Tensor squares_of(const std::vector<at::Tensor>& parts) {
   std::vector<at::Tensor> filled;
   std::ranges::copy_if(parts, std::back_inserter(filled), [](const at::Tensor& x) { return x.numel() > 0; });
   if (filled.empty()) return {};
-  // One pass over all, which squares and adds in fp64; a norm's own square is right to an fp64 rounding or
-  // two.
+  // One pass over all parts that squares and adds in fp64; a norm's own square is accurate to an fp64
+  // rounding or two.
   const at::Tensor norms = at::stack(at::_foreach_norm(filled, 2, at::kDouble));
   return norms.square().sum();
 }

@@ -18,10 +18,10 @@ Range owned_part(const Bucket& bucket, const Slot& slot);
 double squared_norm(const at::Tensor& flat, Range range);
 double max_abs(const at::Tensor& flat, Range range);
 
-// The same in LibTorch's operators: what other devices than the CPU do, in LibTorch's order of summation.
+// The same by LibTorch's operators, for devices other than the CPU, in LibTorch's order of summation.
 namespace by_libtorch {
 double squared_norm(const at::Tensor& flat, Range range);
-// Of all of them, which are on one device: one number in fp64 there; undefined where all are empty.
+// Sum of squares of all parts, which are on one device: one fp64 number there; undefined if all are empty.
 at::Tensor squares_of(const std::vector<at::Tensor>& parts);
 double max_abs(const at::Tensor& flat, Range range);
 }  // namespace by_libtorch
