@@ -92,7 +92,7 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->add_option("TEXT", pack_flags->corpus.patterns,
                    "files, directories or globs of UTF-8 text; .jsonl: one document a line, field \"text\"")
       ->required();
-  packing->add_option("--out", pack_flags->out, "folder for the shards, which no other shards are in")
+  packing->add_option("--out", pack_flags->out, "folder for the shards, without other shards")
       ->type_name("DIR")
       ->required();
   packing
@@ -112,7 +112,7 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       "  isograd train run.toml --set data.shards=shards/*\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
 
-  CLI::App* showing = data->add_subcommand("show", "Say what shards hold, or what a step trains on");
+  CLI::App* showing = data->add_subcommand("show", "Show the contents of shards or the samples of a step");
   auto show_flags = std::make_shared<ShowFlags>();
   showing
       ->add_option("SHARD", show_flags->shards,
@@ -123,17 +123,16 @@ std::vector<Verb> data_verbs(CLI::App& program) {
                    "the packs or videos of this step of a run, from 1, with their documents")
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
-  showing->add_option("--ranks", show_flags->ranks, "of the run: which of them takes what")
+  showing->add_option("--ranks", show_flags->ranks, "ranks of the run, to show which takes what")
       ->type_name("N")
       ->check(CLI::Range(1, 1 << 20))
       ->needs("--step")
       ->capture_default_str();
-  showing
-      ->add_option("--set", show_flags->sets, "goes before the configuration, as in train; may be repeated")
+  showing->add_option("--set", show_flags->sets, "overrides the configuration, as in train; may be repeated")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false)
       ->needs("--step");
-  showing->add_option("--documents", show_flags->documents, "how many of the first documents are shown")
+  showing->add_option("--documents", show_flags->documents, "number of first documents that are shown")
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30))
       ->capture_default_str();

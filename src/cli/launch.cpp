@@ -29,7 +29,7 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
   verb->add_option("--backend", flags->backend,
-                   "what the ranks talk through: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
+                   "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
       ->type_name("NAME")
       ->capture_default_str();
   verb->footer(fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
@@ -37,9 +37,9 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
                "which\n"
                "isograd::join() and torch.distributed read; with --backend mpi or shm+mpi, mpirun's "
                "instead.\n"
-               "What stands behind -- is the command.\n\n"
+               "The words after -- are the command.\n\n"
                "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
-               "Status: 0, or the status that says most: 3 when a rank was killed or lost a peer, else "
+               "Status: 0; 3 if a rank was killed or lost a peer; otherwise "
                "the first that\n"
                "is not 0.");
   const auto action = [flags, &invocation] {

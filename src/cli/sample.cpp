@@ -47,8 +47,7 @@ fs::path find_model(const fs::path& given) {
 std::string tokenizer_beside(const fs::path& directory) {
   for (const char* name : {"tokenizer.json", "tokenizer.model"})
     if (fs::exists(directory / name)) return (directory / name).string();
-  refuse(directory.string(),
-         "neither tokenizer.json nor tokenizer.model, nor a checkpoint's state.json, which names one",
+  refuse(directory.string(), "no tokenizer.json, tokenizer.model or checkpoint's state.json, which names one",
          "a tokenizer", "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes");
 }
 
@@ -123,11 +122,11 @@ Verb sample_verb(CLI::App& program) {
       ->capture_default_str();
   const auto text = [&](CLI::Option* option) {
     flags->of_text.push_back(option);
-    return option->group("Of text");
+    return option->group("Text models");
   };
-  text(verb->add_option("--prompt", flags->prompt, "what the text begins with; empty: a new document"))
+  text(verb->add_option("--prompt", flags->prompt, "beginning of the text; empty: a new document"))
       ->type_name("TEXT");
-  text(verb->add_option("--tokens", options.max_tokens, "the most that are generated"))
+  text(verb->add_option("--tokens", options.max_tokens, "maximum number of tokens"))
       ->type_name("N")
       ->check(CLI::Range(std::int64_t{1}, kMany))
       ->capture_default_str();
@@ -153,19 +152,19 @@ Verb sample_verb(CLI::App& program) {
     CLI::Option* option = verb->add_option(name, of, meaning)
                               ->type_name("N")
                               ->check(CLI::Range(least, kMany))
-                              ->group("Of videos");
+                              ->group("Video models");
     flags->of_videos.push_back(option);
     return option;
   };
-  number("--videos", videos.videos, 1, "how many are generated")->capture_default_str();
-  number("--steps", videos.steps, 1, "of Euler's method from noise to data")->capture_default_str();
-  number("--frames", videos.frames, 1, "of a video; the most that it was trained on unless given");
-  number("--height", videos.height, 1, "in pixels; likewise");
-  number("--width", videos.width, 1, "in pixels; likewise");
+  number("--videos", videos.videos, 1, "number of videos")->capture_default_str();
+  number("--steps", videos.steps, 1, "steps of Euler's method from noise to data")->capture_default_str();
+  number("--frames", videos.frames, 1, "frames of a video; default: the most that the model was trained on");
+  number("--height", videos.height, 1, "pixels; default: the most that the model was trained on");
+  number("--width", videos.width, 1, "pixels; default: the most that the model was trained on");
   flags->of_videos.push_back(verb->add_option("--out", videos.folder, "folder for them, as animated PNGs")
                                  ->type_name("DIR")
                                  ->capture_default_str()
-                                 ->group("Of videos"));
+                                 ->group("Video models"));
   verb->footer(
       "  isograd sample runs/first_light --prompt \"// Returns the \" --temperature 0.5\n"
       "  isograd sample runs/video --videos 4 --steps 100 --out samples\n\n"

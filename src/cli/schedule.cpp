@@ -67,7 +67,7 @@ int show(const Flags& flags) {
 }  // namespace
 
 Verb schedule_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("schedule", "Draw what the ranks of a pipeline would do when");
+  CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule");
   auto flags = std::make_shared<Flags>();
   verb->add_option("--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")))
       ->capture_default_str();
@@ -94,11 +94,11 @@ Verb schedule_verb(CLI::App& program) {
       ->type_name("PART")
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
-  verb->add_option("--load", flags->load, "a table of one's own, as --json writes it; it is checked")
+  verb->add_option("--load", flags->load, "your own table, as --json writes it; it is checked")
       ->type_name("FILE");
   verb->add_option("--svg", flags->svg, "the picture as SVG")->type_name("FILE");
   verb->add_flag("--json", flags->json, "the table alone, as JSON");
-  verb->add_flag("--transfers", flags->transfers, "with sends and receives written down");
+  verb->add_flag("--transfers", flags->transfers, "include sends and receives");
   verb->footer(
       "A line for each stage: F forward, B backward, I and W its halves (of inputs, of "
       "weights), with the\n"

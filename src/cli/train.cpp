@@ -47,10 +47,10 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option("--json-log", flags->json_log, "metrics as JSON lines go here (run.json_log)")
+  verb->add_option("--json-log", flags->json_log, "file for metrics as JSON lines (run.json_log)")
       ->type_name("FILE");
   verb->add_flag("--overwrite", flags->overwrite,
-                 "replace the checkpoints, metrics and report that an earlier run has left in run.directory");
+                 "replace the checkpoints, metrics and report of an earlier run in run.directory");
   verb->add_flag("--memory", flags->memory,
                  "print what each rank keeps and sends, next to the formulas (run.memory)");
   verb->add_option("--verify-every", flags->verify_every,
