@@ -267,7 +267,7 @@ void check(const RunConfig& config, int ranks) {
 void check_but_devices(const RunConfig& config, int ranks) {
   if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
   const Grid grid = grid_of(config, ranks);
-  const int sample_ranks = grid.size(kSampleAxes), sharing = ranks / sample_ranks;
+  const int distinct = grid.size(kSampleAxes), sharing = ranks / distinct;
   const TaskKind& kind = kind_of(config);
   if (kind.check_ranks) kind.check_ranks(config, ranks);
   if (config.parallel.share_parameters == "on" && grid.size(sharded_axes(config)) == 1)
@@ -278,13 +278,13 @@ void check_but_devices(const RunConfig& config, int ranks) {
            "Leave it out (\"auto\" shares wherever there are ranks to share with)");
   const std::int64_t batch = kind.samples_per_step(config);
   const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
-  if (sample_ranks > batch)
+  if (distinct > batch)
     refuse(fmt::format("--ranks {}", ranks),
            fmt::format("more ranks than {} in the batch ({} = {}): some would never have anything to do",
                        samples, key, batch),
            fmt::format("at most {} ranks", batch * sharing),
            fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}", batch * sharing, key,
-                       sample_ranks));
+                       distinct));
 }
 
 std::string configuration_markdown() {
