@@ -41,7 +41,7 @@ class MemoryWatch {
   // Also measures the traffic to other ranks' experts. Call it after the model is laid out, if
   // config.parallel.ep > 1. Collective.
   void follow_experts(const RunConfig& config, const Mesh& mesh, const TaskModel::ShardedExperts& sharded);
-  // Wraps `tally` so that this rank's choices of experts in a step are kept.
+  // Wraps the counter so that this rank's choices of experts in a step are kept.
   Tally remembering(Tally tally);
   void before_step(DataParallel& layout);
   // `shared`: ranks share one copy of the parameters. `rounds`: micro-batches, empty ones included.
