@@ -208,11 +208,13 @@ void Report::chart(Chart chart) {
                        escape_html(chart.title), escape_html(chart.y_label), legend, svg(chart));
 }
 
-void Report::table(ReportTable table) {
-  const std::size_t columns = table.columns.size();
+void Report::table(const std::string& title, const std::string& summary,
+                   const std::vector<std::string>& headings,
+                   const std::vector<std::vector<std::string>>& rows) {
+  const std::size_t columns = headings.size();
   std::vector<bool> right(columns, true);
   std::vector<std::size_t> longest(columns);
-  for (const auto& row : table.rows)
+  for (const auto& row : rows)
     for (std::size_t i = 0; i < row.size() && i < columns; ++i) {
       right[i] = right[i] && numeric(row[i]);
       longest[i] = std::max(longest[i], characters(row[i]));
@@ -222,11 +224,11 @@ void Report::table(ReportTable table) {
     width += 24 + std::max(longest[i] > kSentences  ? kSentencesWidth
                            : longest[i] > kLongCell ? kLongWidth
                                                     : 7.5 * static_cast<double>(longest[i]),
-                           7.5 * static_cast<double>(longest_word(table.columns[i])));
+                           7.5 * static_cast<double>(longest_word(headings[i])));
   const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
     std::string html = "<tr>";
     for (std::size_t i = 0; i < row.size(); ++i) {
-      const bool number = i < columns && right[i] && !table.rows.empty();
+      const bool number = i < columns && right[i] && !rows.empty();
       const bool wraps = i < columns && longest[i] > kLongCell;
       html += fmt::format("<{0}{1}>{2}</{0}>", tag,
                           number  ? " class=\"number\""
@@ -236,17 +238,16 @@ void Report::table(ReportTable table) {
     }
     return html + "</tr>\n";
   };
-  std::string html = fmt::format("<h2>{}</h2>\n", escape_html(table.title));
-  if (!table.summary.empty())
-    html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(table.summary)));
+  std::string html = fmt::format("<h2>{}</h2>\n", escape_html(title));
+  if (!summary.empty())
+    html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(summary)));
   html += hint(width, "This table");
-  const bool cut = table.rows.size() > kRowsInSight;
+  const bool cut = rows.size() > kRowsInSight;
   if (cut)
-    html +=
-        fmt::format("<p class=\"hint hint-0\">{} rows: scroll down in the table ↓</p>\n", table.rows.size());
+    html += fmt::format("<p class=\"hint hint-0\">{} rows: scroll down in the table ↓</p>\n", rows.size());
   html += std::string("<div class=\"wide") + (cut ? "" : " whole") + "\"><table><thead>" +
-          cells(table.columns, "th") + "</thead><tbody>\n";
-  for (const auto& row : table.rows) html += cells(row, "td");
+          cells(headings, "th") + "</thead><tbody>\n";
+  for (const auto& row : rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");
 }
 

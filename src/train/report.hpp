@@ -44,7 +44,13 @@ class Report {
   void verdict(bool good, std::string text);        // a coloured line below the title
   void fact(std::string label, std::string value);  // a tile of the summary
   void chart(Chart chart);                          // neighbouring charts share a row
-  void table(ReportTable table);                    // numeric columns are right-aligned
+  // Numeric columns are right-aligned. A table of any type that has these fields, e.g. ReportTable.
+  template <class Table>
+  void table(const Table& fields) {
+    table(fields.title, fields.summary, fields.columns, fields.rows);
+  }
+  void table(const std::string& title, const std::string& summary, const std::vector<std::string>& columns,
+             const std::vector<std::vector<std::string>>& rows);
   // Across the page; `svg` as it is. `width`: pixels below which it cannot be read, so that it scrolls
   // sideways instead of shrinking; 0: it shrinks with the page.
   void figure(std::string title, std::string caption, std::string svg, double width = 0);

@@ -52,7 +52,7 @@ TEST(Report, EscapesEverything) {
   Chart chart{.title = evil, .x_label = evil, .y_label = evil, .series = {{evil, {{1, 1}, {2, kNaN}}}}};
   chart.marks = {{evil, 1.0}};
   report.chart(chart);
-  report.table({.title = evil, .summary = evil, .columns = {evil}, .rows = {{evil}}, .passed = true});
+  report.table(evil, evil, {evil}, {{evil}});
   report.text(evil, evil);
   report.folded(evil, evil);
   const std::string html = report.html();
@@ -81,7 +81,7 @@ TEST(Report, TagsAreClosedInOrder) {
   report.fact("a", "b");
   report.chart(chart_of({{1, 1}, {2, 2}}));
   report.chart(chart_of({{1, 1}}));
-  report.table({.title = "T", .summary = "", .columns = {"a", "b"}, .rows = {{"1", "2"}}, .passed = true});
+  report.table("T", "", {"a", "b"}, {{"1", "2"}});
   report.chart(chart_of({{1, kNaN}}));
   const std::string html = report.html();
   std::vector<std::string> open;
@@ -112,11 +112,8 @@ TEST(Report, WritesTheWholeFile) {
 
 TEST(Report, NumbersStandOnTheRight) {
   Report report("run");
-  report.table({.title = "T",
-                .summary = "",
-                .columns = {"name", "error"},
-                .rows = {{"1 fish", "1.5e-13"}, {"b", "NaN"}, {"c", "–"}, {"d", "12.3k"}, {"e", "3 %"}},
-                .passed = true});
+  report.table("T", "", {"name", "error"},
+               {{"1 fish", "1.5e-13"}, {"b", "NaN"}, {"c", "–"}, {"d", "12.3k"}, {"e", "3 %"}});
   EXPECT_EQ(count(report.html(), "<td class=\"number\">"), 5u);
   EXPECT_THAT(report.html(), HasSubstr("<td>1 fish</td>"));
 }
@@ -258,10 +255,8 @@ TEST(Chart, LabelsOfMarksDoNotOverlap) {
 TEST(Report, ATableThatMayBeTooWideSaysSo) {
   const auto page = [](std::size_t columns) {
     Report report("run");
-    report.table({.title = "T",
-                  .summary = "",
-                  .columns = std::vector<std::string>(columns, "error fp64"),
-                  .rows = {std::vector<std::string>(columns, "1.23e-12")}});
+    report.table("T", "", std::vector<std::string>(columns, "error fp64"),
+                 {std::vector<std::string>(columns, "1.23e-12")});
     return report.html();
   };
   EXPECT_THAT(page(2), Not(HasSubstr("<p class=\"hint")));
@@ -275,10 +270,7 @@ TEST(Report, LongNamesBreakAndTilesKeepToOneLine) {
   report.verdict(true, "1.5e-13 of 1e-10 (layers.0.weight)");
   EXPECT_THAT(report.html(), HasSubstr("1.5e-13 of 1e-10 (layers.<wbr>0.<wbr>weight)"));
   report.fact("communication", "12.3 % of the time, not hidden behind computation");
-  report.table({.title = "T",
-                .summary = "",
-                .columns = {"parameter"},
-                .rows = {{"model.layers.0.self_attn.q_proj.weight"}}});
+  report.table("T", "", {"parameter"}, {{"model.layers.0.self_attn.q_proj.weight"}});
   EXPECT_THAT(report.html(), HasSubstr("<td class=\"long\">model.<wbr>layers.<wbr>0.<wbr>self_<wbr>attn."));
   EXPECT_THAT(report.html(), HasSubstr("dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}"));
   EXPECT_THAT(report.html(), HasSubstr("title=\"communication: 12.3 % of the time"));
