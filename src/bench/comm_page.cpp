@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "bench/comm_case.hpp"
-#include "train/report.hpp"
+#include "report/report.hpp"
 
 namespace isograd {
 namespace {

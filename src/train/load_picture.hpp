@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "report/report.hpp"
 #include "train/metrics.hpp"
-#include "train/report.hpp"
 
 namespace isograd {
 

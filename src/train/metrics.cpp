@@ -76,20 +76,6 @@ void keep_others_out(std::FILE* log, const fs::path& file) {
 
 }  // namespace
 
-void cannot_write(const fs::path& file) {
-  isograd::refuse(file.string(), std::strerror(errno), "a file that can be written",
-                  "Free space or give another folder (run.directory, run.json_log)");
-}
-
-void require_name(std::FILE* file, const fs::path& path) {
-  struct stat status {};
-  if (::fstat(::fileno(file), &status) == 0 && status.st_nlink > 0) return;
-  isograd::refuse(path.string(), "a file that was removed while the run wrote to it",
-                  "the metrics of this run",
-                  "Continue from the last checkpoint (--set checkpoint.resume=latest), or start anew, and "
-                  "leave the file there");
-}
-
 std::string to_json_line(const MetricRow& row) {
   nlohmann::ordered_json json;
   json["step"] = row.step;
@@ -272,6 +258,42 @@ void Metrics::evaluation(const Evaluation& evaluation) {
   for (const TermValue& figure : evaluation.figures)
     events_.scalar("validation/" + figure.name, evaluation.step, figure.value);
   append(std::move(row));
+}
+
+std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
+                                   const ChartWords& words) {
+  const auto series = [&](std::string name, auto field) {
+    Series result{.name = std::move(name), .points = {}};
+    for (const auto& row : rows)
+      if (row.*field) result.points.push_back({static_cast<double>(row.step), *(row.*field)});
+    return result;
+  };
+  Chart loss{.title = "Loss",
+             .x_label = "step",
+             .y_label = words.unit,
+             .series = {series("training", &MetricRow::loss)},
+             .smooth = true};
+  if (auto validation = series("validation", &MetricRow::validation_loss); !validation.points.empty())
+    loss.series.push_back(std::move(validation));
+  if (baseline > 0) loss.marks = {{words.baseline, baseline}};
+  return {std::move(loss),
+          {.title = "Gradient norm",
+           .x_label = "step",
+           .y_label = "before clipping",
+           .series = {series("norm", &MetricRow::norm)},
+           .from_zero = true,
+           .smooth = true},
+          {.title = "Throughput",
+           .x_label = "step",
+           .y_label = words.tokens + "/s, all ranks",
+           .series = {series(words.tokens + "/s", &MetricRow::tokens_per_second)},
+           .from_zero = true,
+           .smooth = true},
+          {.title = "Learning rate",
+           .x_label = "step",
+           .y_label = "",
+           .series = {series("learning rate", &MetricRow::learning_rate)},
+           .from_zero = true}};
 }
 
 }  // namespace isograd

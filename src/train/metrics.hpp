@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "isograd/trainer.hpp"
+#include "report/event_file.hpp"
+#include "report/report.hpp"
 #include "train/expert_load.hpp"
 
 namespace isograd {
@@ -48,34 +50,6 @@ std::string to_json_line(const MetricRow& row);  // ends in a line break
 // line that is not a row.
 std::vector<MetricRow> read_metrics(const std::filesystem::path& file);
 
-// TensorBoard's file of events: length and masked CRC32C around protocol buffers (tensorflow/core/util/
-// event.proto). A reader sees every event as soon as flush() has returned.
-class EventFile {
- public:
-  // A new file events.out.tfevents.<time>.isograd in `directory`. Events of earlier files at `first_step`
-  // and later are obsolete, so the new file tells readers to drop them.
-  EventFile(const std::filesystem::path& directory, std::int64_t first_step);
-  ~EventFile();
-  EventFile(const EventFile&) = delete;
-  EventFile& operator=(const EventFile&) = delete;
-  void scalar(std::string_view tag, std::int64_t step, double value);
-  void flush();
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  void record(std::string_view event);
-  std::filesystem::path path_;
-  std::FILE* file_ = nullptr;
-};
-
-// ConfigError if `file` was deleted: what is written to it would be lost when this process ends.
-void require_name(std::FILE* file, const std::filesystem::path& path);
-
-[[noreturn]] void cannot_write(const std::filesystem::path& file);  // ConfigError with errno's text
-
-// CRC-32 of Castagnoli (RFC 3720, appendix B.4).
-std::uint32_t crc32c(std::string_view bytes);
-
 struct MetricsOptions {
   std::filesystem::path json_log;  // its folder is created; ConfigError while another run writes to it
   std::filesystem::path events_directory;  // of TensorBoard; created
@@ -101,5 +75,15 @@ class Metrics {
   EventFile events_;
   IdleExperts idle_;
 };
+
+// The names of a task's loss and tokens, and of the baseline.
+struct ChartWords {
+  std::string unit = "nats per token";
+  std::string tokens = "tokens";
+  std::string baseline = "unigram entropy";
+};
+// Loss with validation loss, norm, throughput and learning rate. `baseline` is marked in the first unless 0.
+std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
+                                   const ChartWords& words = {});
 
 }  // namespace isograd

@@ -6,9 +6,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "base/error_testing.hpp"
@@ -146,49 +144,20 @@ TEST_F(MetricsFiles, AForeignFileIsNamed) {
   }
 }
 
-// RFC 3720, appendix B.4.
-TEST(EventFile, Crc32cAgreesWithTheStandard) {
-  EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8a9136aau);
-  EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62a8ab43u);
-  EXPECT_EQ(crc32c("123456789"), 0xe3069283u);
-  std::string ascending;
-  for (int i = 0; i < 32; ++i) ascending += static_cast<char>(i);
-  EXPECT_EQ(crc32c(ascending), 0x46dd794eu);
-}
-
-// The framing by the letter; what is inside is read by TensorBoard itself in tests/test_tensorboard.py.
-TEST_F(MetricsFiles, EventsAreFramedRecords) {
-  fs::path path;
-  {
-    EventFile events(root_ / "events", 1);
-    path = events.path();
-    events.scalar("loss", 1, 0.5);
-  }
-  const std::string bytes = read_file(path);
-  const auto unmask = [](std::uint32_t masked) { return std::rotr(masked - 0xa282ead8u, 17); };
-  std::size_t at = 0;
-  int records = 0;
-  while (at < bytes.size()) {
-    ASSERT_LE(at + 12, bytes.size());
-    std::uint64_t length = 0;
-    std::uint32_t crc = 0;
-    std::memcpy(&length, bytes.data() + at, 8);
-    std::memcpy(&crc, bytes.data() + at + 8, 4);
-    EXPECT_EQ(unmask(crc), crc32c(std::string_view(bytes).substr(at, 8)));
-    ASSERT_LE(at + 16 + length, bytes.size());
-    std::memcpy(&crc, bytes.data() + at + 12 + length, 4);
-    EXPECT_EQ(unmask(crc), crc32c(std::string_view(bytes).substr(at + 12, length)));
-    at += 16 + length;
-    ++records;
-  }
-  EXPECT_EQ(records, 3);  // version, start of the session, one value
-}
-
-TEST_F(MetricsFiles, FilesOfOneFolderSortByTheirStart) {
-  std::vector<std::string> names;
-  for (int i = 0; i < 4; ++i) names.push_back(EventFile(root_ / "events", 1).path().string());
-  EXPECT_TRUE(std::is_sorted(names.begin(), names.end()));
-  EXPECT_EQ(std::adjacent_find(names.begin(), names.end()), names.end());
+TEST(Chart, TrainingChartsPickTheirColumns) {
+  std::vector<MetricRow> rows(3);
+  rows[0] = {.step = 1, .loss = 3, .norm = 2, .learning_rate = 0.1, .tokens_per_second = 10};
+  rows[1] = {.step = 2, .loss = 2, .norm = 1, .learning_rate = 0.2, .tokens_per_second = 11};
+  rows[2] = {.step = 2, .validation_loss = 2.5};
+  const auto charts = training_charts(rows, 3.4);
+  ASSERT_EQ(charts.size(), 4u);
+  EXPECT_EQ(charts[0].series.at(0).points.size(), 2u);
+  EXPECT_EQ(charts[0].series.at(1).points.at(0).y, 2.5);
+  EXPECT_EQ(charts[0].marks.at(0).second, 3.4);
+  EXPECT_EQ(charts[1].series.at(0).points.at(1).y, 1);
+  EXPECT_EQ(charts[2].series.at(0).points.at(1).y, 11);
+  EXPECT_EQ(charts[3].series.at(0).points.at(1).y, 0.2);
+  EXPECT_EQ(training_charts({rows[0]}, 0)[0].series.size(), 1u);
 }
 
 }  // namespace

@@ -17,11 +17,10 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/model.hpp"
-#include "isograd/parameters.hpp"
 #include "isograd/step.hpp"
+#include "report/report.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"
-#include "train/report.hpp"
 
 namespace isograd {
 

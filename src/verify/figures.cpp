@@ -5,7 +5,7 @@
 #include <map>
 
 #include "base/markup.hpp"
-#include "train/report.hpp"
+#include "report/report.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "train/report.hpp"
+#include "report/report.hpp"
 #include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 

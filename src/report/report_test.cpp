@@ -1,4 +1,4 @@
-#include "train/report.hpp"
+#include "report/report.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -274,22 +274,6 @@ TEST(Report, LongNamesBreakAndTilesKeepToOneLine) {
   EXPECT_THAT(report.html(), HasSubstr("<td class=\"long\">model.<wbr>layers.<wbr>0.<wbr>self_<wbr>attn."));
   EXPECT_THAT(report.html(), HasSubstr("dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}"));
   EXPECT_THAT(report.html(), HasSubstr("title=\"communication: 12.3 % of the time"));
-}
-
-TEST(Chart, TrainingChartsPickTheirColumns) {
-  std::vector<MetricRow> rows(3);
-  rows[0] = {.step = 1, .loss = 3, .norm = 2, .learning_rate = 0.1, .tokens_per_second = 10};
-  rows[1] = {.step = 2, .loss = 2, .norm = 1, .learning_rate = 0.2, .tokens_per_second = 11};
-  rows[2] = {.step = 2, .validation_loss = 2.5};
-  const auto charts = training_charts(rows, 3.4);
-  ASSERT_EQ(charts.size(), 4u);
-  EXPECT_EQ(charts[0].series.at(0).points.size(), 2u);
-  EXPECT_EQ(charts[0].series.at(1).points.at(0).y, 2.5);
-  EXPECT_EQ(charts[0].marks.at(0).second, 3.4);
-  EXPECT_EQ(charts[1].series.at(0).points.at(1).y, 1);
-  EXPECT_EQ(charts[2].series.at(0).points.at(1).y, 11);
-  EXPECT_EQ(charts[3].series.at(0).points.at(1).y, 0.2);
-  EXPECT_EQ(training_charts({rows[0]}, 0)[0].series.size(), 1u);
 }
 
 }  // namespace

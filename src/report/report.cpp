@@ -1,4 +1,4 @@
-#include "train/report.hpp"
+#include "report/report.hpp"
 
 #include <fmt/format.h>
 

@@ -2,14 +2,12 @@
 // external resources; all text is escaped.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
-
-#include "isograd/trainer.hpp"
-#include "train/metrics.hpp"
 
 namespace isograd {
 
@@ -69,16 +67,6 @@ class Report {
   std::string verdicts_, facts_, body_;
   bool in_charts_ = false;
 };
-
-// The names of a task's loss and tokens, and of the baseline.
-struct ChartWords {
-  std::string unit = "nats per token";
-  std::string tokens = "tokens";
-  std::string baseline = "unigram entropy";
-};
-// Loss with validation loss, norm, throughput and learning rate. `baseline` is marked in the first unless 0.
-std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
-                                   const ChartWords& words = {});
 
 std::string svg(const Chart& chart);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding

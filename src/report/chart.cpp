@@ -6,8 +6,7 @@
 #include <limits>
 
 #include "base/markup.hpp"
-#include "train/progress.hpp"
-#include "train/report.hpp"
+#include "report/report.hpp"
 
 namespace isograd {
 namespace {
@@ -306,42 +305,6 @@ std::string svg(const Chart& chart) {
     }
   }
   return text + mark_labels(chart, frame) + "</svg>";
-}
-
-std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
-                                   const ChartWords& words) {
-  const auto series = [&](std::string name, auto field) {
-    Series result{.name = std::move(name), .points = {}};
-    for (const auto& row : rows)
-      if (row.*field) result.points.push_back({static_cast<double>(row.step), *(row.*field)});
-    return result;
-  };
-  Chart loss{.title = "Loss",
-             .x_label = "step",
-             .y_label = words.unit,
-             .series = {series("training", &MetricRow::loss)},
-             .smooth = true};
-  if (auto validation = series("validation", &MetricRow::validation_loss); !validation.points.empty())
-    loss.series.push_back(std::move(validation));
-  if (baseline > 0) loss.marks = {{words.baseline, baseline}};
-  return {std::move(loss),
-          {.title = "Gradient norm",
-           .x_label = "step",
-           .y_label = "before clipping",
-           .series = {series("norm", &MetricRow::norm)},
-           .from_zero = true,
-           .smooth = true},
-          {.title = "Throughput",
-           .x_label = "step",
-           .y_label = words.tokens + "/s, all ranks",
-           .series = {series(words.tokens + "/s", &MetricRow::tokens_per_second)},
-           .from_zero = true,
-           .smooth = true},
-          {.title = "Learning rate",
-           .x_label = "step",
-           .y_label = "",
-           .series = {series("learning rate", &MetricRow::learning_rate)},
-           .from_zero = true}};
 }
 
 }  // namespace isograd

@@ -1,7 +1,10 @@
 // TensorBoard's file of events: records of a length, the masked CRC-32C of the length, the event, and the
 // masked CRC-32C of the event (tensorflow/core/lib/io/record_writer.h); events by protozero, with the field
 // numbers of tensorflow/core/util/event.proto and framework/summary.proto.
+#include "report/event_file.hpp"
+
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -13,8 +16,8 @@
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "train/metrics.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -53,6 +56,20 @@ std::string_view raw(const auto& value) {
 }
 
 }  // namespace
+
+void cannot_write(const fs::path& file) {
+  isograd::refuse(file.string(), std::strerror(errno), "a file that can be written",
+                  "Free space or give another folder (run.directory, run.json_log)");
+}
+
+void require_name(std::FILE* file, const fs::path& path) {
+  struct stat status {};
+  if (::fstat(::fileno(file), &status) == 0 && status.st_nlink > 0) return;
+  isograd::refuse(path.string(), "a file that was removed while the run wrote to it",
+                  "the metrics of this run",
+                  "Continue from the last checkpoint (--set checkpoint.resume=latest), or start anew, and "
+                  "leave the file there");
+}
 
 std::uint32_t crc32c(std::string_view bytes) {
   std::uint32_t crc = ~0u;
