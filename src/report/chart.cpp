@@ -203,23 +203,17 @@ std::string drawn_axes(const Chart& chart, const Frame& frame) {
   };
   ticks(frame.y, [&](double value) {
     const double y = frame.py(value);
-    text += fmt::format(
-        "<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/><text class=\"tick\" x=\"{:.1f}\" "
-        "y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
-        kLeft, y, kWidth - kRight, kLeft - 8, y + 4, tick_label(value, frame.y));
+    text += fmt::format("<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, y, kWidth - kRight) +
+            svg_text("tick", kLeft - 8, y + 4, "end", tick_label(value, frame.y));
   });
   const double bottom = kTop + kInnerHeight;
   ticks(frame.x, [&](double value) {
     const double x = frame.px(value);
-    text += fmt::format(
-        "<path class=\"axis\" d=\"M{:.1f} {:.1f}v5\"/><text class=\"tick\" x=\"{:.1f}\" "
-        "y=\"{:.1f}\" text-anchor=\"middle\">{}</text>",
-        x, bottom, x, bottom + 18, tick_label(value, frame.x));
+    text += fmt::format("<path class=\"axis\" d=\"M{:.1f} {:.1f}v5\"/>", x, bottom) +
+            svg_text("tick", x, bottom + 18, "middle", tick_label(value, frame.x));
   });
   text += fmt::format("<path class=\"axis\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, bottom, kWidth - kRight);
-  text += fmt::format("<text class=\"label\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
-                      kWidth - kRight, kHeight - 6, escape_html(chart.x_label));
-  return text;
+  return text + svg_text("label", kWidth - kRight, kHeight - 6, "end", escape_html(chart.x_label));
 }
 
 // Above its line, below it at the top of the picture; each clear of the one before it.
@@ -233,9 +227,8 @@ std::string mark_labels(const Chart& chart, const Frame& frame) {
     double y = frame.py(value) - 5;
     if (y < kTop + 10) y = frame.py(value) + 14;
     last = std::max(y, last + kLine);
-    text += fmt::format(
-        "<text class=\"label over\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{} {:.4g}</text>",
-        kWidth - kRight - 4, last, escape_html(name), value);
+    text += svg_text("label over", kWidth - kRight - 4, last, "end",
+                     fmt::format("{} {:.4g}", escape_html(name), value));
   }
   return text;
 }
@@ -277,6 +270,11 @@ OffScale off_scale(const Chart& chart) {
       if (found.count++ == 0 || std::abs(point.y) > std::abs(found.furthest)) found.furthest = point.y;
     }
   return found;
+}
+
+std::string svg_text(const char* kind, double x, double y, const char* anchor, const std::string& text) {
+  return fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", kind, x, y,
+                     anchor, text);
 }
 
 std::string svg(const Chart& chart) {

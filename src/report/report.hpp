@@ -69,6 +69,8 @@ class Report {
 };
 
 std::string svg(const Chart& chart);
+// A line of text in a picture. `kind`: its CSS class; `anchor`: "start", "middle" or "end"; `text`: escaped.
+std::string svg_text(const char* kind, double x, double y, const char* anchor, const std::string& text);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding
 // Each point's median over median_reach() neighbours on both sides. Values that cannot be drawn are kept
 // and ignored.

@@ -68,11 +68,6 @@ class HeatMap {
   std::array<std::string, kLevels> paths_{};
 };
 
-std::string text_at(const char* kind, double x, double y, const char* anchor, const std::string& text) {
-  return fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", kind, x, y,
-                     anchor, text);
-}
-
 std::string heat_legend() {
   constexpr double kSwatch = 44, kHeight = 10;
   std::string text;
@@ -81,9 +76,9 @@ std::string heat_legend() {
     text += fmt::format("<path class=\"heat h{}\" d=\"M{:.1f} 2h{:.1f}v{:.1f}h-{:.1f}z\"/>", level, left,
                         kSwatch, kHeight, kSwatch);
     if (level == 0)
-      text += text_at("tick", left, 28, "start", "none");
+      text += svg_text("tick", left, 28, "start", "none");
     else if (level <= kBounds.size())
-      text += text_at("tick", left + kSwatch, 28, "middle", fmt::format("{:g}", kBounds[level - 1]));
+      text += svg_text("tick", left + kSwatch, 28, "middle", fmt::format("{:g}", kBounds[level - 1]));
   }
   return text;
 }
@@ -226,14 +221,15 @@ std::string load_strips(const LoadRows& rows) {
     HeatMap map(kMapLeft, top, kMapInner / static_cast<double>(columns), cell);
     for (std::size_t e = 0; e < experts; ++e) map.row(e, by_expert[e]);
     const ExpertLoad& load = rows.back()->expert_loads[layer];
-    inside += map.svg() + text_at("label", kMapLeft - 8, top + std::min(strip, 12.0), "end",
-                                  fmt::format("layer {}", load.layer));
+    inside += map.svg() + svg_text("label", kMapLeft - 8, top + std::min(strip, 12.0), "end",
+                                   fmt::format("layer {}", load.layer));
     if (strip > 2 * kMapLine)
-      inside += text_at("tick", kMapLeft - 8, top + strip - 1, "end", fmt::format("{} experts", experts));
+      inside += svg_text("tick", kMapLeft - 8, top + strip - 1, "end", fmt::format("{} experts", experts));
     top += strip + 8;
   }
-  inside += text_at("tick", kMapLeft, top + 8, "start", fmt::format("step {}", rows.front()->step)) +
-            text_at("tick", kMapWidth - kMapRight, top + 8, "end", fmt::format("step {}", rows.back()->step));
+  inside +=
+      svg_text("tick", kMapLeft, top + 8, "start", fmt::format("step {}", rows.front()->step)) +
+      svg_text("tick", kMapWidth - kMapRight, top + 8, "end", fmt::format("step {}", rows.back()->step));
   return heat_picture("Load by expert over time", top + 14, inside);
 }
 
@@ -251,20 +247,20 @@ std::string load_map(const LoadRows& rows) {
     map.row(layer, ratios);
     const double middle = kMapTop + (static_cast<double>(layer) + 0.5) * height + 4.5;
     if (layer % every == 0)
-      labels += text_at("label", kMapLeft - 8, middle, "end",
-                        fmt::format("layer {}", rows.back()->expert_loads[layer].layer));
+      labels += svg_text("label", kMapLeft - 8, middle, "end",
+                         fmt::format("layer {}", rows.back()->expert_loads[layer].layer));
     for (std::size_t e = 0; numbers && e < experts; ++e)
       if (ratios[e])
-        labels += text_at(is_far(level_of(*ratios[e])) ? "cell far" : "cell",
-                          kMapLeft + (static_cast<double>(e) + 0.5) * width, middle, "middle",
-                          *ratios[e] == 0 ? "none" : fmt::format("{:.2f}", *ratios[e]));
+        labels += svg_text(is_far(level_of(*ratios[e])) ? "cell far" : "cell",
+                           kMapLeft + (static_cast<double>(e) + 0.5) * width, middle, "middle",
+                           *ratios[e] == 0 ? "none" : fmt::format("{:.2f}", *ratios[e]));
   }
   const double bottom = kMapTop + height * static_cast<double>(layers) + 17;
   const std::size_t step = numbers ? 1 : (experts + 7) / 8;
   for (std::size_t e = 0; e < experts; e += step)
-    labels += text_at("tick", kMapLeft + (static_cast<double>(e) + 0.5) * width, bottom, "middle",
-                      std::to_string(e));
-  labels += text_at("label", kMapLeft - 8, bottom, "end", "expert");
+    labels += svg_text("tick", kMapLeft + (static_cast<double>(e) + 0.5) * width, bottom, "middle",
+                       std::to_string(e));
+  labels += svg_text("label", kMapLeft - 8, bottom, "end", "expert");
   return heat_picture("Load by layer and expert", bottom + 6, map.svg() + labels);
 }
 
