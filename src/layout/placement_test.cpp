@@ -33,7 +33,7 @@ std::int64_t product(const Sizes& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
 }
 
-// Where each of a rank's local elements, in their order, lies in the whole tensor.
+// The place in the whole tensor of each of a rank's local elements, in their order.
 Sizes places(const Placement& placement, const Grid& grid, int rank) {
   const Sizes local = local_shape(placement, grid, rank);
   Sizes result(static_cast<std::size_t>(product(local)), -1);
@@ -76,7 +76,7 @@ TEST(Placement, SaysWhatEachRankHolds) {
             (AxisSet{"pp", "dp_shard", "cp_ring"}));
   EXPECT_EQ(holders_along(fused, kGrid, {"pp"}, 1), (std::vector<int>{1, 17}));
 
-  // Experts: cut along ep, summed over what is left of its axes.
+  // Experts: cut along ep, summed over the rest of its axes.
   const Placement expert = placed(kGrid, {5, 2}, {even_cut(kGrid, "ep", 0, {5})}, {1});
   check_placement("w", expert, kGrid);
   EXPECT_EQ(expert.summed, AxisSet{"edp"});

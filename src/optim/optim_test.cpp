@@ -47,7 +47,7 @@ struct Workbench {
       for (const Slot& slot : buckets[b].plan.slots) call(b, slot);
   }
 
-  double padding() {  // what lies outside all slots must be zero
+  double padding() {  // everything outside the slots must be zero
     double sum = 0;
     for (auto& bucket : buckets) {
       at::Tensor rest = bucket.master.clone();
@@ -58,7 +58,7 @@ struct Workbench {
   }
 };
 
-// Runs ours and LibTorch's beside each other; returns the largest difference relative to the largest value.
+// Runs our optimizer and LibTorch's; returns the largest difference relative to the largest value.
 template <typename Theirs, typename Options>
 double compare(at::ScalarType type, Optimizer& ours, Options decaying, Options plain, double gradient_scale) {
   Workbench setup(type, gradient_scale == 1 ? 600 : 1 << 20);  // many buckets, and many slots in one
@@ -125,7 +125,7 @@ TEST(Sgd, EqualsLibTorch) {
     }
 }
 
-// What other devices do, here on the CPU: within the roundings of the fused pass.
+// The code for other devices, run on the CPU: equal within the roundings of the fused pass.
 TEST(ByLibTorch, EqualsTheFusedPasses) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
     Workbench fused(type), plain(type);
@@ -273,7 +273,7 @@ TEST(Runs, LeaveFrozenSlotsOut) {
   }
 }
 
-// Of the same sizes, in another order: another parameter's moments.
+// Parameters of the same sizes in another order would get other parameters' moments.
 TEST(Optimizer, RefusesTheBucketsOfAnotherLayout) {
   for (auto make : {+[] { return adamw({}); }, +[] { return sgd({.momentum = 0.9}); }}) {
     std::vector<NamedParameter> parameters = trainable_parameters(

@@ -226,7 +226,7 @@ TEST(Chart, ALossWithoutSpikesIsAllOnTheScale) {
   EXPECT_EQ(off_scale(chart).count, 0u);
   chart.series[0].points.resize(4);
   EXPECT_EQ(off_scale(chart).count, 0u);
-  EXPECT_FALSE(draws_median(chart));  // of a few points it would say nothing
+  EXPECT_FALSE(draws_median(chart));  // a median of a few points would mean nothing
 }
 
 TEST(Chart, RunningMedianIsTheMedianOfTheNeighbours) {

@@ -46,7 +46,8 @@ class CheckpointFiles : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(root_); }
 
-  // Two files whose content tells the step and the try, so that a mixture of two saves cannot pass.
+  // Writes two files whose content contains the step and the attempt, so that a mixture of two saves cannot
+  // pass.
   void save(std::int64_t step, const std::string& content, const Moment& moment = {}) {
     publish_directory(
         checkpoint_path(root_, step),
@@ -108,7 +109,7 @@ TEST_F(CheckpointFiles, AnOldOneThatCannotBeRemovedStopsNothing) {
   for (std::int64_t step : {10, 20}) save(step, "x");
   const fs::path old = root_ / "step-00000010";
   fs::permissions(old, fs::perms(0555));
-  const bool root = ::geteuid() == 0;  // may remove all; somebody else may not
+  const bool root = ::geteuid() == 0;  // root may remove everything; other users may not
   if (root) {
     ASSERT_EQ(::chown(root_.c_str(), 65534, 65534), 0);
     ASSERT_EQ(::seteuid(65534), 0);
@@ -136,7 +137,7 @@ TEST_F(CheckpointFiles, AFailureWhileWritingLeavesNothingBehind) {
   EXPECT_EQ(entries(), 1u);
 }
 
-// Without the parents' entries on disk a loss of power takes the first checkpoint of a run along.
+// If the parents' entries are not on disk, a power loss removes the first checkpoint of a run.
 TEST_F(CheckpointFiles, TheParentsOfANewFolderAreSynced) {
   const fs::path base = fs::canonical(root_);
   root_ = base / "runs/new/checkpoints";

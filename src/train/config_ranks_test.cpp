@@ -1,4 +1,4 @@
-// What a configuration is refused for on so many ranks, and keys that go with other ones.
+// Configurations that are refused for a number of ranks, and keys that do not go with others.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -77,8 +77,8 @@ TEST(Config, EveryKeyHasAFieldOfItsOwn) {
   }
 }
 
-// Which keys may differ stands here a second time, so that a new key cannot be left out of the comparison by
-// its entry alone.
+// The list of keys that may differ is repeated here, so that a new key cannot be left out of the comparison
+// by its entry alone.
 TEST(Config, RanksAreRefusedADifferenceInEveryKeyButTheFoldersOfAHost) {
   const std::vector<std::string> of_a_host = {"run.directory",  "run.json_log", "data.text", "data.shards",
                                               "data.tokenizer", "data.cache",   "data.table"};

@@ -1,4 +1,5 @@
-// What ranks get of a run: within their memory, and how level the cuts over context ranks are.
+// A rank's part of a run's micro-batches: the memory limit, and the balance of the split over
+// context-parallel ranks.
 #include "train/cut_batches.hpp"
 
 #include <gmock/gmock.h>
@@ -27,7 +28,7 @@ class Parts : public testing_runs::TinyVideos {
     return config;
   }
 
-  // What the ranks said, each for itself, and the steps that were made.
+  // Each rank's error, and the steps that were made.
   struct Refused {
     std::vector<std::string> by_rank;
     std::int64_t steps = 0;
@@ -51,7 +52,7 @@ class Parts : public testing_runs::TinyVideos {
   }
 };
 
-// One data rank's micro-batch is too large: all say so, those of the other one too, and no step is made.
+// One data rank's micro-batch is too large: all ranks throw, and no step is made.
 TEST_F(Parts, AreRefusedOnAllRanksAlike) {
   for (const int ring : {1, 2}) {
     RunConfig config = uneven(ring);
@@ -81,7 +82,7 @@ TEST_F(Parts, OfVideosAreRefusedToo) {
   }
 }
 
-// In a later step, of which the first ones were small enough: those are made, and nothing of this one.
+// A later step is too large: the earlier ones are made, and nothing of this one.
 TEST_F(Parts, AreRefusedBeforeTheStepThatIsTooLarge) {
   RunConfig config = videos("later");
   config.batch.videos_per_step = 2;

@@ -1,4 +1,4 @@
-// Which device and backend a run takes, and what is refused.
+// The device and backend of a run, and refusals.
 #include "train/device.hpp"
 
 #include <gmock/gmock.h>

@@ -31,7 +31,7 @@ MicroBatches same(MicroBatches batches) {
   return batches;
 }
 
-// Each letter of three bytes, a token a byte, so that a decoding of some tokens ends inside of one.
+// Letters of three bytes with one token per byte, so that a decoding of some tokens ends inside a letter.
 class Letters final : public Tokenizer {
  public:
   std::string name() const override { return "letters"; }
@@ -98,7 +98,7 @@ TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
   });
 }
 
-// A value that is the whole on every rank counts once, beside a share that counts on each.
+// A value that is whole on every rank counts once; a share counts on each rank.
 TEST(Evaluate, CountsAReplicatedTermOnce) {
   run_ranks(3, [](World& world) {
     toy::Model model;

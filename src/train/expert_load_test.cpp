@@ -1,4 +1,4 @@
-// What is recorded of the load of experts, and its pictures.
+// Records of the load of experts, and their pictures.
 #include "train/expert_load.hpp"
 
 #include <gmock/gmock.h>
@@ -33,7 +33,7 @@ TEST(ExpertLoad, DeadAreThoseWithoutATokenForSoManySteps) {
   EXPECT_EQ(idle.dead().steps, 1);
   EXPECT_THAT(idle.dead().by_layer, ElementsAre(ElementsAre(1), ElementsAre(0, 2)));
   idle.step({{2, {0, 0, 4}}, {5, {1, 3, 0}}});
-  idle.step({});  // a step that says nothing
+  idle.step({});  // a step without counts
   EXPECT_EQ(idle.dead().steps, 2);
   EXPECT_THAT(idle.dead().by_layer, ElementsAre(ElementsAre(1), ElementsAre(2)));
   // Expert 0 of layer 2 has its last token in the first step.
@@ -192,7 +192,7 @@ TEST(LoadPicture, OfALargeModelKeepsToItsSize) {
   EXPECT_THAT(report.html(), Not(HasSubstr("nan")));
 }
 
-// A log may say anything.
+// A log may contain anything.
 TEST(LoadPicture, OfAnOddLogIsDrawn) {
   constexpr std::int64_t kFar = std::numeric_limits<std::int64_t>::max();
   for (const auto& steps : std::vector<std::vector<std::int64_t>>{{1}, {3, 3}, {9, 2}, {-kFar, kFar}}) {

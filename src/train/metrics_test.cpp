@@ -61,7 +61,7 @@ TEST_F(MetricsFiles, ALogOfARunUnderWayIsRefusedAndLeftAsItIs) {
   Metrics after(options());  // the run has ended
 }
 
-// Of somebody who may read the log and nothing else.
+// A lock of a user who may only read the log.
 TEST_F(MetricsFiles, LocksOfReadersKeepNoRunFromItsLog) {
   { Metrics(options()).step(event(1)); }
   const int reader = open(options().json_log.c_str(), O_RDONLY | O_CLOEXEC);

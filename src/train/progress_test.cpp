@@ -23,7 +23,7 @@ StepEvent event(std::int64_t step, std::int64_t total) {
   return event;
 }
 
-// What was written to a file that poses as a terminal or not.
+// Captures what is written to a file that is treated as a terminal or not.
 struct Capture {
   std::FILE* file = std::tmpfile();
   ~Capture() { std::fclose(file); }

@@ -1,5 +1,5 @@
-// What is said of a run's layout without starting it: against layouts that are made, and against the
-// definition of an owner, counted element by element.
+// A run's planned layout, compared with layouts that are made and with the definition of an owner, counted
+// element by element.
 #include "train/rank_layout.hpp"
 
 #include <ATen/ATen.h>
@@ -28,7 +28,7 @@ struct Case {
   int multiple = 1;  // of which the ranks are one
 };
 
-// Experts dealt to two ranks, not evenly: five of them.
+// Five experts sharded unevenly over two ranks.
 void deal_experts_to_two(RunConfig& config, const char* strategy) {
   config.parallel.strategy = strategy;
   config.parallel.share_parameters = "off";
@@ -224,7 +224,7 @@ TEST_F(RankLayouts, TotalsAreSumsAndTheFormulasOfMemory) {
   });
 }
 
-// By the name of a parameter, how often its elements are owned, as each rank says of itself.
+// How often each element of a parameter is owned, as each rank reports for itself.
 using Counts = std::map<std::string, at::Tensor>;
 
 void count_owned(Counts& counts, const RankLayout& layout) {
@@ -254,14 +254,14 @@ void expect_one_owner_each(const Counts& counts) {
 TEST_F(RankLayouts, GiveEachElementOneOwner) {
   for_cases({1, 2, 3, 4}, [](const RunConfig& config, int ranks) {
     Counts counts;
-    std::vector<std::string> owners;  // as each rank tells them
+    std::vector<std::string> owners;  // as each rank reports them
     for (int rank = 0; rank < ranks; ++rank) {
       const RankLayout layout = lay_out(config, ranks, rank).layout;
       count_owned(counts, layout);
       std::string& text = owners.emplace_back();
       for (const LaidParameter& parameter : layout.parameters)
         for (const OwnedBy& one : parameter.owners)
-          if (parameter.placement.cuts.empty())  // of what is cut each rank tells of its own part
+          if (parameter.placement.cuts.empty())  // each rank reports its own shard of a sharded parameter
             text +=
                 fmt::format("{} {} {} {}\n", parameter.name, one.rank, one.elements.begin, one.elements.end);
       EXPECT_EQ(text, owners.front());

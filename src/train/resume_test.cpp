@@ -126,7 +126,7 @@ TEST(ResumeCommand, IsByTheRunsOwnConfigurationAndQuotedForAShell) {
   RunConfig config;
   config.source = "other.toml";
   config.run.directory = "my runs/$(reboot)";
-  config.parallel.device = "cuda";  // config.toml says so
+  config.parallel.device = "cuda";  // as in config.toml
   EXPECT_EQ(resume_command(config, 3, fs::path(config.run.directory) / "checkpoints/step-00000002"),
             "isograd train 'my runs/$(reboot)/config.toml' --ranks 3 --set "
             "'checkpoint.resume=my runs/$(reboot)/checkpoints/step-00000002'");
@@ -361,7 +361,7 @@ TEST_F(Resume, ValuesWrittenInPlaceSurviveACheckpoint) {
           EXPECT_EQ(weight[0].item<double>(), 3) << stage << " " << ranks;
           world.group.barrier();
         }
-        // Weights of another moment: the masters would replace them at the first update. All ranks say so.
+        // Weights of another step: the masters would replace them at the first update. All ranks throw.
         const auto layout = make(1, weight);
         const auto optimizer = adamw({.learning_rate = 1e-7});
         EXPECT_THAT(
@@ -401,7 +401,7 @@ TEST_F(Resume, FrozenParametersAreSavedWithTheOthers) {
       });
 }
 
-// One rank's alone is in no checkpoint.
+// Values that only one rank has are in no checkpoint.
 TEST_F(Resume, ValuesThatOneRankAloneHasWrittenAreNotSaved) {
   std::vector<std::string> said(2);
   try {

@@ -1,4 +1,4 @@
-// One run at a time writes to a folder, and none writes over another's files unasked.
+// Only one run at a time writes to a folder, and none overwrites another's files unless told to.
 #include "train/run_folder.hpp"
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ class RunFolders : public testing_runs::TinyRuns {
     config_ = tiny("run");
     directory_ = config_.run.directory;
   }
-  // As a run leaves it.
+  // Writes the files of a finished run.
   void leave_a_run(const std::vector<std::int64_t>& steps) {
     fs::create_directories(directory_);
     for (const auto step : steps)
@@ -251,7 +251,7 @@ TEST_F(RunFolders, AFolderThatGoesAwayIsNoticed) {
       << "another of that name";
 }
 
-// Over thread ranks: what fails on rank 0 alone is every rank's error, and nothing is written any more.
+// On thread ranks: an error on rank 0 is thrown on every rank, and nothing more is written.
 TEST_F(RunFolders, ARunWhoseFolderIsRemovedEndsWithAnErrorOnAllRanks) {
   config_.train.steps = 50;
   config_.checkpoint.every = 10;

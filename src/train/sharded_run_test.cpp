@@ -45,7 +45,7 @@ TEST_F(ShardedRun, IsTheRunOfOneProcess) {
   for (int ranks : {1, 2, 3, 5})
     for (const char* policy : {"default", "shared", "checkpoint", "kept", "once"}) {
       const std::string kind = policy;
-      if (kind == "shared" && ranks == 1) continue;  // nobody to share with: refused
+      if (kind == "shared" && ranks == 1) continue;  // no rank to share with: refused
       RunConfig config = zero3(kind + std::to_string(ranks), kind == "shared");
       config.parallel.checkpoint_activations = kind == "checkpoint";
       config.parallel.reshard_after_forward = kind != "kept";

@@ -39,7 +39,7 @@ TEST_F(Strategies, TrainAlike) {
   for (const Kind& kind : kKinds)
     for (int ranks : {2, 3, 4}) {
       if (ranks % kind.replicas != 0) continue;
-      if (kind.share == "on" && ranks == kind.replicas) continue;  // nobody to share with: refused
+      if (kind.share == "on" && ranks == kind.replicas) continue;  // no rank to share with: refused
       RunConfig config = tiny(kind.name() + "-" + std::to_string(ranks), "float64");
       kind.put_into(config);
       const Run many = run(config, ranks);

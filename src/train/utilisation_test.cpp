@@ -42,8 +42,7 @@ TEST_F(Utilisation, FlopsOfEachStepAreThoseOfTheWholeBatchOnAnyRanks) {
       RunConfig config = tiny("run");
       config.overwrite = true;
       config.model.shape.tied_output = tied;
-      config.run.peak_tflops =
-          1e-9;  // a thousand a second and rank: the MFU says how many FLOPs were counted
+      config.run.peak_tflops = 1e-9;  // 1000 FLOP/s per rank, so that the MFU is the number of counted FLOPs
       const Run made = run(config, ranks);
       const World alone;
       Group group = alone.group;

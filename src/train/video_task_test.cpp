@@ -176,7 +176,7 @@ TEST_F(VideoRuns, GivesNewVideos) {
     return decode_video(
         file, {.patterns = {file.string()}, .height = 100, .frames_per_second = 0, .patch = {1, 1, 1}});
   };
-  // The largest of the training videos, each axis by itself.
+  // The largest size of the training videos, for each axis separately.
   EXPECT_EQ(frames_of(root_ / "one/sample-1.png").sizes(), (std::vector<std::int64_t>{8, 12, 16, 3}));
   sample("two", {.frames = 4, .height = 8, .width = 12});
   EXPECT_EQ(frames_of(root_ / "two/sample-0.png").sizes(), (std::vector<std::int64_t>{4, 8, 12, 3}));

@@ -69,7 +69,8 @@ TEST(WholeTensors, AreRightWhereverShardsEnd) {
     });
 }
 
-// Not even a rank's own shards beside it: these it has anyway. A bucket that is gathered whole is twelve.
+// A rank needs no memory for its own shards, which it has anyway. A bucket that is gathered whole would
+// take twelve.
 TEST(WholeTensors, OneParameterAtATime) {
   MemoryMeter::install();
   constexpr std::int64_t kBytes = kMost * 8, kSlack = kBytes / 8;

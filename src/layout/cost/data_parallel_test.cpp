@@ -68,7 +68,7 @@ TEST(TrafficBytes, AreThePapers) {
   }
 }
 
-// What stays whole from forward to the end of backward is gathered once for both.
+// Parameters that stay whole from forward to the end of backward are gathered once for both.
 TEST(TrafficBytes, OfWhatStaysWholeAreAGatherLess) {
   for (int n : {2, 3, 8}) {
     const double psi = 2.0 * kNumel * (n - 1) / n;
@@ -111,7 +111,7 @@ TEST(Plans, RefuseWhatMakesNone) {
   EXPECT_THROW(traffic_bytes(plan_of(1, 2, 0)), ConfigError);
 }
 
-// Experts of which fewer ranks have copies: what the formulas say of two models, one a rank's experts.
+// Experts have copies on fewer ranks: the formulas equal those of two models, one of them a rank's experts.
 TEST(Plans, OfDealtExpertsAreThoseOfTwoModels) {
   constexpr std::int64_t kExperts = 840 * 16;
   for (int stage : {0, 1, 2, 3})
@@ -140,7 +140,7 @@ TEST(Plans, OfDealtExpertsAreThoseOfTwoModels) {
   EXPECT_THROW(persistent_bytes(plan), ConfigError);
 }
 
-// One copy of the parameters is there for all to use: nothing is gathered in stage 3, which then is stage 2.
+// All ranks use one copy of the parameters, so nothing is gathered in stage 3, which then equals stage 2.
 TEST(Plans, OfStage3WithOneCopyAreThoseOfStage2) {
   for (bool once : {false, true}) {
     auto three = plan_of(3, 4, 3), two = plan_of(2, 4, 3);

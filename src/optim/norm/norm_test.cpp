@@ -36,7 +36,7 @@ TEST(GlobalNorm, IsThatOfAllBuckets) {
   }
 }
 
-// What other devices do, here on the CPU. Summation in another order: n roundings of fp64 at most.
+// The code for other devices, run on the CPU. It sums in another order: n roundings of fp64 at most.
 TEST(ByLibTorch, EqualsThePassesOfTheCpu) {
   for (auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
     auto buckets = random_buckets(type, 1, 3);
@@ -53,8 +53,8 @@ TEST(ByLibTorch, EqualsThePassesOfTheCpu) {
   }
 }
 
-// Of parameters that lie before, across and behind what a rank owns: both ways to take it find each element
-// at one owner.
+// Parameters before, across and behind what a rank owns: both implementations find each element at one
+// owner.
 TEST(OwnedPart, OfAParameterMayBeEmptyAnywhere) {
   at::manual_seed(5);
   const at::Tensor whole = at::randn({120}, at::kDouble);

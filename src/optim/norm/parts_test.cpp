@@ -46,8 +46,8 @@ struct Gradient {
   }
 };
 
-// What rank `rank` of replicas x shards keeps after the reduction. `whole`: it holds everything, and counts
-// its slice; otherwise it holds its shard, and the first replica counts.
+// The buckets of rank `rank` of replicas x shards after the reduction. `whole`: it holds everything and
+// counts its slice; otherwise it holds its shard, and the first replica counts.
 std::vector<Bucket> make_buckets(const Gradient& gradient, int rank, int replicas, int shards, bool whole) {
   std::vector<Bucket> buckets;
   for (BucketPlan& plan : plan_buckets(gradient.parameters, 5000)) {
