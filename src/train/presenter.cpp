@@ -70,16 +70,16 @@ std::string exposed_share(const Outcome& outcome) {
 
 // ---- when the ranks of a pipeline computed what ----
 
-using Kind = PipelineAction::Kind;
+using ActionKind = PipelineAction::Kind;
 
 // Average times of each stage's forward and backward, or of the two halves of backward.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
   PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0),
                 counts = times;  // how often each was computed
-  const auto of_kind = [](PipelineTimes& of, Kind kind) -> std::vector<double>& {
-    return kind == Kind::kForward           ? of.forward
-           : kind == Kind::kBackwardWeights ? of.backward_weights
-                                            : of.backward_inputs;
+  const auto of_kind = [](PipelineTimes& of, ActionKind kind) -> std::vector<double>& {
+    return kind == ActionKind::kForward           ? of.forward
+           : kind == ActionKind::kBackwardWeights ? of.backward_weights
+                                                  : of.backward_inputs;
   };
   for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
@@ -90,7 +90,8 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
       of_kind(times, action.kind)[stage] += span.end - span.begin;
       of_kind(counts, action.kind)[stage] += 1;
     }
-  for (const Kind kind : {Kind::kForward, Kind::kBackwardInputs, Kind::kBackwardWeights})
+  for (const ActionKind kind :
+       {ActionKind::kForward, ActionKind::kBackwardInputs, ActionKind::kBackwardWeights})
     for (std::size_t stage = 0; stage < times.forward.size(); ++stage)
       if (const double often = of_kind(counts, kind)[stage]; often > 0) of_kind(times, kind)[stage] /= often;
   return times;
@@ -134,7 +135,7 @@ std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const
       const PipelineTimeline::Span span = measured->timeline.spans[place][i];
       if (action.is_transfer()) continue;
       own.push_back({{"name", to_text(action)},
-                     {"cat", action.kind == Kind::kForward ? "forward" : "backward"},
+                     {"cat", action.kind == ActionKind::kForward ? "forward" : "backward"},
                      {"ph", "X"},
                      {"ts", span.begin * 1e6},
                      {"dur", (span.end - span.begin) * 1e6},
